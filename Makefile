@@ -1,0 +1,122 @@
+# Everything a newcomer needs, on a machine with git, make, Python 3.11 (or newer) and pip:
+#   make demo    see it work        make test    check it        make help    the rest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check
+MANIFESTS := $(wildcard packages/*/pyproject.toml)
+
+# The first Python that is new enough; `make setup PYTHON=…` names another.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# Few workers, each with one thread: the machines this runs on are small, and torch would otherwise start a thread per core.
+WORKERS ?= auto
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+QUICK := not slow and not stress and not benchmark and not memray
+PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
+
+.PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
+	prove-overhead prove-stress prove-truth prove-correctness prove-coverage bench wheels lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+# --- set-up: plain venv and pip; torch first, so that a CPU build the machine offers is taken; then the rest, pinned ---------
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "need Python 3.11 or newer with venv; none found (make setup PYTHON=/path/to/python)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-stamp: constraints.txt tools/workspace.py $(MANIFESTS) | $(PY)
+	@echo "setting up $(VENV): torch, then the packages (a minute or two, once)"
+	@mkdir -p build
+	$(PIP) install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PY) -m tools.workspace requirements run > build/requirements-run.txt
+	$(PIP) install -qq -c constraints.txt -r build/requirements-run.txt
+	$(PIP) install -qq --no-deps --no-build-isolation $$($(PY) -m tools.workspace packages | sed 's/^/-e /')
+	@touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
+	$(PY) -m tools.workspace requirements dev > build/requirements-dev.txt
+	$(PIP) install -qq -c constraints.txt -r build/requirements-dev.txt
+	@touch $@
+
+setup-run: $(VENV)/.run-stamp ## virtual environment with the packages only
+setup: $(VENV)/.dev-stamp ## virtual environment with the packages and the tools
+
+# --- the two commands ---------------------------------------------------------------------------------------------------------
+
+demo: setup-run ## a tour on this machine; writes build/demo.html
+	@mkdir -p build
+	$(BIN)/lz demo --html build/demo.html
+
+test: lint imports type pytest ## quick lane of everything
+
+pytest: setup ## quick lane of the tests alone
+	@mkdir -p build/junit && rm -f build/junit/*.xml
+	$(PYTEST) -m "$(QUICK)" -n $(WORKERS) --maxprocesses=4 --dist=worksteal --junitxml=build/junit/quick.xml
+
+# --- single checks ------------------------------------------------------------------------------------------------------------
+
+lint: setup ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup ## let ruff put the layout right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+imports: setup ## the floors of the core
+	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
+
+type: setup ## mypy --strict on the core
+	$(BIN)/mypy --cache-dir build/mypy
+
+docs: setup ## links of the documentation
+	$(PY) -m tools.check_docs
+
+requirements: setup ## which requirement lines are shown, by section (after `make test`)
+	@$(PY) -m tools.requirements $(ARGS)
+
+# --- long lanes: each leaves build/prove/NAME.log with commit, machine, output and time ------------------------------------------
+
+prove-overhead: setup ## dispatch overhead against the budget; wants an idle machine
+	$(PROVE) overhead -- $(PY) benchmarks/overhead.py --json build/prove/overhead.json
+
+prove-stress: setup ## threads, forks, leaks, long counts
+	$(PROVE) stress -- $(PY) -m pytest -m stress --junitxml=build/prove/stress.xml
+
+prove-truth: setup ## what explain names is what ran, over many contexts
+	$(PROVE) truth -- $(PY) -m pytest -k truth --junitxml=build/prove/truth.xml
+
+prove-correctness: setup ## kernels against the reference, whole grid
+	$(PROVE) correctness -- $(PY) -m pytest -m "correctness or slow" --junitxml=build/prove/correctness.xml
+
+prove-coverage: setup ## coverage of the core, at least 80 %
+	@mkdir -p build/coverage
+	$(PROVE) coverage -- $(PY) -m pytest -m "$(QUICK)" --cov --cov-report=term --cov-report=html
+
+bench: setup ## benchmarks, results as JSON under build/bench
+	@mkdir -p build/bench
+	$(PY) benchmarks/overhead.py --json build/bench/overhead.json
+
+# --- making things ------------------------------------------------------------------------------------------------------------
+
+wheels: setup ## wheels of all packages in dist/
+	rm -rf dist
+	for package in $$($(PY) -m tools.workspace packages); do \
+		$(PY) -m build --wheel --no-isolation --outdir dist $$package; done
+
+lock: setup ## constraints.txt and requirements.lock from the pyproject files
+	$(PY) -m tools.lock
+
+clean: ## everything made, the virtual environment too
+	rm -rf $(VENV) .tox build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

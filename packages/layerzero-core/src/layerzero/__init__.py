@@ -1,0 +1,116 @@
+"""LayerZero: for every call the fastest kernel that is correct here, and the reason why.
+
+    import layerzero as lz
+    out = lz.attention(q, k, v, is_causal=True)
+    print(lz.explain("attention", q, k, v, is_causal=True))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from layerzero.ops import (
+    add_rms_norm,
+    alibi_slopes,
+    attention,
+    dequantize,
+    embedding,
+    gelu_and_mul,
+    layer_norm,
+    linear,
+    paged_attention,
+    paged_batch,
+    quantize,
+    relu_and_mul,
+    rms_norm,
+    rope,
+    sample,
+    sample_topk,
+    sample_topp,
+    silu_and_mul,
+)
+from layerzero.public.control import (
+    configure,
+    disabled,
+    get_config,
+    get_locks,
+    load_config,
+    lock,
+    policy,
+    prefer,
+    reload_config,
+    reset,
+    unlock,
+)
+from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
+from layerzero.public.planning import plan
+
+if TYPE_CHECKING:
+    from layerzero.model.context import Context
+    from layerzero.model.device import DeviceSpec
+    from layerzero.public.checks import doctor, readiness_check
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Context",
+    "DeviceSpec",
+    "__version__",
+    "add_rms_norm",
+    "alibi_slopes",
+    "attention",
+    "configure",
+    "dequantize",
+    "disabled",
+    "doctor",
+    "dry_run",
+    "embedding",
+    "explain",
+    "gelu_and_mul",
+    "get_config",
+    "get_locks",
+    "layer_norm",
+    "linear",
+    "list_kernels",
+    "list_ops",
+    "load_config",
+    "lock",
+    "paged_attention",
+    "paged_batch",
+    "plan",
+    "policy",
+    "prefer",
+    "quantize",
+    "readiness_check",
+    "relu_and_mul",
+    "reload_config",
+    "reset",
+    "rms_norm",
+    "rope",
+    "sample",
+    "sample_topk",
+    "sample_topp",
+    "select",
+    "silu_and_mul",
+    "unlock",
+    "validate",
+    "which",
+]
+
+_LAZY = {
+    "Context": "layerzero.model.context",
+    "DeviceSpec": "layerzero.model.device",
+    "doctor": "layerzero.public.checks",
+    "readiness_check": "layerzero.public.checks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+    import importlib
+
+    found = getattr(importlib.import_module(module), name)
+    globals()[name] = found
+    return found

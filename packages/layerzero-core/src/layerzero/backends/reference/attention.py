@@ -1,0 +1,115 @@
+"""Scaled dot-product attention, written out.
+
+The scores pass these steps, in this order (the order of FlashAttention): scale, softcap, ALiBi bias, additive mask,
+then everything that may not be attended (boolean mask, causal triangle, window) becomes -inf.
+
+Positions. Query row i stands at key position i + (Sk - Sq), aligned to the end (bottom right), for ALiBi and for a
+window. Only `is_causal=True`, which is top-left by SDPA's definition, puts row i at key position i, for the
+triangle and the window alike; ALiBi does not notice the shift, since softmax ignores a constant per row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerzero.backends.reference.precision import compute_dtype, no_autocast
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over [B, H, S, D] tensors; key and value may have fewer heads (GQA, MQA).
+
+    A row that may attend nothing gives zeros, and -inf as its log-sum-exp. The log-sum-exp is natural, float32,
+    [B, Hq, Sq]. Dropout draws from torch's global generator.
+    """
+    dtype = compute_dtype(query, key, value)
+    with no_autocast(query.device.type):
+        scores = _scores(query.to(dtype), key.to(dtype), scale, softcap)
+        if alibi_slopes is not None:
+            scores = scores + _alibi_bias(alibi_slopes.to(dtype), query.shape[-2], key.shape[-2])
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask.to(dtype)
+        allowed = _allowed(attn_mask, is_causal, window, query.shape[-2], key.shape[-2], query.device)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+
+        # A row of nothing but -inf has no softmax: compute it on zeros, then blank the result, so that neither
+        # the output nor a gradient turns into NaN.
+        dead = (scores == -math.inf).all(dim=-1, keepdim=True)
+        scores = scores.masked_fill(dead, 0.0)
+        weights = torch.softmax(scores, dim=-1).masked_fill(dead, 0.0)
+        if dropout_p > 0.0:
+            weights = F.dropout(weights, dropout_p)
+        out = _weighted_sum(weights, value.to(dtype)).to(query.dtype)
+        if not return_lse:
+            return out
+        lse = torch.logsumexp(scores, dim=-1).masked_fill(dead.squeeze(-1), -math.inf)
+    return out, lse.to(torch.float32)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    """Scaled (and capped) scores [B, Hq, Sq, Sk]. The heads of one GQA group share a matrix product."""
+    batch, heads, seq_q, head_dim = query.shape
+    kv_heads, seq_k = key.shape[1], key.shape[2]
+    factor = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    grouped = (query * factor).reshape(batch, kv_heads, heads // kv_heads * seq_q, head_dim)
+    scores = (grouped @ key.transpose(-1, -2)).reshape(batch, heads, seq_q, seq_k)
+    return scores if not softcap else softcap * torch.tanh(scores / softcap)
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    batch, heads, seq_q, seq_k = weights.shape
+    kv_heads = value.shape[1]
+    grouped = weights.reshape(batch, kv_heads, heads // kv_heads * seq_q, seq_k)
+    return (grouped @ value).reshape(batch, heads, seq_q, value.shape[-1])
+
+
+def _alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """-slope * |q_pos - k_pos| with slopes [H] or [B, H]; shape [1 or B, H, Sq, Sk]."""
+    q_pos = torch.arange(seq_q, device=slopes.device).unsqueeze(-1) + (seq_k - seq_q)
+    distance = (q_pos - torch.arange(seq_k, device=slopes.device)).abs()
+    per_head = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
+    return -per_head[:, :, None, None] * distance
+
+
+def _allowed(
+    attn_mask: Tensor | None,
+    is_causal: bool | str,
+    window: tuple[int, int] | None,
+    seq_q: int,
+    seq_k: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Which (query, key) pairs may attend, or None when all may."""
+    allowed = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
+    left, right = window if window is not None else (-1, -1)
+    if not is_causal and left < 0 and right < 0:
+        return allowed
+    shift = 0 if is_causal is True else seq_k - seq_q
+    q_pos = torch.arange(seq_q, device=device).unsqueeze(-1) + shift
+    offset = torch.arange(seq_k, device=device) - q_pos  # how far the key lies ahead of the query
+    band = torch.ones_like(offset, dtype=torch.bool)
+    if is_causal:
+        band = band & (offset <= 0)
+    if left >= 0:
+        band = band & (offset >= -left)
+    if right >= 0:
+        band = band & (offset <= right)
+    return band if allowed is None else band & allowed

@@ -1,0 +1,50 @@
+"""RMSNorm, fused residual add + RMSNorm, LayerNorm, over the last axis.
+
+Activations, residual and weight may differ in dtype; the result has the dtype of `x`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference.precision import compute_dtype
+
+__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Scale each row to unit root mean square: x / sqrt(mean(x^2) + eps) * weight."""
+    return _rms(x, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add `x` to the residual stream, then normalise the stream.
+
+    The new residual keeps the dtype of `residual`, and the norm is taken of that rounded sum: the pair equals the
+    two separate ops.
+    """
+    dtype = compute_dtype(x, residual)
+    new_residual = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
+    return _rms(new_residual, weight, eps).to(x.dtype), new_residual
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Centre and scale each row: (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance."""
+    dtype = compute_dtype(x, weight, bias)
+    wide = x.to(dtype)
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    centred = centred - centred.mean(dim=-1, keepdim=True)  # takes out the rounding error of the first mean
+    out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    if weight is not None:
+        out = out * weight.to(dtype)
+    if bias is not None:
+        out = out + bias.to(dtype)
+    return out.to(x.dtype)
+
+
+def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    dtype = compute_dtype(x, weight)
+    wide = x.to(dtype)
+    out = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return out if weight is None else out * weight.to(dtype)

@@ -1,0 +1,94 @@
+"""Rotary embedding in both conventions, and the ALiBi slopes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference.precision import compute_dtype
+from layerzero.errors import InvalidInputError
+from layerzero.reasons import ReasonCode
+
+__all__ = ["alibi_slopes", "rope"]
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate the first `rotary_dim` elements of each head; the rest pass through.
+
+    `cos`, `sin` are tables [S, rotary_dim / 2] (one angle per pair) or [B, S, rotary_dim] (element i multiplies
+    element i, as transformers makes them). Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    `position_ids` ([S] or [B, S]) picks rows of the tables; without it token s uses row s.
+    """
+    seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
+    full_cos = _rows(_full_width(cos, interleaved), position_ids, seq_len)
+    full_sin = _rows(_full_width(sin, interleaved), position_ids, seq_len)
+    rotary_dim = full_cos.shape[-1]
+    if rotary_dim > q.shape[-1]:
+        raise InvalidInputError(
+            code=ReasonCode.SHAPE_INVALID,
+            value=f"cos {tuple(cos.shape)}",
+            limit=f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]",
+        )
+    head_axis = -3 if layout == "BHSD" else -2
+    # A table of rank 2 in BHSD needs no head axis: [S, R] already lines up with [.., S, D].
+    if full_cos.dim() == 3 or layout != "BHSD":
+        full_cos, full_sin = full_cos.unsqueeze(head_axis), full_sin.unsqueeze(head_axis)
+    rotated_q = _rotate(q, full_cos, full_sin, rotary_dim, interleaved, inplace)
+    return rotated_q, None if k is None else _rotate(k, full_cos, full_sin, rotary_dim, interleaved, inplace)
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of the ALiBi paper, float32 [num_heads].
+
+    For a power of two they are the geometric sequence from 2^(-8/n); otherwise the sequence of the next lower power
+    of two, followed by every other slope of the next higher one.
+    """
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _full_width(table: Tensor, interleaved: bool) -> Tensor:
+    """Bring a table of one angle per pair to one per element; a table of rank 3 is that wide already."""
+    if table.dim() == 3:
+        return table
+    return table.repeat_interleave(2, dim=-1) if interleaved else torch.cat((table, table), dim=-1)
+
+
+def _rows(table: Tensor, position_ids: Tensor | None, seq_len: int) -> Tensor:
+    """The table rows of each token: [S, R] or [B, S, R]."""
+    if position_ids is None:
+        return table[..., :seq_len, :]
+    if table.dim() == 2:
+        return table[position_ids]
+    if table.shape[0] == 1:
+        return table[0][position_ids]
+    ids = position_ids.expand(table.shape[0], -1).long()
+    return torch.gather(table, 1, ids.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inplace: bool) -> Tensor:
+    dtype = compute_dtype(x, cos)
+    head = x[..., :rotary_dim].to(dtype)
+    if interleaved:
+        turned = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = head.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    rotated = (head * cos.to(dtype) + turned * sin.to(dtype)).to(x.dtype)
+    if inplace:
+        x[..., :rotary_dim].copy_(rotated)
+        return x
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)

@@ -1,0 +1,1 @@
+"""torch's scaled-dot-product-attention kernels, called one by one."""

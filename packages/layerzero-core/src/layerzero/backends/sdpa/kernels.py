@@ -1,0 +1,89 @@
+"""torch's attention kernels, each called by its aten op.
+
+Never through `sdpa_kernel`: that context manager costs 14 µs a call and its flags are process-wide, so they would
+leak into other threads. The aten ops do not follow autocast and do not check their inputs as
+`F.scaled_dot_product_attention` does; LayerZero casts and checks before it comes here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "math"]
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_math = torch.ops.aten._scaled_dot_product_attention_math.default
+
+
+def flash_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    """Blocked attention of the CPU build; reads GQA keys without expanding them."""
+    out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
+    return (out, lse) if return_lse else out
+
+
+def flash_cuda(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    """FlashAttention-2 as built into torch."""
+    result = _flash(query, key, value, dropout_p, bool(is_causal), False, scale=scale)
+    return (result[0], result[1]) if return_lse else result[0]
+
+
+def efficient_cuda(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    """Memory-efficient attention. Its bias must span batch and heads and start rows on 16-byte boundaries."""
+    needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
+    bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
+    result = _efficient(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), scale=scale)
+    # The kernel pads its log-sum-exp to a multiple of 32 rows.
+    return (result[0], result[1][..., : query.shape[2]]) if return_lse else result[0]
+
+
+def cudnn_cuda(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    """cuDNN's fused attention; its log-sum-exp comes with a trailing axis of one."""
+    needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
+    bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
+    result = _cudnn(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), False, scale=scale)
+    if not return_lse:
+        return result[0]
+    lse = result[1]
+    return result[0], lse.squeeze(-1) if lse.ndim == 4 else lse
+
+
+def math(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
+) -> Any:  # fmt: skip
+    """The unfused path; takes anything SDPA takes."""
+    grouped = query.shape[1] != key.shape[1]
+    return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
+
+
+def _full_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as an additive bias [B, H, Sq, Sk] of the query's dtype, rows padded to 16 bytes."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
+    mask = mask.to(query.dtype)
+    rows, cols = query.shape[2], key.shape[2]
+    mask = mask.expand(query.shape[0], query.shape[1], rows, cols)
+    step = 16 // mask.element_size()
+    if cols % step or mask.stride(-1) != 1 or mask.stride(-2) % step:
+        padded = torch.zeros(*mask.shape[:3], -(-cols // step) * step, dtype=mask.dtype, device=mask.device)
+        padded[..., :cols] = mask
+        mask = padded[..., :cols]
+    return mask

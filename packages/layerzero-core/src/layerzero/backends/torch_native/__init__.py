@@ -1,0 +1,1 @@
+"""torch's own fused functions as kernels."""

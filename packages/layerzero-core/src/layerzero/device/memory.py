@@ -1,0 +1,64 @@
+"""How much memory is free, asked at selection time by memory-aware filters. Never cached."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch_module
+
+__all__ = ["available_host_bytes", "free_bytes"]
+
+_MEMINFO = "/proc/meminfo"
+_CGROUP = "/sys/fs/cgroup"
+
+
+def free_bytes(device: torch_module.device | str | None = None, *, torch: Any = None) -> int | None:
+    """Bytes a kernel could still take on the device: free at the driver plus what torch holds but does not use.
+
+    None when the device cannot say; callers then do not filter by memory.
+    """
+    torch = importlib.import_module("torch") if torch is None else torch
+    kind, _, number = str("cpu" if device is None else device).partition(":")
+    if kind == "cpu":
+        return available_host_bytes()
+    module = getattr(torch, kind, None)
+    if module is None:
+        return None
+    try:
+        if kind == "mps":
+            return max(0, int(module.recommended_max_memory()) - int(module.driver_allocated_memory()))
+        index = int(number) if number else int(module.current_device())
+        free, _total = module.mem_get_info(index)
+        return int(free) + max(0, int(module.memory_reserved(index)) - int(module.memory_allocated(index)))
+    except Exception:  # a lost device or an old vendor module: not knowing is the answer
+        return None
+
+
+def available_host_bytes(meminfo: str | None = None, *, cgroup: str = _CGROUP) -> int | None:
+    """What the host can still give, and no more than the container's limit leaves."""
+    text = _read(_MEMINFO) if meminfo is None else meminfo
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:")]
+    free = int(found[0]) * 1024 if found and found[0].isdigit() else _sysconf_free()
+    limit, used = _read(f"{cgroup}/memory.max").strip(), _read(f"{cgroup}/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        left = max(0, int(limit) - int(used))
+        return left if free is None else min(free, left)
+    return free
+
+
+def _sysconf_free() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,44 @@
+"""Versions of the libraries that kernels come from, and the signature of the whole environment.
+
+`DeviceSpec.signature` covers device, torch and driver. Stored timings also depend on the backends'
+versions: `environment_signature` adds those. Versions are read from package metadata; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable
+
+from layerzero.model.device import DeviceSpec
+
+__all__ = ["VENDOR_DISTRIBUTIONS", "backend_versions", "environment_signature"]
+
+VENDOR_DISTRIBUTIONS = (
+    "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "intel-extension-for-pytorch", "kernels",
+    "liger-kernel", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torchao", "triton", "xformers", "zentorch",
+)  # fmt: skip
+
+
+def backend_versions(
+    distributions: Iterable[str] = VENDOR_DISTRIBUTIONS,
+    *,
+    read: Callable[[str], str] = importlib.metadata.version,
+) -> tuple[tuple[str, str], ...]:
+    """(name, version) of those distributions that are installed, sorted. Broken metadata counts as not installed."""
+    found: list[tuple[str, str]] = []
+    for name in distributions:
+        try:
+            version = read(name)
+        except Exception:  # PackageNotFoundError, or metadata that some installer left half written
+            continue
+        if version:
+            found.append((name, version))
+    return tuple(sorted(found))
+
+
+def environment_signature(spec: DeviceSpec) -> str:
+    """Short stable hash of the device, torch, driver and backend versions."""
+    text = json.dumps([spec.signature, list(spec.backend_versions)], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

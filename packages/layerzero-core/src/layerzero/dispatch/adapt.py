@@ -1,0 +1,208 @@
+"""Adapting inputs to a kernel: layout, contiguity, dtype, KV heads, masks. Each step is one named transform.
+
+Steps work on the canonical argument list of attention (or on plain tensors for other ops) and are
+composed once, at bind time. They read shapes when they run, so one bound plan serves a whole bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.model.context import Context
+
+__all__ = ["adapt"]
+
+Step = Callable[[list[Any]], None]
+Finish = Callable[[Any], Any]
+
+_QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIBI, _LSE = range(11)
+
+
+def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
+    """Wrap a kernel so that it takes the call's own arguments."""
+    before: list[Step] = []
+    after: list[Finish] = []
+    if ctx.autocast is not None and follow_autocast:
+        before.append(_casting(_dtype(ctx.autocast), only_floating_below_double=True))
+    wanted = set(names)
+    for name in sorted(wanted):
+        if name.startswith("cast:"):
+            target = name.rpartition("->")[2]
+            before.append(_casting(_dtype(target)))
+            if not name.startswith("cast:mixed"):
+                after.append(_cast_back(_dtype(ctx.dtype)))
+    if ctx.op == "attention":
+        _adapt_attention(ctx, wanted, before, after)
+    if "contiguous" in wanted:
+        before.append(_contiguous)
+    if not before and not after and ctx.autocast is None:
+        return fn
+    return _composed(fn, tuple(before), tuple(reversed(after)), ctx)
+
+
+def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: list[Finish]) -> None:
+    seq_axis = 2
+    if ctx.rank == 3:
+        before.append(_unsqueeze)
+        after.append(_squeeze)
+    elif ctx.layout is not None and ctx.layout.value == "BSHD":
+        seq_axis = 1
+    folded = sorted(name.removeprefix("mask:") for name in wanted if name.startswith("mask:"))
+    if folded:
+        # Masks are [B, H, Sq, Sk] whatever the layout, so they are built before any transpose.
+        before.append(_folding(frozenset(folded), seq_axis))
+    if any(name.startswith("layout:") for name in wanted):
+        before.append(_swap_layout)
+        after.append(_swap_back)
+        seq_axis = 3 - seq_axis
+    if "expand_kv" in wanted:
+        before.append(_expanding(3 - seq_axis))
+
+
+def _composed(fn: Callable[..., Any], before: tuple[Step, ...], after: tuple[Finish, ...], ctx: Context) -> Callable[..., Any]:
+    if ctx.autocast is None:
+
+        def run(*args: Any) -> Any:
+            values = list(args)
+            for step in before:
+                step(values)
+            out = fn(*values)
+            for finish in after:
+                out = finish(out)
+            return out
+
+        return run
+    device_type = ctx.device.device_type
+
+    def run_without_autocast(*args: Any) -> Any:
+        # The casts are done here; inside the kernel autocast would cast a second time, in its own way.
+        values = list(args)
+        for step in before:
+            step(values)
+        with torch.autocast(device_type, enabled=False):
+            out = fn(*values)
+        for finish in after:
+            out = finish(out)
+        return out
+
+    return run_without_autocast
+
+
+def _dtype(word: str) -> torch.dtype:
+    found = getattr(torch, word)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _casting(dtype: torch.dtype, only_floating_below_double: bool = False) -> Step:
+    def step(values: list[Any]) -> None:
+        for i, item in enumerate(values):
+            if not isinstance(item, Tensor) or not item.is_floating_point():
+                continue
+            if only_floating_below_double and item.dtype is torch.float64:
+                continue
+            values[i] = item.to(dtype)
+
+    return step
+
+
+def _cast_back(dtype: torch.dtype) -> Finish:
+    def finish(out: Any) -> Any:
+        if isinstance(out, tuple):
+            return (out[0].to(dtype), *out[1:])
+        return out.to(dtype)
+
+    return finish
+
+
+def _contiguous(values: list[Any]) -> None:
+    for i, item in enumerate(values):
+        if isinstance(item, Tensor):
+            values[i] = item.contiguous()
+
+
+def _unsqueeze(values: list[Any]) -> None:
+    for i in (_QUERY, _KEY, _VALUE):
+        values[i] = values[i].unsqueeze(1)
+
+
+def _squeeze(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return tuple(item.squeeze(1) for item in out)
+    return out.squeeze(1)
+
+
+def _swap_layout(values: list[Any]) -> None:
+    for i in (_QUERY, _KEY, _VALUE):
+        values[i] = values[i].transpose(1, 2)
+
+
+def _swap_back(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (out[0].transpose(1, 2), *out[1:])
+    return out.transpose(1, 2)
+
+
+def _expanding(head_axis: int) -> Step:
+    def step(values: list[Any]) -> None:
+        heads = values[_QUERY].shape[head_axis]
+        for i in (_KEY, _VALUE):
+            values[i] = values[i].repeat_interleave(heads // values[i].shape[head_axis], dim=head_axis)
+
+    return step
+
+
+def _folding(what: frozenset[str], seq_axis: int) -> Step:
+    def step(values: list[Any]) -> None:
+        query, key = values[_QUERY], values[_KEY]
+        rows, cols = query.shape[seq_axis], key.shape[seq_axis]
+        keep, bias = _positional(values, what, rows, cols, query)
+        given = values[_MASK]
+        if given is not None:
+            if given.dtype is torch.bool:
+                keep = given if keep is None else keep & given
+            else:
+                bias = given.to(query.dtype) if bias is None else bias + given.to(query.dtype)
+        if bias is None and "mask" not in what and given is None:
+            values[_MASK] = keep
+        else:
+            full = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias
+            values[_MASK] = full if keep is None else torch.where(keep, full, torch.tensor(float("-inf"), dtype=full.dtype, device=full.device))
+        values[_CAUSAL] = False
+
+    return step
+
+
+def _positional(
+    values: list[Any], what: frozenset[str], rows: int, cols: int, query: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The keep mask of causal and window, and the bias of ALiBi; positions are bottom-right aligned for the latter two."""
+    keep: Tensor | None = None
+    bias: Tensor | None = None
+    i = torch.arange(rows, device=query.device)[:, None]
+    j = torch.arange(cols, device=query.device)[None, :]
+    causal = values[_CAUSAL]
+    if causal and "causal" in what:
+        keep = j <= (i + (cols - rows) if causal == "bottom_right" else i)
+    if "window" in what and values[_WINDOW] is not None:
+        left, right = values[_WINDOW]
+        offset = 0 if causal is True else cols - rows
+        position = i + offset
+        inside = torch.ones((rows, cols), dtype=torch.bool, device=query.device)
+        if left >= 0:
+            inside &= j >= position - left
+        if right >= 0:
+            inside &= j <= position + right
+        keep = inside if keep is None else keep & inside
+        values[_WINDOW] = None
+    if "alibi" in what and values[_ALIBI] is not None:
+        slopes = values[_ALIBI]
+        slopes = slopes[None, :, None, None] if slopes.ndim == 1 else slopes[:, :, None, None]
+        distance = (i + (cols - rows) - j).abs()
+        bias = (-slopes.float() * distance).to(query.dtype)
+        values[_ALIBI] = None
+    return keep, bias

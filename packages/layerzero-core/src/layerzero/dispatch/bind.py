@@ -1,0 +1,180 @@
+"""Binding: import the adapter a decision names, wrap it in its transforms and guards, ready to be called."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.adapt import adapt
+from layerzero.dispatch.modes import SWITCHES
+from layerzero.errors import BackendNotAvailableError
+from layerzero.model.decision import Decision, ExecutionPlan
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
+
+__all__ = ["Bound", "GuardFailed", "bind", "resolve"]
+
+
+class GuardFailed(Exception):
+    """A bound plan does not fit this call after all (an unaligned pointer); the call is selected again."""
+
+
+class Bound:
+    """A kernel ready to run. `run` takes canonical arguments; `guard`, when set, must be true at each call."""
+
+    __slots__ = ("decision", "guard", "kernel", "plan", "rng", "run")
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        guard: Callable[[], bool] | None,
+        kernel: KernelSpec,
+        plan: ExecutionPlan,
+        rng: bool,
+    ) -> None:
+        self.run = run
+        self.guard = guard
+        self.kernel = kernel
+        self.plan = plan
+        self.decision: Decision = plan.debug_info
+        self.rng = rng
+
+    @property
+    def kernel_id(self) -> str:
+        """The kernel behind it."""
+        return self.kernel.kernel_id
+
+
+@functools.lru_cache(maxsize=4096)
+def _import(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{path} is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def resolve(kernel: KernelSpec) -> Callable[..., Any]:
+    """Import a kernel's adapter by its string; a failure is one clear error with the cause attached."""
+    try:
+        return _import(kernel.function)
+    except Exception as error:
+        why = _import_reason(kernel, error)
+        raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
+
+
+def _import_reason(kernel: KernelSpec, error: Exception) -> Reason:
+    module = kernel.function.partition(":")[0]
+    missing = isinstance(error, AttributeError) or (
+        isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)
+    )
+    if missing:
+        return reason("KERNEL_FUNCTION_MISSING", kernel.function, detail=str(error))
+    return reason("BACKEND_IMPORT_FAILED", f"{type(error).__name__}: {error}")
+
+
+def bind(spec: OperationSpec, decision: Decision, world: World, kernel_id: str | None = None, *, rng: bool = False) -> Bound:
+    """Bind one accepted candidate of a decision (the chosen one by default)."""
+    plan = ExecutionPlan.of(decision, kernel_id)
+    memo_key = (decision.context, plan.kernel_id, tuple(plan.transforms), rng)
+    found: Bound | None = world.memo.get(memo_key)
+    if found is not None and found.decision is decision:
+        return found
+    kernel = world.registry.kernels.get(plan.kernel_id)
+    assert kernel is not None, "a decision names only registered kernels"
+    fn = resolve(kernel)
+    state.counters.binds += 1
+    if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
+        fn = functools.partial(fn, layout=_own_layout(kernel, decision))
+    run = adapt(fn, decision.context, plan.transforms, spec.autocast)
+    if kernel.pointer_alignment is not None and "contiguous" not in plan.transforms and decision.context.aligned_pointers:
+        run = _aligned(run, kernel.pointer_alignment)
+    if world.health.watches(kernel.kernel_id, kernel.backend):
+        run = _watched(run, kernel)
+    if rng:
+        run = _restorable(run, spec)
+    bound = Bound(run, _guard(kernel, decision), kernel, plan, rng)
+    world.memo[memo_key] = bound
+    return bound
+
+
+def _own_layout(kernel: KernelSpec, decision: Decision) -> str:
+    wanted = decision.context.layout
+    if wanted is not None and wanted in kernel.layouts:
+        return wanted.value
+    return sorted(item.value for item in kernel.layouts)[0]
+
+
+def _guard(kernel: KernelSpec, decision: Decision) -> Callable[[], bool] | None:
+    """What must still hold at each call: the kernel's own switches, no capture for graph-unsafe kernels.
+
+    A decision made while some switch was off holds only while exactly those are off.
+    """
+    checks: list[Callable[[], bool]] = []
+    off = decision.context.switched_off
+    if off:
+        relevant = {name: name not in off for name in SWITCHES}
+        checks.append(lambda: all(SWITCHES[name]() is on for name, on in relevant.items()))
+    else:
+        checks.extend(SWITCHES[name] for name in sorted(kernel.guards) if name in SWITCHES)
+    if decision.context.device.device_type == "cuda":
+        if not kernel.graph_safe:
+            checks.append(lambda: not torch.cuda.is_current_stream_capturing())
+        elif decision.context.capturing:
+            checks.append(torch.cuda.is_current_stream_capturing)
+    if not checks:
+        return None
+    if len(checks) == 1:
+        return checks[0]
+    return lambda: all(check() for check in checks)
+
+
+def _aligned(run: Callable[..., Any], bytes_: int) -> Callable[..., Any]:
+    def checked(*args: Any) -> Any:
+        for item in args:
+            if isinstance(item, Tensor) and item.data_ptr() % bytes_:
+                raise GuardFailed
+        return run(*args)
+
+    return checked
+
+
+def _watched(run: Callable[..., Any], kernel: KernelSpec) -> Callable[..., Any]:
+    """A kernel on probation tells the breaker when it succeeds; the swap that follows drops this wrapper."""
+
+    def watched(*args: Any) -> Any:
+        out = run(*args)
+        state.health.kernel_succeeded(kernel.kernel_id)
+        if state.health.snapshot().watches("", kernel.backend):
+            state.health.backend_succeeded(kernel.backend)
+        return out
+
+    return watched
+
+
+def _restorable(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., Any]:
+    """Put the random state back when the kernel raises, so that the next candidate draws the same numbers."""
+
+    def restoring(*args: Any) -> Any:
+        generator = next((item for item in args if isinstance(item, torch.Generator)), None)
+        if generator is None:
+            tensor = next(item for item in args if isinstance(item, Tensor))
+            generator = torch.cuda.default_generators[tensor.get_device()] if tensor.is_cuda else torch.default_generator
+        before = generator.get_state()
+        try:
+            return run(*args)
+        except BaseException:
+            generator.set_state(before)
+            raise
+
+    return restoring

@@ -1,0 +1,67 @@
+"""Hot keys: everything a choice depends on, read off the tensors in about a microsecond.
+
+Per tensor: type, shape, dtype, is_cpu and device index, and its strides (True stands for contiguous, whose
+strides follow from the shape). Types are in the key so that a subclass can never hit: only plain tensors
+are inserted. (is_cpu, index) is enough because only the CPU and the process's one accelerator are inserted
+(`modes.keyable_device`). Values such as scale, eps or p are never in the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["describe_tensor", "generic_key", "mode_key"]
+
+_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+
+
+def describe_tensor(t: Tensor) -> tuple[Any, ...]:
+    """One tensor's part of a key. Hot ops write this out by hand; this is the form for optional inputs."""
+    return (type(t), t.shape, t.dtype, t.is_cpu, t.get_device(), t.is_contiguous() or t.stride())
+
+
+def autocast_key() -> Hashable:
+    """Which autocast dtypes are on; called only when some autocast is."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
+    )
+
+
+def mode_key(needs_grad: bool) -> tuple[Any, ...]:
+    """Grad, autocast and determinism."""
+    return (needs_grad, autocast_key() if _any_autocast() else False, _deterministic())
+
+
+def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str | None) -> tuple[Any, ...] | None:
+    """The key of any call: tensors by metadata, flags and words by value, numbers by type only.
+
+    None when an argument cannot be keyed (an object of unknown kind): such calls take the cold path.
+    """
+    parts: list[Any] = [op, layout, backend]
+    grad = False
+    for item in args:
+        if isinstance(item, Tensor):
+            parts.append(describe_tensor(item))
+            grad = grad or item.requires_grad
+        elif item is None or isinstance(item, (bool, str)):
+            parts.append(item)
+        elif isinstance(item, (int, float)):
+            parts.append(type(item))
+        elif isinstance(item, torch.Generator):
+            parts.append(torch.Generator)
+        elif isinstance(item, torch.dtype):
+            parts.append(item)
+        elif isinstance(item, tuple) and all(isinstance(side, int) for side in item):
+            parts.append(item)
+        elif hasattr(item, "hot_key"):
+            parts.append(item.hot_key())
+        else:
+            return None
+    parts.append(mode_key(grad and _grad_enabled()))
+    return tuple(parts)

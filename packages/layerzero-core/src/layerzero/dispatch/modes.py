@@ -1,0 +1,92 @@
+"""What torch's global state says at the moment of a call: grad, autocast, capture, switches, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from layerzero.model.device import DeviceSpec
+
+__all__ = [
+    "SWITCHES",
+    "autocast_dtype",
+    "capturing",
+    "device_spec",
+    "functorch_active",
+    "keyable_device",
+    "plain",
+    "switched_off",
+    "tensors_of",
+]
+
+# Process-wide switches a kernel may declare as guards: word -> is it on?
+SWITCHES: dict[str, Callable[[], bool]] = {
+    "sdp_flash": torch._C._get_flash_sdp_enabled,
+    "sdp_mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
+    "sdp_math": torch._C._get_math_sdp_enabled,
+    "sdp_cudnn": torch._C._get_cudnn_sdp_enabled,
+    "tf32": lambda: bool(torch.backends.cuda.matmul.allow_tf32),
+}
+
+_devices: dict[torch.device, DeviceSpec] = {}
+_PLAIN = (Tensor, Parameter)
+
+
+def device_spec(device: torch.device) -> DeviceSpec:
+    """The DeviceSpec of a torch device, detected once."""
+    found = _devices.get(device)
+    if found is None:
+        found = _devices[device] = DeviceSpec.detect(device)
+    return found
+
+
+def tensors_of(args: Iterable[Any]) -> list[Tensor]:
+    """The tensors among canonical arguments, those inside a PagedBatch or QuantizedTensor included."""
+    found: list[Tensor] = []
+    for item in args:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif hasattr(item, "tensors"):
+            found.extend(item.tensors())
+    return found
+
+
+def plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether every tensor is exactly a Tensor or Parameter, and none is wrapped by functorch."""
+    return all(type(tensor) in _PLAIN for tensor in tensors) and not functorch_active()
+
+
+def functorch_active() -> bool:
+    """Inside vmap, grad, jvp and the like tensors look plain but have no storage."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def autocast_dtype(device_type: str) -> str | None:
+    """The autocast dtype word when autocast is on for this device type."""
+    if not torch._C._is_any_autocast_enabled() or device_type not in ("cpu", "cuda", "xpu", "mps", "hpu"):
+        return None
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+def capturing(device_type: str) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device_type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def switched_off() -> frozenset[str]:
+    """Switches that are off right now (tf32 is off by default and counts like the others)."""
+    return frozenset(name for name, on in SWITCHES.items() if not on())
+
+
+def keyable_device(device: torch.device) -> bool:
+    """Whether (is_cpu, index) names this device without doubt: the CPU, or the process's one accelerator."""
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type

@@ -1,0 +1,327 @@
+"""The cold path: describe, select, bind, run; and what happens when a kernel raises.
+
+Hot calls do not come here. `miss` handles a key that is not in the hot table, `recover` a bound kernel
+that raised, `decide` answers `lz.select` and `lz.explain` with the very decision dispatch would use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch import modes
+from layerzero.dispatch.bind import Bound, GuardFailed, bind
+from layerzero.errors import (
+    BackendNotAvailableError,
+    CudaGraphUnsafeError,
+    InvalidInputError,
+    KernelExecutionError,
+    LayerZeroError,
+)
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision
+from layerzero.model.op import Call, OperationSpec
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import scope, state
+from layerzero.selection.buckets import bucketed
+from layerzero.selection.engine import refuse, select
+from layerzero.selection.world import World
+
+__all__ = ["bypass", "current_world", "decide", "describe", "miss", "opaque_op", "ready", "recover"]
+
+_log = logging.getLogger("layerzero.dispatch")
+_select_log = logging.getLogger("layerzero.selection")
+
+HOT_LIMIT = 16_384
+_RAN_LIMIT = 4_096
+_MAX_TRIES = 16
+
+
+def current_world() -> World:
+    """The World of the active scope, else the current one."""
+    active = scope.get()
+    return state.world if active is None else active.world()
+
+
+# -- describing and deciding ---------------------------------------------------------------------
+def describe(spec: OperationSpec, call_args: tuple[Any, ...], layout: str | None, backend: str | None, world: World) -> Context:
+    """The full Context of a call: the op's own part plus torch's modes at this moment."""
+    tensors = modes.tensors_of(call_args)
+    for item in tensors:
+        if item.is_nested:
+            raise InvalidInputError(code="RAGGED_UNSUPPORTED", value="nested tensor")
+    device = modes.device_spec(tensors[0].device) if tensors else modes.device_spec(torch.device("cpu"))
+    needs_grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
+    assert spec.describe is not None
+    ctx = spec.describe(Call(call_args, device, layout, backend, needs_grad))
+    return _with_modes(spec, ctx, tensors, world)
+
+
+def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world: World) -> Context:
+    """Fold autocast, determinism, capture, switches and alignment into a context."""
+    changes: dict[str, Any] = {}
+    autocast = modes.autocast_dtype(ctx.device.device_type)
+    if autocast is not None:
+        changes["autocast"] = autocast
+        if spec.autocast and ctx.dtype != "float64":
+            changes["dtype"] = autocast
+            changes["dtypes"] = tuple(autocast for _ in ctx.dtypes)
+    if torch.are_deterministic_algorithms_enabled() or world.policy.deterministic:
+        changes["deterministic"] = True
+    if modes.capturing(ctx.device.device_type):
+        changes["capturing"] = True
+    guarded = _guards_of(world, spec.op_id)
+    if guarded:
+        off = modes.switched_off() & guarded
+        if off:
+            changes["switched_off"] = off
+    if _asks_alignment(world, spec.op_id) and not _aligned(tensors):
+        changes["aligned_pointers"] = False
+    return replace(ctx, **changes) if changes else ctx
+
+
+def _guards_of(world: World, op: str) -> frozenset[str]:
+    key = ("guards", op)
+    found: frozenset[str] | None = world.memo.get(key)
+    if found is None:
+        found = frozenset(g for kernel in world.registry.by_op(op) for g in kernel.guards)
+        world.memo[key] = found
+    return found
+
+
+def _asks_alignment(world: World, op: str) -> bool:
+    key = ("alignment", op)
+    if key not in world.memo:
+        world.memo[key] = any(kernel.pointer_alignment for kernel in world.registry.by_op(op))
+    return bool(world.memo[key])
+
+
+def _aligned(tensors: list[Tensor]) -> bool:
+    return all(item.data_ptr() % 16 == 0 for item in tensors)
+
+
+def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
+    """The decision for a context in a World, from the selection cache when it was made before."""
+    canonical, _ = bucketed(world, ctx, spec.elastic)
+    key = (canonical, world.fingerprint)
+
+    def compute() -> Decision:
+        state.counters.selections += 1
+        decision = select(ctx, world)
+        _announce(decision)
+        return decision
+
+    return state.cache.get_or_compute(key, compute)
+
+
+def _announce(decision: Decision) -> None:
+    """Log a new decision once; observers of `layerzero_decided` hear of it."""
+    if decision.is_fallback:
+        why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in decision.candidates[1:6] if c.reasons)
+        _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
+    elif _select_log.isEnabledFor(logging.INFO):
+        _select_log.info(
+            "%s -> %s (transform_cost_total=%.1f us)", decision.op, decision.chosen or "nothing", decision.transform_cost_total
+        )
+    manager = state.plugin_manager
+    if manager is not None:
+        for impl in manager.hook.layerzero_decided.get_hookimpls():
+            try:
+                impl.function(decision)
+            except Exception:
+                _log.exception("observer %s raised", impl.plugin_name)
+
+
+# -- running -------------------------------------------------------------------------------------
+def miss(
+    spec: OperationSpec,
+    world: World,
+    key: Any,
+    args: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    near: Any = None,
+) -> Any:
+    """Run a call whose key is not hot, and make it hot. `near` is an optional bucketed key."""
+    tensors = modes.tensors_of(args)
+    if not modes.plain(tensors):
+        return bypass(spec, args, layout, backend)
+    state.counters.misses += 1
+    if not state.loaded:
+        world = current_world()
+    if state.health.next_deadline() is not None and state.health.tick():
+        world = current_world()
+    ctx = describe(spec, args, layout, backend, world)
+    if _empty(ctx):
+        return _on_reference(spec, ctx, world, args)
+    rng = spec.random is not None and spec.random(args)
+    bound = _bound(spec, ctx, world, rng)
+    _insert(world, key, near, bound, tensors)
+    _remember(bound, bound.kernel_id)
+    try:
+        return bound.run(*args)
+    except Exception as error:
+        return recover(spec, world, key, bound, args, layout, backend, error)
+
+
+def ready(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Bound:
+    """Select and bind for a call that will be made many times (`lz.plan`)."""
+    return _bound(spec, ctx, world, spec.random is not None and spec.random(args))
+
+
+def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool) -> Bound:
+    """Select and bind; a kernel whose adapter cannot be imported is set aside and the selection repeated."""
+    for _ in range(_MAX_TRIES):
+        decision = decide(spec, ctx, world)
+        if not decision.chosen:
+            raise refuse(decision)
+        try:
+            return bind(spec, decision, world, rng=rng)
+        except BackendNotAvailableError as error:
+            _log.warning("%s cannot be bound: %s", decision.chosen, error)
+            state.unbindable(decision.chosen, error.reasons[0])
+            world = current_world()
+    raise KernelExecutionError(f"{spec.op_id}: no candidate could be bound", code="KERNEL_FUNCTION_MISSING", value=spec.op_id)
+
+
+def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tensor]) -> None:
+    """Make a choice hot in the World it was made for; one made while switches were off is left to the cache.
+
+    Such choices (the user's sdpa_kernel context, a capture, an odd pointer) share their key with the normal
+    one, whose guard sends them here; the selection cache answers them.
+    """
+    ctx = bound.decision.context
+    if key is None or ctx.switched_off or ctx.capturing or not ctx.aligned_pointers:
+        return
+    if bound.decision.fingerprint != world.fingerprint:
+        return  # the World was swapped meanwhile; its successor will learn this itself
+    if not all(modes.keyable_device(item.device) for item in tensors):
+        return
+    if len(world.hot) >= HOT_LIMIT:
+        world.hot.clear()
+    world.hot[key] = bound
+    if near is not None:
+        world.hot[near] = bound
+
+
+def _empty(ctx: Context) -> bool:
+    """A zero-size batch or query has a defined, empty result; no vendor kernel need see it."""
+    return any(value == 0 for name, value in ctx.dims if name in ("batch", "seq_len_q", "rows", "tokens"))
+
+
+def _on_reference(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Any:
+    """Run the op's fallback with whatever adaptation the call needs."""
+    decision = decide(spec, ctx, world)
+    if spec.fallback_id not in decision.ranking:
+        raise refuse(decision) if not decision.chosen else KernelExecutionError(
+            f"{spec.op_id}: the reference may not run here", code="POLICY_DISABLED"
+        )
+    return bind(spec, decision, world, spec.fallback_id).run(*args)
+
+
+def _remember(bound: Bound, kernel_id: str) -> None:
+    if len(state.ran) >= _RAN_LIMIT:
+        state.ran.clear()
+    state.ran[bound.decision.context] = kernel_id
+
+
+def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    """Tensor subclasses meet one opaque op; functorch tensors the plain reference, which every transform knows."""
+    opaque = _opaque.get(spec.op_id)
+    if modes.functorch_active() or opaque is None:
+        world = current_world()
+        return _on_reference(spec, describe(spec, args, layout, backend, world), world, args)
+    return opaque(args, layout, backend)
+
+
+_opaque: dict[str, Callable[[tuple[Any, ...], str | None, str | None], Any]] = {}
+
+
+def opaque_op(op_id: str, call: Callable[[tuple[Any, ...], str | None, str | None], Any]) -> None:
+    """Name the torch.library op that tensor subclasses are handed to."""
+    _opaque[op_id] = call
+
+
+def recover(
+    spec: OperationSpec,
+    world: World,
+    key: Any,
+    bound: Bound,
+    args: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    error: Exception,
+) -> Any:
+    """A bound kernel raised. Decide whose fault it was; if the kernel's, run the next candidate.
+
+    User errors, transforms, captures and interrupts never open a breaker; a breaker is charged only after
+    another candidate has shown that the same inputs can be computed.
+    """
+    if isinstance(error, GuardFailed):
+        return miss(spec, world, None, args, layout, backend)
+    tensors = modes.tensors_of(args)
+    if not modes.plain(tensors):
+        return bypass(spec, args, layout, backend)
+    if isinstance(error, LayerZeroError):
+        raise error
+    if tensors and modes.capturing(tensors[0].device.type):
+        raise CudaGraphUnsafeError(
+            f"{bound.kernel_id} raised during capture: {error}", code="GRAPH_CAPTURE_FAILED", value=str(error)
+        ) from error
+    decision = bound.decision
+    if decision.locked and world.policy.on_fault != "fallback":
+        raise KernelExecutionError(f"{spec.op_id} is locked to {bound.kernel_id}, which raised", value=_short(error)) from error
+    if spec.mutates is not None and spec.mutates(args):
+        state.health.kernel_failed(bound.kernel_id, error)
+        raise KernelExecutionError(
+            f"{bound.kernel_id} raised while writing in place; the inputs may be half written, so nothing was retried",
+            value=_short(error),
+        ) from error
+    return _next_candidate(spec, decision, bound, args, error)
+
+
+def _next_candidate(spec: OperationSpec, decision: Decision, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
+    world = current_world()
+    failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
+    ranking = decision.ranking
+    for kernel_id in ranking[ranking.index(failed.kernel_id) + 1 :]:
+        try:
+            bound = bind(spec, decision, world, kernel_id, rng=failed.rng)
+            out = bound.run(*args)
+        except Exception as next_error:
+            failures.append((kernel_id, next_error))
+            continue
+        _charge(spec, decision, failures, kernel_id)
+        _remember(bound, kernel_id)
+        return out
+    reasons = tuple(_reason_for(kernel_id, item) for kernel_id, item in failures)
+    lines = "".join(f"\n  {kernel_id}: {_short(item)}" for kernel_id, item in failures)
+    raise KernelExecutionError(f"{spec.op_id}: every candidate raised{lines}", reasons=reasons) from error
+
+
+def _charge(spec: OperationSpec, decision: Decision, failures: list[tuple[str, Exception]], ran: str) -> None:
+    state.counters.failovers += 1
+    for kernel_id, error in failures:
+        item = _reason_for(kernel_id, error)
+        _log.error(
+            "%s: %s raised, %s ran instead. %s; context %s", spec.op_id, kernel_id, ran, item, dict(decision.context.dims), exc_info=error
+        )
+        if isinstance(error, torch.OutOfMemoryError):
+            continue  # memory pressure is not the kernel's fault
+        state.health.kernel_failed(kernel_id, error)
+
+
+def _reason_for(kernel_id: str, error: Exception) -> Reason:
+    if isinstance(error, torch.OutOfMemoryError):
+        return reason("OUT_OF_MEMORY", _short(error))
+    return reason("KERNEL_RAISED", f"{kernel_id}: {_short(error)}")
+
+
+def _short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 300 else text[:297] + "..."

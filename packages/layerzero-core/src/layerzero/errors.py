@@ -1,0 +1,168 @@
+"""Every exception LayerZero raises on purpose.
+
+    LayerZeroError
+     ├─ InvalidInputError (ValueError)       the caller's arguments cannot mean anything
+     ├─ UnknownNameError (LookupError)       an op, kernel, backend or device that does not exist
+     ├─ NoKernelFoundError                   nothing, not even the reference, may run
+     ├─ LockedKernelError                    the op is locked to a kernel that cannot run
+     ├─ KernelExecutionError                 every candidate raised, or a retry was not safe
+     ├─ CudaGraphUnsafeError                 no graph-safe kernel inside a capture
+     ├─ BackendNotAvailableError             the backend is not installed or does not work here
+     ├─ ConfigurationError                   a setting, file or variable is wrong
+     │   ├─ PolicyValidationError            a policy file or rule is wrong (line and key named)
+     │   └─ CapabilitiesError                a capabilities.json is wrong (key named)
+     ├─ PluginError                          a plugin broke the contract
+     ├─ PlanMismatchError                    a checked plan was called with other arguments
+     ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
+     └─ CacheCorruptionError                 a stored cache cannot be trusted
+
+Each carries `.code` (a ReasonCode) and `.reasons` (all that apply, the first being the cause).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from layerzero.reasons import Reason, ReasonCode, reason
+
+__all__ = [
+    "BackendNotAvailableError",
+    "CacheCorruptionError",
+    "CapabilitiesError",
+    "ConfigurationError",
+    "CudaGraphUnsafeError",
+    "InvalidInputError",
+    "KernelExecutionError",
+    "LayerZeroError",
+    "LayerZeroWarning",
+    "LockedKernelError",
+    "NoKernelFoundError",
+    "PlanMismatchError",
+    "PluginError",
+    "PolicyValidationError",
+    "SelectionTimeoutError",
+    "UnknownNameError",
+]
+
+
+class LayerZeroWarning(UserWarning):
+    """Something was decided for the caller that the caller should say explicitly."""
+
+
+class LayerZeroError(Exception):
+    """Base of all: says what happened, which value met which limit, and what to do."""
+
+    default_code = "VALUE_INVALID"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        code: ReasonCode | str | None = None,
+        value: object = None,
+        limit: object = None,
+        reasons: Iterable[Reason] = (),
+        hint: str | None = None,
+    ) -> None:
+        given = tuple(reasons)
+        if code is None:
+            code = given[0].code if given else self.default_code
+        self.code: ReasonCode = ReasonCode(code)
+        if not given:
+            given = (reason(self.code, value, limit),)
+        self.reasons: tuple[Reason, ...] = given
+        self.hint = given[0].hint if hint is None else hint
+        body = message or given[0].message
+        text = f"{body} [{self.code.value}]"
+        super().__init__(f"{text}; {self.hint}" if self.hint else text)
+
+
+class InvalidInputError(LayerZeroError, ValueError):
+    """The arguments of a call contradict each other or the op."""
+
+
+class UnknownNameError(LayerZeroError, LookupError):
+    """A name that no op, kernel, backend or device bears."""
+
+    default_code = "OP_UNKNOWN"
+
+
+class NoKernelFoundError(LayerZeroError):
+    """Every candidate, the reference included, was rejected."""
+
+    default_code = "NO_KERNEL"
+
+
+class LockedKernelError(NoKernelFoundError):
+    """The op is locked to a kernel that cannot run for this call."""
+
+    default_code = "LOCKED_KERNEL_UNAVAILABLE"
+
+
+class KernelExecutionError(LayerZeroError):
+    """A kernel raised and no other candidate could take over."""
+
+    default_code = "KERNEL_RAISED"
+
+
+class CudaGraphUnsafeError(LayerZeroError):
+    """Inside a graph capture no safe kernel exists."""
+
+    default_code = "CUDA_GRAPH_UNSAFE"
+
+
+class BackendNotAvailableError(LayerZeroError):
+    """The backend is missing or unusable on this machine."""
+
+    default_code = "BACKEND_NOT_INSTALLED"
+
+
+class ConfigurationError(LayerZeroError):
+    """A setting, a file or an environment variable is wrong."""
+
+    default_code = "CONFIG_INVALID"
+
+
+class PolicyValidationError(ConfigurationError):
+    """A policy is wrong; `.line` and `.key` point at the place when it came from a file."""
+
+    default_code = "POLICY_INVALID"
+
+    def __init__(self, message: str = "", *, line: int | None = None, key: str | None = None, **kwargs: object) -> None:
+        super().__init__(message, **kwargs)  # type: ignore[arg-type]
+        self.line = line
+        self.key = key
+
+
+class CapabilitiesError(ConfigurationError):
+    """A capabilities descriptor is wrong; `.key` points at the field."""
+
+    default_code = "SCHEMA_INVALID"
+
+    def __init__(self, message: str = "", *, key: str | None = None, **kwargs: object) -> None:
+        super().__init__(message, **kwargs)  # type: ignore[arg-type]
+        self.key = key
+
+
+class PluginError(LayerZeroError):
+    """A plugin broke the plugin contract."""
+
+    default_code = "PLUGIN_REGISTER_FAILED"
+
+
+class PlanMismatchError(LayerZeroError):
+    """A plan made with check=True was called with arguments it was not bound for."""
+
+    default_code = "PLAN_ARGUMENTS_CHANGED"
+
+
+class SelectionTimeoutError(LayerZeroError, TimeoutError):
+    """A thread waited too long for another thread's selection."""
+
+    default_code = "SELECTION_TIMEOUT"
+
+
+class CacheCorruptionError(LayerZeroError):
+    """A stored cache failed its check."""
+
+    default_code = "CACHE_CORRUPT"

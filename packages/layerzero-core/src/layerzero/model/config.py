@@ -1,0 +1,350 @@
+"""The policy as a value: what the user wants, already merged, frozen and hashed.
+
+A `Policy` is read by selection and dispatch and never changed; another wish is another `Policy`, and `policy_hash`
+tells them apart. How files, variables and calls become a Policy is the business of `layerzero.policy`.
+
+Patterns are case-sensitive globs. One in allow, deny, prefer, avoid or boosts matches a kernel when it matches the
+kernel id (`sdpa.attention.flash`) or the backend name (`sdpa`). A rule or lock names ops by glob (`attention*`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Final
+
+__all__ = [
+    "AVOID_BONUS",
+    "ISOLATION_MODES",
+    "ON_FAULT",
+    "OPERATORS",
+    "PREFER_BONUS",
+    "BreakerSettings",
+    "CacheSettings",
+    "Condition",
+    "FrozenMap",
+    "Policy",
+    "Rule",
+    "specificity",
+]
+
+PREFER_BONUS: Final = 20.0
+"""Score points a preferred kernel gains. Shipped priorities lie between 10 and 100."""
+AVOID_BONUS: Final = -50.0
+"""Score points an avoided kernel loses: enough to sink it, not to forbid it (that is what deny is for)."""
+
+OPERATORS: Final = ("==", "!=", ">", ">=", "<", "<=", "in", "glob")
+ORDERING: Final = frozenset((">", ">=", "<", "<="))
+ON_FAULT: Final = ("raise", "fallback")
+ISOLATION_MODES: Final = ("in_process", "subprocess")
+
+Scalar = str | int | float | bool
+
+
+class FrozenMap(Mapping[str, Any]):
+    """An immutable, hashable, picklable string-keyed mapping; nested mappings and lists are frozen too."""
+
+    __slots__ = ("_data",)
+    _data: dict[str, Any]
+
+    def __init__(self, data: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        object.__setattr__(self, "_data", {str(key): _freeze(value) for key, value in dict(data).items()})
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a FrozenMap cannot change ({name})")
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._data.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenMap], tuple[dict[str, Any]]]:
+        return FrozenMap, (self._data,)
+
+    def __repr__(self) -> str:
+        return f"FrozenMap({self._data!r})"
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return FrozenMap(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return tuple(sorted((_freeze(item) for item in value), key=str))
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """The JSON form of a frozen value."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def specificity(pattern: str) -> tuple[int, int, str]:
+    """Sort key that puts the most specific glob first: exact names, then more literal characters, then the alphabet."""
+    wild = sum(pattern.count(mark) for mark in "*?[")
+    return (1 if wild else 0, wild - len(pattern), pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`field operator operand`, e.g. head_dim >= 64. The field is any field of the Context."""
+
+    field: str
+    operator: str
+    operand: Scalar | tuple[Scalar, ...]
+
+    def __post_init__(self) -> None:
+        if self.operator not in OPERATORS:
+            raise ValueError(f"unknown operator {self.operator!r}, expected one of {', '.join(OPERATORS)}")
+        if (self.operator == "in") != isinstance(self.operand, tuple):
+            raise ValueError(f"operator {self.operator!r} does not take {self.operand!r}; a tuple goes with 'in'")
+        if self.operator == "glob" and not isinstance(self.operand, str):
+            raise ValueError(f"a glob is text, got {self.operand!r}")
+        number = isinstance(self.operand, (int, float)) and not isinstance(self.operand, bool)
+        if self.operator in ORDERING and not number:
+            raise ValueError(f"{self.operator} needs a number, got {self.operand!r}")
+        for item in self.operand if isinstance(self.operand, tuple) else (self.operand,):
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"{item} is not a finite number")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible form."""
+        return {"field": self.field, "operator": self.operator, "operand": _plain(self.operand)}
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.operator} {self.operand}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What holds for the ops that `match_op` names, when every condition is true.
+
+    `allow` None says nothing, () lifts an allow list of a weaker rule. `lock` None says nothing, "" lifts a lock.
+    `source` is file:line, a variable or a call; it is shown in reasons and is no part of the hash.
+    """
+
+    match_op: str = "*"
+    when: tuple[Condition, ...] = ()
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] = ()
+    prefer: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    boosts: tuple[tuple[str, float], ...] = ()
+    lock: str | None = None
+    source: str = ""
+
+    def to_json(self, *, canonical: bool = False) -> dict[str, Any]:
+        """JSON-compatible form. Canonical: without the source, and with lists whose order means nothing sorted."""
+        order = sorted if canonical else list
+        data: dict[str, Any] = {
+            "match_op": self.match_op,
+            "when": [item.to_json() for item in self.when],
+            "allow": None if self.allow is None else order(self.allow),
+            "deny": order(self.deny),
+            "prefer": order(self.prefer),
+            "avoid": order(self.avoid),
+            "boosts": [[pattern, value] for pattern, value in order(self.boosts)],
+            "lock": self.lock,
+        }
+        if canonical:
+            data["when"] = sorted(data["when"], key=json.dumps)
+        else:
+            data["source"] = self.source
+        return data
+
+    @property
+    def silent(self) -> bool:
+        """True when the rule says nothing at all."""
+        return self.allow is None and self.lock is None and not (self.deny or self.prefer or self.avoid or self.boosts)
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When a failing kernel is set aside, for how long, and how many good runs bring it back."""
+
+    failures: int = 1
+    cooldown_s: float = 30.0
+    successes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Bounds of the selection cache. `ttl_s` None: entries do not age."""
+
+    max_entries: int = 10_000
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Everything the user decided, merged over all levels.
+
+    The lists are a summary of the merged levels, in order of precedence. What is evaluated is `program`: the rules
+    of the strongest level, its locks (most specific first), its lists, then those of the next level, and so on. A
+    Policy built directly has one level. `rules.evaluate` says what a program means.
+    """
+
+    enabled: bool = True
+    locks: tuple[tuple[str, str], ...] = ()
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    prefer: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()
+    boosts: tuple[tuple[str, float], ...] = ()
+    rules: tuple[Rule, ...] = ()
+    strict_mode: bool = False
+    allow_adaptation: bool = True
+    deterministic: bool = False
+    graph_strict_mode: bool = False
+    graph_whitelist: tuple[str, ...] = ()
+    memory_headroom_mb: float | None = None
+    on_fault: str = "raise"
+    fallback_enabled: bool = True
+    backend_isolation: tuple[tuple[str, str], ...] = ()
+    plan_mode: bool = False
+    breaker: BreakerSettings = BreakerSettings()
+    cache: CacheSettings = CacheSettings()
+    perfdb: FrozenMap = field(default_factory=FrozenMap)
+    distributed: FrozenMap = field(default_factory=FrozenMap)
+    hub: FrozenMap = field(default_factory=FrozenMap)
+    plugins: FrozenMap = field(default_factory=FrozenMap)
+    expires_at: float | None = None
+    levels: tuple[Rule, ...] = field(default=(), repr=False)
+    """Filled by `merge`: the program over all levels. Empty: the program follows from the lists above."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.boosts, Mapping):
+            object.__setattr__(self, "boosts", tuple(self.boosts.items()))
+        if self.on_fault not in ON_FAULT:
+            raise ValueError(f"on_fault is {self.on_fault!r}, expected one of {', '.join(ON_FAULT)}")
+        if self.levels and not self._levels_agree():
+            # dataclasses.replace(policy, prefer=...) on a merged policy would otherwise be ignored without a word.
+            raise ValueError("the lists of a merged Policy do not change alone: add a PolicyLayer and merge again")
+
+    def _levels_agree(self) -> bool:
+        own = [rule for rule in self.levels if rule not in self.rules]
+
+        def agrees(listed: Iterable[Any], pick: Callable[[Rule], Iterable[Any]]) -> bool:
+            """Every entry of a level's list is in the summary, and nothing in the summary is from nowhere."""
+            given = {item for rule in self.levels for item in pick(rule)}
+            return {item for rule in own for item in pick(rule)} <= set(listed) <= given
+
+        return (
+            set(self.rules) <= set(self.levels)
+            and agrees(self.locks, lambda rule: () if rule.lock is None else ((rule.match_op, rule.lock),))
+            and agrees(self.deny, lambda rule: rule.deny)
+            and agrees(self.prefer, lambda rule: rule.prefer)
+            and agrees(self.avoid, lambda rule: rule.avoid)
+            and agrees(self.boosts, lambda rule: rule.boosts)
+            and (not self.allow or self.allow in {rule.allow for rule in self.levels})
+        )
+
+    @cached_property
+    def program(self) -> tuple[Rule, ...]:
+        """The rules to evaluate, strongest first."""
+        if self.levels:
+            return self.levels
+        lists = (self.allow or None, self.deny, self.prefer, self.avoid, self.boosts)
+        return level_program(self.rules, self.locks, *lists)
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What evaluation has worked out for this policy; it dies with it and is no part of its value."""
+        return {}
+
+    @cached_property
+    def policy_hash(self) -> str:
+        """sha256 over the canonical JSON of all that decides. Equal policies from other places hash equal."""
+        data: dict[str, Any] = {"program": [rule.to_json(canonical=True) for rule in self.program]}
+        for item in fields(self):
+            if item.name not in _IN_PROGRAM:
+                data[item.name] = _canonical(getattr(self, item.name))
+        data["graph_whitelist"] = sorted(self.graph_whitelist)
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def locks_by_op(self) -> dict[str, str]:
+        """Op glob → kernel id, the strongest statement about each glob, lifted ones left out."""
+        strongest = dict(reversed(self.locks)) if self.levels else dict(self.locks)
+        return {op: kernel for op, kernel in strongest.items() if kernel}
+
+    def isolation_of(self, backend: str) -> str:
+        """in_process or subprocess: the entry for this backend, else the one for "*", else in_process."""
+        modes = dict(self.backend_isolation)
+        return modes.get(backend, modes.get("*", "in_process"))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible form for reports and `lz.get_config`."""
+        data = {
+            item.name: _canonical(getattr(self, item.name))
+            for item in fields(self)
+            if item.name not in ("rules", "levels", "locks", "boosts", "backend_isolation")
+        }
+        data["locks"] = self.locks_by_op()
+        data["boosts"] = dict(self.boosts)
+        data["backend_isolation"] = dict(self.backend_isolation)
+        data["rules"] = [rule.to_json() for rule in self.rules]
+        data["policy_hash"] = self.policy_hash
+        return data
+
+    def __hash__(self) -> int:
+        return hash(self.policy_hash)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+_IN_PROGRAM: Final = frozenset(
+    ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "levels", "expires_at", "graph_whitelist")
+)
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, BreakerSettings):
+        return {"failures": value.failures, "cooldown_s": float(value.cooldown_s), "successes": value.successes}
+    if isinstance(value, CacheSettings):
+        return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
+    return _plain(value)
+
+
+def level_program(
+    rules: Iterable[Rule],
+    locks: Iterable[tuple[str, str]],
+    allow: tuple[str, ...] | None,
+    deny: Iterable[str],
+    prefer: Iterable[str],
+    avoid: Iterable[str],
+    boosts: Iterable[tuple[str, float]],
+    source: str = "",
+) -> tuple[Rule, ...]:
+    """One level as rules: its own rules in order, its locks most specific first, its lists as one rule for all ops."""
+    program = list(rules)
+    for op, kernel in sorted(locks, key=lambda lock: specificity(lock[0])):
+        program.append(Rule(match_op=op, lock=kernel, source=source))
+    lists = Rule(
+        allow=allow,
+        deny=tuple(deny),
+        prefer=tuple(prefer),
+        avoid=tuple(avoid),
+        boosts=tuple(boosts),
+        source=source,
+    )
+    if not lists.silent:
+        program.append(lists)
+    return tuple(program)

@@ -1,0 +1,276 @@
+"""What one call looks like to selection: a frozen value without tensors inside.
+
+Everything selection may depend on is a field here, and nothing else is: two calls with equal
+contexts get the same decision. Sizes are named dims (`head_dim`, `seq_len_k`, ...); what the call
+asks of a kernel is the set `needs` (`mask_bool`, `lse`, `backward`, ...).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from layerzero.errors import InvalidInputError, LayerZeroWarning
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Causal, Layout, MaskKind, OpKind, Platform
+from layerzero.reasons import Reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CPU", "Context", "Strides", "TokenizerIdentity"]
+
+CPU = DeviceSpec(platform=Platform.CPU, device_type="cpu", name="cpu", vendor="unknown", supports_bf16=True, supports_fp16=True)
+
+_ATTENTION_DIMS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim")
+_REQUIRED_DIMS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("head_dim",),
+    "paged_attention": ("head_dim",),
+    "rms_norm": ("hidden",),
+    "layer_norm": ("hidden",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """How the main tensors lie in memory, as far as kernels care.
+
+    last      stride of the last axis (the worst over the main tensors)
+    aligned   every other stride is a multiple of 16 bytes
+    order     "given" contiguous as passed; "swapped" contiguous after exchanging axes 1 and 2; "other"
+    """
+
+    last: int = 1
+    aligned: bool = True
+    order: str = "given"
+
+    @property
+    def contiguous(self) -> bool:
+        """Contiguous exactly as passed."""
+        return self.order == "given"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """Which tokenizer, down to its hashes; tokenization is never selected without it."""
+
+    tokenizer_id: str
+    vocab_hash: str
+    normalizer_id: str = ""
+    pretokenizer_id: str = ""
+    merges_hash: str = ""
+    special_tokens_hash: str = ""
+    return_offsets: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer_id:
+            raise InvalidInputError(code="TOKENIZER_ID_MISSING")
+        if not self.vocab_hash:
+            raise InvalidInputError(code="VOCAB_HASH_MISSING")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One call, described. Build it with `Context.from_tensors` or through an op's `describe`."""
+
+    op: str
+    device: DeviceSpec = CPU
+    dtype: str = "float32"
+    dims: tuple[tuple[str, int], ...] = ()
+    needs: frozenset[str] = frozenset()
+    kind: OpKind = OpKind.TENSOR
+    dtypes: tuple[str, ...] = ()
+    layout: Layout | None = None
+    rank: int = 4
+    strides: Strides = Strides()
+    causal: Causal = Causal.NONE
+    mask: MaskKind = MaskKind.NONE
+    window: tuple[int, int] | None = None
+    dropout: bool = False
+    needs_grad: bool = False
+    autocast: str | None = None
+    deterministic: bool = False
+    capturing: bool = False
+    backend: str | None = None
+    quant_format: str | None = None
+    granularity: str | None = None
+    kv_cache_dtype: str | None = None
+    kv_cache_layout: Layout | None = None
+    index_dtype: str | None = None
+    tp_size: int = 1
+    tp_rank: int = 0
+    tokenizer: TokenizerIdentity | None = None
+    # Which of seq_len_q and seq_len_k is longer; kept apart because both may be bucketed.
+    seq_relation: str = "equal"
+    # Process-wide switches that are off, for example "sdp_flash" inside the user's sdpa_kernel context.
+    switched_off: frozenset[str] = frozenset()
+    # Kernels that torch itself says it cannot use for these tensors (can_use_flash_attention and the like).
+    vetoed: frozenset[str] = frozenset()
+    # Data pointers are 16-byte aligned.
+    aligned_pointers: bool = True
+    # Values that never decide anything, kept for reports only.
+    notes: tuple[Reason, ...] = field(default=(), compare=False)
+    scale: float | None = field(default=None, compare=False)
+    dropout_p: float = field(default=0.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind is OpKind.TOKENIZATION and self.tokenizer is None:
+            raise InvalidInputError(code="VOCAB_HASH_MISSING")
+        given = dict(self.dims)
+        for name in _REQUIRED_DIMS.get(self.op, ()):
+            if name not in given:
+                raise InvalidInputError(code="CONTEXT_FIELD_MISSING", value=name, limit=self.op)
+
+    # -- sizes -----------------------------------------------------------------------------------
+    def dim(self, name: str) -> int | None:
+        """A named size, derived ones included; None when the op has no such axis."""
+        for key, value in self.dims:
+            if key == name:
+                return value
+        if name == "batch_heads":
+            batch, heads = self.dim("batch"), self.dim("num_heads")
+            return batch * heads if batch is not None and heads is not None else None
+        if name == "gqa_ratio":
+            heads, kv = self.dim("num_heads"), self.dim("num_kv_heads")
+            return heads // kv if heads is not None and kv else None
+        if name == "element_bytes":
+            return element_bytes(self.dtype)
+        return None
+
+    def get(self, name: str) -> Any:
+        """Any field or size by name, for policy rules and formulas; None when there is none."""
+        size = self.dim(name)
+        if size is not None:
+            return size
+        if name == "device":
+            return self.device.device_type
+        if name in _POLICY_DEVICE_FIELDS:
+            return getattr(self.device, name)
+        if name in ("stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type"):
+            return getattr(self, name)
+        return getattr(self, name, None) if name in _FIELD_NAMES else None
+
+    @property
+    def batch(self) -> int | None:
+        """Batch size."""
+        return self.dim("batch")
+
+    @property
+    def seq_len_q(self) -> int | None:
+        """Query length."""
+        return self.dim("seq_len_q")
+
+    @property
+    def seq_len_k(self) -> int | None:
+        """Key/value length."""
+        return self.dim("seq_len_k")
+
+    @property
+    def num_heads(self) -> int | None:
+        """Query heads."""
+        return self.dim("num_heads")
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Key/value heads."""
+        return self.dim("num_kv_heads")
+
+    @property
+    def head_dim(self) -> int | None:
+        """Head dimension of query and key."""
+        return self.dim("head_dim")
+
+    @property
+    def enable_gqa(self) -> bool:
+        """Whether query heads share KV heads."""
+        return self.num_heads != self.num_kv_heads
+
+    @property
+    def gqa_ratio(self) -> int | None:
+        """Query heads per KV head."""
+        return self.dim("gqa_ratio")
+
+    @property
+    def stride_last_dim(self) -> int:
+        """Stride of the last axis."""
+        return self.strides.last
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the main tensors are contiguous as passed."""
+        return self.strides.contiguous
+
+    @property
+    def attn_mask_type(self) -> MaskKind:
+        """none, bool or float."""
+        return self.mask
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient will be asked for."""
+        return self.needs_grad
+
+    # -- building --------------------------------------------------------------------------------
+    def with_dims(self, **sizes: int) -> Context:
+        """A copy with some sizes replaced."""
+        merged = {**dict(self.dims), **sizes}
+        return replace(self, dims=tuple(merged.items()))
+
+    @staticmethod
+    def from_tensors(
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        layout: Layout | str | None = None,
+        **options: Any,
+    ) -> Context:
+        """The context of an attention call on these tensors.
+
+        With `layout=None` the layout is inferred from shape and strides, which is refused where it
+        would be a guess (see `layerzero.model.describe.infer_layout`). Options are those of
+        `lz.attention`, plus tp_size, tp_rank, kv_cache_dtype, kv_cache_layout, quant_format, granularity.
+        """
+        from layerzero.model.describe import attention_context  # late: describe builds on this module
+
+        ctx = attention_context(query, key, value, layout=layout, **options)
+        for note in ctx.notes:
+            warnings.warn(f"{note}; {note.hint}", LayerZeroWarning, stacklevel=2)
+        return ctx
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-compatible dict of everything selection sees."""
+        skip = {"device", "dims", "notes", "strides", "needs", "tokenizer"}
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in skip}
+        return {
+            **plain,
+            "dims": dict(self.dims),
+            "needs": sorted(self.needs),
+            "strides": {"last": self.strides.last, "aligned": self.strides.aligned, "order": self.strides.order},
+            "device": self.device.to_json(),
+            "tokenizer": None if self.tokenizer is None else {f.name: getattr(self.tokenizer, f.name) for f in fields(self.tokenizer)},
+            "notes": [note.to_json() for note in self.notes],
+        }
+
+
+_FIELD_NAMES = frozenset(f.name for f in fields(Context))
+_POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation"})
+
+SelectionContext = Context
+"""The name the seed documents use."""
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return list(value) if isinstance(value, tuple) else str(value)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes per element of a torch dtype name; 1 for the sub-byte formats."""
+    for suffix, size in (("128", 16), ("64", 8), ("32", 4), ("16", 2)):
+        if dtype.endswith(suffix):
+            return size
+    return 1

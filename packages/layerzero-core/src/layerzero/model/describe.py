@@ -1,0 +1,314 @@
+"""From tensors to a Context: shapes, strides and options of an attention call, checked and named.
+
+Reads attributes of tensors only; it never touches their data and never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context, Strides, element_bytes
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Causal, Layout, MaskKind
+from layerzero.reasons import Reason, reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "attention_context",
+    "check_devices",
+    "check_floating",
+    "dtype_name",
+    "infer_layout",
+    "parse_causal",
+    "parse_layout",
+    "parse_window",
+    "stride_class",
+]
+
+_FLOATING = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The dtype as a plain word: "float16", "bfloat16", ..."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_floating(tensor: Tensor, name: str) -> str:
+    """The dtype word of a floating tensor; integers and bools are refused."""
+    word = dtype_name(tensor)
+    if word not in _FLOATING:
+        raise InvalidInputError(
+            f"{name} has dtype {word}, expected a floating dtype", code="DTYPE_UNSUPPORTED", value=word, limit=_FLOATING
+        )
+    return word
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Refuse tensors on different devices, naming each."""
+    places = {name: str(t.device) for name, t in tensors.items() if t is not None}
+    if len(set(places.values())) > 1:
+        shown = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise InvalidInputError(code="DEVICE_MIXED", value=shown)
+
+
+def parse_layout(layout: Layout | str) -> Layout:
+    """A Layout from its word."""
+    try:
+        return Layout(layout)
+    except ValueError:
+        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(layout), limit=[item.value for item in Layout]) from None
+
+
+def parse_causal(is_causal: bool | str) -> Causal:
+    """False, True (top-left, as in SDPA) or "bottom_right" (as in FlashAttention)."""
+    if is_causal is False or is_causal is None:
+        return Causal.NONE
+    if is_causal is True or is_causal == "top_left":
+        return Causal.TOP_LEFT
+    if is_causal == "bottom_right":
+        return Causal.BOTTOM_RIGHT
+    raise InvalidInputError(
+        f"is_causal is {is_causal!r}", code="VALUE_INVALID", value=str(is_causal), limit="False, True or 'bottom_right'"
+    )
+
+
+def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
+    """A (left, right) pair; an int w means w keys to the left and none to the right; -1 is unlimited."""
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
+        raise InvalidInputError(code="TYPE_INVALID", value=type(window).__name__, limit="window as int or (left, right)")
+    if isinstance(window, int):
+        if window < 0:
+            raise InvalidInputError(code="WINDOW_INVALID", value=window)
+        return (window, 0)
+    pair = tuple(window)
+    if len(pair) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in pair):
+        raise InvalidInputError(code="TYPE_INVALID", value=str(window), limit="window as int or (left, right)")
+    if min(pair) < -1:
+        raise InvalidInputError(code="WINDOW_INVALID", value=str(pair))
+    return None if pair == (-1, -1) else (pair[0], pair[1])
+
+
+def infer_layout(query: Tensor, key: Tensor) -> tuple[Layout, Reason]:
+    """Guess BSHD or BHSD for a 4-D tensor, only where the guess is sound.
+
+    Strides decide first: a view whose memory order is that of a transpose tells its origin. Then
+    S > H reads as BSHD and H > S as BHSD on the longer of query and key, as the seed says; equal sizes
+    without a telling stride, and short decode shapes, are ambiguous and refused.
+    """
+    _, one, two, _ = query.shape
+    _, key_one, key_two, _ = key.shape
+    strides = query.stride()
+    if one > 1 and two > 1 and strides[1] < strides[2]:
+        # Axis 2 is the outer one in memory. Frameworks keep BSHD storage and view it as BHSD.
+        return Layout.BHSD, reason("LAYOUT_INFERRED", "BHSD", detail="from the strides")
+    if one != key_one and two == key_two:
+        return Layout.BSHD, reason("LAYOUT_INFERRED", "BSHD", detail="axis 1 differs between query and key")
+    if two != key_two and one == key_one:
+        return Layout.BHSD, reason("LAYOUT_INFERRED", "BHSD", detail="axis 2 differs between query and key")
+    first, second = max(one, key_one), max(two, key_two)
+    if first == second or min(one, two) == 1:
+        raise InvalidInputError(code="LAYOUT_AMBIGUOUS", value=str(tuple(query.shape)))
+    layout = Layout.BSHD if first > second else Layout.BHSD
+    return layout, reason("LAYOUT_INFERRED", layout, detail="from the sizes")
+
+
+def stride_class(tensors: Sequence[Tensor]) -> Strides:
+    """The worst stride class over some tensors."""
+    last, aligned, orders = 1, True, set()
+    for tensor in tensors:
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if shape and shape[-1] > 1 and strides[-1] != 1:
+            last = strides[-1]
+        size = element_bytes(dtype_name(tensor))
+        aligned = aligned and all(s * size % 16 == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
+        orders.add(_order(shape, strides))
+    if len(orders - {"both"}) > 1:
+        order = "other"
+    else:
+        order = next(iter(orders - {"both"}), "given")
+    return Strides(last, aligned, order)
+
+
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    given = _dense(shape, strides)
+    if len(shape) != 4:
+        return "given" if given else "other"
+    swap = (0, 2, 1, 3)
+    swapped = _dense(tuple(shape[i] for i in swap), tuple(strides[i] for i in swap))
+    if given and swapped:
+        return "both"
+    return "given" if given else "swapped" if swapped else "other"
+
+
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[str, int]:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim not in (3, 4) or tensor.ndim != query.ndim:
+            raise InvalidInputError(
+                f"{name} has rank {tensor.ndim}", code="RANK_INVALID", value=tensor.ndim, limit="4 (or 3) for all of query, key, value"
+            )
+    if query.ndim == 3:  # as in SDPA: [B, S, D], one head
+        shapes = [(t.shape[0], 1, t.shape[1], t.shape[2]) for t in (query, key, value)]
+    elif layout is Layout.BHSD:
+        shapes = [tuple(t.shape) for t in (query, key, value)]  # type: ignore[misc]
+    elif layout is Layout.BSHD:
+        shapes = [(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (query, key, value)]
+    else:
+        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=layout.value, limit="BHSD, BSHD")
+    (batch, heads, seq_q, dim), (batch_k, kv_heads, seq_k, dim_k), (batch_v, heads_v, seq_v, dim_v) = shapes
+    if not batch == batch_k == batch_v:
+        raise InvalidInputError(code="BATCH_MISMATCH", value=f"query {batch}, key {batch_k}, value {batch_v}")
+    if dim != dim_k:
+        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
+    if kv_heads != heads_v or seq_k != seq_v:
+        raise InvalidInputError(
+            "key and value disagree", code="SHAPE_INVALID", value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit="equal heads and length",
+        )  # fmt: skip
+    if dim == 0 or heads == 0 or kv_heads == 0:
+        raise InvalidInputError(code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1")
+    if heads % kv_heads:
+        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    if seq_k == 0:
+        raise InvalidInputError(code="EMPTY_SEQUENCE", value=f"key {tuple(key.shape)}")
+    return {
+        "batch": batch,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "seq_len_q": seq_q,
+        "seq_len_k": seq_k,
+        "head_dim": dim,
+        "head_dim_v": dim_v,
+    }
+
+
+def _mask_kind(mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str]) -> MaskKind:
+    if mask is None:
+        return MaskKind.NONE
+    full = (dims["batch"], dims["num_heads"], dims["seq_len_q"], dims["seq_len_k"])
+    shape = tuple(mask.shape)
+    fits = 2 <= len(shape) <= 4 and all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False))
+    if not fits:
+        raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(shape), limit=str(full))
+    word = dtype_name(mask)
+    if word == "bool":
+        return MaskKind.BOOL
+    if word not in dtypes and word != "float32":
+        raise InvalidInputError(code="MASK_DTYPE_INVALID", value=word, limit=dtypes[0])
+    return MaskKind.FLOAT
+
+
+def check_scale(scale: float | None) -> None:
+    """Refuse a NaN or infinite softmax scale."""
+    if scale is not None and not math.isfinite(scale):
+        raise InvalidInputError(code="SCALE_INVALID", value=str(scale))
+
+
+def attention_context(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    layout: Layout | str | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    window: int | Sequence[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    device: DeviceSpec | None = None,
+    requires_grad: bool | None = None,
+    op: str = "attention",
+    **more: Any,
+) -> Context:
+    """Check an attention call and describe it. `more` are plain Context fields (tp_size, quant_format, ...)."""
+    key = query if key is None else key
+    value = key if value is None else value
+    check_devices(query=query, key=key, value=value, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+    words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
+    notes: tuple[Reason, ...] = ()
+    if layout is None:
+        if query.ndim == 4 and key.ndim == 4:
+            parsed, note = infer_layout(query, key)
+            notes = (note,)
+        else:
+            parsed = Layout.BHSD
+    else:
+        parsed = parse_layout(layout)
+    dims = _sizes(query, key, value, parsed)
+    causal = parse_causal(is_causal)
+    if attn_mask is not None and causal is not Causal.NONE:
+        raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
+    mask = _mask_kind(attn_mask, dims, words)
+    sides = parse_window(window)
+    check_scale(scale)
+    if not 0.0 <= dropout_p < 1.0:  # NaN fails this too
+        raise InvalidInputError(f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="in [0, 1)")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise InvalidInputError(f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in (
+        (dims["num_heads"],), (dims["batch"], dims["num_heads"]),
+    ):  # fmt: skip
+        raise InvalidInputError(
+            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(alibi_slopes.shape)), limit=f"[{dims['num_heads']}]"
+        )
+    grad = requires_grad
+    if grad is None:
+        grad = any(t.requires_grad for t in (query, key, value))
+    needs = {
+        "gqa": dims["num_heads"] != dims["num_kv_heads"],
+        "mask_bool": mask is MaskKind.BOOL,
+        "mask_float": mask is MaskKind.FLOAT,
+        "mask_grad": grad and attn_mask is not None and attn_mask.requires_grad,
+        "dropout": dropout_p > 0,
+        "window": sides is not None,
+        "softcap": softcap is not None,
+        "alibi": alibi_slopes is not None,
+        "lse": bool(return_lse),
+        "backward": grad,
+        "causal_top_left": causal is Causal.TOP_LEFT,
+        "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
+    }
+    seq_q, seq_k = dims["seq_len_q"], dims["seq_len_k"]
+    return Context(
+        op=op,
+        device=device if device is not None else DeviceSpec.detect(query.device),
+        dtype=words[0],
+        dims=tuple(dims.items()),
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        dtypes=words,
+        layout=parsed,
+        rank=query.ndim,
+        strides=stride_class((query, key, value)),
+        causal=causal,
+        mask=mask,
+        window=sides,
+        dropout=dropout_p > 0,
+        needs_grad=grad,
+        backend=backend,
+        seq_relation="equal" if seq_q == seq_k else "shorter" if seq_q < seq_k else "longer",
+        notes=notes,
+        scale=scale,
+        dropout_p=dropout_p,
+        **more,
+    )

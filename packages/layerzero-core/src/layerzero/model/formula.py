@@ -1,0 +1,82 @@
+"""Small arithmetic formulas over context dimensions, as written in capabilities.json.
+
+`Formula("batch * num_heads * ceil(seq_len_q / 128) * 4")` is parsed once into a checked expression;
+only numbers, names, + - * / // %, parentheses and min, max, ceil are allowed, so a descriptor can
+never run code.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from layerzero.errors import CapabilitiesError
+
+__all__ = ["Formula"]
+
+_MAX_LENGTH = 400
+_FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil}
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+
+
+def _evaluate(node: ast.expr, lookup: Callable[[str], float]) -> float:
+    if isinstance(node, ast.Constant):
+        return float(node.value) if isinstance(node.value, float) else int(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Name):
+        return lookup(node.id)
+    if isinstance(node, ast.BinOp):
+        return _BINARY[type(node.op)](_evaluate(node.left, lookup), _evaluate(node.right, lookup))
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return _FUNCTIONS[node.func.id](*(_evaluate(arg, lookup) for arg in node.args))
+
+
+def _check(node: ast.AST, text: str) -> None:
+    allowed = (ast.BinOp, ast.Constant, ast.Name, ast.Call, ast.Load, *_BINARY)
+    for part in ast.walk(node):
+        bad = not isinstance(part, allowed)
+        if isinstance(part, ast.Constant):
+            bad = isinstance(part.value, bool) or not isinstance(part.value, (int, float))
+        elif isinstance(part, ast.Call):
+            bad = not (isinstance(part.func, ast.Name) and part.func.id in _FUNCTIONS and part.args) or bool(part.keywords)
+        if bad:
+            raise CapabilitiesError(f"formula {text!r}: {type(part).__name__} is not allowed", code="SCHEMA_INVALID", value=text)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A checked arithmetic expression; call it with a lookup from name to number."""
+
+    text: str
+    _tree: ast.expr = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _MAX_LENGTH:
+            raise CapabilitiesError(f"formula longer than {_MAX_LENGTH} characters", code="SCHEMA_INVALID", value=self.text[:40])
+        try:
+            tree = ast.parse(self.text, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise CapabilitiesError(f"formula {self.text!r} cannot be parsed", code="SCHEMA_INVALID", value=self.text) from error
+        _check(tree, self.text)
+        object.__setattr__(self, "_tree", tree)
+
+    def names(self) -> frozenset[str]:
+        """The context dimensions the formula reads."""
+        return frozenset(
+            part.id for part in ast.walk(self._tree) if isinstance(part, ast.Name) and part.id not in _FUNCTIONS
+        )
+
+    def __call__(self, lookup: Callable[[str], float]) -> int:
+        """The value, rounded up to a whole number; division by zero counts as 0."""
+        try:
+            return math.ceil(_evaluate(self._tree, lookup))
+        except ZeroDivisionError:
+            return 0

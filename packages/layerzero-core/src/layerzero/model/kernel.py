@@ -1,0 +1,383 @@
+"""A kernel as data: what it computes, where it runs, and what it asks of its inputs.
+
+`KernelSpec.check(ctx)` is the whole of the static filter: it compares declared constraints with a
+context and returns every reason against the kernel, never just the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from layerzero.errors import ConfigurationError
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Platform
+from layerzero.model.formula import Formula
+from layerzero.reasons import Reason, ReasonCode, reason
+
+__all__ = ["BackendSpec", "KernelSpec", "Limit"]
+
+_ID = re.compile(r"^[a-z0-9_\-]+\.[a-z0-9_]+\.[a-z0-9_\-]+$")
+
+# Each feature's own reason code; any other feature reports FEATURE_UNSUPPORTED.
+_FEATURE_CODES: Mapping[str, ReasonCode] = {
+    "gqa": ReasonCode.GQA_UNSUPPORTED,
+    "mask_bool": ReasonCode.MASK_UNSUPPORTED,
+    "mask_float": ReasonCode.MASK_UNSUPPORTED,
+    "dropout": ReasonCode.DROPOUT_UNSUPPORTED,
+    "window": ReasonCode.WINDOW_UNSUPPORTED,
+    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
+    "alibi": ReasonCode.ALIBI_UNSUPPORTED,
+    "lse": ReasonCode.LSE_UNSUPPORTED,
+    "varlen": ReasonCode.VARLEN_UNSUPPORTED,
+    "backward": ReasonCode.BACKWARD_UNSUPPORTED,
+    "autocast": ReasonCode.AUTOCAST_UNSUPPORTED,
+    "inplace": ReasonCode.INPLACE_UNSUPPORTED,
+    "causal_top_left": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
+    "causal_bottom_right": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
+    "nested": ReasonCode.RAGGED_UNSUPPORTED,
+    "block_mask": ReasonCode.BLOCK_MASK_UNSUPPORTED,
+}
+_LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # below min, above max, not a multiple
+    "head_dim": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
+    "head_dim_v": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
+    "seq_len_q": (ReasonCode.SEQ_LEN_TOO_SHORT, ReasonCode.SEQ_LEN_TOO_LONG, ReasonCode.DIM_NOT_MULTIPLE),
+    "seq_len_k": (ReasonCode.SEQ_LEN_TOO_SHORT, ReasonCode.SEQ_LEN_TOO_LONG, ReasonCode.DIM_NOT_MULTIPLE),
+    "batch": (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.BATCH_TOO_LARGE, ReasonCode.DIM_NOT_MULTIPLE),
+    "batch_heads": (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.CUDA_BLOCK_LIMIT_EXCEEDED, ReasonCode.DIM_NOT_MULTIPLE),
+    "page_size": (ReasonCode.PAGE_SIZE_UNSUPPORTED,) * 3,
+}
+_LIMIT_DEFAULT = (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_NOT_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bounds on one named size."""
+
+    min: int | None = None
+    max: int | None = None
+    multiple_of: int | None = None
+    one_of: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ConfigurationError(f"limit min {self.min} exceeds max {self.max}", value=self.min, limit=self.max)
+        if self.multiple_of is not None and self.multiple_of < 1:
+            raise ConfigurationError("multiple_of must be at least 1", value=self.multiple_of, limit=1)
+
+    def problems(self, name: str, value: int) -> list[Reason]:
+        """Every way in which `value` breaks the limit."""
+        below, above, multiple = _LIMIT_CODES.get(name, _LIMIT_DEFAULT)
+        plain = name.startswith(("head_dim", "seq_len", "batch", "page_size"))
+        shown: object = value if plain else f"{name}={value}"
+        found = []
+        if self.min is not None and value < self.min:
+            found.append(reason(below, shown, self.min if plain else f">= {self.min}"))
+        if self.max is not None and value > self.max:
+            found.append(reason(above, shown, self.max if plain else f"<= {self.max}"))
+        if self.multiple_of is not None and value % self.multiple_of:
+            found.append(reason(multiple, shown, self.multiple_of))
+        if self.one_of is not None and value not in self.one_of:
+            code = ReasonCode.HEAD_DIM_INVALID if name.startswith("head_dim") else below
+            found.append(reason(code, shown, sorted(self.one_of)))
+        return found
+
+    def cuts(self) -> tuple[int, ...]:
+        """Last values of the lower side of each threshold, for bucket boundaries."""
+        low = () if self.min is None else (self.min - 1,)
+        high = () if self.max is None else (self.max,)
+        listed = () if self.one_of is None else tuple(x for value in self.one_of for x in (value - 1, value))
+        return low + high + listed
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel. Built from capabilities.json; frozen; equal specs behave equally.
+
+    A feature that is not declared is not supported. `function` names the adapter as "module:name";
+    it is imported only when the kernel is bound.
+    """
+
+    kernel_id: str
+    op: str
+    backend: str
+    function: str
+    version: str = "0"
+    platforms: frozenset[Platform] = frozenset()
+    dtypes: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    priority: float = 0.0
+    min_sm: int | None = None
+    max_sm: int | None = None
+    supported_generations: frozenset[GPUGeneration] = frozenset()
+    instruction_families: frozenset[InstructionFamily] = frozenset()
+    cpu_features: frozenset[str] = frozenset()
+    limits: tuple[tuple[str, Limit], ...] = ()
+    head_dim_pairs: frozenset[tuple[int, int]] = frozenset()
+    layouts: frozenset[Layout] = frozenset()
+    kv_cache_layouts: frozenset[Layout] = frozenset()
+    index_dtypes: frozenset[str] = frozenset()
+    quant_formats: frozenset[str] = frozenset()
+    granularities: frozenset[str] = frozenset()
+    mixed_dtypes: bool = False
+    stride_last_dim: int | None = None
+    contiguous: bool = False
+    aligned_strides: bool = False
+    pointer_alignment: int | None = None
+    square: bool = False
+    graph_safe: bool = False
+    deterministic: bool = False
+    tp_invariant: bool = False
+    jit: bool = False
+    fuses: tuple[str, ...] = ()
+    adapt: frozenset[str] = frozenset()
+    guards: frozenset[str] = frozenset()
+    workspace: Formula | None = None
+    grid_layout: tuple[Formula, ...] | str | None = None
+    error_bounds: tuple[tuple[str, float], ...] = ()
+    predicate: str | None = None
+    doc: str = ""
+    _limit_map: dict[str, Limit] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not _ID.match(self.kernel_id) or self.kernel_id.split(".")[1] != self.op.split(".")[-1]:
+            raise ConfigurationError(
+                code="KERNEL_ID_INVALID", value=self.kernel_id, limit=f"{self.backend}.{self.op}.<variant>"
+            )
+        if not self.platforms:
+            raise ConfigurationError(f"{self.kernel_id}: platforms must not be empty", code="SCHEMA_FIELD_MISSING", value="platforms")
+        if not self.dtypes:
+            raise ConfigurationError(f"{self.kernel_id}: dtypes must not be empty", code="SCHEMA_FIELD_MISSING", value="dtypes")
+        if ":" not in self.function:
+            raise ConfigurationError(f"{self.kernel_id}: function must read 'module:name'", code="SCHEMA_INVALID", value=self.function)
+        if Platform.CUDA in self.platforms and self.grid_layout is None:
+            raise ConfigurationError(
+                f"{self.kernel_id}: a CUDA kernel needs grid_layout (three formulas, or 'library' when the "
+                "vendor computes its own launch)",
+                code="SCHEMA_FIELD_MISSING",
+                value="grid_layout",
+            )
+        object.__setattr__(self, "_limit_map", dict(self.limits))
+
+    # -- constraints -----------------------------------------------------------------------------
+    def check(self, ctx: Context) -> list[Reason]:
+        """Every static reason against this kernel for this context; empty means it fits as is."""
+        found = self._hardware(ctx.device)
+        if found:  # what would not run on the device needs no further words
+            return found
+        return [
+            *self._dtypes(ctx),
+            *self._features(ctx),
+            *self._sizes(ctx),
+            *self._memory_order(ctx),
+            *self._modes(ctx),
+        ]
+
+    def _hardware(self, device: DeviceSpec) -> list[Reason]:
+        if device.platform not in self.platforms:
+            return [reason("PLATFORM_MISMATCH", device.platform, self.platforms)]
+        found: list[Reason] = []
+        if device.platform is Platform.CUDA:
+            sm = device.sm_version
+            if sm is None and (self.min_sm is not None or self.max_sm is not None):
+                found.append(reason("SM_UNKNOWN", device.name))
+            elif sm is not None:
+                if self.min_sm is not None and sm < self.min_sm:
+                    found.append(reason("SM_TOO_OLD", sm, self.min_sm))
+                if self.max_sm is not None and sm > self.max_sm:
+                    found.append(reason("SM_TOO_NEW", sm, self.max_sm))
+            if self.supported_generations and device.gpu_generation not in self.supported_generations:
+                names = sorted(g.name for g in self.supported_generations)
+                found.append(reason("GENERATION_UNSUPPORTED", device.gpu_generation.name, names))
+            if self.instruction_families and not self.instruction_families & device.instruction_families:
+                found.append(
+                    reason("INSTRUCTION_FAMILY_MISSING", device.instruction_families or "none", self.instruction_families)
+                )
+        if device.platform is Platform.CPU:
+            missing = self.cpu_features - device.cpu_features
+            if missing:
+                found.append(reason("CPU_FEATURE_MISSING", missing, self.cpu_features))
+        return found
+
+    def _dtypes(self, ctx: Context) -> list[Reason]:
+        found: list[Reason] = []
+        if ctx.dtype not in self.dtypes:
+            found.append(reason("DTYPE_UNSUPPORTED", ctx.dtype, self.dtypes))
+        if len(set(ctx.dtypes)) > 1 and not self.mixed_dtypes:
+            found.append(reason("DTYPE_MIXED", ctx.dtypes))
+        if ctx.dtype == "bfloat16" and ctx.device.platform is Platform.CUDA and not ctx.device.supports_bf16:
+            found.append(reason("BF16_UNSUPPORTED", ctx.device.sm_version, 80))
+        if ctx.dtype.startswith("float8") and ctx.device.platform is Platform.CUDA and not ctx.device.supports_fp8:
+            found.append(reason("FP8_UNSUPPORTED", ctx.device.sm_version, 89))
+        if ctx.quant_format is not None and ctx.quant_format not in self.quant_formats:
+            found.append(reason("QUANT_FORMAT_UNSUPPORTED", ctx.quant_format, self.quant_formats))
+        if ctx.granularity is not None and ctx.granularity not in self.granularities:
+            found.append(reason("QUANT_GRANULARITY_UNSUPPORTED", ctx.granularity, self.granularities))
+        if ctx.index_dtype is not None and self.index_dtypes and ctx.index_dtype not in self.index_dtypes:
+            found.append(reason("BLOCK_TABLE_DTYPE", ctx.index_dtype, self.index_dtypes))
+        if ctx.kv_cache_dtype not in (None, ctx.dtype) and "kv_" + str(ctx.kv_cache_dtype) not in self.features:
+            found.append(reason("KV_CACHE_DTYPE_MISMATCH", ctx.kv_cache_dtype, ctx.dtype))
+        return found
+
+    def _features(self, ctx: Context) -> list[Reason]:
+        found: list[Reason] = []
+        for need in sorted(ctx.needs - self.features):
+            if need.startswith("causal_") and ctx.seq_relation == "equal" and self._computes_causal():
+                continue  # both alignments agree when Sq == Sk
+            code = _FEATURE_CODES.get(need, ReasonCode.FEATURE_UNSUPPORTED)
+            value: object = need
+            limit: object = None
+            if need == "gqa":
+                value = ctx.gqa_ratio
+            elif need.startswith("mask_"):
+                value = ctx.mask
+            elif need.startswith("causal_"):
+                value = ctx.causal
+                limit = [f.removeprefix("causal_") for f in self.features if f.startswith("causal_")] or "none"
+            elif need == "window":
+                value = ctx.window
+            elif need == "autocast":
+                value = ctx.autocast
+            found.append(reason(code, value, limit))
+        if self.square and ctx.seq_relation != "equal":
+            found.append(reason("SEQ_LEN_MISMATCH", f"{ctx.seq_len_q} and {ctx.seq_len_k}", "equal lengths"))
+        return found
+
+    def _computes_causal(self) -> bool:
+        return bool(self.features & {"causal_top_left", "causal_bottom_right", "causal_square"})
+
+    def _sizes(self, ctx: Context) -> list[Reason]:
+        found: list[Reason] = []
+        for name, limit in self.limits:
+            value = ctx.dim(name)
+            if value is not None:
+                found.extend(limit.problems(name, value))
+        head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
+        if head_dim is not None and head_dim_v is not None and head_dim != head_dim_v:
+            if (head_dim, head_dim_v) not in self.head_dim_pairs and "head_dim_v" not in self.features:
+                found.append(reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value"))
+        if not found and isinstance(self.grid_layout, tuple) and ctx.device.platform is Platform.CUDA:
+            grid = tuple(formula(lambda name: ctx.dim(name) or 0) for formula in self.grid_layout)
+            found.extend(self.validate_launch_config(ctx.device, grid))
+        return found
+
+    def _memory_order(self, ctx: Context) -> list[Reason]:
+        found: list[Reason] = []
+        if ctx.layout is not None and self.layouts and ctx.layout not in self.layouts:
+            found.append(reason("LAYOUT_UNSUPPORTED", ctx.layout, self.layouts))
+        if ctx.kv_cache_layout is not None and self.kv_cache_layouts and ctx.kv_cache_layout not in self.kv_cache_layouts:
+            found.append(reason("KV_CACHE_LAYOUT_MISMATCH", ctx.kv_cache_layout, self.kv_cache_layouts))
+        if self.stride_last_dim is not None and ctx.strides.last != self.stride_last_dim:
+            found.append(reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim))
+        if self.contiguous and not self._contiguous_for(ctx):
+            found.append(reason("NOT_CONTIGUOUS", ctx.strides.order))
+        if self.aligned_strides and not ctx.strides.aligned:
+            found.append(reason("STRIDE_UNALIGNED", "given", 16))
+        return found
+
+    def _contiguous_for(self, ctx: Context) -> bool:
+        """Contiguous in the kernel's own layout; a transposed view of the other one costs nothing."""
+        same = ctx.layout is None or not self.layouts or ctx.layout in self.layouts
+        return ctx.strides.order == ("given" if same else "swapped")
+
+    def _modes(self, ctx: Context) -> list[Reason]:
+        found: list[Reason] = []
+        if ctx.capturing and not self.graph_safe:
+            found.append(reason("CUDA_GRAPH_UNSAFE"))
+        for switch in sorted(self.guards & ctx.switched_off):
+            found.append(reason("SWITCHED_OFF", switch))
+        for name in sorted(self.guards & ctx.vetoed):
+            found.append(reason("VENDOR_REFUSED", name))
+        if self.pointer_alignment is not None and self.pointer_alignment > 1 and not ctx.aligned_pointers:
+            found.append(reason("POINTER_UNALIGNED", None, self.pointer_alignment))
+        if ctx.deterministic and not self.deterministic:
+            found.append(reason("NOT_DETERMINISTIC"))
+        if ctx.tp_size > 1 and "tp_invariant" in ctx.needs and not self.tp_invariant:
+            found.append(reason("TP_INVARIANCE_REQUIRED", ctx.tp_size))
+        return found
+
+    # -- launch and memory -----------------------------------------------------------------------
+    def validate_launch_config(
+        self, device: DeviceSpec, grid: tuple[int, ...], block: tuple[int, ...] = (1, 1, 1)
+    ) -> list[Reason]:
+        """Compare a CUDA launch with the device's limits."""
+        found: list[Reason] = []
+        if any(size < 1 for size in (*grid, *block)):
+            found.append(reason("LAUNCH_CONFIG_INVALID", f"grid {grid}, block {block}", "at least 1 in every axis"))
+        for size, limit in zip(grid, device.max_grid, strict=False):
+            if size > limit:
+                found.append(reason("CUDA_BLOCK_LIMIT_EXCEEDED", size, limit))
+        threads = 1
+        for size in block:
+            threads *= size
+        if threads > device.max_threads_per_block:
+            found.append(reason("LAUNCH_CONFIG_INVALID", threads, device.max_threads_per_block))
+        return found
+
+    def workspace_bytes(self, ctx: Context) -> int:
+        """Bytes of scratch memory the kernel takes for this context."""
+        if self.workspace is None:
+            return 0
+        return max(0, self.workspace(lambda name: ctx.dim(name) or 0))
+
+    def cuts(self, name: str) -> tuple[int, ...]:
+        """Thresholds this kernel places on a size, for bucket boundaries."""
+        limit = self._limit_map.get(name)
+        return () if limit is None else limit.cuts()
+
+    def exact(self, name: str) -> bool:
+        """Whether a modulus constraint forces exact keying of a size."""
+        limit = self._limit_map.get(name)
+        if limit is not None and limit.multiple_of not in (None, 1):
+            return True
+        formulas = self.grid_layout if isinstance(self.grid_layout, tuple) else ()
+        return any(name in formula.names() for formula in formulas)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-compatible dict of every declared field."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if not f.name.startswith("_")}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A backend: who ships it, which vendor library it adapts, and whether it can be used here."""
+
+    name: str
+    dist: str = ""
+    version: str = "0"
+    vendor: str = ""
+    vendor_version: str | None = None
+    platforms: frozenset[Platform] = frozenset()
+    available: bool = True
+    reasons: tuple[Reason, ...] = ()
+    capabilities_hash: str = ""
+    builtin: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigurationError("a backend needs a name", code="SCHEMA_FIELD_MISSING", value="name")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-compatible dict."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, GPUGeneration):
+        return value.name
+    if isinstance(value, Formula):
+        return value.text
+    if isinstance(value, Reason):
+        return value.to_json()
+    if isinstance(value, Limit):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) is not None}
+    if isinstance(value, (frozenset, set)):
+        return sorted((_plain(item) for item in value), key=str)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value)

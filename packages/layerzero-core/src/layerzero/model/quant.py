@@ -1,0 +1,197 @@
+"""Quantized tensors as values: the stored numbers, their scales, and what both mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.enums import QuantFormat
+from layerzero.reasons import ReasonCode
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = [
+    "FORMATS",
+    "GRANULARITIES",
+    "FormatTraits",
+    "QuantizedTensor",
+    "format_traits",
+    "resolve_granularity",
+    "scale_shape",
+]
+
+GRANULARITIES = ("tensor", "channel", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatTraits:
+    """How a format is stored. `packed`: two 4-bit codes a byte, the even element in the low half."""
+
+    data_dtype: str
+    scale_dtype: str
+    packed: bool
+    block_size: int
+    block_only: bool = False
+    tensor_scale: bool = False
+    zero_point: bool = False
+
+
+FORMATS: dict[QuantFormat, FormatTraits] = {
+    QuantFormat.INT8: FormatTraits("int8", "float32", packed=False, block_size=128, zero_point=True),
+    QuantFormat.INT4: FormatTraits("uint8", "float32", packed=True, block_size=128, zero_point=True),
+    QuantFormat.FP8_E4M3: FormatTraits("float8_e4m3fn", "float32", packed=False, block_size=128),
+    QuantFormat.FP8_E5M2: FormatTraits("float8_e5m2", "float32", packed=False, block_size=128),
+    QuantFormat.MXFP4: FormatTraits("uint8", "float8_e8m0fnu", packed=True, block_size=32, block_only=True),
+    QuantFormat.NVFP4: FormatTraits(
+        "uint8", "float8_e4m3fn", packed=True, block_size=16, block_only=True, tensor_scale=True
+    ),
+    QuantFormat.NF4: FormatTraits("uint8", "float32", packed=True, block_size=64),
+}
+
+
+def format_traits(fmt: QuantFormat | str) -> tuple[QuantFormat, FormatTraits]:
+    """The format and its traits, from its name. Raises QUANT_FORMAT_UNSUPPORTED."""
+    try:
+        known = QuantFormat(fmt)
+    except ValueError:
+        names = ", ".join(item.value for item in QuantFormat)
+        raise InvalidInputError(code=ReasonCode.QUANT_FORMAT_UNSUPPORTED, value=fmt, limit=names) from None
+    return known, FORMATS[known]
+
+
+def resolve_granularity(fmt: QuantFormat | str, granularity: str) -> str:
+    """The granularity a call means.
+
+    MXFP4 and NVFP4 define their own blocks: the default "tensor" then means these, and "channel" is refused.
+    Raises QUANT_GRANULARITY_UNSUPPORTED.
+    """
+    known, traits = format_traits(fmt)
+    if granularity not in GRANULARITIES or (traits.block_only and granularity == "channel"):
+        limit = f"block (for {known.value})" if traits.block_only else ", ".join(GRANULARITIES)
+        raise InvalidInputError(code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=granularity, limit=limit)
+    return "block" if traits.block_only else granularity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """A tensor stored in a quantized format; construction checks that the parts fit together.
+
+    shape and dtype are those of the tensor it stands for. `data` has that shape (the last axis halved when two codes
+    share a byte). `scale` is 0-d per tensor, [..., 1] per channel (one scale for each row along the last axis) and
+    [..., blocks] per block of `block_size` along the last axis. The value of an element is
+    (code - zero_point) * scale, times `tensor_scale` for NVFP4.
+    """
+
+    data: Tensor
+    scale: Tensor
+    fmt: QuantFormat
+    granularity: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block_size: int | None = None
+    zero_point: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fmt, traits = format_traits(self.fmt)
+        object.__setattr__(self, "fmt", fmt)
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if self.granularity != resolve_granularity(fmt, self.granularity):
+            raise InvalidInputError(
+                code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=self.granularity, limit=f"block (for {fmt.value})"
+            )
+        self._check_data(traits)
+        self._check_scales(traits)
+        parts = [part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None]
+        if len({part.device for part in parts}) > 1:
+            raise InvalidInputError(code=ReasonCode.DEVICE_MIXED, value=[str(part.device) for part in parts])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors inside, for device and mode checks."""
+        return tuple(part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None)
+
+    def hot_key(self) -> tuple[object, ...]:
+        """What a kernel choice may depend on."""
+        data = self.data
+        return (
+            type(data), data.is_cpu, data.get_device(), self.fmt, self.granularity, self.shape, self.dtype, self.block_size,
+            self.zero_point is None, data.is_contiguous() or data.stride(),
+        )  # fmt: skip
+
+    def _check_data(self, traits: FormatTraits) -> None:
+        _check_dtype("data", self.data, traits.data_dtype)
+        width = self.shape[-1] if self.shape else 1
+        if traits.packed and (not self.shape or width % 2):
+            raise InvalidInputError(code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {self.shape}", limit=2)
+        expected = (*self.shape[:-1], width // 2) if traits.packed else self.shape
+        if tuple(self.data.shape) != expected:
+            raise InvalidInputError(
+                code=ReasonCode.SHAPE_INVALID, value=f"data {tuple(self.data.shape)}", limit=expected
+            )
+
+    def _check_scales(self, traits: FormatTraits) -> None:
+        _check_dtype("scale", self.scale, traits.scale_dtype)
+        expected = scale_shape(self.shape, self.granularity, self.block_size)
+        _check_scale_shape("scale", self.scale, expected)
+        if traits.block_only and self.block_size != traits.block_size:
+            raise InvalidInputError(
+                code=ReasonCode.QUANT_SCALE_LAYOUT,
+                value=f"block size {self.block_size}",
+                limit=f"{traits.block_size} for {self.fmt.value}",
+            )
+        if traits.tensor_scale != (self.tensor_scale is not None):
+            verb = "needs" if traits.tensor_scale else "takes no"
+            raise InvalidInputError(
+                code=ReasonCode.QUANT_SCALE_LAYOUT, value="tensor_scale", limit=f"{self.fmt.value}, which {verb} one"
+            )
+        if self.tensor_scale is not None:
+            _check_dtype("tensor_scale", self.tensor_scale, "float32")
+            _check_scale_shape("tensor_scale", self.tensor_scale, ())
+        if self.zero_point is not None:
+            if not traits.zero_point:
+                raise InvalidInputError(
+                    code=ReasonCode.QUANT_SCALE_LAYOUT, value="zero_point", limit=f"{self.fmt.value}, which takes none"
+                )
+            _check_scale_shape("zero_point", self.zero_point, expected)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, scales included."""
+        parts = (self.data, self.scale, self.zero_point, self.tensor_scale)
+        return sum(math.prod(part.shape) * part.element_size() for part in parts if part is not None)
+
+
+def scale_shape(shape: tuple[int, ...], granularity: str, block_size: int | None) -> tuple[int, ...]:
+    """The shape of the scales of a tensor of `shape`. Raises DIM_NOT_MULTIPLE, QUANT_SCALE_LAYOUT."""
+    if granularity == "tensor":
+        return ()
+    if not shape:
+        raise InvalidInputError(code=ReasonCode.RANK_INVALID, value=0, limit=f"at least 1 for {granularity} scales")
+    if granularity == "channel":
+        return (*shape[:-1], 1)
+    if block_size is None or block_size <= 0:
+        raise InvalidInputError(
+            code=ReasonCode.QUANT_SCALE_LAYOUT, value=f"block size {block_size}", limit="a positive size"
+        )
+    if shape[-1] % block_size:
+        raise InvalidInputError(
+            code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=f"the block size {block_size}"
+        )
+    return (*shape[:-1], shape[-1] // block_size)
+
+
+def _check_dtype(name: str, tensor: Tensor, expected: str) -> None:
+    found = str(tensor.dtype).removeprefix("torch.")
+    if found != expected:
+        raise InvalidInputError(code=ReasonCode.DTYPE_UNSUPPORTED, value=f"{found} ({name})", limit=expected)
+
+
+def _check_scale_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise InvalidInputError(
+            code=ReasonCode.QUANT_SCALE_LAYOUT, value=f"{name} {tuple(tensor.shape)}", limit=f"shape {expected}"
+        )

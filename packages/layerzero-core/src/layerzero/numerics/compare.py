@@ -1,0 +1,222 @@
+"""Compare a result with the truth and say, in numbers, how far off it is and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from layerzero.numerics.tolerances import HitMode, Tolerance
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["ErrorLocation", "ErrorReport", "assert_close", "compare"]
+
+_REL_EPS = 1e-8
+_TOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorLocation:
+    """One of the worst elements."""
+
+    index: tuple[int, ...]
+    actual: float
+    expected: float
+    abs_error: float
+    rel_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What a comparison found. Metrics cover the elements that are finite on both sides."""
+
+    ok: bool
+    tolerance: Tolerance
+    shape: tuple[int, ...]
+    expected_shape: tuple[int, ...]
+    dtype: str
+    expected_dtype: str
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    max_rel: float = 0.0
+    mean_rel: float = 0.0
+    cosine: float = 1.0
+    mse: float = 0.0
+    hit_ratio: float = 1.0
+    nan_mismatches: int = 0
+    inf_mismatches: int = 0
+    worst: tuple[ErrorLocation, ...] = field(default=())
+
+    @property
+    def shape_ok(self) -> bool:
+        """Whether the shapes are equal; nothing else is compared when they are not."""
+        return self.shape == self.expected_shape
+
+    @property
+    def dtype_ok(self) -> bool:
+        """Whether the dtypes are equal. Not part of `ok`: the truth is often wider."""
+        return self.dtype == self.expected_dtype
+
+    @property
+    def nan_agree(self) -> bool:
+        """Whether NaN stands in the same places."""
+        return self.nan_mismatches == 0
+
+    @property
+    def inf_agree(self) -> bool:
+        """Whether the same infinities stand in the same places."""
+        return self.inf_mismatches == 0
+
+    def __str__(self) -> str:
+        if not self.shape_ok:
+            return f"FAIL: shape {list(self.shape)}, expected {list(self.expected_shape)}"
+        tol = self.tolerance
+        lines = [
+            f"{'ok' if self.ok else 'FAIL'}: {self.dtype} {list(self.shape)} against {self.expected_dtype}",
+            f"  abs error  max {self.max_abs:.3e}  mean {self.mean_abs:.3e}   (atol {tol.atol:g})",
+            f"  rel error  max {self.max_rel:.3e}  mean {self.mean_rel:.3e}   (rtol {tol.rtol:g})",
+            f"  cosine {self.cosine:.8f}  mse {self.mse:.3e}",
+            f"  hit ratio {self.hit_ratio:.2%} (need {tol.hit_ratio:.2%}, mode {tol.mode.value})",
+        ]
+        if not self.nan_agree:
+            lines.append(f"  NaN in different places: {self.nan_mismatches} elements")
+        if not self.inf_agree:
+            lines.append(f"  infinities in different places: {self.inf_mismatches} elements")
+        lines += [
+            f"  at {list(spot.index)}: {spot.actual:.6g}, expected {spot.expected:.6g}, off by {spot.abs_error:.3e}"
+            for spot in self.worst
+        ]
+        return "\n".join(lines)
+
+
+def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
+    """Compare elementwise, in float64 on the device of `expected`.
+
+    Equal NaNs and equal infinities are hits; any disagreement about them fails, whatever the hit ratio.
+    """
+    import torch
+
+    shapes = (tuple(actual.shape), tuple(expected.shape))
+    dtypes = (str(actual.dtype).removeprefix("torch."), str(expected.dtype).removeprefix("torch."))
+    if shapes[0] != shapes[1]:
+        return ErrorReport(False, tol, *shapes, *dtypes, hit_ratio=0.0)
+    if expected.numel() == 0:
+        return ErrorReport(True, tol, *shapes, *dtypes)
+
+    device = torch.device("cpu") if expected.device.type == "mps" else expected.device
+    act = actual.detach().to(device=device)
+    exp = expected.detach().to(device=device)
+    a, e = act.to(torch.float64), exp.to(torch.float64)
+    nan_wrong = a.isnan() != e.isnan()
+    inf_wrong = (a.isinf() | e.isinf()) & (a != e) & ~nan_wrong
+    finite = a.isfinite() & e.isfinite()
+
+    gap = torch.where(finite, _difference(act, exp, a, e).abs(), 0.0)
+    rel = torch.where(finite, gap / (e.abs() + _REL_EPS), 0.0)
+    hits = torch.where(finite, _hits(gap, rel, e, tol, actual.dtype), ~(nan_wrong | inf_wrong))
+    hit_ratio = hits.double().mean().item()
+    nan_count, inf_count = int(nan_wrong.sum()), int(inf_wrong.sum())
+    a0, e0 = torch.where(finite, a, 0.0).flatten(), torch.where(finite, e, 0.0).flatten()
+    counted = max(int(finite.sum()), 1)
+    return ErrorReport(
+        nan_count == 0 and inf_count == 0 and hit_ratio >= tol.hit_ratio,
+        tol,
+        *shapes,
+        *dtypes,
+        max_abs=gap.max().item(),
+        mean_abs=gap.sum().item() / counted,
+        max_rel=rel.max().item(),
+        mean_rel=rel.sum().item() / counted,
+        cosine=_cosine(a0, e0),
+        mse=gap.square().sum().item() / counted,
+        hit_ratio=hit_ratio,
+        nan_mismatches=nan_count,
+        inf_mismatches=inf_count,
+        worst=_worst(a, e, gap.masked_fill(nan_wrong | inf_wrong, math.inf), shapes[1]),
+    )
+
+
+def assert_close(
+    actual: Any, expected: Any, tol: Tolerance, *, check_dtype: bool = False, path: str = "result"
+) -> None:
+    """Raise AssertionError with the full report unless everything in `actual` is close to `expected`.
+
+    Recurses over tuples, lists and dicts; `path` names the place. Numbers are compared as 0-d tensors.
+    """
+    import torch
+
+    if isinstance(expected, Mapping):
+        if not isinstance(actual, Mapping) or set(actual) != set(expected):
+            found = sorted(map(str, actual)) if isinstance(actual, Mapping) else type(actual).__name__
+            raise AssertionError(f"{path}: keys {found}, expected {sorted(map(str, expected))}")
+        for key in expected:
+            assert_close(actual[key], expected[key], tol, check_dtype=check_dtype, path=f"{path}[{key!r}]")
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
+        if not isinstance(actual, Sequence) or isinstance(actual, str) or len(actual) != len(expected):
+            found = f"{len(actual)} items" if isinstance(actual, Sequence) else type(actual).__name__
+            raise AssertionError(f"{path}: {found}, expected {len(expected)} items")
+        for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(left, right, tol, check_dtype=check_dtype, path=f"{path}[{index}]")
+    elif isinstance(expected, (torch.Tensor, int, float)):
+        if not isinstance(actual, (torch.Tensor, int, float)):
+            raise AssertionError(f"{path}: {type(actual).__name__}, expected {type(expected).__name__}")
+        report = compare(torch.as_tensor(actual), torch.as_tensor(expected), tol)
+        if not report.ok:
+            raise AssertionError(f"{path}: {report}")
+        if check_dtype and not report.dtype_ok:
+            raise AssertionError(f"{path}: dtype {report.dtype}, expected {report.expected_dtype}")
+    elif actual != expected:
+        raise AssertionError(f"{path}: {actual!r}, expected {expected!r}")
+
+
+def _difference(act: Tensor, exp: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    import torch
+
+    if act.dtype.is_floating_point or exp.dtype.is_floating_point:
+        return a - e
+    # Large integers differ in bits that float64 does not hold: subtract first, widen after.
+    return (act.to(torch.int64) - exp.to(torch.int64)).to(torch.float64)
+
+
+def _hits(gap: Tensor, rel: Tensor, expected: Tensor, tol: Tolerance, dtype: torch.dtype) -> Tensor:
+    import torch
+
+    if tol.mode is HitMode.EITHER:
+        hits = (gap <= tol.atol) | (rel <= tol.rtol)
+    else:
+        hits = gap <= tol.atol + tol.rtol * expected.abs()
+    if tol.ulps and dtype.is_floating_point:
+        hits = hits | (gap <= tol.ulps * torch.finfo(dtype).eps * expected.abs())
+    return hits
+
+
+def _cosine(a: Tensor, e: Tensor) -> float:
+    import torch
+
+    norms = torch.linalg.vector_norm(a).item() * torch.linalg.vector_norm(e).item()
+    if norms == 0.0:
+        return 1.0 if torch.equal(a, e) else 0.0
+    return float(torch.dot(a, e).item() / norms)
+
+
+def _worst(a: Tensor, e: Tensor, gap: Tensor, shape: tuple[int, ...]) -> tuple[ErrorLocation, ...]:
+    values, flat = gap.flatten().topk(min(_TOP, gap.numel()))
+    spots = []
+    for error, position in zip(values.tolist(), flat.tolist(), strict=True):
+        if error == 0.0:
+            break
+        got, want = a.flatten()[position].item(), e.flatten()[position].item()
+        spots.append(ErrorLocation(_unravel(position, shape), got, want, error, error / (abs(want) + _REL_EPS)))
+    return tuple(spots)
+
+
+def _unravel(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(position % size)
+        position //= size
+    return tuple(reversed(index))

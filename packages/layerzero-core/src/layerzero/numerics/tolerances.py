@@ -1,0 +1,173 @@
+"""The tolerance table: how far a kernel's result may lie from the reference, by op and dtype.
+
+An op with a row of its own uses it; every other op uses the generic bounds of its dtype. FP8 and FP4 results cannot be
+held to an elementwise bound, so there a share of the elements (the hit ratio) has to meet a loose one. The float32
+rows assume TF32 off and a reference computed in a wider type.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HitMode", "Tolerance", "definition_tolerance", "dtype_name", "tolerance"]
+
+
+class HitMode(enum.StrEnum):
+    """When an element counts as a hit. The two definitions in use differ, so each has a name.
+
+    COMBINED: |actual - expected| <= atol + rtol * |expected|, the allclose rule.
+    EITHER:   a miss only if the absolute error exceeds atol and the relative error exceeds rtol.
+    """
+
+    COMBINED = "combined"
+    EITHER = "either"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds for one comparison.
+
+    hit_ratio is the share of elements that has to lie within the bounds. `ulps` also admits a difference of that many
+    units in the last place of the result's dtype: for rows whose bound is tighter than the spacing of the dtype, where
+    two correct roundings of the same number would otherwise fail.
+    """
+
+    rtol: float
+    atol: float
+    hit_ratio: float = 1.0
+    mode: HitMode = HitMode.COMBINED
+    ulps: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether only equal values pass."""
+        return self.rtol == 0.0 and self.atol == 0.0 and self.hit_ratio == 1.0 and self.ulps == 0
+
+
+_EXACT = Tolerance(0.0, 0.0)
+_HIT_RATIO = Tolerance(rtol=2e-1, atol=1e-1, hit_ratio=0.85)
+
+_LOW_BIT_FLOATS = frozenset(
+    {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "mxfp4", "nvfp4", "nf4", "float4_e2m1fn_x2"}
+)
+_INTEGERS = frozenset({"int4", "int8", "uint8", "int16", "int32", "int64", "bool"})
+
+_ALIASES = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp4": "nvfp4",
+}
+
+_GENERIC = {
+    "float16": Tolerance(1e-3, 1e-3),
+    "bfloat16": Tolerance(1e-2, 1e-2),
+    "float32": Tolerance(rtol=1e-4, atol=1e-5),
+    "float64": Tolerance(rtol=1e-5, atol=1e-8),
+}
+
+_ROWS: dict[str, dict[str, Tolerance]] = {
+    "attention": {
+        "float16": Tolerance(1e-3, 1e-3),
+        "bfloat16": Tolerance(1e-2, 1e-2),
+        "float32": Tolerance(1e-5, 1e-5),
+        "int8": Tolerance(1e-2, 1e-2),
+    },
+    "norm": {
+        "float16": Tolerance(1e-3, 1e-3),
+        "bfloat16": Tolerance(1e-2, 1e-2),
+        "float32": Tolerance(1e-6, 1e-6),
+    },
+    "gemm": {
+        "float16": Tolerance(1e-3, 1e-3),
+        "bfloat16": Tolerance(1e-2, 1e-2),
+        "float32": Tolerance(1e-6, 1e-6),
+    },
+    "positional": {
+        "float16": Tolerance(1e-4, 1e-4, ulps=1),
+        "bfloat16": Tolerance(1e-3, 1e-3, ulps=1),
+        "float32": Tolerance(1e-6, 1e-6),
+    },
+}
+
+_ROW_OF_OP = {
+    "attention": "attention",
+    "paged_attention": "attention",
+    "grouped_attention": "attention",
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "layer_norm": "norm",
+    "linear": "gemm",
+    "gemm": "gemm",
+    "mlp": "gemm",
+    "moe": "gemm",
+    "silu_and_mul": "gemm",
+    "gelu_and_mul": "gemm",
+    "relu_and_mul": "gemm",
+    "rope": "positional",
+    "alibi": "positional",
+}
+
+# Tokens are right or wrong, and a lookup copies.
+_EXACT_OPS = frozenset({"sample", "sample_topk", "sample_topp", "tokenize", "detokenize", "embedding"})
+
+_DEFINITIONS = {
+    "float32": Tolerance(1e-5, 1e-5),
+    "float16": Tolerance(1e-3, 1e-3),
+    "bfloat16": Tolerance(rtol=1e-2, atol=8e-3),
+}
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """One name for a dtype or a storage format: torch's own, or "mxfp4", "nvfp4", "nf4", "int4"."""
+    name = str(dtype).removeprefix("torch.").lower()
+    return _ALIASES.get(name, name)
+
+
+def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None) -> Tolerance:
+    """The bounds for the result of `op` in `dtype`.
+
+    `k` is the length of the reduction of a matrix product: the float32 GEMM bound grows with sqrt(k), as the rounding
+    error of a sum does.
+    """
+    name = dtype_name(dtype)
+    if op in _EXACT_OPS:
+        return _EXACT
+    if name in _LOW_BIT_FLOATS:
+        return _HIT_RATIO
+    row = _ROW_OF_OP.get(op, "")
+    found = _ROWS.get(row, {}).get(name)
+    if found is None:
+        return _EXACT if name in _INTEGERS else _generic(name)
+    if row == "gemm" and name == "float32" and k is not None and k > 1:
+        growth = math.sqrt(k)
+        return replace(found, rtol=found.rtol * growth, atol=found.atol * growth)
+    return found
+
+
+def definition_tolerance(dtype: torch.dtype | str) -> Tolerance:
+    """The bounds of flashinfer-bench definitions against their ground truth."""
+    name = dtype_name(dtype)
+    if name in _LOW_BIT_FLOATS:
+        return _HIT_RATIO
+    return _EXACT if name in _INTEGERS else _DEFINITIONS.get(name) or _generic(name)
+
+
+def _generic(name: str) -> Tolerance:
+    if name not in _GENERIC:
+        raise ValueError(f"no tolerance for dtype {name!r}; known: {', '.join(sorted(_GENERIC | _ROWS['attention']))}")
+    return _GENERIC[name]

@@ -1,0 +1,83 @@
+"""Contexts of the ops that are not attention: sizes, needs and checks they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call
+
+__all__ = ["expect_rank", "expect_shape", "expect_tensor", "simple_context"]
+
+
+def expect_tensor(value: Any, name: str) -> Tensor:
+    """The value, which must be a tensor."""
+    if not isinstance(value, Tensor):
+        raise InvalidInputError(
+            f"{name} is a {type(value).__name__}", code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="a torch.Tensor"
+        )
+    return value
+
+
+def expect_rank(tensor: Tensor, name: str, ranks: Sequence[int]) -> None:
+    """Refuse a tensor with another number of axes."""
+    if tensor.ndim not in ranks:
+        allowed = " or ".join(str(rank) for rank in ranks)
+        raise InvalidInputError(f"{name} has rank {tensor.ndim}", code="RANK_INVALID", value=tensor.ndim, limit=allowed)
+
+
+def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape; None passes."""
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise InvalidInputError(
+            f"{name} has shape {tuple(tensor.shape)}", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit=str(shape)
+        )
+
+
+def simple_context(
+    call: Call,
+    op: str,
+    main: Tensor,
+    others: dict[str, Tensor | None],
+    dims: dict[str, int],
+    needs: Iterable[str] = (),
+    *,
+    kind: OpKind = OpKind.TENSOR,
+    floating: bool = True,
+    mixed: bool = False,
+    **fields: Any,
+) -> Context:
+    """A Context around one main tensor. `mixed` tolerates other tensors of another dtype (mixed-precision weights)."""
+    expect_tensor(main, "input")
+    for name, other in others.items():
+        if other is not None:
+            expect_tensor(other, name)
+    check_devices(input=main, **others)
+    word = check_floating(main, "input") if floating else dtype_name(main)
+    words = [word, *(dtype_name(t) for t in others.values() if t is not None and t.is_floating_point())]
+    asked = set(needs)
+    if call.needs_grad:
+        asked.add("backward")
+    if mixed and len(set(words)) > 1:
+        asked.add("mixed_weight")
+        words = [word]
+    return Context(
+        op=op,
+        device=call.device,
+        dtype=word,
+        dims=tuple(dims.items()),
+        needs=frozenset(asked),
+        kind=kind,
+        dtypes=tuple(words),
+        rank=main.ndim,
+        strides=stride_class((main,)),
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        **fields,
+    )

@@ -1,0 +1,67 @@
+"""`lz.embedding`: rows of a table by id."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["EMBEDDING", "embedding"]
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Tensor:
+    """weight[ids]; the row of `padding_idx` receives no gradient."""
+    return dispatch(EMBEDDING, (ids, weight, padding_idx), backend=backend)  # type: ignore[no-any-return]
+
+
+def _describe(call: Call) -> Context:
+    ids, weight, padding_idx = call.args
+    ids, weight = expect_tensor(ids, "ids"), expect_tensor(weight, "weight")
+    expect_rank(weight, "weight", (2,))
+    check_devices(ids=ids, weight=weight)
+    word = check_floating(weight, "weight")
+    if dtype_name(ids) not in ("int32", "int64"):
+        raise InvalidInputError("ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64")
+    vocab = weight.shape[0]
+    if padding_idx is not None and not -vocab <= padding_idx < vocab:
+        raise InvalidInputError("padding_idx is outside the table", code="VALUE_INVALID", value=padding_idx, limit=f"below {vocab}")
+    needs = {"padding_idx"} if padding_idx is not None else set()
+    if call.needs_grad:
+        needs.add("backward")
+    return Context(
+        op="embedding",
+        device=call.device,
+        dtype=word,
+        dims=(("tokens", ids.numel()), ("vocab", vocab), ("hidden", weight.shape[1])),
+        needs=frozenset(needs),
+        dtypes=(word,),
+        rank=ids.ndim,
+        strides=stride_class((weight,)),
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        index_dtype=dtype_name(ids),
+    )
+
+
+EMBEDDING = register(
+    PublicOp(
+        OperationSpec(
+            op_id="embedding",
+            op_kind=OpKind.TENSOR,
+            arguments=("ids", "weight", "padding_idx"),
+            input_kinds=("tensor", "tensor", "number"),
+            output_kind="tensor",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.linear:embedding"),
+            fallback_id="reference.embedding.plain",
+            elastic=("tokens",),
+        ),
+        embedding,
+    )
+)

@@ -1,0 +1,71 @@
+"""`lz.silu_and_mul`, `lz.gelu_and_mul`, `lz.relu_and_mul`: the gated activations of SwiGLU, GeGLU and ReGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_tensor, simple_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
+
+
+def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(first half) * second half over the last axis (SwiGLU)."""
+    return dispatch(SILU_AND_MUL, (x,), backend=backend)  # type: ignore[no-any-return]
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Tensor:
+    """gelu(first half) * second half over the last axis (GeGLU); `approximate` is "none" or "tanh"."""
+    return dispatch(GELU_AND_MUL, (x, approximate), backend=backend)  # type: ignore[no-any-return]
+
+
+def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """relu(first half) * second half over the last axis (ReGLU)."""
+    return dispatch(RELU_AND_MUL, (x,), backend=backend)  # type: ignore[no-any-return]
+
+
+def _describer(op: str) -> Callable[[Call], Context]:
+    def describe(call: Call) -> Context:
+        x = expect_tensor(call.args[0], "x")
+        width = x.shape[-1] if x.ndim else 0
+        if width == 0 or width % 2:
+            raise InvalidInputError(f"the last axis is {width}", code="SHAPE_INVALID", value=width, limit="an even width: gate and up")
+        needs = set()
+        if len(call.args) > 1:
+            if call.args[1] not in ("none", "tanh"):
+                raise InvalidInputError(code="VALUE_INVALID", value=str(call.args[1]), limit="'none' or 'tanh'")
+            needs.add(f"gelu_{call.args[1]}")
+        return simple_context(call, op, x, {}, {"rows": x.numel() // width, "hidden": width // 2}, needs)
+
+    return describe
+
+
+def _op(name: str, function: Callable[..., Tensor], arguments: tuple[str, ...]) -> OperationSpec:
+    return register(
+        PublicOp(
+            OperationSpec(
+                op_id=name,
+                op_kind=OpKind.TENSOR,
+                arguments=arguments,
+                input_kinds=("tensor", "text")[: len(arguments)],
+                output_kind="tensor",
+                describe=_describer(name),
+                fallback_impl=reference(f"layerzero.backends.reference.mlp:{name}"),
+                fallback_id=f"reference.{name}.plain",
+                elastic=("rows",),
+            ),
+            function,
+        )
+    )
+
+
+SILU_AND_MUL = _op("silu_and_mul", silu_and_mul, ("x",))
+GELU_AND_MUL = _op("gelu_and_mul", gelu_and_mul, ("x", "approximate"))
+RELU_AND_MUL = _op("relu_and_mul", relu_and_mul, ("x",))

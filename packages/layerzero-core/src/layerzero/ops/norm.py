@@ -1,0 +1,140 @@
+"""`lz.rms_norm`, `lz.add_rms_norm`, `lz.layer_norm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.hot import autocast_key
+from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_shape, expect_tensor, simple_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+from layerzero.runtime.state import scope, state
+
+__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "rms_norm"]
+
+_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_scope = scope.get
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last axis, times weight; computed in float32, returned in x's dtype."""
+    try:
+        hot_key = (
+            "rms_norm", type(x), x.shape, x.dtype, x.is_cpu, x.get_device(), x.is_contiguous() or x.stride(),
+            type(weight), weight.shape, weight.dtype, weight.is_cpu, weight.get_device(),  # type: ignore[union-attr]
+            weight.is_contiguous() or weight.stride(),  # type: ignore[union-attr]
+            backend, _grad_enabled() and (x.requires_grad or weight.requires_grad),  # type: ignore[union-attr]
+            autocast_key() if _any_autocast() else False, _deterministic(),
+        )  # fmt: skip
+        active = _scope()
+        world = state.current if active is None else active.world()
+        bound = world.hot.get(hot_key)
+    except (AttributeError, TypeError, RuntimeError):  # no weight, or not tensors
+        return dispatch(RMS_NORM, (expect_tensor(x, "x"), weight, eps), backend=backend)  # type: ignore[no-any-return]
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(x, weight, eps)  # type: ignore[no-any-return]
+        except Exception as error:
+            return recover(RMS_NORM, world, hot_key, bound, (x, weight, eps), None, backend, error)  # type: ignore[no-any-return]
+    return miss(RMS_NORM, current_world(), hot_key, (x, weight, eps), None, backend)  # type: ignore[no-any-return]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the norm of a residual stream and the new stream."""
+    return dispatch(ADD_RMS_NORM, (x, residual, weight, eps), backend=backend)  # type: ignore[no-any-return]
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, backend: str | None = None
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the last axis, times weight plus bias."""
+    return dispatch(LAYER_NORM, (x, weight, bias, eps), backend=backend)  # type: ignore[no-any-return]
+
+
+def _describe_norm(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
+    x = expect_tensor(x, "x")
+    hidden = x.shape[-1] if x.ndim else 0
+    for name in ("weight", "bias"):
+        expect_shape(others.get(name), name, (hidden,))
+    if others.get("residual") is not None:
+        expect_shape(others["residual"], "residual", tuple(x.shape))
+    needs = set()
+    if others.get("weight") is None:
+        needs.add("no_weight")
+    if others.get("bias") is not None:
+        needs.add("bias")
+    dims = {"rows": x.numel() // hidden if hidden else 0, "hidden": hidden}
+    return simple_context(call, op, x, others, dims, needs, mixed=True)
+
+
+def _rms(call: Call) -> Context:
+    return _describe_norm("rms_norm", call, call.args[0], {"weight": call.args[1]})
+
+
+def _add_rms(call: Call) -> Context:
+    expect_tensor(call.args[1], "residual")
+    return _describe_norm("add_rms_norm", call, call.args[0], {"residual": call.args[1], "weight": call.args[2]})
+
+
+def _layer(call: Call) -> Context:
+    return _describe_norm("layer_norm", call, call.args[0], {"weight": call.args[1], "bias": call.args[2]})
+
+
+RMS_NORM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="rms_norm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "weight", "eps"),
+            input_kinds=("tensor", "tensor?", "number"),
+            output_kind="tensor",
+            describe=_rms,
+            fallback_impl=reference("layerzero.backends.reference.norm:rms_norm"),
+            fallback_id="reference.rms_norm.plain",
+            elastic=("rows",),
+        ),
+        rms_norm,
+    )
+)
+ADD_RMS_NORM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="add_rms_norm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "residual", "weight", "eps"),
+            input_kinds=("tensor", "tensor", "tensor?", "number"),
+            output_kind="tensors",
+            describe=_add_rms,
+            fallback_impl=reference("layerzero.backends.reference.norm:add_rms_norm"),
+            fallback_id="reference.add_rms_norm.plain",
+            elastic=("rows",),
+        ),
+        add_rms_norm,
+    )
+)
+LAYER_NORM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="layer_norm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "weight", "bias", "eps"),
+            input_kinds=("tensor", "tensor?", "tensor?", "number"),
+            output_kind="tensor",
+            describe=_layer,
+            fallback_impl=reference("layerzero.backends.reference.norm:layer_norm"),
+            fallback_id="reference.layer_norm.plain",
+            elastic=("rows",),
+        ),
+        layer_norm,
+    )
+)

@@ -1,0 +1,184 @@
+"""`lz.paged_attention` over a paged KV cache, and `lz.paged_batch`, planned once per batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.dispatch.hot import describe_tensor, mode_key
+from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import (
+    check_devices,
+    check_floating,
+    check_scale,
+    dtype_name,
+    parse_layout,
+    parse_window,
+    stride_class,
+)
+from layerzero.model.enums import Causal, Layout, OpKind
+from layerzero.model.kv_cache import PagedBatch, make_paged_batch
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.signature import PublicOp, reference, register
+from layerzero.selection.buckets import boundaries
+
+__all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
+
+
+def paged_batch(
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    query_lens: Tensor | None = None,
+    host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+) -> PagedBatch:
+    """Plan a batch once, for all layers: page numbers [B, blocks], KV lengths [B], new tokens [B] (one each if None).
+
+    `host_lens` gives the lengths as Python numbers where the caller has them already, which saves a copy
+    from the device.
+    """
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch | Tensor,
+    context_lens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    layout: str = "NHD",
+    window: int | Sequence[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of query [tokens, Hq, D] over pages [blocks, page, Hkv, D] (NHD) or [blocks, Hkv, page, D] (HND).
+
+    Causal, bottom-right aligned: the last query token of a sequence sees its whole context. `batch` is a
+    `lz.paged_batch`; the form `(…, block_tables, context_lens)` also works and plans at every call.
+    """
+    if not isinstance(batch, PagedBatch):
+        if context_lens is None:
+            raise InvalidInputError("context_lens is missing", code="TYPE_INVALID", value="None", limit="a paged_batch, or block_tables and context_lens")
+        batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
+    check_scale(scale)
+    args = (query, key_cache, value_cache, batch, scale, parse_window(window), softcap, alibi_slopes, return_lse, layout)
+    world = current_world()
+    key = _key(world, args, layout, backend)
+    bound = world.hot.get(key) if key is not None else None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(PAGED_ATTENTION, world, key, bound, args, layout, backend, error)
+    return miss(PAGED_ATTENTION, world, key, args, layout, backend)
+
+
+def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+    """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
+    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, _ = args
+    if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
+        return None
+    edges = boundaries(world, "paged_attention", "seq_len_k")
+    edges_q = boundaries(world, "paged_attention", "seq_len_q")
+    longest = batch.max_context_len
+    grad = query.requires_grad or key_cache.requires_grad or value_cache.requires_grad
+    return (
+        "paged_attention", describe_tensor(query), describe_tensor(key_cache), describe_tensor(value_cache),
+        batch.hot_key(), batch.total_q,
+        longest if edges is None else bisect_left(edges, longest),
+        batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
+        window, softcap is None, None if slopes is None else describe_tensor(slopes), return_lse, layout, backend,
+        mode_key(grad),
+    )  # fmt: skip
+
+
+def _describe(call: Call) -> Context:
+    query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout = call.args
+    for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
+        expect_rank(expect_tensor(item, name), name, (rank,))
+    check_devices(query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes)
+    word = check_floating(query, "query")
+    cache_word = check_floating(key_cache, "key_cache")
+    if dtype_name(value_cache) != cache_word:
+        raise InvalidInputError("key_cache and value_cache disagree", code="KV_CACHE_DTYPE_MISMATCH", value=dtype_name(value_cache), limit=cache_word)
+    order = parse_layout(layout)
+    if order not in (Layout.NHD, Layout.HND):
+        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="NHD, HND")
+    blocks, first, second, dim = key_cache.shape
+    page, kv_heads = (first, second) if order is Layout.NHD else (second, first)
+    if tuple(value_cache.shape[:3]) != tuple(key_cache.shape[:3]):
+        raise InvalidInputError("key_cache and value_cache disagree", code="SHAPE_INVALID", value=str(tuple(value_cache.shape)), limit=str(tuple(key_cache.shape)))
+    tokens, heads, query_dim = query.shape
+    if query_dim != dim:
+        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {query_dim}, cache {dim}", limit="equal")
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    if tokens != batch.total_q:
+        raise InvalidInputError("query does not fit the batch", code="SHAPE_INVALID", value=f"{tokens} query tokens", limit=f"{batch.total_q} from query_lens")
+    if batch.max_context_len > batch.block_tables.shape[1] * page:
+        raise InvalidInputError(code="BLOCK_TABLE_INVALID", value=f"context of {batch.max_context_len}", limit=f"{batch.block_tables.shape[1]} pages of {page}")
+    needs = {
+        "gqa": heads != kv_heads, "window": window is not None, "softcap": softcap is not None, "alibi": slopes is not None,
+        "lse": return_lse, "backward": call.needs_grad, "paged_prefill": not batch.is_decode,
+    }  # fmt: skip
+    return Context(
+        op="paged_attention",
+        device=call.device,
+        dtype=word,
+        dims=(
+            ("batch", batch.batch_size), ("tokens", tokens), ("num_heads", heads), ("num_kv_heads", kv_heads), ("head_dim", dim),
+            ("head_dim_v", value_cache.shape[3]), ("seq_len_q", batch.max_query_len), ("seq_len_k", batch.max_context_len),
+            ("page_size", page), ("num_blocks", blocks),
+        ),  # fmt: skip
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        dtypes=(word,),
+        rank=3,
+        strides=stride_class((query, key_cache, value_cache)),
+        causal=Causal.BOTTOM_RIGHT,
+        window=window,
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        kv_cache_dtype=cache_word,
+        kv_cache_layout=order,
+        index_dtype=dtype_name(batch.block_tables),
+        scale=scale,
+    )
+
+
+def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
+    batch = given["batch"]
+    if not isinstance(batch, PagedBatch):
+        batch = make_paged_batch(batch, given["context_lens"])
+    return (
+        given["query"], given["key_cache"], given["value_cache"], batch, given["scale"], parse_window(given["window"]),
+        given["softcap"], given["alibi_slopes"], given["return_lse"], given["layout"],
+    )  # fmt: skip
+
+
+PAGED_ATTENTION = register(
+    PublicOp(
+        OperationSpec(
+            op_id="paged_attention",
+            op_kind=OpKind.TENSOR,
+            arguments=("query", "key_cache", "value_cache", "batch", "scale", "window", "softcap", "alibi_slopes", "return_lse", "layout"),
+            input_kinds=("tensor", "tensor", "tensor", "object", "number", "object", "number", "tensor?", "flag", "text"),
+            output_kind="tensor",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.paged:paged_attention"),
+            fallback_id="reference.paged_attention.plain",
+            elastic=("seq_len_q", "seq_len_k"),
+        ),
+        paged_attention,
+        canonical=_canonical,
+    )
+)

@@ -1,0 +1,115 @@
+"""`lz.rope` and `lz.alibi_slopes`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
+from layerzero.model.enums import Layout, OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["ROPE", "alibi_slopes", "rope"]
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    layout: str = "BHSD",
+    position_ids: Tensor | None = None,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k by position: rotate-half pairs (i, i + D/2), or (2i, 2i + 1) when interleaved.
+
+    cos and sin are tables [S, rotary/2] (one angle a pair) or [B, S, rotary]; a rotary width below head_dim
+    leaves the rest of each head as it is. `position_ids` [B, S] picks rows. `inplace=True` writes into q and k.
+    """
+    return dispatch(ROPE, (q, k, cos, sin, interleaved, layout, position_ids, inplace), layout, backend)  # type: ignore[no-any-return]
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """The ALiBi slope of each head, float32 [num_heads], as in the paper (also for head counts that are no power of two)."""
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+        raise InvalidInputError(f"num_heads is {num_heads}", code="VALUE_INVALID", value=str(num_heads), limit="a positive integer")
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _describe(call: Call) -> Context:
+    q, k, cos, sin, interleaved, layout, position_ids, inplace = call.args
+    q, cos, sin = expect_tensor(q, "q"), expect_tensor(cos, "cos"), expect_tensor(sin, "sin")
+    expect_rank(q, "q", (4,))
+    check_devices(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids)
+    word = check_floating(q, "q")
+    order = parse_layout(layout)
+    if order not in (Layout.BHSD, Layout.BSHD):
+        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="BHSD, BSHD")
+    heads_axis, seq_axis = (1, 2) if order is Layout.BHSD else (2, 1)
+    dim, seq = q.shape[3], q.shape[seq_axis]
+    if k is not None:
+        expect_rank(expect_tensor(k, "k"), "k", (4,))
+        if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != q.shape[0]:
+            raise InvalidInputError("q and k disagree", code="SHAPE_INVALID", value=str(tuple(k.shape)), limit=str(tuple(q.shape)))
+    if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3):
+        raise InvalidInputError("cos and sin do not fit", code="SHAPE_INVALID", value=f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}", limit="[S, rotary/2] or [B, S, rotary], both alike")
+    rotary = cos.shape[-1] * (2 if cos.ndim == 2 else 1)
+    if rotary > dim or rotary % 2 or rotary == 0:
+        raise InvalidInputError("the tables are too wide", code="SHAPE_INVALID", value=rotary, limit=f"an even rotary width up to {dim}")
+    if position_ids is None and cos.shape[-2] < seq:
+        raise InvalidInputError("the tables are too short", code="SEQ_LEN_TOO_LONG", value=seq, limit=cos.shape[-2])
+    if position_ids is not None:
+        expect_rank(expect_tensor(position_ids, "position_ids"), "position_ids", (1, 2))
+    if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
+        raise InvalidInputError("a leaf that needs a gradient cannot be rotated in place", code="INPLACE_UNSUPPORTED")
+    needs = {
+        "interleaved": interleaved, "rotate_half": not interleaved, "position_ids": position_ids is not None, "inplace": inplace,
+        "partial_rotary": rotary < dim, "backward": call.needs_grad, "batched_tables": cos.ndim == 3, "no_key": k is None,
+        "mixed_tables": dtype_name(cos) != word,
+    }  # fmt: skip
+    return Context(
+        op="rope",
+        device=call.device,
+        dtype=word,
+        dims=(
+            ("batch", q.shape[0]), ("num_heads", q.shape[heads_axis]), ("num_kv_heads", k.shape[heads_axis] if k is not None else q.shape[heads_axis]),
+            ("seq_len_q", seq), ("head_dim", dim), ("rotary_dim", rotary),
+        ),  # fmt: skip
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        dtypes=(word,) if k is None else (word, check_floating(k, "k")),
+        layout=order,
+        strides=stride_class((q,) if k is None else (q, k)),
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+    )
+
+
+ROPE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="rope",
+            op_kind=OpKind.TENSOR,
+            arguments=("q", "k", "cos", "sin", "interleaved", "layout", "position_ids", "inplace"),
+            input_kinds=("tensor", "tensor?", "tensor", "tensor", "flag", "text", "tensor?", "flag"),
+            output_kind="tensors",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.positional:rope"),
+            fallback_id="reference.rope.plain",
+            elastic=("seq_len_q",),
+            mutates=lambda args: bool(args[7]),
+        ),
+        rope,
+    )
+)

@@ -1,0 +1,114 @@
+"""`lz.sample_topk`, `lz.sample_topp`, `lz.sample`: one token id per row of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor, simple_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["sample", "sample_topk", "sample_topp"]
+
+Number = float | Tensor
+
+
+def sample_topk(
+    logits: Tensor, k: int | Tensor, *, temperature: Number = 1.0, generator: torch.Generator | None = None, backend: str | None = None
+) -> Tensor:
+    """Draw from the k largest logits of each row [B, V] → int64 [B]. Temperature 0 takes the largest."""
+    _check(k, "k", 1, math.inf)
+    _check(temperature, "temperature", 0.0, math.inf)
+    return dispatch(SAMPLE_TOPK, (logits, k, temperature, generator), backend=backend)  # type: ignore[no-any-return]
+
+
+def sample_topp(
+    logits: Tensor, p: Number, *, temperature: Number = 1.0, generator: torch.Generator | None = None, backend: str | None = None
+) -> Tensor:
+    """Draw from the smallest set of tokens whose probability reaches p, row by row [B, V] → int64 [B]."""
+    _check(p, "p", 0.0, 1.0)
+    _check(temperature, "temperature", 0.0, math.inf)
+    return dispatch(SAMPLE_TOPP, (logits, p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
+
+
+def sample(
+    logits: Tensor,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: Number | None = None,
+    min_p: Number | None = None,
+    temperature: Number = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Temperature, then top-k, then top-p, then min-p, then one draw per row [B, V] → int64 [B]."""
+    for value, name, low, high in ((top_k, "top_k", 1, math.inf), (top_p, "top_p", 0.0, 1.0), (min_p, "min_p", 0.0, 1.0)):
+        if value is not None:
+            _check(value, name, low, high)
+    _check(temperature, "temperature", 0.0, math.inf)
+    return dispatch(SAMPLE, (logits, top_k, top_p, min_p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
+
+
+def _check(value: Any, name: str, low: float, high: float) -> None:
+    """Values are not part of hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
+    if isinstance(value, Tensor):
+        return
+    if not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
+        raise InvalidInputError(f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=f"{name} in [{low}, {high}]")
+
+
+def _describer(op: str) -> Callable[[Call], Context]:
+    def describe(call: Call) -> Context:
+        logits = expect_tensor(call.args[0], "logits")
+        expect_rank(logits, "logits", (2,))
+        batch, vocab = logits.shape
+        if vocab == 0:
+            raise InvalidInputError("logits have no vocabulary", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[B, V >= 1]")
+        params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
+        for name, item in params.items():
+            if tuple(item.shape) != (batch,):
+                raise InvalidInputError(f"{name} does not fit", code="SHAPE_INVALID", value=str(tuple(item.shape)), limit=f"[{batch}]")
+        needs = {"tensor_params"} if params else set()
+        if call.args[-1] is not None:
+            needs.add("generator")
+        if op == "sample":
+            needs.update(f"sample_{name}" for name, item in zip(("top_k", "top_p", "min_p"), call.args[1:4], strict=True) if item is not None)
+        call = Call(call.args, call.device, call.layout, call.backend, False)  # an index has no gradient
+        return simple_context(
+            call, op, logits, dict(params), {"batch": batch, "vocab": vocab}, needs, kind=OpKind.SAMPLING, mixed=True
+        )
+
+    return describe
+
+
+def _op(name: str, function: Callable[..., Tensor], arguments: tuple[str, ...]) -> OperationSpec:
+    kinds = tuple("tensor" if a == "logits" else "object" if a == "generator" else "number" for a in arguments)
+    return register(
+        PublicOp(
+            OperationSpec(
+                op_id=name,
+                op_kind=OpKind.SAMPLING,
+                arguments=arguments,
+                input_kinds=kinds,
+                output_kind="ids",
+                describe=_describer(name),
+                fallback_impl=reference(f"layerzero.backends.reference.sampling:{name}"),
+                fallback_id=f"reference.{name}.plain",
+                random=lambda args: True,
+            ),
+            function,
+        )
+    )
+
+
+SAMPLE_TOPK = _op("sample_topk", sample_topk, ("logits", "k", "temperature", "generator"))
+SAMPLE_TOPP = _op("sample_topp", sample_topp, ("logits", "p", "temperature", "generator"))
+SAMPLE = _op("sample", sample, ("logits", "top_k", "top_p", "min_p", "temperature", "generator"))

@@ -1,0 +1,93 @@
+"""What every public op has in common: its spec, its function, and how a public call becomes canonical arguments."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.dispatch.hot import generic_key
+from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.model.op import OperationSpec
+from layerzero.runtime.state import builtin_op
+
+__all__ = ["PUBLIC", "PublicOp", "dispatch", "public_op", "reference", "register"]
+
+PUBLIC: dict[str, PublicOp] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PublicOp:
+    """A public function and its op. `canonical` maps bound public arguments to canonical ones."""
+
+    spec: OperationSpec
+    function: Callable[..., Any]
+    canonical: Callable[[dict[str, Any]], tuple[Any, ...]] | None = None
+    signature: inspect.Signature = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "signature", inspect.signature(self.function))
+
+    def normalize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], str | None, str | None]:
+        """Canonical arguments, layout and backend of a public call."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidInputError(f"{self.spec.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)) from None
+        bound.apply_defaults()
+        given = bound.arguments
+        canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.spec.arguments)
+        return canonical, given.get("layout"), given.get("backend")
+
+
+def register(op: PublicOp) -> OperationSpec:
+    """Make an op public: known to the runtime, to explain and to plan."""
+    PUBLIC[op.spec.op_id] = op
+    return builtin_op(op.spec)
+
+
+def public_op(name: str) -> PublicOp:
+    """A public op by name, or an error naming the nearest ones."""
+    found = PUBLIC.get(name)
+    if found is None:
+        import difflib
+
+        near = difflib.get_close_matches(str(name), PUBLIC, 3) or sorted(PUBLIC)
+        raise UnknownNameError(f"unknown op {name!r}", code="OP_UNKNOWN", value=str(name), limit=", ".join(near))
+    return found
+
+
+def reference(path: str) -> Callable[..., Any]:
+    """A callable that imports the reference implementation at its first use."""
+
+    @functools.lru_cache(maxsize=1)
+    def load() -> Callable[..., Any]:
+        module, _, name = path.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+    def call(*args: Any) -> Any:
+        return load()(*args)
+
+    call.__qualname__ = path
+    return call
+
+
+def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
+    """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
+    world = current_world()
+    try:
+        key = generic_key(spec.op_id, args, layout, backend)
+    except RuntimeError:  # a nested tensor has no strides
+        key = None
+    bound = world.hot.get(key) if key is not None else None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(spec, world, key, bound, args, layout, backend, error)
+    return miss(spec, world, key, args, layout, backend)

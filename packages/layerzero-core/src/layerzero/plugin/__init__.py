@@ -1,0 +1,71 @@
+"""The plugin author's manual, and everything a backend may import.
+
+A backend teaches LayerZero kernels it did not know. It is a pip package with three parts:
+
+1. an entry point that names a module::
+
+       [project.entry-points."layerzero.backends"]
+       mybackend = "layerzero_mybackend.plugin"
+
+2. that module, with up to six hooks marked `@hookimpl` (see `layerzero.plugin.spec`; the first is enough)::
+
+       from pathlib import Path
+       from layerzero.plugin import hookimpl, vendor_status
+
+       CAPABILITIES = Path(__file__).with_name("capabilities.json")
+
+       @hookimpl
+       def layerzero_register(registrar):
+           registrar.backend(CAPABILITIES)
+
+       @hookimpl
+       def layerzero_capabilities(device):
+           return vendor_status(CAPABILITIES, device)
+
+3. `capabilities.json`, which says what each kernel can do. What is not declared is not supported.
+
+Rules that keep everybody safe:
+
+- registration must not import the vendor library; a kernel names its adapter as "module:function", and the
+  string is imported when the kernel is bound for the first time;
+- an adapter takes the op's canonical arguments positionally, in the order `lz.list_ops()` shows, and must not
+  change its inputs unless the op says so;
+- `layerzero_capabilities` and `layerzero_health` may import the vendor: they run in a subprocess with a time limit;
+- a plugin that raises, exits or breaks a rule costs only itself; `lz doctor` shows the reason and the fix;
+- import only from `layerzero.plugin`, `layerzero.model`, `layerzero.reasons` and `layerzero.errors`.
+
+`lz plugin new NAME` writes a complete package; `from layerzero.testing.suite import *` is its whole test file.
+"""
+
+from layerzero.errors import BackendNotAvailableError, CapabilitiesError, InvalidInputError, PluginError
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.model.kernel import KernelSpec, Limit
+from layerzero.model.op import OperationSpec
+from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.registrar import Registrar
+from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
+from layerzero.plugin.vendor import vendor_status
+from layerzero.reasons import Reason, ReasonCode, reason
+
+__all__ = [
+    "API_VERSION",
+    "ENTRY_POINT_GROUP",
+    "BackendNotAvailableError",
+    "BackendStatus",
+    "CapabilitiesError",
+    "Context",
+    "DeviceSpec",
+    "HealthReport",
+    "InvalidInputError",
+    "KernelSpec",
+    "Limit",
+    "OperationSpec",
+    "PluginError",
+    "Reason",
+    "ReasonCode",
+    "Registrar",
+    "hookimpl",
+    "reason",
+    "vendor_status",
+]

@@ -1,0 +1,135 @@
+"""Find plugins: entry points of the group `layerzero.backends`, the built-in list, and who is kept out.
+
+Reads package metadata only; nothing of a plugin is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, Protocol
+
+import importlib_metadata
+
+from layerzero.env import Env
+from layerzero.plugin.spec import ENTRY_POINT_GROUP
+
+__all__ = ["BUILTINS", "EntryPointLike", "Found", "discover", "dist_version", "kept_out", "normalized"]
+
+CORE_DIST = "layerzero-core"
+
+# The always-there backends. They are declared as entry points too; this list serves a core that runs
+# from its source tree without being installed, and says which plugins a wildcard never denies.
+BUILTINS: dict[str, str] = {
+    "reference": "layerzero.backends.reference.plugin",
+    "sdpa": "layerzero.backends.sdpa.plugin",
+    "torch": "layerzero.backends.torch_native.plugin",
+}
+
+
+class EntryPointLike(Protocol):
+    """What discovery asks of an entry point; tests pass fakes."""
+
+    name: str
+    value: str
+
+    def load(self) -> Any:
+        """Import and return what `value` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One entry point with the distribution that declares it."""
+
+    name: str
+    entry: EntryPointLike
+    dist: str = ""
+    version: str = ""
+    builtin: bool = False
+
+
+def normalized(name: str) -> str:
+    """A distribution name in its canonical spelling."""
+    return name.replace("_", "-").replace(".", "-").lower()
+
+
+def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Found, ...]:
+    """Every plugin that declares itself, built-ins first, then by name.
+
+    With `entry_points` given, only those are looked at (the built-ins still come first).
+    """
+    declared = importlib_metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
+    found: list[Found] = []
+    seen: set[tuple[str, str, str]] = set()
+    for entry in declared:
+        dist = getattr(entry, "dist", None)
+        dist_name = str(getattr(dist, "name", "") or "")
+        key = (entry.name, entry.value, normalized(dist_name))
+        if key in seen:  # one distribution seen through two path entries
+            continue
+        seen.add(key)
+        builtin = BUILTINS.get(entry.name) == entry.value
+        found.append(Found(entry.name, entry, dist_name, _version_of(dist), builtin))
+    present = {item.name for item in found if item.builtin}
+    for name, value in BUILTINS.items():
+        if name not in present:
+            synthetic = importlib_metadata.EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP)
+            found.append(Found(name, synthetic, CORE_DIST, dist_version(CORE_DIST) or "", builtin=True))
+    order = list(BUILTINS)
+    return tuple(
+        sorted(
+            found,
+            key=lambda item: (not item.builtin, order.index(item.name) if item.builtin else 0, item.name, item.dist),
+        )
+    )
+
+
+def kept_out(item: Found, env: Env) -> str | None:
+    """The variable that keeps a plugin out, or None.
+
+    LAYERZERO_PLUGINS lists who may come in besides the built-ins; LAYERZERO_PLUGINS_DENY who may not.
+    A built-in is kept out only when the deny list names it literally.
+    """
+    names = (item.name, normalized(item.dist)) if item.dist else (item.name,)
+    if item.builtin:
+        return "LAYERZERO_PLUGINS_DENY" if item.name in env.plugins_deny else None
+    if _matches(names, env.plugins_deny):
+        return "LAYERZERO_PLUGINS_DENY"
+    if env.plugins is not None and not _matches(names, env.plugins):
+        return "LAYERZERO_PLUGINS"
+    return None
+
+
+def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    wanted = [normalized(pattern) for pattern in patterns]
+    return any(fnmatchcase(normalized(name), pattern) for name in names for pattern in wanted)
+
+
+@lru_cache(maxsize=256)
+def dist_version(dist: str) -> str | None:
+    """The installed version of a distribution, from its metadata; None when it is not installed.
+
+    Only the head of the metadata file is looked at: parsing all of torch's takes ten milliseconds.
+    """
+    try:
+        return _version_of(importlib_metadata.distribution(dist)) or None
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+def _version_of(dist: Any) -> str:
+    if dist is None:
+        return ""
+    read = getattr(dist, "read_text", None)
+    try:
+        text = (read("METADATA") or read("PKG-INFO") or "") if read is not None else ""
+        for line in text.splitlines():
+            if not line:
+                break
+            if line.startswith("Version:"):
+                return line.removeprefix("Version:").strip()
+        return str(getattr(dist, "version", "") or "")
+    except Exception:  # broken metadata of one distribution must not hide the others
+        return ""

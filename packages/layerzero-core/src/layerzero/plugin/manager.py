@@ -1,0 +1,274 @@
+"""Load every plugin alone, and turn what they register into one registry snapshot and a list of records.
+
+pluggy isolates nothing: one raising implementation ends the whole call. So each entry point is loaded in
+its own try, checked on a scratch plugin manager, and its `layerzero_register` called by itself; whatever goes
+wrong costs that plugin and is written into its `PluginRecord` with reason and fix.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import pluggy
+
+from layerzero import env as environment
+from layerzero.errors import LayerZeroError, PluginError
+from layerzero.model.kernel import BackendSpec
+from layerzero.model.op import OperationSpec
+from layerzero.plugin import spec
+from layerzero.plugin.discovery import EntryPointLike, Found, discover, dist_version, kept_out
+from layerzero.plugin.registrar import Registrar, check_api
+from layerzero.plugin.vendor import vendor_presence
+from layerzero.reasons import Reason, ReasonCode, reason
+from layerzero.registry.capabilities import Capabilities
+from layerzero.registry.kernels import KernelRegistry
+from layerzero.registry.kinds import body
+
+__all__ = ["Loaded", "PluginRecord", "PluginState", "call_hook", "hook_names", "load_plugins"]
+
+
+class PluginState:
+    """The words a `PluginRecord.state` may be."""
+
+    OK = "ok"  # registered, usable
+    UNAVAILABLE = "unavailable"  # registered, but its vendor is absent or has a wrong version
+    FAILED = "failed"  # broke the contract; nothing of it is registered
+    DENIED = "denied"  # kept out by the environment
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """How one plugin fared. `reasons` and `fix` are empty when its state is "ok"."""
+
+    name: str
+    dist: str = ""
+    dist_version: str = ""
+    state: str = PluginState.OK
+    reasons: tuple[Reason, ...] = ()
+    fix: str = ""
+    kernels: tuple[str, ...] = ()
+    module: str = ""
+    backends: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    builtin: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "name": self.name,
+            "dist": self.dist,
+            "dist_version": self.dist_version,
+            "state": self.state,
+            "reasons": [item.to_json() for item in self.reasons],
+            "fix": self.fix,
+            "kernels": list(self.kernels),
+            "module": self.module,
+            "backends": list(self.backends),
+            "ops": list(self.ops),
+            "builtin": self.builtin,
+        }
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything discovery gave: the registry, the ops, one record per plugin, and the plugins themselves."""
+
+    registry: KernelRegistry
+    ops: Mapping[str, OperationSpec]
+    records: tuple[PluginRecord, ...]
+    pm: pluggy.PluginManager
+    capabilities: Mapping[str, Capabilities] = field(default_factory=lambda: MappingProxyType({}))
+    plugin_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def record(self, name: str) -> PluginRecord | None:
+        """The record of a plugin, or of the plugin that brought the backend of this name."""
+        wanted = self.plugin_of.get(name, name)
+        return next((item for item in self.records if item.name == wanted), None)
+
+
+def hook_names() -> tuple[str, ...]:
+    """Every hook of the contract."""
+    return tuple(name for name in vars(spec) if name.startswith("layerzero_"))
+
+
+def _manager() -> pluggy.PluginManager:
+    pm = pluggy.PluginManager(spec.PROJECT)
+    pm.add_hookspecs(spec)
+    return pm
+
+
+def load_plugins(
+    entry_points: Iterable[EntryPointLike] | None = None, env: environment.Env | Mapping[str, str] | None = None
+) -> Loaded:
+    """Discover and load all plugins, each alone. Never raises for a plugin's sake; Ctrl-C passes through.
+
+    `entry_points` replaces what package metadata declares (the built-ins are always there); `env` the environment.
+    """
+    settings = env if isinstance(env, environment.Env) else environment.read(env)
+    dist_version.cache_clear()  # a package may have come or gone since the last load
+    state = _Loading()
+    for item in discover(entry_points):
+        started = time.perf_counter()
+        record = state.load(item, settings)
+        state.records.append(replace(record, seconds=time.perf_counter() - started))
+    return Loaded(
+        state.registry,
+        MappingProxyType(state.ops),
+        tuple(state.records),
+        state.pm,
+        MappingProxyType(state.capabilities),
+        MappingProxyType(state.plugin_of),
+    )
+
+
+class _Loading:
+    """The work in progress: grows by whole plugins only."""
+
+    def __init__(self) -> None:
+        self.pm = _manager()
+        self.registry = KernelRegistry()
+        self.ops: dict[str, OperationSpec] = {}
+        self.capabilities: dict[str, Capabilities] = {}
+        self.plugin_of: dict[str, str] = {}
+        self.records: list[PluginRecord] = []
+
+    def load(self, item: Found, env: environment.Env) -> PluginRecord:
+        blank = PluginRecord(item.name, item.dist, item.version, module=item.entry.value, builtin=item.builtin)
+        variable = kept_out(item, env)
+        if variable is not None:
+            why = reason("PLUGIN_DENIED", detail=variable)
+            return replace(blank, state=PluginState.DENIED, reasons=(why,), fix=f"change {variable}")
+        if self.pm.has_plugin(item.name):
+            other = next(record.dist for record in self.records if record.name == item.name)
+            return _failed(
+                blank, PluginError(code="PLUGIN_DUPLICATE", value=item.name, limit=other or "another package")
+            )
+        try:
+            plugin = item.entry.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit and the like cost the plugin, not the process
+            return _failed(blank, error, "PLUGIN_IMPORT_FAILED")
+        try:
+            registrar = self._collect(item, plugin)
+            return self._commit(item, plugin, registrar, blank)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return _failed(blank, error, "PLUGIN_REGISTER_FAILED")
+
+    def _collect(self, item: Found, plugin: Any) -> Registrar:
+        check_plugin(plugin, item.name)
+        wanted = getattr(plugin, "LAYERZERO_API", None)
+        if wanted is not None:
+            check_api(str(wanted), f"plugin {item.name}")
+        registrar = Registrar(item.name)
+        call_hook(plugin, "layerzero_register", registrar=registrar)
+        registrar.close()
+        for op_id in registrar.ops:
+            if op_id in self.ops:
+                raise PluginError(
+                    f"op {op_id!r} exists already", code="PLUGIN_DUPLICATE", value=op_id, limit="an earlier plugin"
+                )
+        return registrar
+
+    def _commit(self, item: Found, plugin: Any, registrar: Registrar, blank: PluginRecord) -> PluginRecord:
+        registry = self.registry
+        reasons: list[Reason] = []
+        fixes: list[str] = []
+        usable = False
+        for capabilities in registrar.backends.values():
+            backend, fix = _backend_spec(capabilities, item)
+            version = backend.vendor_version or item.version or "0"
+            kernels = (replace(kernel, version=version) for kernel in capabilities.kernels)
+            registry = registry.add(kernels, backend)
+            reasons += backend.reasons
+            fixes += [fix] if fix else []
+            usable = usable or backend.available
+        registry = registry.add(registrar.kernels.values()) if registrar.kernels else registry
+        # Nothing below raises: the plugin is in, whole.
+        self.pm.register(plugin, item.name)
+        self.registry = registry
+        self.ops.update(registrar.ops)
+        self.capabilities.update(registrar.backends)
+        self.plugin_of.update(dict.fromkeys(registrar.backends, item.name))
+        out = bool(registrar.backends) and not usable
+        return replace(
+            blank,
+            state=PluginState.UNAVAILABLE if out else PluginState.OK,
+            reasons=tuple(reasons),
+            fix="; ".join(dict.fromkeys(fixes)),
+            kernels=tuple(kernel.kernel_id for kernel in registrar.all_kernels()),
+            backends=tuple(registrar.backends),
+            ops=tuple(registrar.ops),
+        )
+
+
+def _backend_spec(capabilities: Capabilities, item: Found) -> tuple[BackendSpec, str]:
+    vendor_version, reasons, fix = vendor_presence(capabilities)
+    made = BackendSpec(
+        name=capabilities.backend,
+        dist=item.dist,
+        version=item.version or "0",
+        vendor=capabilities.vendor.dist if capabilities.vendor else "",
+        vendor_version=vendor_version,
+        platforms=capabilities.platforms,
+        available=not reasons,
+        reasons=reasons,
+        capabilities_hash=capabilities.hash,
+        builtin=item.builtin,
+    )
+    return made, fix
+
+
+def check_plugin(plugin: Any, name: str) -> None:
+    """Refuse what the contract does not know: hooks with other names or arguments, wrappers, bare classes."""
+    if inspect.isclass(plugin):
+        raise PluginError(f"the entry point of {name} names a class", hint="name a module or an object")
+    scratch = _manager()
+    scratch.register(plugin, name)  # raises for arguments the hook does not have
+    known = hook_names()
+    for hook, caller in vars(scratch.hook).items():
+        for impl in caller.get_hookimpls() if hasattr(caller, "get_hookimpls") else ():
+            if hook not in known:
+                raise PluginError(code="PLUGIN_HOOK_UNKNOWN", value=hook, limit=", ".join(known))
+            if impl.wrapper or impl.hookwrapper:
+                raise PluginError(f"{hook} is a hook wrapper", hint="plugins may not wrap the hooks of others")
+    for attribute in dir(plugin):
+        if attribute.startswith("layerzero_") and inspect.isroutine(getattr(plugin, attribute, None)):
+            if attribute not in known:
+                raise PluginError(code="PLUGIN_HOOK_UNKNOWN", value=attribute, limit=", ".join(known))
+            if not getattr(scratch.hook, attribute).get_hookimpls():
+                raise PluginError(f"{attribute} is not marked", hint="write @hookimpl above it")
+
+
+def call_hook(plugin: Any, hook: str, **arguments: Any) -> Any:
+    """Call one plugin's own implementation of one hook, alone; None when it has none.
+
+    Implementations may take fewer arguments than the hook offers, as pluggy allows.
+    """
+    scratch = _manager()
+    scratch.register(plugin)
+    for impl in getattr(scratch.hook, hook).get_hookimpls():
+        return impl.function(*(arguments[argument] for argument in impl.argnames))
+    return None
+
+
+def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGISTER_FAILED") -> PluginRecord:
+    """A record of what went wrong; our own errors keep their code, others become `code`."""
+    if isinstance(error, LayerZeroError) and code != "PLUGIN_IMPORT_FAILED":
+        why = Reason(error.code, body(error), error.reasons[0].value, error.reasons[0].limit, error.hint)
+    else:
+        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:400]
+        why = reason(ReasonCode(code), text)
+    package = blank.dist or blank.name
+    fix = f"pip install --upgrade {package}, or set LAYERZERO_PLUGINS_DENY={blank.name}"
+    if why.code in (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE):
+        fix = f"pip uninstall {package}, or set LAYERZERO_PLUGINS_DENY={blank.dist or blank.name}"
+    return replace(blank, state=PluginState.FAILED, reasons=(why,), fix=fix)

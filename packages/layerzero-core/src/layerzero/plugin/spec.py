@@ -1,0 +1,88 @@
+"""The plugin contract: every hook, in one file.
+
+A backend is a pip package with one entry point in the group `layerzero.backends` that names a
+module. The module implements the hooks below with `@hookimpl`; a complete one is 25 lines:
+
+    from pathlib import Path
+    from layerzero.plugin import BackendStatus, HealthReport, hookimpl, vendor_status
+
+    CAPABILITIES = Path(__file__).with_name("capabilities.json")
+
+    @hookimpl
+    def layerzero_register(registrar):
+        registrar.backend(CAPABILITIES)
+
+    @hookimpl
+    def layerzero_capabilities(device):
+        return vendor_status(CAPABILITIES, device)
+
+    @hookimpl
+    def layerzero_health(backend):
+        from mybackend.kernels import self_test
+        return self_test()
+
+Hooks fill tables; calls read tables. No hook runs on the path of a call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from layerzero.model.device import DeviceSpec
+from layerzero.model.status import BackendStatus, HealthReport
+
+if TYPE_CHECKING:
+    from layerzero.model.decision import Decision
+    from layerzero.plugin.registrar import Registrar
+
+__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "hookimpl", "hookspec"]
+
+API_VERSION = "1.0"
+ENTRY_POINT_GROUP = "layerzero.backends"
+PROJECT = "layerzero"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def layerzero_register(registrar: Registrar) -> None:
+    """Register kernels (and new ops). Fires once per process, at the first call or inspection.
+
+    Must not import the vendor library: kernels name their adapters by string, and the string is
+    imported when a kernel is bound for the first time.
+    """
+
+
+@hookspec
+def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
+    """Say whether the vendor works on this device, its version, its usable kernels, else reason and fix.
+
+    Fires in a subprocess with a time limit, from `lz doctor`, `lz readiness` and `lz plugin check`;
+    it may import the vendor.
+    """
+    raise AssertionError("a hookspec is never called")  # pragma: no cover
+
+
+@hookspec
+def layerzero_health(backend: str) -> HealthReport:
+    """Run a known-answer self test. Fires on demand: doctor, readiness, and a half-open breaker."""
+    raise AssertionError("a hookspec is never called")  # pragma: no cover
+
+
+@hookspec
+def layerzero_warmup(shapes: list[dict[str, Any]]) -> None:
+    """Optional. Compile or allocate what the given shapes will need. Fires from `lz.warmup`, never from a call."""
+
+
+@hookspec
+def layerzero_decided(decision: Decision) -> None:
+    """Optional observer. Fires after a new decision was made (a cold call), never on a hot one."""
+
+
+@hookspec
+def layerzero_commands() -> list[Any]:
+    """Optional. Return click commands to hang under `lz`. Fires when the CLI starts."""
+    return []

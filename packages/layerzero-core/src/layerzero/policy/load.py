@@ -1,0 +1,297 @@
+"""Policy files and mappings → PolicyLayer, and where files are looked for.
+
+YAML, TOML and pydantic are imported inside the functions: a process without a policy file never loads them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import reprlib
+import stat
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from layerzero.env import Env
+from layerzero.errors import ConfigurationError, PolicyValidationError
+from layerzero.model.config import Rule
+from layerzero.policy.layers import Level, PolicyLayer
+from layerzero.policy.parse import MAX_BYTES, Parsed, Place, parse_toml, parse_yaml, spell, too_large
+from layerzero.policy.rules import parse_conditions
+from layerzero.reasons import ReasonCode
+
+if TYPE_CHECKING:
+    from layerzero.policy.schema import PolicyFile, RuleEntry
+
+__all__ = [
+    "Found",
+    "discover",
+    "from_bytes",
+    "from_mapping",
+    "json_schema",
+    "load_discovered",
+    "load_file",
+    "read_bytes",
+]
+
+_LISTS: Final = ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "version")
+_NAMES: Final = ("layerzero.yaml", "layerzero.toml", "pyproject.toml")
+
+# What a file that merely lies in the working directory may say about trust: key → entries it may set, with the only
+# value that narrows, or ... for any. Every other entry of these keys is refused there.
+_NARROWING: Final[Mapping[str, Mapping[str, object]]] = {
+    "plugins": {"deny": ...},
+    "hub": {"deny": ..., "revoked": ..., "enabled": False, "offline": True, "require_trusted_publisher": True},
+    "perfdb": {"enabled": ..., "auto_tune": ..., "tune_samples": ...},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A policy file that discovery found. `trusted` is False for one in the working directory."""
+
+    path: Path
+    trusted: bool
+
+
+def json_schema() -> Mapping[str, Any]:
+    """JSON Schema of the policy file."""
+    from layerzero.policy import schema
+
+    return schema.json_schema()
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a policy file. Refuses what is missing, no regular file, or too large, before reading it all."""
+    name = os.fspath(path)
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
+        descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise ConfigurationError(code=ReasonCode.CONFIG_FILE_MISSING, value=name) from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {name}: {error}", value=name, limit="a readable file") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigurationError(f"{name} is not a regular file", value=name, limit="a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {name}: {error}", value=name, limit="a readable file") from None
+    finally:
+        os.close(descriptor)
+    if len(raw) > MAX_BYTES:
+        raise too_large(raw, name)
+    return raw
+
+
+def load_file(
+    path: str | os.PathLike[str], *, trusted: bool = True, known_fields: Collection[str] | None = None
+) -> PolicyLayer:
+    """The layer a file speaks. The name decides the format: .yaml, .yml, .toml; pyproject.toml gives [tool.layerzero].
+
+    `known_fields`, when given, are the context fields a rule may name. Raises PolicyValidationError with line and key.
+    """
+    return from_bytes(read_bytes(path), os.fspath(path), trusted=trusted, known_fields=known_fields)
+
+
+def from_bytes(
+    raw: bytes, name: str, *, trusted: bool = True, known_fields: Collection[str] | None = None
+) -> PolicyLayer:
+    """`load_file` for content that is already read."""
+    base, suffix = os.path.basename(name), os.path.splitext(name)[1].lower()
+    if suffix in (".yaml", ".yml"):
+        parsed = parse_yaml(raw, name)
+    elif suffix == ".toml":
+        parsed = parse_toml(raw, name, ("tool", "layerzero") if base == "pyproject.toml" else ())
+    else:
+        raise ConfigurationError(f"{name}: unknown kind of policy file", value=suffix, limit=".yaml, .yml or .toml")
+    return _layer(parsed, Level.FILE, trusted, known_fields)
+
+
+def from_mapping(
+    data: object,
+    *,
+    level: Level = Level.PROGRAMMATIC,
+    source: str = "configure",
+    known_fields: Collection[str] | None = None,
+) -> PolicyLayer:
+    """The layer a dict in the form of the file speaks."""
+    if not isinstance(data, Mapping):
+        kind = type(data).__name__
+        raise PolicyValidationError(f"{source}: expected a mapping, got {kind}", key="", value=kind, limit="a mapping")
+    return _layer(Parsed(source, dict(data), {}), level, True, known_fields)
+
+
+def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection[str] | None) -> PolicyLayer:
+    from pydantic import ValidationError
+
+    from layerzero.policy import schema
+
+    try:
+        file = schema.PolicyFile.model_validate(parsed.data)
+    except ValidationError as error:
+        raise _first_problem(parsed, error.errors(include_url=False, include_context=False)) from None
+    if not trusted:
+        _refuse_widening(parsed)
+    for index, entry in enumerate(file.rules):
+        for name in entry.match.when:
+            if known_fields is not None and name not in known_fields:
+                raise _unknown(parsed, ("rules", index, "match", "when", name), known_fields, "context field")
+    return PolicyLayer.of(
+        level,
+        source=parsed.name,
+        locks=file.locks,
+        allow=file.allow if "allow" in parsed.data else None,
+        deny=file.deny,
+        prefer=file.prefer,
+        avoid=file.avoid,
+        boosts=file.boosts,
+        rules=[_rule(parsed, index, entry) for index, entry in enumerate(file.rules)],
+        **_settings(file),
+    )
+
+
+def _settings(file: PolicyFile) -> dict[str, Any]:
+    """The settings that the file names itself, so that its silence lets a weaker layer speak."""
+    return {name: value for name, value in file.model_dump(exclude_unset=True).items() if name not in _LISTS}
+
+
+def _rule(parsed: Parsed, index: int, entry: RuleEntry) -> Rule:
+    line = parsed.line_of(("rules", index))
+    lock = "" if "lock" in entry.model_fields_set and entry.lock is None else entry.lock
+    return Rule(
+        match_op=entry.match.op,
+        when=tuple(c for name, wanted in entry.match.when.items() for c in parse_conditions(name, wanted)),
+        allow=None if entry.allow is None else tuple(entry.allow),
+        deny=tuple(entry.deny),
+        prefer=tuple(entry.prefer),
+        avoid=tuple(entry.avoid),
+        boosts=tuple(entry.boosts.items()),
+        lock=lock,
+        source=f"{parsed.name}:{line}" if line else f"{parsed.name} rules[{index}]",
+    )
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+def _first_problem(parsed: Parsed, problems: list[Any]) -> PolicyValidationError:
+    """The problem that stands first in the file; the others are found once it is corrected."""
+
+    def position(problem: Any) -> int:
+        return parsed.line_of(_place(parsed, problem["loc"])) or 0
+
+    problem = min(problems, key=position)
+    place = _place(parsed, problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        from layerzero.policy.schema import known_keys
+
+        return _unknown(parsed, place, known_keys(place[:-1]), "key")
+    expected = problem["msg"].removeprefix("Value error, ")
+    if expected.startswith("Input should be "):
+        expected = f"expected {expected.removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
+    if place and place[-1] == "when" and isinstance(problem["input"], dict):
+        field = expected.split(":", 1)[0]
+        if field in problem["input"]:
+            place, expected = (*place, field), expected.split(": ", 1)[1]
+    return _problem(parsed, place, f"{spell(place)}: {expected}", value=f"{spell(place)}: {expected}")
+
+
+def _place(parsed: Parsed, loc: tuple[str | int, ...]) -> Place:
+    """A pydantic location as far as it exists in the file; pydantic adds words of its own, such as `[key]`."""
+    place: Place = ()
+    branch: Any = parsed.data
+    for part in loc:
+        inside = part in branch if isinstance(branch, dict) else isinstance(branch, list) and isinstance(part, int)
+        if not inside:
+            break
+        place, branch = (*place, part), branch[part]
+    return place
+
+
+def _unknown(parsed: Parsed, place: Place, known: Collection[str], what: str) -> PolicyValidationError:
+    near = difflib.get_close_matches(str(place[-1]), list(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+    return _problem(
+        parsed,
+        place,
+        f"unknown {what} {spell(place)}",
+        code=ReasonCode.POLICY_UNKNOWN_KEY,
+        value=spell(place),
+        limit=near[0] if near else None,
+        hint=hint,
+    )
+
+
+def _problem(parsed: Parsed, place: Place, text: str, **kwargs: Any) -> PolicyValidationError:
+    line = parsed.line_of(place) if parsed.lines else None
+    where = f"{parsed.name}:{line}" if line else parsed.name
+    return PolicyValidationError(f"{where}: {text}", line=line, key=spell(place), **kwargs)
+
+
+def _refuse_widening(parsed: Parsed) -> None:
+    """Law: nothing found in the working directory widens trust."""
+    for key, narrowing in _NARROWING.items():
+        for entry, value in (parsed.data.get(key) or {}).items():
+            only = narrowing.get(entry)
+            if entry not in narrowing or (only is not ... and value is not only):
+                raise _widens(parsed, (key, entry))
+    isolation = parsed.data.get("isolation") or {}
+    modes = isolation.values() if isinstance(isolation, dict) else (isolation,)
+    if any(mode != "subprocess" for mode in modes):
+        raise _widens(parsed, ("isolation",))
+
+
+def _widens(parsed: Parsed, place: Place) -> PolicyValidationError:
+    return _problem(
+        parsed,
+        place,
+        f"{spell(place)}: a file found in the working directory may narrow trust, never widen it",
+        value=spell(place),
+        limit="a file named by LAYERZERO_CONFIG or the user's own",
+        hint="move this entry to the user-level file, or name this file in LAYERZERO_CONFIG",
+    )
+
+
+# -- discovery ------------------------------------------------------------------------------------------------------
+def discover(env: Env, *, cwd: Path | None = None, user_dir: Path | None = None) -> tuple[Found, ...]:
+    """The files that speak here, weakest first.
+
+    LAYERZERO_CONFIG alone when it is set; else the user-level file, then one of the working directory
+    (layerzero.yaml, layerzero.toml, pyproject.toml with a layerzero table: the first that is there).
+    """
+    if env.config is not None:
+        return (Found(Path(env.config), True),)
+    if user_dir is None:
+        import platformdirs
+
+        user_dir = Path(platformdirs.user_config_dir("layerzero", appauthor=False))
+    found = [Found(path, True) for path in (user_dir / name for name in _NAMES[:2]) if path.is_file()][:1]
+    here = [path for path in ((cwd or Path.cwd()) / name for name in _NAMES) if path.is_file() and _speaks(path)]
+    return (*found, *(Found(path, False) for path in here[:1]))
+
+
+def _speaks(path: Path) -> bool:
+    """A pyproject.toml counts only when it names us; anybody else's may be as broken as it likes."""
+    if path.name != "pyproject.toml":
+        return True
+    try:
+        with path.open("rb") as file:
+            return b"tool.layerzero" in file.read(MAX_BYTES)
+    except OSError:
+        return False
+
+
+def load_discovered(
+    env: Env,
+    *,
+    cwd: Path | None = None,
+    user_dir: Path | None = None,
+    known_fields: Collection[str] | None = None,
+) -> tuple[PolicyLayer, ...]:
+    """All discovered files as layers, weakest first, ready for `merge`."""
+    return tuple(
+        load_file(found.path, trusted=found.trusted, known_fields=known_fields)
+        for found in discover(env, cwd=cwd, user_dir=user_dir)
+    )

@@ -1,0 +1,1 @@
+"""The public functions that are not ops: control, inspection, planning."""

@@ -1,0 +1,150 @@
+"""`lz.configure`, `lz.lock`, `lz.prefer` and their kin: how users say what they want."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from layerzero.errors import UnknownNameError
+from layerzero.model.config import Policy
+from layerzero.policy.layers import Level, PolicyLayer
+from layerzero.runtime.policies import policies
+from layerzero.runtime.scopes import entered
+from layerzero.runtime.state import scope, state
+
+__all__ = [
+    "configure",
+    "disabled",
+    "get_config",
+    "get_locks",
+    "load_config",
+    "lock",
+    "policy",
+    "prefer",
+    "reload_config",
+    "reset",
+    "unlock",
+]
+
+
+def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
+    """Set policy from code; a second call replaces the settings it names and keeps the rest.
+
+    Settings are those of the policy file: locks, allow, deny, prefer, avoid, boosts, strict_mode,
+    allow_adaptation, deterministic, memory_headroom_mb, breaker, cache, ... `expires_in` timeboxes this call's
+    settings: after that many seconds they are gone. `lz.configure()` alone returns the policy in force.
+    """
+    if expires_in is not None:
+        name = f"timeboxed {time.monotonic_ns()}"
+        layer = PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **settings)
+        policies.put(name, layer.until(time.monotonic() + expires_in))
+    elif settings:
+        _given.update(settings)
+        try:
+            policies.put("configure", PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **_given))
+        except Exception:
+            for key in settings:
+                _given.pop(key, None)
+            raise
+    return get_config()
+
+
+_given: dict[str, Any] = {}
+
+
+def get_config() -> Policy:
+    """The policy in force here: files, environment, code and the scopes this call is inside of."""
+    active = scope.get()
+    return policies.merged(active.layers if active is not None else ())
+
+
+def load_config(path: str | Path, *, watch: bool = False) -> Policy:
+    """Take the policy from a YAML or TOML file, in place of files found before.
+
+    With `watch=True`, `lz.reload_config()` picks up later changes; a bad new file keeps the old policy.
+    """
+    policies.load(path, watch=watch)
+    return get_config()
+
+
+def reload_config() -> bool:
+    """Look at the watched file once; True when a changed policy was taken."""
+    return policies.poll()
+
+
+def lock(op: str, kernel_id: str) -> None:
+    """Run this kernel for this op, whatever scores say; a call it cannot serve raises."""
+    world = state.world
+    if op not in world.ops and "*" not in op:
+        raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=_near(op, world.ops))
+    kernel = world.registry.kernels.get(kernel_id)
+    if kernel is None:
+        raise UnknownNameError(
+            f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=_near(kernel_id, world.registry.kernels)
+        )
+    if "*" not in op and kernel.op != op:
+        raise UnknownNameError(
+            f"{kernel_id} computes {kernel.op}, not {op}", code="KERNEL_UNKNOWN", value=kernel_id, limit=f"a kernel of {op}"
+        )
+    _locks[op] = kernel_id
+    _publish_locks()
+
+
+def unlock(op: str | None = None) -> None:
+    """Lift a lock set with `lz.lock`, or all of them."""
+    if op is None:
+        _locks.clear()
+    else:
+        _locks.pop(op, None)
+    _publish_locks()
+
+
+def get_locks() -> dict[str, str]:
+    """Every lock in force here: op (or pattern) to kernel id."""
+    return dict(get_config().locks_by_op())
+
+
+_locks: dict[str, str] = {}
+
+
+def _publish_locks() -> None:
+    layer = PolicyLayer.of(Level.PROGRAMMATIC, source="lz.lock", locks=dict(_locks)) if _locks else None
+    policies.put("locks", layer)
+
+
+@contextmanager
+def policy(**settings: Any) -> Iterator[None]:
+    """Run a block under other settings; takes what `lz.configure` takes. Only this thread or task sees them."""
+    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.policy", **settings)):
+        yield
+
+
+@contextmanager
+def prefer(*patterns: str) -> Iterator[None]:
+    """Prefer backends or kernels (globs) inside the block."""
+    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.prefer", prefer=patterns)):
+        yield
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Inside the block only the fallbacks run: plain PyTorch, for comparison or in an emergency."""
+    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.disabled", enabled=False)):
+        yield
+
+
+def reset() -> None:
+    """Forget all settings, locks, health and plugins; the next call starts from environment and files."""
+    _given.clear()
+    _locks.clear()
+    policies.reset()
+    state.reset()
+
+
+def _near(name: str, known: Any) -> str:
+    import difflib
+
+    return ", ".join(difflib.get_close_matches(name, list(known), 3) or sorted(known)[:8])

@@ -1,0 +1,101 @@
+"""`lz.select`, `lz.explain`, `lz.which` and the lists: the same decision that dispatch uses, looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.errors import UnknownNameError
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision, ExecutionPlan
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.ops.signature import public_op
+from layerzero.reasons import Reason
+from layerzero.runtime.state import state
+from layerzero.selection.engine import refuse
+from layerzero.telemetry.report import SelectionReport
+
+__all__ = ["dry_run", "explain", "list_kernels", "list_ops", "select", "validate", "which"]
+
+
+def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OperationSpec, Context]:
+    world = current_world()
+    if len(args) == 1 and isinstance(args[0], Context) and not kwargs:
+        spec = world.ops.get(op)
+        if spec is None:
+            spec = public_op(op).spec  # raises with the nearest names
+        return spec, args[0]
+    public = public_op(op)
+    canonical, layout, backend = public.normalize(args, kwargs)
+    return public.spec, describe(public.spec, canonical, layout, backend, world)
+
+
+def select(op: str, *args: Any, **kwargs: Any) -> Decision:
+    """The decision for a call (its own arguments, or one Context). Raises when nothing may run."""
+    spec, ctx = _context(op, args, kwargs)
+    decision = decide(spec, ctx, current_world())
+    if not decision.chosen:
+        raise refuse(decision)
+    return decision
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> SelectionReport:
+    """Which kernel a call would run, and why not the others; nothing is executed, and nothing is raised for a refusal."""
+    spec, ctx = _context(op, args, kwargs)
+    decision = decide(spec, ctx, current_world())
+    return SelectionReport(decision, ctx, state.ran.get(decision.context))
+
+
+def which(op: str, *args: Any, **kwargs: Any) -> str:
+    """The kernel id a call would run."""
+    return select(op, *args, **kwargs).chosen
+
+
+def dry_run(op: str, *args: Any, **kwargs: Any) -> ExecutionPlan:
+    """The plan of a call: kernel, transforms and the decision behind them. Imports no vendor, runs nothing."""
+    return ExecutionPlan.of(select(op, *args, **kwargs))
+
+
+def list_kernels(op: str | None = None, *, backend: str | None = None, available: bool | None = None) -> list[KernelSpec]:
+    """Registered kernels, by op and backend; `available=True` keeps those whose backend can be used in this process."""
+    world = current_world()
+    if op is not None and op not in world.ops:
+        public_op(op)  # raises with the nearest names
+    found = [
+        kernel
+        for kernel in world.registry.kernels.values()
+        if (op is None or kernel.op == op) and (backend is None or kernel.backend == backend)
+    ]
+    if available is not None:
+        found = [kernel for kernel in found if _usable(kernel) is available]
+    return sorted(found, key=lambda kernel: (kernel.op, -kernel.priority, kernel.kernel_id))
+
+
+def _usable(kernel: KernelSpec) -> bool:
+    world = current_world()
+    backend = world.registry.backends.get(kernel.backend)
+    return (backend is None or backend.available) and kernel.kernel_id not in world.unbindable
+
+
+def list_ops() -> list[OperationSpec]:
+    """Every op, with its canonical arguments."""
+    return sorted(current_world().ops.values(), key=lambda spec: spec.op_id)
+
+
+def validate(kernel_id: str, *args: Any, op: str | None = None, **kwargs: Any) -> list[Reason]:
+    """Every reason against running this kernel for a call; an empty list means it may run.
+
+    The arguments are those of the kernel's op, or one Context. A kernel that may run but would not win is
+    valid: only reasons that forbid are listed.
+    """
+    world = current_world()
+    kernel = world.registry.kernels.get(kernel_id)
+    if kernel is None:
+        import difflib
+
+        near = difflib.get_close_matches(kernel_id, list(world.registry.kernels), 3)
+        raise UnknownNameError(f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=", ".join(near) or "see lz list")
+    report = explain(op or kernel.op, *args, **kwargs)
+    candidate = report.decision.candidate(kernel_id)
+    return [] if candidate.accepted else list(candidate.reasons)

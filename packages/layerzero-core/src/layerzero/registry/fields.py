@@ -1,0 +1,203 @@
+"""The fields of capabilities.json, schema 1.0, as one declarative table.
+
+`DOCUMENT` is the whole file, `KERNEL` one entry under `ops`. The validator walks these tables and the
+JSON Schema is printed from them; to add a field, add a row here and say in `build.kernel_spec` which
+`KernelSpec` field it fills.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
+from layerzero.registry.kinds import (
+    Choice,
+    Either,
+    Expression,
+    Field,
+    Flag,
+    ListOf,
+    MapOf,
+    Number,
+    Record,
+    Text,
+    Tuple,
+    Whole,
+    nearest,
+)
+
+__all__ = ["DEFAULT_API", "DOCUMENT", "DTYPES", "FEATURES", "FLAG_FEATURES", "KERNEL", "SCHEMA_VERSION"]
+
+SCHEMA_VERSION = "1.0"
+DEFAULT_API = ">=1,<2"
+
+DTYPES = frozenset({
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "float4_e2m1fn_x2", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "text",
+})  # fmt: skip
+
+# Features that have a true/false field of their own.
+FLAG_FEATURES = ("gqa", "dropout", "window", "softcap", "alibi", "lse", "varlen", "backward")
+
+FEATURES = frozenset({
+    *FLAG_FEATURES, "mask_bool", "mask_float", "paged", "causal_top_left", "causal_bottom_right", "autocast", "inplace",
+    "interleaved", "rotate_half", "position_ids", "partial_rotary", "no_weight", "bias", "activation", "padding_idx",
+    "generator", "tensor_params", "nested", "block_mask", "head_dim_v", "tp_invariant", "mask_grad", "mixed_weight",
+    "gelu_none", "gelu_tanh", "activation_gelu", "activation_gelu_tanh", "activation_silu", "activation_relu",
+    "sample_top_k", "sample_top_p", "sample_min_p", "paged_prefill", "batched_tables", "no_key", "mixed_tables",
+    "causal_square",
+})  # fmt: skip
+
+
+def _specifier(text: str) -> None:
+    if text in ("", DEFAULT_API):  # packaging takes 13 ms to import, and a core alone needs no other specifier
+        return
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        SpecifierSet(text)
+    except Exception as error:  # packaging's own error class is a ValueError only in newer releases
+        raise ValueError(str(error)) from None
+
+
+def _feature(word: str) -> None:
+    # A word nobody knows may be a third party's own; one that almost is a known word is a misspelling,
+    # and would quietly switch the feature off.
+    near = nearest(word, FEATURES, cutoff=0.85)
+    if word not in FEATURES and near is not None and not word.startswith("kv_"):
+        raise ValueError(f"did you mean {near!r}?")
+
+
+_NAME = Text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
+_WORD = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a lowercase word")
+_OP = Text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
+_SPECIFIER = Text(None, "a version specifier such as '>=2.8,<3'", _specifier, empty=True)
+_FUNCTION = Text(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z", "an adapter written 'module:name'")
+_FEATURE = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a feature word", _feature)
+_DTYPE = Choice(DTYPES)
+_SM = Whole(50, 999)
+
+_LIMIT_FIELDS = (
+    Field("min", Whole(), "smallest allowed value"),
+    Field("max", Whole(), "largest allowed value"),
+    Field("multiple_of", Whole(1), "the value must be a multiple of this"),
+    Field("one_of", ListOf(Whole(), 1), "the only allowed values"),
+)
+LIMIT = Record("limit", _LIMIT_FIELDS)
+HEAD_DIM = Record(
+    "head_dim",
+    (*_LIMIT_FIELDS, Field("pairs", ListOf(Tuple(Whole(1), 2), 1), "allowed (query/key, value) head dims that differ")),
+)
+PAGED = Record(
+    "paged",
+    (
+        Field("page_sizes", ListOf(Whole(1), 1), "allowed tokens per page; any when left out"),
+        Field("layouts", ListOf(Choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
+        Field("index_dtypes", ListOf(Choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
+    ),
+)
+
+KERNEL = Record(
+    "kernel",
+    (
+        Field("kernel_id", Text(None, "backend.op.variant"), "unique id, backend.op.variant", required=True),
+        Field("function", _FUNCTION, "the adapter as 'module:name', imported when the kernel is bound", required=True),
+        Field("dtypes", ListOf(_DTYPE, 1), "torch dtype names it computes in", required=True),
+        Field("platforms", ListOf(Choice(Platform), 1), "device kinds; the file's platforms when left out"),
+        Field("priority", Number(), "score prior in points before anything was measured", default=0.0),
+        Field("doc", Text(empty=True), "one line for people", default=""),
+        # hardware
+        Field("min_sm", _SM, "oldest SM, 80 for SM 8.0"),
+        Field("max_sm", _SM, "newest SM it may run on"),
+        Field("generations", ListOf(Choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
+        Field("instruction_families", ListOf(Choice(InstructionFamily), 1), "needs at least one of these"),
+        Field("cpu_features", ListOf(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
+        # sizes
+        Field("head_dim", HEAD_DIM, "limits on head_dim"),
+        Field("max_seq_len", Whole(1), "short for limits on seq_len_q and seq_len_k"),
+        Field("limits", MapOf(LIMIT, _WORD), "limits on any other named size", default={}),
+        Field("square", Flag(), "only equal query and key lengths", default=False),
+        # features; what is not declared is not supported
+        *(Field(name, Flag(), f"supports {name}", default=False) for name in FLAG_FEATURES),
+        Field("attn_mask", ListOf(Choice(frozenset({"bool", "float"}))), "kinds of attn_mask it takes"),
+        Field("causal", ListOf(Choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
+        Field(
+            "paged",
+            Either(lambda value: isinstance(value, bool), Flag(), PAGED),
+            "reads a paged KV cache",
+            default=False,
+        ),
+        Field("features", ListOf(_FEATURE), "any other feature words"),
+        Field("quant_formats", ListOf(Choice(QuantFormat), 1), "quantized formats"),
+        Field("granularities", ListOf(_WORD, 1), "scale granularities"),
+        Field("mixed_dtypes", Flag(), "takes inputs of different dtypes", default=False),
+        # memory order
+        Field("layouts", ListOf(Choice(Layout), 1), "layouts it takes without a copy"),
+        Field("stride_last_dim", Whole(1), "required stride of the last axis"),
+        Field("contiguous", Flag(), "inputs must be contiguous", default=False),
+        Field("aligned_strides", Flag(), "strides must be multiples of 16 bytes", default=False),
+        Field("pointer_alignment", Whole(1, 4096), "required alignment of data pointers, in bytes"),
+        Field("adapt", ListOf(_WORD), "transforms LayerZero may apply to make inputs fit"),
+        # behaviour
+        Field("graph_safe", Flag(), "safe inside CUDA graph capture", default=False),
+        Field("deterministic", Flag(), "bit-identical results for identical inputs", default=False),
+        Field("tp_invariant", Flag(), "result does not depend on the tensor-parallel size", default=False),
+        Field("jit", Flag(), "compiles at first use", default=False),
+        Field("fuses", ListOf(_OP, to=tuple), "ops it computes in one go"),
+        Field("guards", ListOf(_WORD), "facts to check at each hot call"),
+        Field("workspace", Expression(), "bytes of scratch memory"),
+        Field(
+            "grid",
+            Either(lambda value: isinstance(value, str), Choice(frozenset({"library"})), Tuple(Expression(), 3)),
+            "CUDA grid as three formulas, or 'library' when the vendor computes its launch",
+        ),
+        Field("error_bounds", MapOf(Number(0.0), _WORD), "largest error against the reference, by dtype or format"),
+        Field("predicate", _FUNCTION, "function (Context) -> list of Reason for what data cannot say"),
+    ),
+)
+
+VENDOR = Record(
+    "vendor",
+    (
+        Field("dist", Text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name"), "its name", required=True),
+        Field("import", Text(r"^[A-Za-z_][\w.]*\Z", "a module name"), "module to import"),
+        Field("version", _SPECIFIER, "versions the adapters work with", default=""),
+        Field("extra", _NAME, "extra of the backend's package that pulls the vendor in"),
+        Field("install", Text(), "exact command when 'pip install' of dist or extra is not enough"),
+    ),
+)
+
+_GENERATION_KEY = Text(r"^\s*\d{2,4}\s*(\+|-\s*\d{2,4})?\s*\Z", "an SM range such as '89', '75-79' or '130+'")
+
+
+class _Any:
+    """A value that another part of the code checks."""
+
+    def parse(self, value: Any, where: str) -> Any:
+        """The value as it is."""
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        """An object; `GenerationMap.override` checks what is inside."""
+        return {"type": "object"}
+
+
+DOCUMENT = Record(
+    "capabilities.json",
+    (
+        Field(
+            "schema_version",
+            Choice(frozenset({SCHEMA_VERSION})),
+            f"version of this format: {SCHEMA_VERSION}",
+            required=True,
+        ),
+        Field("backend", _NAME, "name of the backend; kernel ids begin with it", required=True),
+        Field("ops", MapOf(ListOf(KERNEL, to=list, unique=False), _OP), "op name to list of kernels", required=True),
+        Field("platforms", ListOf(Choice(Platform), 1), "platforms of kernels that do not name their own"),
+        Field("backend_version", _SPECIFIER, "versions of the vendor library this file is right for", default=""),
+        Field("api", _SPECIFIER, "plugin API versions it is written for", default=DEFAULT_API),
+        Field("vendor", VENDOR, "the library the adapters call; none when the backend is self-contained"),
+        Field("generation_map", MapOf(_Any(), _GENERATION_KEY), "what newer SM versions are", default={}),
+        Field("doc", Text(empty=True), "one line for people", default=""),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The one mutable place: which World is current, who may replace it, and when."""

@@ -1,0 +1,189 @@
+"""The current World, and the only functions that replace it.
+
+A hot call reads `state.world` (or the World of the active scope) once and uses nothing else. Everything
+that can change a choice (policy, locks, health, measurements, plugins, the clock) publishes a new World.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from layerzero.health.breaker import HealthBook
+from layerzero.model.config import Policy
+from layerzero.model.decision import Decision
+from layerzero.model.op import OperationSpec
+from layerzero.reasons import Reason
+from layerzero.registry.kernels import KernelRegistry
+from layerzero.selection.cache import SelectionCache
+from layerzero.selection.world import Measurements, World
+
+if TYPE_CHECKING:
+    from layerzero.plugin.manager import PluginRecord
+    from layerzero.runtime.scopes import Scope
+
+__all__ = ["Counters", "Runtime", "builtin_op", "scope", "state"]
+
+scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
+
+_builtin_ops: dict[str, OperationSpec] = {}
+
+
+def builtin_op(spec: OperationSpec) -> OperationSpec:
+    """Make an op known to every World built from now on; called once per op at import."""
+    _builtin_ops[spec.op_id] = spec
+    return spec
+
+
+class Counters:
+    """Plain counters, exact under the GIL for the cold path only; hot calls count nothing."""
+
+    __slots__ = ("binds", "failovers", "misses", "near_hits", "selections", "swaps")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        self.binds = self.failovers = self.misses = self.near_hits = self.selections = self.swaps = 0
+
+    def to_json(self) -> dict[str, int]:
+        """All counters by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class _Unloaded:
+    """Stands in for the World until the first cold call; nothing is ever hot in it."""
+
+    hot: Mapping[Any, Any] = MappingProxyType({})
+
+
+class Runtime:
+    """Holder of the current World. `current` is read by hot calls without a lock and replaced under one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.current: Any = _Unloaded
+        self._world: World | None = None
+        self.cache: SelectionCache[Any, Decision] = SelectionCache()
+        self.counters = Counters()
+        self.health = HealthBook()
+        self.records: tuple[PluginRecord, ...] = ()
+        self.plugin_manager: Any = None
+        self.ran: dict[Any, str] = {}
+        self._listeners: list[Callable[[World], None]] = []
+        self._policy_source: Callable[[], Policy] = Policy
+        self._unsubscribe = self.health.subscribe(self._health_changed)
+
+    # -- reading ---------------------------------------------------------------------------------
+    @property
+    def world(self) -> World:
+        """The current World, built on first use."""
+        current = self._world
+        return current if current is not None else self.load()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether plugins were discovered already."""
+        return self._world is not None
+
+    # -- building --------------------------------------------------------------------------------
+    def load(self, *, again: bool = False) -> World:
+        """Discover plugins and build the first World. Safe to call from many threads; runs once."""
+        with self._lock:
+            if self._world is not None and not again:
+                return self._world
+            from layerzero.plugin.manager import load_plugins
+
+            loaded = load_plugins()
+            self.records = loaded.records
+            self.plugin_manager = loaded.pm
+            world = World(registry=loaded.registry, ops={**loaded.ops, **_builtin_ops}, policy=self._policy_source())
+            self._install(world)
+            return world
+
+    def use(self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None) -> World:
+        """Replace registry and ops wholesale: for tests and tools that bring their own kernels."""
+        with self._lock:
+            world = World(registry=registry, ops={**(ops or {}), **_builtin_ops}, policy=policy or self._policy_source())
+            return self._install(world)
+
+    def policy_from(self, source: Callable[[], Policy]) -> None:
+        """Where the merged policy comes from; `refresh_policy` reads it again."""
+        self._policy_source = source
+
+    # -- swapping --------------------------------------------------------------------------------
+    def publish(self, **changes: Any) -> World:
+        """Swap in a World with these parts replaced."""
+        with self._lock:
+            return self._install(self.world.changed(**changes))
+
+    def refresh_policy(self) -> World | None:
+        """Merge the policy again and swap if it differs; does nothing before the first load."""
+        with self._lock:
+            if self._world is None:
+                return None
+            policy = self._policy_source()
+            if policy.breaker != self._world.policy.breaker:
+                self.health.configure(policy.breaker)
+            same = policy.policy_hash == self._world.policy.policy_hash
+            if same and policy.expires_at == self._world.policy.expires_at:
+                return self._world
+            return self.publish(policy=policy)
+
+    def unbindable(self, kernel_id: str, why: Reason) -> World:
+        """Record that a kernel's adapter or vendor cannot be imported."""
+        with self._lock:
+            return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
+
+    def measured(self, measurements: Measurements) -> World:
+        """Swap in other measurements."""
+        return self.publish(measurements=measurements)
+
+    def _install(self, world: World) -> World:
+        health = self.health.snapshot()
+        if world.health.version != health.version:
+            world = world.changed(health=health)
+        self._world = self.current = world
+        self.counters.swaps += 1
+        for listener in tuple(self._listeners):
+            listener(world)
+        return world
+
+    def _health_changed(self, health: Any) -> None:
+        with self._lock:
+            if self._world is not None:
+                self._install(self._world.changed(health=health))
+        from layerzero.runtime.timers import timers
+
+        timers.at_health_deadline(self)
+
+    def on_swap(self, listener: Callable[[World], None]) -> None:
+        """Call `listener(world)` after each swap."""
+        self._listeners.append(listener)
+
+    def reset(self) -> None:
+        """Forget everything; the next use loads again. For tests."""
+        with self._lock:
+            self._world = None
+            self.current = _Unloaded
+            self.records = ()
+            self.ran.clear()
+            self.cache.invalidate_all()
+            self.counters.reset()
+            self.health.reset()
+
+    def after_fork(self) -> None:
+        """Fresh locks in a forked child; the World itself is a value and stays valid."""
+        self._lock = threading.RLock()
+        self.cache.reinit_after_fork()
+        self.health.reinit_after_fork()
+
+
+state = Runtime()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=state.after_fork)

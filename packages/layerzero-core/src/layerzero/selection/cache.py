@@ -1,0 +1,344 @@
+"""The selection cache: sharded, versioned, bounded, and safe against a thundering herd.
+
+Laws:
+1. Reads take no lock: one dict read, then the entry's version is compared with the shard's.
+2. Invalidation is a version bump. Entries of an older version are misses at once and are dropped at the next
+   write of their shard.
+3. A value computed before an invalidation is never stored after it, and nobody who asked after the
+   invalidation receives it.
+4. One thread computes a missing key, the others wait for its result or its exception.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from layerzero.errors import ConfigurationError, SelectionTimeoutError
+
+__all__ = ["SHARDS", "CacheStats", "SelectionCache", "shard_index"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+SHARDS = 256
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_EVICT_FRACTION = 16  # above this many entries evict in batches of 1/16: finding the oldest costs a scan
+
+
+def shard_index(key: Hashable, shards: int = SHARDS) -> int:
+    """The shard of a key. Built on `hash`, so that equal keys (1, 1.0, True) always meet in one shard."""
+    return (((hash(key) * _GOLDEN) & _MASK) >> 32) % shards
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since the cache was made. `entries` counts stored slots, invalidated ones included until dropped."""
+
+    entries: int
+    max_entries: int
+    hits: int
+    misses: int
+    computes: int
+    waits: int
+    discarded: int
+    evictions: int
+    expirations: int
+    invalidations: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-compatible dict."""
+        return asdict(self)
+
+
+class _Ticker:
+    """An atomic counter without a lock: `tick()` gives 1, 2, 3, … to any number of threads."""
+
+    __slots__ = ("_own", "tick")
+
+    def __init__(self) -> None:
+        self.tick = itertools.count(1).__next__
+        self._own = 0
+
+    def read(self) -> int:
+        """How many ticks there were, by one reader at a time. Reading costs a tick, which is not counted."""
+        self._own += 1
+        return self.tick() - self._own
+
+
+class _Entry(Generic[V]):
+    __slots__ = ("epoch", "expires_at", "used", "value", "version")
+
+    def __init__(self, value: V, epoch: int, version: int, expires_at: float | None, used: int) -> None:
+        self.value = value
+        self.epoch = epoch
+        self.version = version
+        self.expires_at = expires_at
+        self.used = used
+
+
+class _Flight(Generic[V]):
+    """A computation under way, for one key and one version."""
+
+    __slots__ = ("done", "epoch", "error", "owner", "result", "version")
+
+    def __init__(self, epoch: int, version: int) -> None:
+        self.epoch = epoch
+        self.version = version
+        self.owner = threading.get_ident()
+        self.done = threading.Event()
+        self.result: tuple[V] | None = None  # a 1-tuple, so that a computed None is a result
+        self.error: Exception | None = None
+
+
+class _Shard(Generic[K, V]):
+    __slots__ = ("entries", "flights", "lock", "stored_under", "version")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.version = 0
+        self.stored_under = (0, 0)  # the (epoch, version) that all entries share
+        self.entries: dict[K, _Entry[V]] = {}
+        self.flights: dict[K, _Flight[V]] = {}
+
+
+class SelectionCache(Generic[K, V]):
+    """A bounded map from hashable keys to values, shared by all threads of a process."""
+
+    def __init__(
+        self,
+        max_entries: int = 10_000,
+        *,
+        ttl_s: float | None = None,
+        shards: int = SHARDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_entries < 0 or shards < 1 or (ttl_s is not None and not ttl_s > 0):
+            value = f"max_entries={max_entries}, shards={shards}, ttl_s={ttl_s}"
+            raise ConfigurationError(
+                f"cache sizes out of range: {value}", value=value, limit="max_entries >= 0, shards >= 1, ttl_s > 0"
+            )
+        self.max_entries = max_entries
+        self.ttl_s = ttl_s
+        self._clock = clock
+        self._shards: tuple[_Shard[K, V], ...] = tuple(_Shard() for _ in range(shards))
+        self._epoch = 0
+        self._uses = _Ticker()  # one tick per hit and per store: orders the entries by recency
+        self._misses = _Ticker()
+        self._size = 0
+        self._counts = dict.fromkeys(
+            ("stores", "computes", "waits", "discarded", "evictions", "expirations", "invalidations"), 0
+        )
+        self._book = threading.Lock()  # guards _size, _counts and _epoch; held for a few instructions
+        self._evicting = threading.Lock()
+
+    # -- reading
+
+    def get(self, key: K, default: V | None = None) -> V | None:
+        """The value of a live entry, else `default`. Never blocks."""
+        entry = self._live(key)
+        if entry is None:
+            self._misses.tick()
+            return default
+        return entry.value
+
+    def _live(self, key: K) -> _Entry[V] | None:
+        shard = self._shards[shard_index(key, len(self._shards))]
+        entry = shard.entries.get(key)
+        if entry is None or entry.version != shard.version or entry.epoch != self._epoch:
+            return None
+        if entry.expires_at is not None and self._clock() >= entry.expires_at:
+            return None
+        entry.used = self._uses.tick()
+        return entry
+
+    def __len__(self) -> int:
+        """Stored slots, those invalidated or expired but not yet dropped included."""
+        return self._size
+
+    # -- writing
+
+    def put(self, key: K, value: V) -> None:
+        """Store a value under the present version."""
+        shard = self._shard(key)
+        with shard.lock:
+            self._store(shard, key, value, (self._epoch, shard.version))
+        self._evict()
+
+    def get_or_compute(self, key: K, compute: Callable[[], V], timeout: float | None = None) -> V:
+        """The cached value, else that of `compute()`, run by one thread while the others wait for it.
+
+        An exception of `compute` is raised in every waiting thread and nothing is cached; an interrupt
+        (KeyboardInterrupt, SystemExit) belongs to its own thread, and a waiter takes over. A waiter gives up with
+        SelectionTimeoutError after `timeout` seconds; the computing thread is never cut off. If the key is
+        invalidated meanwhile, those who asked before still get the result, but it is not stored.
+        """
+        entry = self._live(key)
+        if entry is not None:
+            return entry.value
+        self._misses.tick()
+        give_up = None if timeout is None else time.monotonic() + timeout
+        shard = self._shard(key)
+        while True:
+            with shard.lock:
+                entry = self._live(key)  # another thread may have stored it between the read and the lock
+                if entry is not None:
+                    return entry.value
+                epoch, version = self._epoch, shard.version
+                flight = shard.flights.get(key)
+                if flight is None or (flight.epoch, flight.version) != (epoch, version):
+                    mine: _Flight[V] = _Flight(epoch, version)
+                    shard.flights[key] = mine
+                    break
+            if flight.owner == threading.get_ident():
+                return compute()  # `compute` asked for its own key: waiting for itself would never end
+            self._count("waits")
+            if not flight.done.wait(None if give_up is None else max(0.0, give_up - time.monotonic())):
+                raise SelectionTimeoutError(f"another thread is still selecting after {timeout} s", limit=timeout)
+            if flight.error is not None:
+                raise flight.error
+            if flight.result is not None:
+                return flight.result[0]
+        return self._fly(shard, key, mine, compute)
+
+    def _fly(self, shard: _Shard[K, V], key: K, flight: _Flight[V], compute: Callable[[], V]) -> V:
+        self._count("computes")
+        try:
+            value = compute()
+            flight.result = (value,)
+            with shard.lock:
+                # Removed by `invalidate(key)` or replaced after a version bump: then the value may be stale.
+                kept = shard.flights.get(key) is flight
+                if not (kept and self._store(shard, key, value, (flight.epoch, flight.version))):
+                    self._count("discarded")
+        except Exception as error:
+            flight.error = error
+            raise
+        finally:
+            with shard.lock:
+                if shard.flights.get(key) is flight:
+                    del shard.flights[key]
+            flight.done.set()
+        self._evict()
+        return value
+
+    def invalidate_all(self) -> None:
+        """Forget everything, in O(1)."""
+        with self._book:
+            self._epoch += 1
+            self._counts["invalidations"] += 1
+
+    def invalidate_shard(self, index: int) -> None:
+        """Forget one shard, in O(1)."""
+        shard = self._shards[index]
+        with shard.lock:
+            shard.version += 1
+        self._count("invalidations")
+
+    def invalidate(self, key: K) -> bool:
+        """Forget one key; a computation of it under way will not be stored. True if it was there."""
+        shard = self._shard(key)
+        with shard.lock:
+            shard.flights.pop(key, None)
+            entry = shard.entries.pop(key, None)
+            if entry is not None:
+                self._resize(-1)
+        self._count("invalidations")
+        return entry is not None
+
+    def version(self, index: int) -> tuple[int, int]:
+        """(epoch, version) of a shard; a greater pair than before means its entries of then are gone."""
+        return self._epoch, self._shards[index].version
+
+    def stats(self) -> CacheStats:
+        """A copy of the counters."""
+        with self._book:
+            counts = dict(self._counts)
+            entries = self._size
+            hits, misses = self._uses.read() - counts.pop("stores"), self._misses.read()
+        return CacheStats(entries=entries, max_entries=self.max_entries, hits=hits, misses=misses, **counts)
+
+    def reinit_after_fork(self) -> None:
+        """Make the cache usable in a forked child: new locks, and no computations of threads that are not there."""
+        self._book, self._evicting = threading.Lock(), threading.Lock()
+        for shard in self._shards:
+            shard.lock, shard.flights = threading.Lock(), {}
+        self._size = sum(len(shard.entries) for shard in self._shards)
+
+    # -- inside
+
+    def _shard(self, key: K) -> _Shard[K, V]:
+        return self._shards[shard_index(key, len(self._shards))]
+
+    def _store(self, shard: _Shard[K, V], key: K, value: V, stamp: tuple[int, int]) -> bool:
+        """With the shard's lock held: store a value made under `stamp`. False if that version is over."""
+        self._drop_dead(shard)
+        if stamp != shard.stored_under:
+            return False
+        if self.max_entries == 0:
+            return True
+        expires_at = None if self.ttl_s is None else self._clock() + self.ttl_s
+        with self._book:
+            self._counts["stores"] += 1
+            used = self._uses.tick()
+        old = shard.entries.pop(key, None)  # popped, so that dict order stays the order of expiry
+        shard.entries[key] = _Entry(value, *stamp, expires_at, used)
+        if old is None:
+            self._resize(1)
+        return True
+
+    def _drop_dead(self, shard: _Shard[K, V]) -> None:
+        """With the shard's lock held: remove what no read would return."""
+        now = (self._epoch, shard.version)
+        if shard.stored_under != now:
+            gone, shard.entries, shard.stored_under = len(shard.entries), {}, now
+            self._resize(-gone)
+        elif self.ttl_s is not None:
+            moment = self._clock()
+            late = [
+                key
+                for key, _ in itertools.takewhile(
+                    lambda item: item[1].expires_at is not None and moment >= item[1].expires_at, shard.entries.items()
+                )
+            ]
+            for key in late:
+                del shard.entries[key]
+            if late:
+                self._resize(-len(late))
+                self._count("expirations", len(late))
+
+    def _evict(self) -> None:
+        """Bring the size back to `max_entries`: first what is dead, then what was used longest ago."""
+        while self._size > self.max_entries:
+            with self._evicting:
+                if self._size <= self.max_entries:
+                    return
+                found: list[tuple[int, _Shard[K, V], K]] = []
+                for shard in self._shards:
+                    with shard.lock:
+                        self._drop_dead(shard)
+                        found.extend((entry.used, shard, key) for key, entry in shard.entries.items())
+                excess = len(found) - self.max_entries
+                if excess <= 0:
+                    continue
+                found.sort(key=lambda item: item[0])
+                for used, shard, key in found[: max(excess, self.max_entries // _EVICT_FRACTION)]:
+                    with shard.lock:
+                        entry = shard.entries.get(key)
+                        if entry is not None and entry.used == used:  # used since: no longer the oldest
+                            del shard.entries[key]
+                            self._resize(-1)
+                            self._count("evictions")
+
+    def _resize(self, by: int) -> None:
+        with self._book:
+            self._size += by
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._book:
+            self._counts[name] += by

@@ -1,0 +1,54 @@
+"""Scores: priority + policy bonus + measured speed - price of transforms.
+
+priority     what the backend's author expects, 0 to 100
+bonus        prefer, avoid and boosts of the policy
+measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
+             fastest it is 0, and the tie breaks by kernel id. A measurement already holds its transforms.
+transforms   one point per two estimated µs, at most 30, for kernels without a measurement
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layerzero.model.decision import Transform
+from layerzero.model.kernel import KernelSpec
+
+__all__ = ["Scored", "rank", "score"]
+
+_WORST_MEASURED = -30.0
+_MEASURED_WEIGHT = 10.0
+_POINTS_PER_US = 0.5
+_WORST_TRANSFORM = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score and the parts it was added up from."""
+
+    total: float
+    parts: tuple[tuple[str, float], ...]
+
+
+def score(
+    kernel: KernelSpec,
+    bonus: float,
+    measured_us: float | None,
+    fastest_us: float | None,
+    transforms: tuple[Transform, ...],
+    noise: float,
+) -> Scored:
+    """The score of one accepted kernel."""
+    measured, price = 0.0, 0.0
+    if measured_us is not None and fastest_us:
+        ratio = measured_us / fastest_us - 1.0
+        measured = 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
+    else:
+        price = min(_WORST_TRANSFORM, _POINTS_PER_US * sum(step.cost_us for step in transforms))
+    parts = (("priority", kernel.priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
+    return Scored(sum(value for _, value in parts), parts)
+
+
+def rank(total: float, kernel_id: str) -> tuple[float, str]:
+    """Sort key: best score first, equal scores by kernel id."""
+    return (-round(total, 6), kernel_id)

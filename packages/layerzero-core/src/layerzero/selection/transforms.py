@@ -1,0 +1,136 @@
+"""Which rejections an adaptation of the inputs would lift, and what it costs.
+
+Only what a kernel allows in `adapt` is offered, and nothing here ever loses precision: a cast goes to a
+wider dtype, or to the dtype of the query for mixed inputs. Autocast is not a transform: it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from layerzero.model.context import Context, element_bytes
+from layerzero.model.decision import Transform
+from layerzero.model.enums import Causal, Layout, MaskKind, Platform
+from layerzero.model.kernel import KernelSpec
+from layerzero.reasons import Reason, ReasonCode
+
+__all__ = ["adaptations", "copy_cost_us"]
+
+# Rough prices, for ranking only: bytes per µs of a copy, and the host cost of one torch call in µs.
+_BYTES_PER_US = {Platform.CPU: 8_000.0}
+_BYTES_PER_US_GPU = 1_500_000.0
+_CALL_US = {Platform.CPU: 1.5}
+_CALL_US_GPU = 6.0
+_VIEW_US = 1.0
+
+_WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}
+
+
+def copy_cost_us(ctx: Context, count: float, calls: int = 1) -> float:
+    """Estimated µs to read and write `count` elements of the context's dtype in `calls` torch calls."""
+    rate = _BYTES_PER_US.get(ctx.device.platform, _BYTES_PER_US_GPU)
+    call = _CALL_US.get(ctx.device.platform, _CALL_US_GPU)
+    return calls * call + 2.0 * count * element_bytes(ctx.dtype) / rate
+
+
+def _elements(ctx: Context) -> int:
+    """Elements of all main inputs together."""
+    sizes = dict(ctx.dims)
+    if "seq_len_q" in sizes and "num_heads" in sizes:
+        per_token = sizes.get("batch", 1) * sizes["head_dim"]
+        return int(
+            per_token
+            * (sizes["num_heads"] * sizes["seq_len_q"] + 2 * sizes["num_kv_heads"] * sizes.get("seq_len_k", 1))
+        )
+    total = 1
+    for value in sizes.values():
+        total *= max(1, value)
+    return total
+
+
+def _kv_elements(ctx: Context) -> int:
+    return int((ctx.batch or 1) * (ctx.num_heads or 1) * (ctx.seq_len_k or 1) * (ctx.head_dim or 1) * 2)
+
+
+def _mask_elements(ctx: Context) -> int:
+    return int((ctx.seq_len_q or 1) * (ctx.seq_len_k or 1))
+
+
+def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    pair = {Layout.BHSD: Layout.BSHD, Layout.BSHD: Layout.BHSD}
+    target = pair.get(ctx.layout) if ctx.layout is not None else None
+    if target is None or target not in kernel.layouts:
+        return None
+    return Transform(f"layout:{ctx.layout}->{target}", 4 * _VIEW_US)
+
+
+def _contiguous(kernel: KernelSpec, ctx: Context) -> Transform:
+    return Transform("contiguous", copy_cost_us(ctx, _elements(ctx), 3))
+
+
+def _cast(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    for wide in _WIDER.get(ctx.dtype, ()):
+        if wide in kernel.dtypes:
+            return Transform(f"cast:{ctx.dtype}->{wide}", 3 * copy_cost_us(ctx, _elements(ctx), 4))
+    return None
+
+
+def _unify(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    if ctx.dtype not in kernel.dtypes:
+        return None
+    return Transform(f"cast:mixed->{ctx.dtype}", copy_cost_us(ctx, _elements(ctx), 2))
+
+
+def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform:
+    return Transform("expand_kv", copy_cost_us(ctx, _kv_elements(ctx), 2))
+
+
+def _fold(what: str) -> Callable[[KernelSpec, Context], Transform | None]:
+    def build(kernel: KernelSpec, ctx: Context) -> Transform | None:
+        takes = {"mask_bool", "mask_float"} & kernel.features
+        if what in ("alibi", "mask") and "mask_float" not in kernel.features:
+            return None
+        if what == "alibi" and ctx.dtype not in ("float32", "float64"):
+            return None  # a bias of hundreds does not survive in 16 bits
+        if not takes or (what == "mask" and ctx.mask is not MaskKind.BOOL):
+            return None
+        return Transform(f"mask:{what}", copy_cost_us(ctx, _mask_elements(ctx), 6))
+
+    return build
+
+
+# reason code -> (word in the kernel's `adapt`, builder)
+_CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | None]]] = {
+    ReasonCode.LAYOUT_UNSUPPORTED: ("layout", _layout),
+    ReasonCode.NOT_CONTIGUOUS: ("contiguous", _contiguous),
+    ReasonCode.STRIDE_LAST_DIM: ("contiguous", _contiguous),
+    ReasonCode.STRIDE_UNALIGNED: ("contiguous", _contiguous),
+    ReasonCode.POINTER_UNALIGNED: ("contiguous", _contiguous),
+    ReasonCode.DTYPE_UNSUPPORTED: ("dtype", _cast),
+    ReasonCode.DTYPE_MIXED: ("dtype", _unify),
+    ReasonCode.GQA_UNSUPPORTED: ("gqa", _expand_kv),
+    ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED: ("mask", _fold("causal")),
+    ReasonCode.WINDOW_UNSUPPORTED: ("mask", _fold("window")),
+    ReasonCode.ALIBI_UNSUPPORTED: ("mask", _fold("alibi")),
+    ReasonCode.MASK_UNSUPPORTED: ("mask", _fold("mask")),
+}
+
+
+def adaptations(kernel: KernelSpec, ctx: Context, reasons: list[Reason]) -> tuple[list[Reason], tuple[Transform, ...]]:
+    """Split reasons into those that stand and the transforms that lift the rest."""
+    standing: list[Reason] = []
+    steps: dict[str, Transform] = {}
+    for item in reasons:
+        word, build = _CURES.get(item.code, ("", None))
+        step = build(kernel, ctx) if build is not None and word in kernel.adapt else None
+        if step is None:
+            standing.append(item)
+        else:
+            steps[step.name] = step
+    # A kernel cannot take is_causal beside a mask, so whatever becomes a mask takes the causal part along.
+    folded = any(name.startswith("mask:") for name in steps)
+    if folded and ctx.causal is not Causal.NONE:
+        steps.setdefault("mask:causal", Transform("mask:causal", 0.0))
+    if folded and ctx.mask is not MaskKind.NONE:
+        steps.setdefault("mask:mask", Transform("mask:mask", 0.0))
+    return standing, tuple(steps[name] for name in sorted(steps))

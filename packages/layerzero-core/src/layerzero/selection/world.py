@@ -1,0 +1,68 @@
+"""Everything a selection may depend on besides the call, as one value.
+
+A World is never changed: new policy, health, measurements or kernels make a new World. Each World owns
+its hot table, so swapping the World drops every cached choice at once and no stale one can survive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from layerzero.health.breaker import Health
+from layerzero.model.config import Policy
+from layerzero.model.context import Context
+from layerzero.model.op import OperationSpec
+from layerzero.reasons import Reason
+from layerzero.registry.kernels import KernelRegistry
+
+__all__ = ["Measurements", "World"]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measured medians in µs. `lookup(kernel_id, ctx)` gives None for what was never measured."""
+
+    lookup: Callable[[str, Context], float | None] = lambda kernel_id, ctx: None
+    fingerprint: str = ""
+    noise: float = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Registry, ops, policy, health, measurements and memory, read by `select`."""
+
+    registry: KernelRegistry
+    ops: Mapping[str, OperationSpec]
+    policy: Policy = field(default_factory=Policy)
+    health: Health = field(default_factory=Health)
+    measurements: Measurements = field(default_factory=Measurements)
+    free_memory: int | None = None
+    # Kernels that could not be bound (missing adapter, failed vendor import), with the reason.
+    unbindable: Mapping[str, Reason] = field(default_factory=lambda: _NOTHING)
+    # hot key -> callable; owned by this World, never shared.
+    hot: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal fingerprints select equally; part of the selection cache's key."""
+        parts = (
+            self.registry.capabilities_hash,
+            self.policy.policy_hash,
+            self.health.fingerprint,
+            self.measurements.fingerprint,
+            str(self.free_memory),
+            repr(sorted((name, item.code.value) for name, item in self.unbindable.items())),
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+    def changed(self, **new: Any) -> World:
+        """A new World with some parts replaced and an empty hot table."""
+        return replace(self, **new, hot={}, memo={})

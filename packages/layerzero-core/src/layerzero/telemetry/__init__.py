@@ -1,0 +1,1 @@
+"""Reports: what was decided and what ran, readable by people and programs."""

@@ -1,0 +1,219 @@
+"""Cases of the other ops: norms, rotary embedding, gated activations, linear, embedding, sampling, quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.model.kernel import KernelSpec
+from layerzero.testing.cases import Draw, Maker, edges, fit, group
+
+__all__: list[str] = []
+
+Pairs = Iterator[tuple[str, Maker]]
+
+
+# -- norms -----------------------------------------------------------------------------------------
+def _norm(
+    spec: KernelSpec, rows: tuple[int, ...], hidden: int, *, eps: float = 1e-6, scale: float = 1.0, weight: bool = True
+) -> Maker:
+    op = spec.op
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        x = draw.normal(*rows, hidden, scale=scale)
+        gain = draw.normal(hidden) if weight else None
+        if op == "add_rms_norm":
+            return x, draw.normal(*rows, hidden, scale=scale), gain, eps
+        if op == "layer_norm":
+            return x, gain, draw.normal(hidden) if weight and "bias" in spec.features else None, eps
+        return x, gain, eps
+
+    return make
+
+
+def _norm_groups(op: str) -> None:
+    @group("result", op, every_dtype=True)
+    def _plain(spec: KernelSpec) -> Pairs:
+        yield "rows", _norm(spec, (5,), fit(spec, "hidden", 96))
+        yield "tokens", _norm(spec, (2, 3), fit(spec, "hidden", 160))
+
+    @group("eps", op)
+    def _eps(spec: KernelSpec) -> Pairs:
+        # Numbers so small that where eps stands decides the result.
+        yield "small_rows", _norm(spec, (4,), fit(spec, "hidden", 64), eps=1e-3, scale=1e-2)
+
+    @group("sizes", op)
+    def _sizes(spec: KernelSpec) -> Pairs:
+        for hidden in edges(spec, "hidden"):
+            yield f"hidden_{hidden}", _norm(spec, (3,), hidden)
+
+    @group("no_weight", op, "no_weight")
+    def _bare(spec: KernelSpec) -> Pairs:
+        if op != "add_rms_norm":
+            yield "plain", _norm(spec, (4,), fit(spec, "hidden", 64), weight=False)
+
+
+for _op in ("rms_norm", "add_rms_norm", "layer_norm"):
+    _norm_groups(_op)
+
+
+# -- rotary embedding ------------------------------------------------------------------------------
+def _tables(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(length).unsqueeze(-1) * (10000.0 ** (-torch.arange(width) / width))
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def _rope(
+    spec: KernelSpec,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
+    rotary: int | None = None,
+    ids: bool = False,
+    inplace: bool = False,
+    keys: bool = True,
+    batched: bool = False,
+) -> Maker:
+    dim = fit(spec, "head_dim", 64)
+    layouts = sorted(item.value for item in spec.layouts) or ["BHSD"]
+    chosen = layout or layouts[0]
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        def tensor(heads: int) -> Tensor:
+            return draw.normal(2, heads, 7, dim) if chosen == "BHSD" else draw.normal(2, 7, heads, dim)
+
+        cos, sin = _tables(16 if ids else 7, (rotary or dim) // 2, draw.device)
+        if spec.mixed_dtypes is False:
+            cos, sin = cos.to(draw.dtype), sin.to(draw.dtype)
+        if batched:  # one table per sequence, full width, as transformers makes them
+            cos, sin = (torch.cat((table, table), dim=-1).expand(2, -1, -1).contiguous() for table in (cos, sin))
+        positions = draw.integers(16, 2, 7) if ids else None
+        return tensor(4), tensor(2) if keys else None, cos, sin, interleaved, chosen, positions, inplace
+
+    return make
+
+
+@group("result", "rope", "rotate_half", every_dtype=True)
+def _rotate_half(spec: KernelSpec) -> Pairs:
+    for layout in sorted(item.value for item in spec.layouts) or ["BHSD"]:
+        yield f"rotate_half_{layout}", _rope(spec, layout=layout)
+
+
+@group("rope_options", "rope", "no_key", "rotate_half")
+def _query_only(spec: KernelSpec) -> Pairs:
+    yield "query_only", _rope(spec, keys=False)
+
+
+@group("rope_options", "rope", "batched_tables", "rotate_half")
+def _batched(spec: KernelSpec) -> Pairs:
+    yield "batched_tables", _rope(spec, batched=True)
+
+
+@group("result", "rope", "interleaved", every_dtype=True)
+def _interleaved(spec: KernelSpec) -> Pairs:
+    yield "interleaved", _rope(spec, interleaved=True)
+
+
+@group("rope_options", "rope", "partial_rotary", "rotate_half")
+def _partial(spec: KernelSpec) -> Pairs:
+    yield "partial", _rope(spec, rotary=fit(spec, "head_dim", 64) // 2)
+
+
+@group("rope_options", "rope", "position_ids", "rotate_half")
+def _positions(spec: KernelSpec) -> Pairs:
+    yield "position_ids", _rope(spec, ids=True)
+
+
+# -- gated activations, linear, embedding ----------------------------------------------------------
+def _gated_group(op: str, label: str, *rest: str, requires: tuple[str, ...] = ()) -> None:
+    @group("result", op, *requires, every_dtype=True)
+    def _plain(spec: KernelSpec) -> Pairs:
+        width = 2 * fit(spec, "hidden", 48)
+        yield label, lambda draw: (draw.normal(3, 5, width), *rest)
+
+
+_gated_group("silu_and_mul", "plain")
+_gated_group("relu_and_mul", "plain")
+_gated_group("gelu_and_mul", "erf", "none", requires=("gelu_none",))
+_gated_group("gelu_and_mul", "tanh", "tanh", requires=("gelu_tanh",))
+
+
+def _linear(bias: bool, activation: str | None) -> Maker:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        return draw.normal(5, 64), draw.normal(48, 64, scale=0.1), draw.normal(48) if bias else None, activation
+
+    return make
+
+
+@group("result", "linear", every_dtype=True)
+def _linear_plain(spec: KernelSpec) -> Pairs:
+    yield "plain", _linear(False, None)
+    if "bias" in spec.features:
+        yield "bias", _linear(True, None)
+
+
+def _activation_group(word: str) -> None:
+    @group("activation", "linear", f"activation_{word}")
+    def _activated(spec: KernelSpec) -> Pairs:
+        yield word, _linear("bias" in spec.features, word)
+
+
+for _word in ("gelu", "gelu_tanh", "silu", "relu"):
+    _activation_group(_word)
+
+
+@group("result", "embedding", every_dtype=True)
+def _embedding(spec: KernelSpec) -> Pairs:
+    yield "plain", lambda draw: (draw.integers(37, 4, 6), draw.normal(37, 32), None)
+
+
+# -- sampling --------------------------------------------------------------------------------------
+def _generator(draw: Draw, seed: int = 7) -> torch.Generator:
+    return torch.Generator(draw.device).manual_seed(seed)
+
+
+def _logits(draw: Draw) -> Tensor:
+    # Distinct logits: ties would let two right kernels differ.
+    return (draw.permutation(97, torch.float32).repeat(6, 1) / 9 + torch.arange(6, device=draw.device)[:, None]).to(
+        draw.dtype
+    )
+
+
+_GREEDY: dict[str, Maker] = {
+    "sample_topk": lambda draw: (_logits(draw), 5, 0.0, None),
+    "sample_topp": lambda draw: (_logits(draw), 0.7, 0.0, None),
+    "sample": lambda draw: (_logits(draw), 5, 0.9, None, 0.0, None),
+}
+_DRAWN: dict[str, Maker] = {
+    "sample_topk": lambda draw: (_logits(draw).repeat(50, 1), 3, 1.0, _generator(draw)),
+    "sample_topp": lambda draw: (_logits(draw).repeat(50, 1), 0.5, 1.0, _generator(draw)),
+    "sample": lambda draw: (_logits(draw).repeat(50, 1), 4, 0.8, None, 1.0, _generator(draw)),
+}
+
+
+def _sampling_groups(op: str, *filters: str) -> None:
+    @group("result", op, *filters)
+    def _greedy(spec: KernelSpec) -> Pairs:
+        yield "greedy", _GREEDY[op]
+
+    @group("sampling", op, "generator", *filters)
+    def _drawn(spec: KernelSpec) -> Pairs:
+        yield "seeded", _DRAWN[op]
+
+
+_sampling_groups("sample_topk")
+_sampling_groups("sample_topp")
+_sampling_groups("sample", "sample_top_k", "sample_top_p")
+
+
+# -- quantization ----------------------------------------------------------------------------------
+@group("quantized", "quantize", every_dtype=True)
+def _quantize(spec: KernelSpec) -> Pairs:
+    for fmt in sorted(spec.quant_formats):
+        for granularity in sorted(spec.granularities) or ["tensor"]:
+            if fmt in ("mxfp4", "nvfp4") and granularity == "channel":
+                continue
+            yield f"{fmt}_{granularity}", lambda draw, f=fmt, g=granularity: (draw.normal(6, 256), f, g)  # type: ignore[misc]

@@ -1,0 +1,143 @@
+"""The plugin under test, loaded step by step, so that each broken step can be named by its own test."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import importlib_metadata
+import torch
+
+from layerzero.errors import LayerZeroError
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Platform
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.plugin.manager import call_hook, check_plugin
+from layerzero.plugin.registrar import Registrar
+from layerzero.plugin.spec import ENTRY_POINT_GROUP
+from layerzero.plugin.vendor import hardware_reasons, vendor_presence
+from layerzero.registry.capabilities import Capabilities
+
+__all__ = ["Kit", "import_string", "operation"]
+
+
+def import_string(path: str) -> Any:
+    """What "module:name" names."""
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split(".") if name else ():
+        found = getattr(found, part)
+    return found
+
+
+def operation(op: str) -> OperationSpec | None:
+    """A built-in op by name."""
+    import layerzero.ops  # noqa: F401 (importing it is what registers the built-in ops)
+    from layerzero.ops.signature import PUBLIC
+
+    found = PUBLIC.get(op)
+    return None if found is None else found.spec
+
+
+@dataclass
+class Kit:
+    """One plugin, named by its entry point ("mybackend") or by its module ("layerzero_mybackend.plugin")."""
+
+    target: str
+    entry: importlib_metadata.EntryPoint | None = None
+    plugin: Any = None
+    load_error: BaseException | None = None
+    hook_error: BaseException | None = None
+    register_error: BaseException | None = None
+    registrar: Registrar = field(default_factory=lambda: Registrar("unknown"))
+
+    @classmethod
+    def open(cls, target: str) -> Kit:
+        """Load and register the plugin, keeping the first error of each step."""
+        kit = cls(target)
+        if "." in target or ":" in target:
+            kit.entry = importlib_metadata.EntryPoint(name=target, value=target, group=ENTRY_POINT_GROUP)
+        else:
+            found = [e for e in importlib_metadata.entry_points(group=ENTRY_POINT_GROUP) if e.name == target]
+            kit.entry = found[0] if found else None
+        if kit.entry is None:
+            kit.load_error = LookupError(
+                f"no entry point {target!r} in group {ENTRY_POINT_GROUP}; is the package installed?"
+            )
+            return kit
+        try:
+            kit.plugin = kit.entry.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            kit.load_error = error
+            return kit
+        try:
+            check_plugin(kit.plugin, target)
+        except Exception as error:
+            kit.hook_error = error
+        kit.registrar = Registrar(target)
+        try:
+            # An unknown hook must not hide what else is wrong, so registration is tried all the same.
+            call_hook(kit.plugin, "layerzero_register", registrar=kit.registrar)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            kit.register_error = error
+        return kit
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """Every registered kernel."""
+        return self.registrar.all_kernels()
+
+    @property
+    def capabilities(self) -> dict[str, Capabilities]:
+        """Every registered backend with its descriptor."""
+        return self.registrar.backends
+
+    def operation(self, op: str) -> OperationSpec | None:
+        """The op of that name: one of the plugin's own, or a built-in one."""
+        return self.registrar.ops.get(op) or operation(op)
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of this machine, the CPU last."""
+        found = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
+        if torch.backends.mps.is_available():
+            found.append(torch.device("mps"))
+        return (*found, torch.device("cpu"))
+
+    def device_for(self, spec: KernelSpec) -> tuple[torch.device, DeviceSpec] | str:
+        """Where a kernel can be tried here, or why it cannot."""
+        capabilities = self.capabilities.get(spec.backend)
+        if capabilities is not None:
+            _, reasons, fix = vendor_presence(capabilities)
+            if reasons:
+                return f"{reasons[0].message}; {fix}"
+        why = f"needs {', '.join(sorted(spec.platforms))}"
+        for device in self.devices:
+            described = DeviceSpec.detect(device)
+            problems = hardware_reasons(spec, described)
+            if not problems:
+                return device, described
+            if described.platform in spec.platforms or spec.platforms == {Platform.CPU}:
+                why = problems[0].message
+        return why
+
+    def function(self, spec: KernelSpec) -> Callable[..., Any]:
+        """The kernel's adapter."""
+        found = import_string(spec.function)
+        if not callable(found):
+            raise TypeError(f"{spec.function} is not callable")
+        return found  # type: ignore[no-any-return]
+
+    def describe_error(self, error: BaseException) -> str:
+        """One line for a report."""
+        if isinstance(error, LayerZeroError):
+            return str(error)
+        return f"{type(error).__name__}: {error}"

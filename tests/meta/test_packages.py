@@ -1,0 +1,196 @@
+"""Every package of the workspace is whole, and the pins and files say nothing they should not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools import check_docs, installed_only
+from tools.workspace import ROOT, Package, dev_requirements, packages, run_requirements
+
+PACKAGES = packages()
+
+
+def files() -> list[Path]:
+    """What belongs to the repository: tracked, or not ignored; every file where there is no git."""
+    asked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    skipped = {".venv", ".git", ".tox", "build", "dist", "__pycache__"}
+    found = [ROOT / line for line in asked.stdout.splitlines()] if asked.returncode == 0 else list(ROOT.rglob("*"))
+    return [f for f in found if f.is_file() and not skipped.intersection(f.relative_to(ROOT).parts)]
+
+
+def test_core_comes_first():
+    assert PACKAGES[0].name == "layerzero-core"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_a_package_is_whole(package: Package):
+    assert package.path.name == package.name
+    assert (package.path / "README.md").read_text(encoding="utf-8").startswith(f"# {package.name}")
+    assert list((package.path / "tests").glob("test_*.py"))
+    assert [d.name for d in (package.path / "src").iterdir() if (d / "py.typed").exists()]
+    assert not list((package.path / "tests").rglob("__init__.py"))
+    project = package.data["project"]
+    assert project["requires-python"] == ">=3.11"
+    assert project["license"] == "Apache-2.0"
+    assert project["version"] == PACKAGES[0].data["project"]["version"]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_a_package_enters_by_the_plugin_door(package: Package):
+    entries = package.data["project"]["entry-points"]["layerzero.backends"]
+    assert entries
+    for target in entries.values():
+        module = Path(*target.partition(":")[0].split("."))
+        candidates = [package.path / "src" / module.with_suffix(".py"), package.path / "src" / module / "__init__.py"]
+        assert any(c.exists() for c in candidates), f"{target} names no module of {package.name}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_vendors_are_extras_only(package: Package):
+    named = [canonicalize_name(Requirement(line).name) for line in package.dependencies]
+    assert [name for name in named if installed_only.VENDORS.match(name)] == []
+
+
+# spelt in pieces, so that this file passes its own test
+REGISTRIES = re.compile(
+    "|".join(
+        ["py" + r"pi\.org", "python" + r"hosted\.org", "download\\.py" + r"torch\.org", "conda\\.ana" + r"conda\.org"]
+    )
+    + "|"
+    + r"--(?:extra-)?index-"
+    + r"url[ =]\S*:"
+    + "//"
+)
+MACHINES = re.compile(
+    r"(?<![\w.])/(?:" + "|".join(["ho" + "me", "ro" + "ot", "wo" + "rk", "opt/whe" + "els"]) + r")(?:/\w|\b(?=/))"
+)
+
+
+def test_no_file_names_a_registry_or_a_path_of_a_machine():
+    wrong = []
+    for file in files():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        wrong += [f"{file.relative_to(ROOT)}: {m[0]}" for p in (REGISTRIES, MACHINES) for m in p.finditer(text)]
+    assert wrong == []
+
+
+def pins(text: str) -> dict[tuple[str, str], str]:
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith(("#", " ")):
+            pin = Requirement(line.removesuffix("\\").strip())
+            (spec,) = pin.specifier
+            assert spec.operator == "==", line
+            found[canonicalize_name(pin.name), str(pin.marker or "")] = spec.version
+    return found
+
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+
+
+def test_pins_hold_versions_only_no_address_and_no_option():
+    for text in (CONSTRAINTS, LOCK):
+        assert "://" not in text
+        assert not re.search(r"^-", text, flags=re.MULTILINE)
+
+
+def test_constraints_and_lock_agree_and_only_torch_is_without_hash():
+    constraints, lock = pins(CONSTRAINTS), pins(LOCK)
+    assert constraints.pop(("torch", "")) == "2.13.0"
+    assert constraints == lock
+    for block in re.split(r"\n(?=[a-z])", LOCK.partition("\nannotated-types")[2]):
+        assert "--hash=sha256:" in block, block
+
+
+def test_importlib_metadata_stays_before_the_release_that_patches_import():
+    assert pins(CONSTRAINTS)["importlib-metadata", ""] == "8.9.0"
+
+
+def test_every_declared_requirement_is_pinned_within_its_range():
+    pinned: dict[str, list[str]] = {}
+    for (name, _), version in pins(CONSTRAINTS).items():
+        pinned.setdefault(name, []).append(version)
+    for line in (*run_requirements(), *dev_requirements()):
+        wanted = Requirement(line)
+        versions = pinned.get(canonicalize_name(wanted.name), [])
+        assert versions, f"{line} is not in constraints.txt: run `make lock`"
+        assert all(wanted.specifier.contains(v, prereleases=True) for v in versions), line
+
+
+def test_core_depends_on_nothing_it_does_not_need():
+    names = {canonicalize_name(Requirement(line).name) for line in PACKAGES[0].dependencies}
+    allowed = "torch pluggy importlib-metadata packaging pydantic pyyaml click rich platformdirs filelock"
+    assert names == set(allowed.split())
+
+
+def test_installed_only_finds_strangers_vendors_and_absentees():
+    requires = {
+        "layerzero-core": ("torch>=2.10", 'pytest; extra == "testing"'),
+        "torch": ("filelock", 'nvidia-cublas; sys_platform == "none"'),
+        "filelock": (),
+        "pip": (),
+    }
+    assert installed_only.check(["layerzero-core"], requires) == []
+    assert "pytest is installed" in installed_only.check(["layerzero-core"], requires | {"pytest": ()})[0]
+    assert installed_only.check(["layerzero-x"], requires)[0] == "layerzero-x is not installed"
+    vendor = requires | {"layerzero-core": ("torch", "xformers"), "xformers": ()}
+    assert installed_only.check(["layerzero-core"], vendor) == [
+        "xformers is a vendor library; it belongs into an extra"
+    ]
+
+
+def test_documentation_links_lead_somewhere():
+    pages = check_docs.markdown_files()
+    assert ROOT / "README.md" in pages
+    assert [problem for page in pages for problem in check_docs.check_file(page)] == []
+
+
+def test_a_broken_link_a_missing_anchor_and_a_machine_path_are_found(tmp_path):
+    page = tmp_path / "p.md"
+    page.write_text("# One thing\n[a](none.md) [b](#one-thing) [c](#other) /ho" + "me/someone\n", encoding="utf-8")
+    found = "\n".join(check_docs.check_file(page, tmp_path))
+    assert "none.md leads nowhere" in found
+    assert "#other has no such heading" in found
+    assert "#one-thing" not in found
+    assert "names a path" in found
+
+
+def test_every_make_target_the_pages_name_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for page in check_docs.markdown_files():
+        named = set(
+            re.findall(r"(?:^|`)make ([a-z][a-z-]*[a-z])", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        )
+        assert named <= targets, page.name
+
+
+def test_declared_markers_cover_the_lanes():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    names = {re.split(r"[(:]", marker)[0] for marker in config["markers"]}
+    lanes = {
+        "gpu",
+        "multigpu",
+        "stress",
+        "correctness",
+        "distributed",
+        "integration",
+        "benchmark",
+        "memray",
+        "slow",
+        "req",
+    }
+    assert lanes <= names
+    assert config["filterwarnings"][0] == "error"

@@ -1,0 +1,84 @@
+"""`make lock`: `constraints.txt` (versions) and `requirements.lock` (versions and hashes) from the pyproject files.
+
+Both come from one universal resolution, valid on every platform, so they always agree. Releases younger than two weeks
+are left alone (the root's `exclude-newer`). torch is pinned in constraints.txt but stands in no resolution: which build
+of it fits (CPU, CUDA, ROCm) is the machine's matter, and its CUDA wheels would pull in gigabytes that the CPU build
+does not need. Neither file holds an address: where packages come from is the installer's configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+from tools.workspace import ROOT, dev_requirements, project_name, run_requirements
+
+__all__ = ["TORCH", "main", "resolve", "torch_requirements"]
+
+TORCH = "2.13.0"
+CONSTRAINTS = ROOT / "constraints.txt"
+LOCK = ROOT / "requirements.lock"
+
+# Not a choice between equals: importlib-metadata 10 brings a package that patches builtins.__import__.
+_EXTRA_LIMITS = ("importlib-metadata>=8,<9",)
+_ACCELERATOR = re.compile(r"^(nvidia-|cuda-|triton|pytorch-triton|rocm)")
+
+_CONSTRAINTS_HEAD = f"""\
+# Made by `make lock` (tools/lock.py); do not edit. Versions for every platform and Python, used by `make setup`.
+# torch: the plain version, so that a CPU build (2.13.0+cpu) offered by the machine is taken where there is one.
+torch=={TORCH}
+"""
+_LOCK_HEAD = """\
+# Made by `make lock` (tools/lock.py); do not edit. For `pip install --require-hashes -r requirements.lock`, with the
+# wheels of all platforms. torch is not in it: its builds (CPU, CUDA, ROCm) differ from machine to machine and some are
+# never published on an index, so there is no one set of hashes; install torch first, as constraints.txt names it.
+"""
+
+
+def torch_requirements() -> list[str]:
+    """What the installed torch needs besides accelerator libraries; it is left out of the resolution, they are not."""
+    wanted = [line for line in requires("torch") or () if "extra ==" not in line]
+    return [line for line in wanted if not _ACCELERATOR.match(project_name(line))]
+
+
+def resolve(lines: list[str], *, hashes: bool) -> str:
+    """One universal resolution by uv, without header, comments or addresses."""
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    env = dict(os.environ)
+    if "PIP_FIND_LINKS" in env:  # uv does not read pip's variables
+        env.setdefault("UV_FIND_LINKS", ",".join(env["PIP_FIND_LINKS"].split()))
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "wanted.in")
+        wanted.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        overrides = Path(folder, "overrides.txt")
+        overrides.write_text("torch ; python_version < '3'\n", encoding="utf-8")  # never true: leaves torch out
+        command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), "--universal", "--python-version", "3.11"]
+        command += ["--overrides", str(overrides), "--exclude-newer", uv["exclude-newer"], "--no-config", "--quiet"]
+        command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
+        # a constraint may not name extras; a hashed requirement must
+        command += ["--generate-hashes", "--no-strip-extras"] if hashes else ["--strip-extras"]
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"uv could not resolve:\n{done.stderr}")
+    if re.search(r"://|^-", done.stdout, flags=re.MULTILINE):
+        raise SystemExit("the resolution holds an address or an option; nothing was written")
+    return done.stdout
+
+
+def main() -> int:
+    """Write both files."""
+    lines = sorted({*run_requirements(), *dev_requirements(), *torch_requirements(), *_EXTRA_LIMITS})
+    CONSTRAINTS.write_text(_CONSTRAINTS_HEAD + resolve(lines, hashes=False), encoding="utf-8")
+    LOCK.write_text(_LOCK_HEAD + resolve(lines, hashes=True), encoding="utf-8")
+    print(f"wrote {CONSTRAINTS.name} and {LOCK.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a test says it needs (a GPU, two, a program, more time), checked in one place.
+
+A test whose tool is missing is skipped by name. Where the tools are meant to be there (LAYERZERO_REQUIRE=1, as in
+`.ci/run`) the same situation is a failure, so that nothing is skipped unseen. Absent hardware is never a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+__all__ = ["missing_tools", "pytest_collection_modifyitems", "pytest_runtest_setup"]
+
+_TIMEOUTS = {"stress": 1800, "slow": 600}
+
+# a tool may go by several names
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "chromium": ("chromium", "chromium-browser", "google-chrome", "chrome"),
+    "g++": ("g++", "c++"),
+    "gcc": ("gcc", "cc"),
+}
+
+
+def missing_tools(names: tuple[str, ...]) -> list[str]:
+    """The programs among `names` that are not on PATH."""
+    return [name for name in names if not any(shutil.which(alias) for alias in _ALIASES.get(name, (name,)))]
+
+
+def _gpu_count() -> int:
+    import torch  # only when a test asks: importing torch takes seconds
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long lanes have longer to finish, unless a test says how long itself."""
+    for item in items:
+        for lane, seconds in _TIMEOUTS.items():
+            if item.get_closest_marker(lane) is not None and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(seconds))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, or fail where a skip is not allowed, before any fixture of the test is made."""
+    names = tuple(str(name) for mark in item.iter_markers("needs_tool") for name in mark.args)
+    if missing := missing_tools(names):
+        message = f"missing tool: {', '.join(missing)}"
+        if os.environ.get("LAYERZERO_REQUIRE") == "1":
+            pytest.fail(f"{message} (LAYERZERO_REQUIRE=1 allows no skip)", pytrace=False)
+        pytest.skip(message)
+    if item.get_closest_marker("multigpu") is not None and _gpu_count() < 2:
+        pytest.skip("needs two GPUs")
+    if item.get_closest_marker("gpu") is not None and _gpu_count() < 1:
+        pytest.skip("needs a GPU")
