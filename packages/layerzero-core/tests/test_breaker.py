@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.errors import ConfigurationError
-from layerzero.health import (
+from layerzero.health.breaker import (
     BreakerPhase,
     BreakerSettings,
     BreakerState,

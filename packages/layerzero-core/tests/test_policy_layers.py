@@ -12,10 +12,9 @@ import pytest
 from layerzero import env
 from layerzero.errors import PolicyValidationError
 from layerzero.model.config import Policy, Rule
-from layerzero.policy import Level, PolicyLayer, evaluate, from_env, merge
-from layerzero.policy.layers import next_expiry
+from layerzero.policy.layers import Level, PolicyLayer, from_env, merge, next_expiry
 from layerzero.policy.load import from_bytes, from_mapping
-from layerzero.policy.rules import locked_kernel, parse_conditions
+from layerzero.policy.rules import evaluate, locked_kernel, parse_conditions
 
 FLASH, MATH = "sdpa.attention.flash", "sdpa.attention.math"
 LEVELS = (Level.FILE, Level.ENV, Level.PROGRAMMATIC, Level.CONTEXT, Level.CALL)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from layerzero.errors import PolicyValidationError
 from layerzero.model.config import Policy, Rule
-from layerzero.policy import Level, PolicyLayer, evaluate, has_exact, merge, thresholds
+from layerzero.policy.layers import Level, PolicyLayer, merge
 from layerzero.policy.load import from_bytes, from_mapping
-from layerzero.policy.rules import holds, parse_conditions
+from layerzero.policy.rules import evaluate, has_exact, holds, parse_conditions, thresholds
 
 KERNELS = [("sdpa.attention.flash", "sdpa"), ("sdpa.attention.math", "sdpa"), ("liger.rms_norm.triton", "liger")]
 FIELDS = ("seq_len_k", "head_dim")

@@ -9,8 +9,16 @@ import pickle
 import pytest
 
 from layerzero.model.config import AVOID_BONUS, PREFER_BONUS, Condition, FrozenMap, Policy, Rule
-from layerzero.policy import evaluate, has_exact, judge, thresholds
-from layerzero.policy.rules import fields_used, holds, locked_kernel, parse_conditions
+from layerzero.policy.rules import (
+    evaluate,
+    fields_used,
+    has_exact,
+    holds,
+    judge,
+    locked_kernel,
+    parse_conditions,
+    thresholds,
+)
 
 FLASH, MATH = "sdpa.attention.flash", "sdpa.attention.math"
 

@@ -1,8 +1,8 @@
 """LayerZero: for every call the fastest kernel that is correct here, and the reason why.
 
-    import layerzero as lz
-    out = lz.attention(q, k, v, is_causal=True)
-    print(lz.explain("attention", q, k, v, is_causal=True))
+import layerzero as lz
+out = lz.attention(q, k, v, is_causal=True)
+print(lz.explain("attention", q, k, v, is_causal=True))
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from layerzero.ops import (
     sample_topp,
     silu_and_mul,
 )
-from layerzero.public.control import (
-    configure,
-    disabled,
-    get_config,
-    get_locks,
-    load_config,
-    lock,
-    policy,
-    prefer,
-    reload_config,
-    reset,
-    unlock,
-)
-from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
-from layerzero.public.planning import plan
 
 if TYPE_CHECKING:
     from layerzero.model.context import Context
     from layerzero.model.device import DeviceSpec
     from layerzero.public.checks import doctor, readiness_check
+    from layerzero.public.control import (
+        configure,
+        disabled,
+        get_config,
+        get_locks,
+        load_config,
+        lock,
+        prefer,
+        reload_config,
+        reset,
+        scoped,
+        unlock,
+    )
+    from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
+    from layerzero.public.planning import plan
 
 __version__ = "0.1.0"
 
@@ -78,18 +78,18 @@ __all__ = [
     "paged_attention",
     "paged_batch",
     "plan",
-    "policy",
     "prefer",
     "quantize",
     "readiness_check",
-    "relu_and_mul",
     "reload_config",
+    "relu_and_mul",
     "reset",
     "rms_norm",
     "rope",
     "sample",
     "sample_topk",
     "sample_topp",
+    "scoped",
     "select",
     "silu_and_mul",
     "unlock",
@@ -97,11 +97,33 @@ __all__ = [
     "which",
 ]
 
+# Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
 _LAZY = {
     "Context": "layerzero.model.context",
     "DeviceSpec": "layerzero.model.device",
     "doctor": "layerzero.public.checks",
+    "plan": "layerzero.public.planning",
     "readiness_check": "layerzero.public.checks",
+    **dict.fromkeys(
+        (
+            "configure",
+            "disabled",
+            "get_config",
+            "get_locks",
+            "load_config",
+            "lock",
+            "prefer",
+            "reload_config",
+            "reset",
+            "scoped",
+            "unlock",
+        ),
+        "layerzero.public.control",
+    ),
+    **dict.fromkeys(
+        ("dry_run", "explain", "list_kernels", "list_ops", "select", "validate", "which"),
+        "layerzero.public.inspection",
+    ),
 }
 
 
@@ -114,3 +136,7 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -161,6 +161,7 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "BACKEND_PROBE_TIMEOUT": (_C.BACKEND, "the probe did not answer within {limit} s", "run the vendor's own self test"),
     "BACKEND_PROBE_CRASHED": (_C.BACKEND, "the probe process died: {value}", "reinstall the vendor library"),
     "VENDOR_REFUSED": (_C.BACKEND, "the vendor's own check says it cannot be used here ({value})", "see the vendor's requirements for these shapes"),
+    "AVAILABILITY_MISMATCH": (_C.BACKEND, "package metadata says {limit}, the probe found {value}", "reinstall the backend and its vendor library, or deny the plugin"),
     "BACKEND_STUB": (_C.BACKEND, "the package holds discovery only, no kernels yet", "use another backend for now"),
     "PLUGIN_IMPORT_FAILED": (_C.PLUGIN, "the plugin raised at import: {value}", "upgrade or uninstall the plugin, or deny it"),
     "PLUGIN_REGISTER_FAILED": (_C.PLUGIN, "the plugin raised in layerzero_register: {value}", "upgrade or uninstall the plugin, or deny it"),
@@ -312,6 +313,7 @@ class ReasonCode(enum.StrEnum):
     BACKEND_PROBE_TIMEOUT = "BACKEND_PROBE_TIMEOUT"
     BACKEND_PROBE_CRASHED = "BACKEND_PROBE_CRASHED"
     VENDOR_REFUSED = "VENDOR_REFUSED"
+    AVAILABILITY_MISMATCH = "AVAILABILITY_MISMATCH"
     BACKEND_STUB = "BACKEND_STUB"
     PLUGIN_IMPORT_FAILED = "PLUGIN_IMPORT_FAILED"
     PLUGIN_REGISTER_FAILED = "PLUGIN_REGISTER_FAILED"

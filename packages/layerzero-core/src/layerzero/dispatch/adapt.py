@@ -63,7 +63,9 @@ def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: 
         before.append(_expanding(3 - seq_axis))
 
 
-def _composed(fn: Callable[..., Any], before: tuple[Step, ...], after: tuple[Finish, ...], ctx: Context) -> Callable[..., Any]:
+def _composed(
+    fn: Callable[..., Any], before: tuple[Step, ...], after: tuple[Finish, ...], ctx: Context
+) -> Callable[..., Any]:
     if ctx.autocast is None:
 
         def run(*args: Any) -> Any:
@@ -171,7 +173,11 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
             values[_MASK] = keep
         else:
             full = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias
-            values[_MASK] = full if keep is None else torch.where(keep, full, torch.tensor(float("-inf"), dtype=full.dtype, device=full.device))
+            values[_MASK] = (
+                full
+                if keep is None
+                else torch.where(keep, full, torch.tensor(float("-inf"), dtype=full.dtype, device=full.device))
+            )
         values[_CAUSAL] = False
 
     return step
@@ -180,7 +186,7 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
 def _positional(
     values: list[Any], what: frozenset[str], rows: int, cols: int, query: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The keep mask of causal and window, and the bias of ALiBi; positions are bottom-right aligned for the latter two."""
+    """The keep mask of causal and window, and the bias of ALiBi; bottom-right but for is_causal=True."""
     keep: Tensor | None = None
     bias: Tensor | None = None
     i = torch.arange(rows, device=query.device)[:, None]

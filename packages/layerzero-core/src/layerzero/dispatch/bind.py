@@ -83,7 +83,9 @@ def _import_reason(kernel: KernelSpec, error: Exception) -> Reason:
     return reason("BACKEND_IMPORT_FAILED", f"{type(error).__name__}: {error}")
 
 
-def bind(spec: OperationSpec, decision: Decision, world: World, kernel_id: str | None = None, *, rng: bool = False) -> Bound:
+def bind(
+    spec: OperationSpec, decision: Decision, world: World, kernel_id: str | None = None, *, rng: bool = False
+) -> Bound:
     """Bind one accepted candidate of a decision (the chosen one by default)."""
     plan = ExecutionPlan.of(decision, kernel_id)
     memo_key = (decision.context, plan.kernel_id, tuple(plan.transforms), rng)
@@ -97,7 +99,11 @@ def bind(spec: OperationSpec, decision: Decision, world: World, kernel_id: str |
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
     run = adapt(fn, decision.context, plan.transforms, spec.autocast)
-    if kernel.pointer_alignment is not None and "contiguous" not in plan.transforms and decision.context.aligned_pointers:
+    if (
+        kernel.pointer_alignment is not None
+        and "contiguous" not in plan.transforms
+        and decision.context.aligned_pointers
+    ):
         run = _aligned(run, kernel.pointer_alignment)
     if world.health.watches(kernel.kernel_id, kernel.backend):
         run = _watched(run, kernel)
@@ -169,7 +175,9 @@ def _restorable(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., A
         generator = next((item for item in args if isinstance(item, torch.Generator)), None)
         if generator is None:
             tensor = next(item for item in args if isinstance(item, Tensor))
-            generator = torch.cuda.default_generators[tensor.get_device()] if tensor.is_cuda else torch.default_generator
+            generator = (
+                torch.cuda.default_generators[tensor.get_device()] if tensor.is_cuda else torch.default_generator
+            )
         before = generator.get_state()
         try:
             return run(*args)

@@ -76,7 +76,7 @@ def autocast_dtype(device_type: str) -> str | None:
 
 def capturing(device_type: str) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return device_type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return device_type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def switched_off() -> frozenset[str]:

@@ -25,6 +25,7 @@ from layerzero.errors import (
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
+from layerzero.model.device import DeviceSpec
 from layerzero.model.op import Call, OperationSpec
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import scope, state
@@ -49,13 +50,24 @@ def current_world() -> World:
 
 
 # -- describing and deciding ---------------------------------------------------------------------
-def describe(spec: OperationSpec, call_args: tuple[Any, ...], layout: str | None, backend: str | None, world: World) -> Context:
-    """The full Context of a call: the op's own part plus torch's modes at this moment."""
+def describe(
+    spec: OperationSpec,
+    call_args: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    world: World,
+    device: DeviceSpec | None = None,
+) -> Context:
+    """The full Context of a call: the op's own part plus torch's modes at this moment.
+
+    `device` describes the call as if its tensors (meta ones will do) lay on that device, which need not be here.
+    """
     tensors = modes.tensors_of(call_args)
     for item in tensors:
         if item.is_nested:
             raise InvalidInputError(code="RAGGED_UNSUPPORTED", value="nested tensor")
-    device = modes.device_spec(tensors[0].device) if tensors else modes.device_spec(torch.device("cpu"))
+    if device is None:
+        device = modes.device_spec(tensors[0].device if tensors else torch.device("cpu"))
     needs_grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
     assert spec.describe is not None
     ctx = spec.describe(Call(call_args, device, layout, backend, needs_grad))
@@ -126,7 +138,10 @@ def _announce(decision: Decision) -> None:
         _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
     elif _select_log.isEnabledFor(logging.INFO):
         _select_log.info(
-            "%s -> %s (transform_cost_total=%.1f us)", decision.op, decision.chosen or "nothing", decision.transform_cost_total
+            "%s -> %s (transform_cost_total=%.1f us)",
+            decision.op,
+            decision.chosen or "nothing",
+            decision.transform_cost_total,
         )
     manager = state.plugin_manager
     if manager is not None:
@@ -186,7 +201,9 @@ def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool) -> Bound:
             _log.warning("%s cannot be bound: %s", decision.chosen, error)
             state.unbindable(decision.chosen, error.reasons[0])
             world = current_world()
-    raise KernelExecutionError(f"{spec.op_id}: no candidate could be bound", code="KERNEL_FUNCTION_MISSING", value=spec.op_id)
+    raise KernelExecutionError(
+        f"{spec.op_id}: no candidate could be bound", code="KERNEL_FUNCTION_MISSING", value=spec.op_id
+    )
 
 
 def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tensor]) -> None:
@@ -218,8 +235,10 @@ def _on_reference(spec: OperationSpec, ctx: Context, world: World, args: tuple[A
     """Run the op's fallback with whatever adaptation the call needs."""
     decision = decide(spec, ctx, world)
     if spec.fallback_id not in decision.ranking:
-        raise refuse(decision) if not decision.chosen else KernelExecutionError(
-            f"{spec.op_id}: the reference may not run here", code="POLICY_DISABLED"
+        raise (
+            refuse(decision)
+            if not decision.chosen
+            else KernelExecutionError(f"{spec.op_id}: the reference may not run here", code="POLICY_DISABLED")
         )
     return bind(spec, decision, world, spec.fallback_id).run(*args)
 
@@ -275,7 +294,9 @@ def recover(
         ) from error
     decision = bound.decision
     if decision.locked and world.policy.on_fault != "fallback":
-        raise KernelExecutionError(f"{spec.op_id} is locked to {bound.kernel_id}, which raised", value=_short(error)) from error
+        raise KernelExecutionError(
+            f"{spec.op_id} is locked to {bound.kernel_id}, which raised", value=_short(error)
+        ) from error
     if spec.mutates is not None and spec.mutates(args):
         state.health.kernel_failed(bound.kernel_id, error)
         raise KernelExecutionError(
@@ -285,7 +306,9 @@ def recover(
     return _next_candidate(spec, decision, bound, args, error)
 
 
-def _next_candidate(spec: OperationSpec, decision: Decision, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
+def _next_candidate(
+    spec: OperationSpec, decision: Decision, failed: Bound, args: tuple[Any, ...], error: Exception
+) -> Any:
     world = current_world()
     failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
     ranking = decision.ranking
@@ -309,7 +332,13 @@ def _charge(spec: OperationSpec, decision: Decision, failures: list[tuple[str, E
     for kernel_id, error in failures:
         item = _reason_for(kernel_id, error)
         _log.error(
-            "%s: %s raised, %s ran instead. %s; context %s", spec.op_id, kernel_id, ran, item, dict(decision.context.dims), exc_info=error
+            "%s: %s raised, %s ran instead. %s; context %s",
+            spec.op_id,
+            kernel_id,
+            ran,
+            item,
+            dict(decision.context.dims),
+            exc_info=error,
         )
         if isinstance(error, torch.OutOfMemoryError):
             continue  # memory pressure is not the kernel's fault

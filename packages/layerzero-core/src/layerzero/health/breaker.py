@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from layerzero.errors import ConfigurationError
+from layerzero.model.config import BreakerSettings
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = [
@@ -44,24 +43,6 @@ class HealthStatus(enum.StrEnum):
     HEALTHY = "healthy"
     DEGRADED = "degraded"
     UNHEALTHY = "unhealthy"
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerSettings:
-    """When a breaker opens, how long it rests, and how many good calls close it again."""
-
-    failures: int = 1
-    cooldown_s: float = 30.0
-    successes: int = 1
-    enabled: bool = True
-
-    def __post_init__(self) -> None:
-        if self.failures < 1 or self.successes < 1:
-            value = f"failures={self.failures}, successes={self.successes}"
-            raise ConfigurationError(f"breaker counts must be at least 1, got {value}", value=value, limit=1)
-        if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
-            message = f"breaker cooldown must be a finite number >= 0, got {self.cooldown_s}"
-            raise ConfigurationError(message, value=self.cooldown_s, limit=">= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +131,7 @@ class Health:
     kernels: Mapping[str, BreakerState] = field(default_factory=_empty)
     backends: Mapping[str, BreakerState] = field(default_factory=_empty)
     quarantined: Mapping[str, str] = field(default_factory=_empty)
-    settings: BreakerSettings = BreakerSettings()
+    settings: BreakerSettings = field(default_factory=BreakerSettings)
     version: int = 0
     fingerprint: str = ""
 

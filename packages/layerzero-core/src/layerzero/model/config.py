@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final
 
+from layerzero.errors import ConfigurationError
+
 __all__ = [
     "AVOID_BONUS",
     "ISOLATION_MODES",
@@ -181,6 +183,15 @@ class BreakerSettings:
     failures: int = 1
     cooldown_s: float = 30.0
     successes: int = 1
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.failures < 1 or self.successes < 1:
+            value = f"failures={self.failures}, successes={self.successes}"
+            raise ConfigurationError(f"breaker counts must be at least 1, got {value}", value=value, limit=1)
+        if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
+            message = f"breaker cooldown must be a finite number >= 0, got {self.cooldown_s}"
+            raise ConfigurationError(message, value=self.cooldown_s, limit=">= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +328,12 @@ _IN_PROGRAM: Final = frozenset(
 
 def _canonical(value: Any) -> Any:
     if isinstance(value, BreakerSettings):
-        return {"failures": value.failures, "cooldown_s": float(value.cooldown_s), "successes": value.successes}
+        return {
+            "failures": value.failures,
+            "cooldown_s": float(value.cooldown_s),
+            "successes": value.successes,
+            "enabled": value.enabled,
+        }
     if isinstance(value, CacheSettings):
         return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
     return _plain(value)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CPU", "Context", "Strides", "TokenizerIdentity"]
 
-CPU = DeviceSpec(platform=Platform.CPU, device_type="cpu", name="cpu", vendor="unknown", supports_bf16=True, supports_fp16=True)
+CPU = DeviceSpec(
+    platform=Platform.CPU, device_type="cpu", name="cpu", vendor="unknown", supports_bf16=True, supports_fp16=True
+)
 
 _ATTENTION_DIMS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim")
 _REQUIRED_DIMS: Mapping[str, tuple[str, ...]] = {
@@ -250,7 +252,9 @@ class Context:
             "needs": sorted(self.needs),
             "strides": {"last": self.strides.last, "aligned": self.strides.aligned, "order": self.strides.order},
             "device": self.device.to_json(),
-            "tokenizer": None if self.tokenizer is None else {f.name: getattr(self.tokenizer, f.name) for f in fields(self.tokenizer)},
+            "tokenizer": None
+            if self.tokenizer is None
+            else {f.name: getattr(self.tokenizer, f.name) for f in fields(self.tokenizer)},
             "notes": [note.to_json() for note in self.notes],
         }
 

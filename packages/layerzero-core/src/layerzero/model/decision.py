@@ -143,4 +143,8 @@ class ExecutionPlan:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {"kernel_id": self.kernel_id, "transforms": list(self.transforms), "debug_info": self.debug_info.to_json()}
+        return {
+            "kernel_id": self.kernel_id,
+            "transforms": list(self.transforms),
+            "debug_info": self.debug_info.to_json(),
+        }

@@ -63,7 +63,9 @@ def parse_layout(layout: Layout | str) -> Layout:
     try:
         return Layout(layout)
     except ValueError:
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(layout), limit=[item.value for item in Layout]) from None
+        raise InvalidInputError(
+            code="LAYOUT_UNKNOWN", value=str(layout), limit=[item.value for item in Layout]
+        ) from None
 
 
 def parse_causal(is_causal: bool | str) -> Causal:
@@ -84,7 +86,9 @@ def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if window is None:
         return None
     if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
-        raise InvalidInputError(code="TYPE_INVALID", value=type(window).__name__, limit="window as int or (left, right)")
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=type(window).__name__, limit="window as int or (left, right)"
+        )
     if isinstance(window, int):
         if window < 0:
             raise InvalidInputError(code="WINDOW_INVALID", value=window)
@@ -162,7 +166,10 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[st
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim not in (3, 4) or tensor.ndim != query.ndim:
             raise InvalidInputError(
-                f"{name} has rank {tensor.ndim}", code="RANK_INVALID", value=tensor.ndim, limit="4 (or 3) for all of query, key, value"
+                f"{name} has rank {tensor.ndim}",
+                code="RANK_INVALID",
+                value=tensor.ndim,
+                limit="4 (or 3) for all of query, key, value",
             )
     if query.ndim == 3:  # as in SDPA: [B, S, D], one head
         shapes = [(t.shape[0], 1, t.shape[1], t.shape[2]) for t in (query, key, value)]
@@ -179,11 +186,15 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[st
         raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
     if kv_heads != heads_v or seq_k != seq_v:
         raise InvalidInputError(
-            "key and value disagree", code="SHAPE_INVALID", value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            "key and value disagree",
+            code="SHAPE_INVALID",
+            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
             limit="equal heads and length",
-        )  # fmt: skip
+        )
     if dim == 0 or heads == 0 or kv_heads == 0:
-        raise InvalidInputError(code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1")
+        raise InvalidInputError(
+            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
+        )
     if heads % kv_heads:
         raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
     if seq_k == 0:
@@ -263,14 +274,22 @@ def attention_context(
     sides = parse_window(window)
     check_scale(scale)
     if not 0.0 <= dropout_p < 1.0:  # NaN fails this too
-        raise InvalidInputError(f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="in [0, 1)")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise InvalidInputError(f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number")
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in (
-        (dims["num_heads"],), (dims["batch"], dims["num_heads"]),
-    ):  # fmt: skip
         raise InvalidInputError(
-            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(alibi_slopes.shape)), limit=f"[{dims['num_heads']}]"
+            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="in [0, 1)"
+        )
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise InvalidInputError(
+            f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
+        )
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in (
+        (dims["num_heads"],),
+        (dims["batch"], dims["num_heads"]),
+    ):
+        raise InvalidInputError(
+            "alibi_slopes do not fit",
+            code="SHAPE_INVALID",
+            value=str(tuple(alibi_slopes.shape)),
+            limit=f"[{dims['num_heads']}]",
         )
     grad = requires_grad
     if grad is None:

@@ -46,9 +46,13 @@ def _check(node: ast.AST, text: str) -> None:
         if isinstance(part, ast.Constant):
             bad = isinstance(part.value, bool) or not isinstance(part.value, (int, float))
         elif isinstance(part, ast.Call):
-            bad = not (isinstance(part.func, ast.Name) and part.func.id in _FUNCTIONS and part.args) or bool(part.keywords)
+            bad = not (isinstance(part.func, ast.Name) and part.func.id in _FUNCTIONS and part.args) or bool(
+                part.keywords
+            )
         if bad:
-            raise CapabilitiesError(f"formula {text!r}: {type(part).__name__} is not allowed", code="SCHEMA_INVALID", value=text)
+            raise CapabilitiesError(
+                f"formula {text!r}: {type(part).__name__} is not allowed", code="SCHEMA_INVALID", value=text
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,15 @@ class Formula:
 
     def __post_init__(self) -> None:
         if len(self.text) > _MAX_LENGTH:
-            raise CapabilitiesError(f"formula longer than {_MAX_LENGTH} characters", code="SCHEMA_INVALID", value=self.text[:40])
+            raise CapabilitiesError(
+                f"formula longer than {_MAX_LENGTH} characters", code="SCHEMA_INVALID", value=self.text[:40]
+            )
         try:
             tree = ast.parse(self.text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise CapabilitiesError(f"formula {self.text!r} cannot be parsed", code="SCHEMA_INVALID", value=self.text) from error
+            raise CapabilitiesError(
+                f"formula {self.text!r} cannot be parsed", code="SCHEMA_INVALID", value=self.text
+            ) from error
         _check(tree, self.text)
         object.__setattr__(self, "_tree", tree)
 

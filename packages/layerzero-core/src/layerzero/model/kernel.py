@@ -148,11 +148,17 @@ class KernelSpec:
                 code="KERNEL_ID_INVALID", value=self.kernel_id, limit=f"{self.backend}.{self.op}.<variant>"
             )
         if not self.platforms:
-            raise ConfigurationError(f"{self.kernel_id}: platforms must not be empty", code="SCHEMA_FIELD_MISSING", value="platforms")
+            raise ConfigurationError(
+                f"{self.kernel_id}: platforms must not be empty", code="SCHEMA_FIELD_MISSING", value="platforms"
+            )
         if not self.dtypes:
-            raise ConfigurationError(f"{self.kernel_id}: dtypes must not be empty", code="SCHEMA_FIELD_MISSING", value="dtypes")
+            raise ConfigurationError(
+                f"{self.kernel_id}: dtypes must not be empty", code="SCHEMA_FIELD_MISSING", value="dtypes"
+            )
         if ":" not in self.function:
-            raise ConfigurationError(f"{self.kernel_id}: function must read 'module:name'", code="SCHEMA_INVALID", value=self.function)
+            raise ConfigurationError(
+                f"{self.kernel_id}: function must read 'module:name'", code="SCHEMA_INVALID", value=self.function
+            )
         if Platform.CUDA in self.platforms and self.grid_layout is None:
             raise ConfigurationError(
                 f"{self.kernel_id}: a CUDA kernel needs grid_layout (three formulas, or 'library' when the "
@@ -194,7 +200,9 @@ class KernelSpec:
                 found.append(reason("GENERATION_UNSUPPORTED", device.gpu_generation.name, names))
             if self.instruction_families and not self.instruction_families & device.instruction_families:
                 found.append(
-                    reason("INSTRUCTION_FAMILY_MISSING", device.instruction_families or "none", self.instruction_families)
+                    reason(
+                        "INSTRUCTION_FAMILY_MISSING", device.instruction_families or "none", self.instruction_families
+                    )
                 )
         if device.platform is Platform.CPU:
             missing = self.cpu_features - device.cpu_features
@@ -258,7 +266,9 @@ class KernelSpec:
         head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
         if head_dim is not None and head_dim_v is not None and head_dim != head_dim_v:
             if (head_dim, head_dim_v) not in self.head_dim_pairs and "head_dim_v" not in self.features:
-                found.append(reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value"))
+                found.append(
+                    reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value")
+                )
         if not found and isinstance(self.grid_layout, tuple) and ctx.device.platform is Platform.CUDA:
             grid = tuple(formula(lambda name: ctx.dim(name) or 0) for formula in self.grid_layout)
             found.extend(self.validate_launch_config(ctx.device, grid))
@@ -268,7 +278,11 @@ class KernelSpec:
         found: list[Reason] = []
         if ctx.layout is not None and self.layouts and ctx.layout not in self.layouts:
             found.append(reason("LAYOUT_UNSUPPORTED", ctx.layout, self.layouts))
-        if ctx.kv_cache_layout is not None and self.kv_cache_layouts and ctx.kv_cache_layout not in self.kv_cache_layouts:
+        if (
+            ctx.kv_cache_layout is not None
+            and self.kv_cache_layouts
+            and ctx.kv_cache_layout not in self.kv_cache_layouts
+        ):
             found.append(reason("KV_CACHE_LAYOUT_MISMATCH", ctx.kv_cache_layout, self.kv_cache_layouts))
         if self.stride_last_dim is not None and ctx.strides.last != self.stride_last_dim:
             found.append(reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim))
@@ -366,7 +380,7 @@ class BackendSpec:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str):
+    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
         return value
     if isinstance(value, GPUGeneration):
         return value.name

@@ -74,7 +74,8 @@ class OperationSpec:
             raise ConfigurationError(f"op {self.op_id}: input_kinds and output_kind are required", value=self.op_id)
         if len(self.input_kinds) != len(self.arguments):
             raise ConfigurationError(
-                f"op {self.op_id}: {len(self.arguments)} arguments but {len(self.input_kinds)} input kinds", value=self.op_id
+                f"op {self.op_id}: {len(self.arguments)} arguments but {len(self.input_kinds)} input kinds",
+                value=self.op_id,
             )
         if self.output_kind not in _OUTPUTS[self.op_kind]:
             raise ConfigurationError(

@@ -118,8 +118,8 @@ class QuantizedTensor:
         """What a kernel choice may depend on."""
         data = self.data
         return (
-            type(data), data.is_cpu, data.get_device(), self.fmt, self.granularity, self.shape, self.dtype, self.block_size,
-            self.zero_point is None, data.is_contiguous() or data.stride(),
+            type(data), data.is_cpu, data.get_device(), self.fmt, self.granularity, self.shape, self.dtype,
+            self.block_size, self.zero_point is None, data.is_contiguous() or data.stride(),
         )  # fmt: skip
 
     def _check_data(self, traits: FormatTraits) -> None:

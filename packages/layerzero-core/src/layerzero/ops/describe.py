@@ -20,7 +20,10 @@ def expect_tensor(value: Any, name: str) -> Tensor:
     """The value, which must be a tensor."""
     if not isinstance(value, Tensor):
         raise InvalidInputError(
-            f"{name} is a {type(value).__name__}", code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="a torch.Tensor"
+            f"{name} is a {type(value).__name__}",
+            code="TYPE_INVALID",
+            value=f"{name}: {type(value).__name__}",
+            limit="a torch.Tensor",
         )
     return value
 
@@ -36,7 +39,10 @@ def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> No
     """Refuse a tensor of another shape; None passes."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise InvalidInputError(
-            f"{name} has shape {tuple(tensor.shape)}", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit=str(shape)
+            f"{name} has shape {tuple(tensor.shape)}",
+            code="SHAPE_INVALID",
+            value=str(tuple(tensor.shape)),
+            limit=str(shape),
         )
 
 

@@ -27,10 +27,14 @@ def _describe(call: Call) -> Context:
     check_devices(ids=ids, weight=weight)
     word = check_floating(weight, "weight")
     if dtype_name(ids) not in ("int32", "int64"):
-        raise InvalidInputError("ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64")
+        raise InvalidInputError(
+            "ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64"
+        )
     vocab = weight.shape[0]
     if padding_idx is not None and not -vocab <= padding_idx < vocab:
-        raise InvalidInputError("padding_idx is outside the table", code="VALUE_INVALID", value=padding_idx, limit=f"below {vocab}")
+        raise InvalidInputError(
+            "padding_idx is outside the table", code="VALUE_INVALID", value=padding_idx, limit=f"below {vocab}"
+        )
     needs = {"padding_idx"} if padding_idx is not None else set()
     if call.needs_grad:
         needs.add("backward")

@@ -29,7 +29,9 @@ def _describe(call: Call) -> Context:
     expect_rank(weight, "weight", (2,))
     n, k = weight.shape
     if x.ndim == 0 or x.shape[-1] != k:
-        raise InvalidInputError("x and weight disagree", code="SHAPE_INVALID", value=str(tuple(x.shape)), limit=f"[..., {k}]")
+        raise InvalidInputError(
+            "x and weight disagree", code="SHAPE_INVALID", value=str(tuple(x.shape)), limit=f"[..., {k}]"
+        )
     expect_shape(bias, "bias", (n,))
     if activation is not None and activation not in ACTIVATIONS:
         raise InvalidInputError(code="VALUE_INVALID", value=str(activation), limit=ACTIVATIONS)

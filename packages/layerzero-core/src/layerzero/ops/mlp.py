@@ -36,7 +36,9 @@ def _describer(op: str) -> Callable[[Call], Context]:
         x = expect_tensor(call.args[0], "x")
         width = x.shape[-1] if x.ndim else 0
         if width == 0 or width % 2:
-            raise InvalidInputError(f"the last axis is {width}", code="SHAPE_INVALID", value=width, limit="an even width: gate and up")
+            raise InvalidInputError(
+                f"the last axis is {width}", code="SHAPE_INVALID", value=width, limit="an even width: gate and up"
+            )
         needs = set()
         if len(call.args) > 1:
             if call.args[1] not in ("none", "tanh"):

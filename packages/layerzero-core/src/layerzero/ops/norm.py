@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch.hot import autocast_key
-from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_shape, expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
-from layerzero.runtime.state import scope, state
+from layerzero.runtime.current import now, scope
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -28,14 +28,26 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
     """x / sqrt(mean(x²) + eps) over the last axis, times weight; computed in float32, returned in x's dtype."""
     try:
         hot_key = (
-            "rms_norm", type(x), x.shape, x.dtype, x.is_cpu, x.get_device(), x.is_contiguous() or x.stride(),
-            type(weight), weight.shape, weight.dtype, weight.is_cpu, weight.get_device(),  # type: ignore[union-attr]
+            "rms_norm",
+            type(x),
+            x.shape,
+            x.dtype,
+            x.is_cpu,
+            x.get_device(),
+            x.is_contiguous() or x.stride(),
+            type(weight),
+            weight.shape,  # type: ignore[union-attr]
+            weight.dtype,  # type: ignore[union-attr]
+            weight.is_cpu,  # type: ignore[union-attr]
+            weight.get_device(),  # type: ignore[union-attr]
             weight.is_contiguous() or weight.stride(),  # type: ignore[union-attr]
-            backend, _grad_enabled() and (x.requires_grad or weight.requires_grad),  # type: ignore[union-attr]
-            autocast_key() if _any_autocast() else False, _deterministic(),
-        )  # fmt: skip
+            backend,
+            _grad_enabled() and (x.requires_grad or weight.requires_grad),  # type: ignore[union-attr]
+            autocast_key() if _any_autocast() else False,
+            _deterministic(),
+        )
         active = _scope()
-        world = state.current if active is None else active.world()
+        world = now.world if active is None else active.world()
         bound = world.hot.get(hot_key)
     except (AttributeError, TypeError, RuntimeError):  # no weight, or not tensors
         return dispatch(RMS_NORM, (expect_tensor(x, "x"), weight, eps), backend=backend)  # type: ignore[no-any-return]
@@ -55,7 +67,12 @@ def add_rms_norm(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, backend: str | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the last axis, times weight plus bias."""
     return dispatch(LAYER_NORM, (x, weight, bias, eps), backend=backend)  # type: ignore[no-any-return]

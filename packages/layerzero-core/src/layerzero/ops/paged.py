@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import (
@@ -26,7 +26,6 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, reference, register
-from layerzero.selection.buckets import boundaries
 
 __all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
 
@@ -68,10 +67,26 @@ def paged_attention(
     """
     if not isinstance(batch, PagedBatch):
         if context_lens is None:
-            raise InvalidInputError("context_lens is missing", code="TYPE_INVALID", value="None", limit="a paged_batch, or block_tables and context_lens")
+            raise InvalidInputError(
+                "context_lens is missing",
+                code="TYPE_INVALID",
+                value="None",
+                limit="a paged_batch, or block_tables and context_lens",
+            )
         batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
     check_scale(scale)
-    args = (query, key_cache, value_cache, batch, scale, parse_window(window), softcap, alibi_slopes, return_lse, layout)
+    args = (
+        query,
+        key_cache,
+        value_cache,
+        batch,
+        scale,
+        parse_window(window),
+        softcap,
+        alibi_slopes,
+        return_lse,
+        layout,
+    )
     world = current_world()
     key = _key(world, args, layout, backend)
     bound = world.hot.get(key) if key is not None else None
@@ -85,6 +100,8 @@ def paged_attention(
 
 def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
     """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
+    from layerzero.selection.buckets import boundaries
+
     query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, _ = args
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
         return None
@@ -93,53 +110,95 @@ def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) ->
     longest = batch.max_context_len
     grad = query.requires_grad or key_cache.requires_grad or value_cache.requires_grad
     return (
-        "paged_attention", describe_tensor(query), describe_tensor(key_cache), describe_tensor(value_cache),
-        batch.hot_key(), batch.total_q,
+        "paged_attention",
+        describe_tensor(query),
+        describe_tensor(key_cache),
+        describe_tensor(value_cache),
+        batch.hot_key(),
+        batch.total_q,
         longest if edges is None else bisect_left(edges, longest),
         batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
-        window, softcap is None, None if slopes is None else describe_tensor(slopes), return_lse, layout, backend,
+        window,
+        softcap is None,
+        None if slopes is None else describe_tensor(slopes),
+        return_lse,
+        layout,
+        backend,
         mode_key(grad),
-    )  # fmt: skip
+    )
 
 
 def _describe(call: Call) -> Context:
     query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout = call.args
     for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
         expect_rank(expect_tensor(item, name), name, (rank,))
-    check_devices(query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes)
+    check_devices(
+        query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes
+    )
     word = check_floating(query, "query")
     cache_word = check_floating(key_cache, "key_cache")
     if dtype_name(value_cache) != cache_word:
-        raise InvalidInputError("key_cache and value_cache disagree", code="KV_CACHE_DTYPE_MISMATCH", value=dtype_name(value_cache), limit=cache_word)
+        raise InvalidInputError(
+            "key_cache and value_cache disagree",
+            code="KV_CACHE_DTYPE_MISMATCH",
+            value=dtype_name(value_cache),
+            limit=cache_word,
+        )
     order = parse_layout(layout)
     if order not in (Layout.NHD, Layout.HND):
         raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="NHD, HND")
     blocks, first, second, dim = key_cache.shape
     page, kv_heads = (first, second) if order is Layout.NHD else (second, first)
     if tuple(value_cache.shape[:3]) != tuple(key_cache.shape[:3]):
-        raise InvalidInputError("key_cache and value_cache disagree", code="SHAPE_INVALID", value=str(tuple(value_cache.shape)), limit=str(tuple(key_cache.shape)))
+        raise InvalidInputError(
+            "key_cache and value_cache disagree",
+            code="SHAPE_INVALID",
+            value=str(tuple(value_cache.shape)),
+            limit=str(tuple(key_cache.shape)),
+        )
     tokens, heads, query_dim = query.shape
     if query_dim != dim:
         raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {query_dim}, cache {dim}", limit="equal")
     if kv_heads == 0 or heads % kv_heads:
         raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
     if tokens != batch.total_q:
-        raise InvalidInputError("query does not fit the batch", code="SHAPE_INVALID", value=f"{tokens} query tokens", limit=f"{batch.total_q} from query_lens")
+        raise InvalidInputError(
+            "query does not fit the batch",
+            code="SHAPE_INVALID",
+            value=f"{tokens} query tokens",
+            limit=f"{batch.total_q} from query_lens",
+        )
     if batch.max_context_len > batch.block_tables.shape[1] * page:
-        raise InvalidInputError(code="BLOCK_TABLE_INVALID", value=f"context of {batch.max_context_len}", limit=f"{batch.block_tables.shape[1]} pages of {page}")
+        raise InvalidInputError(
+            code="BLOCK_TABLE_INVALID",
+            value=f"context of {batch.max_context_len}",
+            limit=f"{batch.block_tables.shape[1]} pages of {page}",
+        )
     needs = {
-        "gqa": heads != kv_heads, "window": window is not None, "softcap": softcap is not None, "alibi": slopes is not None,
-        "lse": return_lse, "backward": call.needs_grad, "paged_prefill": not batch.is_decode,
-    }  # fmt: skip
+        "gqa": heads != kv_heads,
+        "window": window is not None,
+        "softcap": softcap is not None,
+        "alibi": slopes is not None,
+        "lse": return_lse,
+        "backward": call.needs_grad,
+        "paged_prefill": not batch.is_decode,
+    }
     return Context(
         op="paged_attention",
         device=call.device,
         dtype=word,
         dims=(
-            ("batch", batch.batch_size), ("tokens", tokens), ("num_heads", heads), ("num_kv_heads", kv_heads), ("head_dim", dim),
-            ("head_dim_v", value_cache.shape[3]), ("seq_len_q", batch.max_query_len), ("seq_len_k", batch.max_context_len),
-            ("page_size", page), ("num_blocks", blocks),
-        ),  # fmt: skip
+            ("batch", batch.batch_size),
+            ("tokens", tokens),
+            ("num_heads", heads),
+            ("num_kv_heads", kv_heads),
+            ("head_dim", dim),
+            ("head_dim_v", value_cache.shape[3]),
+            ("seq_len_q", batch.max_query_len),
+            ("seq_len_k", batch.max_context_len),
+            ("page_size", page),
+            ("num_blocks", blocks),
+        ),
         needs=frozenset(name for name, needed in needs.items() if needed),
         dtypes=(word,),
         rank=3,
@@ -160,9 +219,17 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     if not isinstance(batch, PagedBatch):
         batch = make_paged_batch(batch, given["context_lens"])
     return (
-        given["query"], given["key_cache"], given["value_cache"], batch, given["scale"], parse_window(given["window"]),
-        given["softcap"], given["alibi_slopes"], given["return_lse"], given["layout"],
-    )  # fmt: skip
+        given["query"],
+        given["key_cache"],
+        given["value_cache"],
+        batch,
+        given["scale"],
+        parse_window(given["window"]),
+        given["softcap"],
+        given["alibi_slopes"],
+        given["return_lse"],
+        given["layout"],
+    )
 
 
 PAGED_ATTENTION = register(
@@ -170,8 +237,30 @@ PAGED_ATTENTION = register(
         OperationSpec(
             op_id="paged_attention",
             op_kind=OpKind.TENSOR,
-            arguments=("query", "key_cache", "value_cache", "batch", "scale", "window", "softcap", "alibi_slopes", "return_lse", "layout"),
-            input_kinds=("tensor", "tensor", "tensor", "object", "number", "object", "number", "tensor?", "flag", "text"),
+            arguments=(
+                "query",
+                "key_cache",
+                "value_cache",
+                "batch",
+                "scale",
+                "window",
+                "softcap",
+                "alibi_slopes",
+                "return_lse",
+                "layout",
+            ),
+            input_kinds=(
+                "tensor",
+                "tensor",
+                "tensor",
+                "object",
+                "number",
+                "object",
+                "number",
+                "tensor?",
+                "flag",
+                "text",
+            ),
             output_kind="tensor",
             describe=_describe,
             fallback_impl=reference("layerzero.backends.reference.paged:paged_attention"),

@@ -39,9 +39,11 @@ def rope(
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The ALiBi slope of each head, float32 [num_heads], as in the paper (also for head counts that are no power of two)."""
+    """The ALiBi slope of each head, float32 [num_heads], as in the paper, for any head count."""
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
-        raise InvalidInputError(f"num_heads is {num_heads}", code="VALUE_INVALID", value=str(num_heads), limit="a positive integer")
+        raise InvalidInputError(
+            f"num_heads is {num_heads}", code="VALUE_INVALID", value=str(num_heads), limit="a positive integer"
+        )
     lower = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
@@ -62,12 +64,21 @@ def _describe(call: Call) -> Context:
     if k is not None:
         expect_rank(expect_tensor(k, "k"), "k", (4,))
         if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != q.shape[0]:
-            raise InvalidInputError("q and k disagree", code="SHAPE_INVALID", value=str(tuple(k.shape)), limit=str(tuple(q.shape)))
+            raise InvalidInputError(
+                "q and k disagree", code="SHAPE_INVALID", value=str(tuple(k.shape)), limit=str(tuple(q.shape))
+            )
     if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3):
-        raise InvalidInputError("cos and sin do not fit", code="SHAPE_INVALID", value=f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}", limit="[S, rotary/2] or [B, S, rotary], both alike")
+        raise InvalidInputError(
+            "cos and sin do not fit",
+            code="SHAPE_INVALID",
+            value=f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
+            limit="[S, rotary/2] or [B, S, rotary], both alike",
+        )
     rotary = cos.shape[-1] * (2 if cos.ndim == 2 else 1)
     if rotary > dim or rotary % 2 or rotary == 0:
-        raise InvalidInputError("the tables are too wide", code="SHAPE_INVALID", value=rotary, limit=f"an even rotary width up to {dim}")
+        raise InvalidInputError(
+            "the tables are too wide", code="SHAPE_INVALID", value=rotary, limit=f"an even rotary width up to {dim}"
+        )
     if position_ids is None and cos.shape[-2] < seq:
         raise InvalidInputError("the tables are too short", code="SEQ_LEN_TOO_LONG", value=seq, limit=cos.shape[-2])
     if position_ids is not None:
@@ -75,18 +86,28 @@ def _describe(call: Call) -> Context:
     if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
         raise InvalidInputError("a leaf that needs a gradient cannot be rotated in place", code="INPLACE_UNSUPPORTED")
     needs = {
-        "interleaved": interleaved, "rotate_half": not interleaved, "position_ids": position_ids is not None, "inplace": inplace,
-        "partial_rotary": rotary < dim, "backward": call.needs_grad, "batched_tables": cos.ndim == 3, "no_key": k is None,
+        "interleaved": interleaved,
+        "rotate_half": not interleaved,
+        "position_ids": position_ids is not None,
+        "inplace": inplace,
+        "partial_rotary": rotary < dim,
+        "backward": call.needs_grad,
+        "batched_tables": cos.ndim == 3,
+        "no_key": k is None,
         "mixed_tables": dtype_name(cos) != word,
-    }  # fmt: skip
+    }
     return Context(
         op="rope",
         device=call.device,
         dtype=word,
         dims=(
-            ("batch", q.shape[0]), ("num_heads", q.shape[heads_axis]), ("num_kv_heads", k.shape[heads_axis] if k is not None else q.shape[heads_axis]),
-            ("seq_len_q", seq), ("head_dim", dim), ("rotary_dim", rotary),
-        ),  # fmt: skip
+            ("batch", q.shape[0]),
+            ("num_heads", q.shape[heads_axis]),
+            ("num_kv_heads", k.shape[heads_axis] if k is not None else q.shape[heads_axis]),
+            ("seq_len_q", seq),
+            ("head_dim", dim),
+            ("rotary_dim", rotary),
+        ),
         needs=frozenset(name for name, needed in needs.items() if needed),
         dtypes=(word,) if k is None else (word, check_floating(k, "k")),
         layout=order,

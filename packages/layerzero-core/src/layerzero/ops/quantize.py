@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,19 @@ from layerzero.model.context import Context
 from layerzero.model.describe import dtype_name
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.model.quant import QuantizedTensor, format_traits, resolve_granularity
 from layerzero.ops.describe import expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+if TYPE_CHECKING:
+    from layerzero.model.quant import QuantizedTensor
 
 __all__ = ["DEQUANTIZE", "QUANTIZE", "dequantize", "quantize"]
 
 
 def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str | None = None) -> QuantizedTensor:
     """Quantize to int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4 or nf4; scales per tensor, channel or block."""
+    from layerzero.model.quant import format_traits, resolve_granularity
+
     known, _ = format_traits(fmt)
     if known in ("mxfp4", "nvfp4") and granularity == "tensor":
         granularity = "block"  # these formats are defined by their block scales
@@ -27,6 +33,8 @@ def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str |
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Tensor:
     """The tensor a QuantizedTensor stands for, in `dtype` (default: the dtype it was made from)."""
+    from layerzero.model.quant import QuantizedTensor
+
     if not isinstance(qt, QuantizedTensor):
         raise InvalidInputError(code="TYPE_INVALID", value=type(qt).__name__, limit="a QuantizedTensor")
     return dispatch(DEQUANTIZE, (qt, dtype), backend=backend)  # type: ignore[no-any-return]

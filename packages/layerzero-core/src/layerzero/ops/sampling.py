@@ -22,7 +22,12 @@ Number = float | Tensor
 
 
 def sample_topk(
-    logits: Tensor, k: int | Tensor, *, temperature: Number = 1.0, generator: torch.Generator | None = None, backend: str | None = None
+    logits: Tensor,
+    k: int | Tensor,
+    *,
+    temperature: Number = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Draw from the k largest logits of each row [B, V] → int64 [B]. Temperature 0 takes the largest."""
     _check(k, "k", 1, math.inf)
@@ -31,7 +36,12 @@ def sample_topk(
 
 
 def sample_topp(
-    logits: Tensor, p: Number, *, temperature: Number = 1.0, generator: torch.Generator | None = None, backend: str | None = None
+    logits: Tensor,
+    p: Number,
+    *,
+    temperature: Number = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Draw from the smallest set of tokens whose probability reaches p, row by row [B, V] → int64 [B]."""
     _check(p, "p", 0.0, 1.0)
@@ -50,7 +60,11 @@ def sample(
     backend: str | None = None,
 ) -> Tensor:
     """Temperature, then top-k, then top-p, then min-p, then one draw per row [B, V] → int64 [B]."""
-    for value, name, low, high in ((top_k, "top_k", 1, math.inf), (top_p, "top_p", 0.0, 1.0), (min_p, "min_p", 0.0, 1.0)):
+    for value, name, low, high in (
+        (top_k, "top_k", 1, math.inf),
+        (top_p, "top_p", 0.0, 1.0),
+        (min_p, "min_p", 0.0, 1.0),
+    ):
         if value is not None:
             _check(value, name, low, high)
     _check(temperature, "temperature", 0.0, math.inf)
@@ -58,11 +72,13 @@ def sample(
 
 
 def _check(value: Any, name: str, low: float, high: float) -> None:
-    """Values are not part of hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
+    """Values are not in hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
     if isinstance(value, Tensor):
         return
     if not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
-        raise InvalidInputError(f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=f"{name} in [{low}, {high}]")
+        raise InvalidInputError(
+            f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=f"{name} in [{low}, {high}]"
+        )
 
 
 def _describer(op: str) -> Callable[[Call], Context]:
@@ -71,16 +87,24 @@ def _describer(op: str) -> Callable[[Call], Context]:
         expect_rank(logits, "logits", (2,))
         batch, vocab = logits.shape
         if vocab == 0:
-            raise InvalidInputError("logits have no vocabulary", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[B, V >= 1]")
+            raise InvalidInputError(
+                "logits have no vocabulary", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[B, V >= 1]"
+            )
         params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
         for name, item in params.items():
             if tuple(item.shape) != (batch,):
-                raise InvalidInputError(f"{name} does not fit", code="SHAPE_INVALID", value=str(tuple(item.shape)), limit=f"[{batch}]")
+                raise InvalidInputError(
+                    f"{name} does not fit", code="SHAPE_INVALID", value=str(tuple(item.shape)), limit=f"[{batch}]"
+                )
         needs = {"tensor_params"} if params else set()
         if call.args[-1] is not None:
             needs.add("generator")
         if op == "sample":
-            needs.update(f"sample_{name}" for name, item in zip(("top_k", "top_p", "min_p"), call.args[1:4], strict=True) if item is not None)
+            needs.update(
+                f"sample_{name}"
+                for name, item in zip(("top_k", "top_p", "min_p"), call.args[1:4], strict=True)
+                if item is not None
+            )
         call = Call(call.args, call.device, call.layout, call.backend, False)  # an index has no gradient
         return simple_context(
             call, op, logits, dict(params), {"batch": batch, "vocab": vocab}, needs, kind=OpKind.SAMPLING, mixed=True

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.dispatch.hot import generic_key
-from layerzero.dispatch.run import current_world, miss, recover
+from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import OperationSpec
-from layerzero.runtime.state import builtin_op
+from layerzero.runtime.current import builtin_op
 
 __all__ = ["PUBLIC", "PublicOp", "dispatch", "public_op", "reference", "register"]
 
@@ -32,12 +32,16 @@ class PublicOp:
     def __post_init__(self) -> None:
         object.__setattr__(self, "signature", inspect.signature(self.function))
 
-    def normalize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], str | None, str | None]:
+    def normalize(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], str | None, str | None]:
         """Canonical arguments, layout and backend of a public call."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InvalidInputError(f"{self.spec.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)) from None
+            raise InvalidInputError(
+                f"{self.spec.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)
+            ) from None
         bound.apply_defaults()
         given = bound.arguments
         canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.spec.arguments)

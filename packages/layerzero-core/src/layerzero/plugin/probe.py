@@ -6,16 +6,19 @@ output. Whatever the vendor prints goes to standard error. Started only by `laye
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import time
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
-from layerzero.reasons import reason
+from layerzero.reasons import Reason, reason
 
 __all__ = ["answer", "main"]
 
@@ -31,7 +34,7 @@ def answer(loaded: Loaded, name: str, device: DeviceSpec) -> dict[str, Any]:
         return {"status": status.to_json(), "health": None}
     plugin = loaded.pm.get_plugin(record.name)
     backend = name if name in record.backends or not record.backends else record.backends[0]
-    status = _capabilities(plugin, backend, device, record.kernels)
+    status = _bindable(_capabilities(plugin, backend, device, record.kernels), loaded)
     return {"status": status.to_json(), "health": _health(plugin, backend, status)}
 
 
@@ -50,6 +53,30 @@ def _capabilities(plugin: Any, backend: str, device: DeviceSpec, kernels: tuple[
             return status
     why = reason("PLUGIN_REGISTER_FAILED", f"layerzero_capabilities gave {type(said).__name__} without {backend}")
     return BackendStatus(backend, False, reasons=(why,), fix="report it to the plugin's author")
+
+
+def _bindable(status: BackendStatus, loaded: Loaded) -> BackendStatus:
+    """Import the adapter of every kernel that is said to be usable; what cannot be imported is not available."""
+    usable: list[str] = []
+    against: list[Reason] = []
+    for kernel_id in status.kernels if status.available else ():
+        spec = loaded.registry.kernels.get(kernel_id)
+        try:
+            if spec is not None:
+                module, _, name = spec.function.partition(":")
+                attrgetter(name)(importlib.import_module(module))
+            usable.append(kernel_id)  # an id nobody registered is for the reader of the answer to notice
+        except Exception as error:
+            why = reason("KERNEL_FUNCTION_MISSING", spec.function if spec else kernel_id, detail=_line(error))
+            against.append(why)
+    if not against:
+        return status
+    reasons = (*status.reasons, *against)
+    return replace(status, available=bool(usable), kernels=tuple(usable), reasons=reasons, fix=against[0].hint)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] | None:

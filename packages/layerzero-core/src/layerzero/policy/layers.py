@@ -110,7 +110,9 @@ SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
     "memory_headroom_mb": _number(0, none=True),
     "on_fault": _one_of(*ON_FAULT),
     "isolation": _isolation,
-    "breaker": _submap(failures=_number(1, whole=True), cooldown_s=_number(0), successes=_number(1, whole=True)),
+    "breaker": _submap(
+        failures=_number(1, whole=True), cooldown_s=_number(0), successes=_number(1, whole=True), enabled=_flag
+    ),
     "cache": _submap(max_entries=_number(1, whole=True), ttl_s=_number(0, none=True)),
     "perfdb": _submap(),
     "distributed": _submap(),

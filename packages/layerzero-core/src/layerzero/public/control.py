@@ -22,10 +22,10 @@ __all__ = [
     "get_locks",
     "load_config",
     "lock",
-    "policy",
     "prefer",
     "reload_config",
     "reset",
+    "scoped",
     "unlock",
 ]
 
@@ -83,11 +83,17 @@ def lock(op: str, kernel_id: str) -> None:
     kernel = world.registry.kernels.get(kernel_id)
     if kernel is None:
         raise UnknownNameError(
-            f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=_near(kernel_id, world.registry.kernels)
+            f"unknown kernel {kernel_id!r}",
+            code="KERNEL_UNKNOWN",
+            value=kernel_id,
+            limit=_near(kernel_id, world.registry.kernels),
         )
     if "*" not in op and kernel.op != op:
         raise UnknownNameError(
-            f"{kernel_id} computes {kernel.op}, not {op}", code="KERNEL_UNKNOWN", value=kernel_id, limit=f"a kernel of {op}"
+            f"{kernel_id} computes {kernel.op}, not {op}",
+            code="KERNEL_UNKNOWN",
+            value=kernel_id,
+            limit=f"a kernel of {op}",
         )
     _locks[op] = kernel_id
     _publish_locks()
@@ -116,9 +122,9 @@ def _publish_locks() -> None:
 
 
 @contextmanager
-def policy(**settings: Any) -> Iterator[None]:
+def scoped(**settings: Any) -> Iterator[None]:
     """Run a block under other settings; takes what `lz.configure` takes. Only this thread or task sees them."""
-    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.policy", **settings)):
+    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.scoped", **settings)):
         yield
 
 

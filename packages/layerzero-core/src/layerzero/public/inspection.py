@@ -41,7 +41,7 @@ def select(op: str, *args: Any, **kwargs: Any) -> Decision:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> SelectionReport:
-    """Which kernel a call would run, and why not the others; nothing is executed, and nothing is raised for a refusal."""
+    """Which kernel a call would run, and why not the others. Nothing is executed; a refusal is reported, not raised."""
     spec, ctx = _context(op, args, kwargs)
     decision = decide(spec, ctx, current_world())
     return SelectionReport(decision, ctx, state.ran.get(decision.context))
@@ -57,7 +57,9 @@ def dry_run(op: str, *args: Any, **kwargs: Any) -> ExecutionPlan:
     return ExecutionPlan.of(select(op, *args, **kwargs))
 
 
-def list_kernels(op: str | None = None, *, backend: str | None = None, available: bool | None = None) -> list[KernelSpec]:
+def list_kernels(
+    op: str | None = None, *, backend: str | None = None, available: bool | None = None
+) -> list[KernelSpec]:
     """Registered kernels, by op and backend; `available=True` keeps those whose backend can be used in this process."""
     world = current_world()
     if op is not None and op not in world.ops:
@@ -95,7 +97,12 @@ def validate(kernel_id: str, *args: Any, op: str | None = None, **kwargs: Any) -
         import difflib
 
         near = difflib.get_close_matches(kernel_id, list(world.registry.kernels), 3)
-        raise UnknownNameError(f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=", ".join(near) or "see lz list")
+        raise UnknownNameError(
+            f"unknown kernel {kernel_id!r}",
+            code="KERNEL_UNKNOWN",
+            value=kernel_id,
+            limit=", ".join(near) or "see lz list",
+        )
     report = explain(op or kernel.op, *args, **kwargs)
     candidate = report.decision.candidate(kernel_id)
     return [] if candidate.accepted else list(candidate.reasons)

@@ -28,7 +28,8 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..
     world = current_world()
     ctx = describe(public.spec, canonical, layout, backend, world)
     bound = ready(public.spec, ctx, world, canonical)
-    planned = _BUILDERS.get(op, _general)(public, bound, canonical, layout, backend)
+    build: Callable[..., Any] = _BUILDERS.get(op, _general)
+    planned = build(public, bound, canonical, layout, backend)
     if check or os.environ.get("LAYERZERO_DEBUG", "") not in ("", "0", "false"):
         planned = _checked(planned, public, canonical, layout, backend)
     planned.kernel_id = bound.kernel_id
@@ -37,14 +38,22 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..
     return planned  # type: ignore[no-any-return]
 
 
-def _attention(public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+def _attention(
+    public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: str | None, backend: str | None
+) -> Any:
     run, spec = bound.run, public.spec
     _, _, _, _, p, causal, fixed_scale, window, cap, slopes, lse = canonical
 
     def planned_attention(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = p, is_causal: Any = causal,
-        scale: Any = fixed_scale, **_same: Any,
-    ) -> Any:  # fmt: skip
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = p,
+        is_causal: Any = causal,
+        scale: Any = fixed_scale,
+        **_same: Any,
+    ) -> Any:
         try:
             return run(query, key, value, attn_mask, dropout_p, causal, scale, window, cap, slopes, lse)
         except Exception as error:
@@ -83,14 +92,21 @@ def _general(public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: s
 _BUILDERS: dict[str, Callable[..., Any]] = {"attention": _attention, "rms_norm": _rms_norm}
 
 
-def _checked(planned: Callable[..., Any], public: PublicOp, canonical: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+def _checked(
+    planned: Callable[..., Any], public: PublicOp, canonical: tuple[Any, ...], layout: str | None, backend: str | None
+) -> Any:
     wanted = generic_key(public.spec.op_id, canonical, layout, backend)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         values, given_layout, _ = public.normalize(args, kwargs)
         found = generic_key(public.spec.op_id, values, given_layout, backend)
         if found != wanted or not modes.plain(modes.tensors_of(values)):
-            raise PlanMismatchError(f"plan for {public.spec.op_id}", code="PLAN_ARGUMENTS_CHANGED", value=_words(found), limit=_words(wanted))
+            raise PlanMismatchError(
+                f"plan for {public.spec.op_id}",
+                code="PLAN_ARGUMENTS_CHANGED",
+                value=_words(found),
+                limit=_words(wanted),
+            )
         return planned(*args, **kwargs)
 
     return checked

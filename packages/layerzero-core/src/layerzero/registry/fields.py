@@ -63,8 +63,10 @@ def _specifier(text: str) -> None:
 def _feature(word: str) -> None:
     # A word nobody knows may be a third party's own; one that almost is a known word is a misspelling,
     # and would quietly switch the feature off.
+    if word in FEATURES or word.startswith("kv_"):
+        return
     near = nearest(word, FEATURES, cutoff=0.85)
-    if word not in FEATURES and near is not None and not word.startswith("kv_"):
+    if near is not None:
         raise ValueError(f"did you mean {near!r}?")
 
 

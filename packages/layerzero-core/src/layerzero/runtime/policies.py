@@ -117,4 +117,3 @@ def _discovered() -> tuple[PolicyLayer, ...]:
 
 
 policies = Policies()
-state.policy_from(policies.merged)

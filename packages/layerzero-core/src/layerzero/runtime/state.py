@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +18,14 @@ from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
+from layerzero.runtime.current import Unloaded, builtin_ops, now, scope
 from layerzero.selection.cache import SelectionCache
 from layerzero.selection.world import Measurements, World
 
 if TYPE_CHECKING:
     from layerzero.plugin.manager import PluginRecord
-    from layerzero.runtime.scopes import Scope
 
-__all__ = ["Counters", "Runtime", "builtin_op", "scope", "state"]
-
-scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
-
-_builtin_ops: dict[str, OperationSpec] = {}
-
-
-def builtin_op(spec: OperationSpec) -> OperationSpec:
-    """Make an op known to every World built from now on; called once per op at import."""
-    _builtin_ops[spec.op_id] = spec
-    return spec
+__all__ = ["Counters", "Runtime", "scope", "state"]
 
 
 class Counters:
@@ -56,18 +45,18 @@ class Counters:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-class _Unloaded:
-    """Stands in for the World until the first cold call; nothing is ever hot in it."""
+def _merged_policy() -> Policy:
+    """Files, environment and code, merged; read late, so that importing LayerZero reads no file."""
+    from layerzero.runtime.policies import policies
 
-    hot: Mapping[Any, Any] = MappingProxyType({})
+    return policies.merged()
 
 
 class Runtime:
-    """Holder of the current World. `current` is read by hot calls without a lock and replaced under one."""
+    """Holder of the current World. `now.world` is read by hot calls without a lock and replaced under one."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.current: Any = _Unloaded
         self._world: World | None = None
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
         self.counters = Counters()
@@ -76,7 +65,7 @@ class Runtime:
         self.plugin_manager: Any = None
         self.ran: dict[Any, str] = {}
         self._listeners: list[Callable[[World], None]] = []
-        self._policy_source: Callable[[], Policy] = Policy
+        self._policy_source: Callable[[], Policy] = _merged_policy
         self._unsubscribe = self.health.subscribe(self._health_changed)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -102,14 +91,16 @@ class Runtime:
             loaded = load_plugins()
             self.records = loaded.records
             self.plugin_manager = loaded.pm
-            world = World(registry=loaded.registry, ops={**loaded.ops, **_builtin_ops}, policy=self._policy_source())
+            world = World(registry=loaded.registry, ops={**loaded.ops, **builtin_ops}, policy=self._policy_source())
             self._install(world)
             return world
 
-    def use(self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None) -> World:
+    def use(
+        self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None
+    ) -> World:
         """Replace registry and ops wholesale: for tests and tools that bring their own kernels."""
         with self._lock:
-            world = World(registry=registry, ops={**(ops or {}), **_builtin_ops}, policy=policy or self._policy_source())
+            world = World(registry=registry, ops={**(ops or {}), **builtin_ops}, policy=policy or self._policy_source())
             return self._install(world)
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
@@ -148,7 +139,7 @@ class Runtime:
         health = self.health.snapshot()
         if world.health.version != health.version:
             world = world.changed(health=health)
-        self._world = self.current = world
+        self._world = now.world = world
         self.counters.swaps += 1
         for listener in tuple(self._listeners):
             listener(world)
@@ -170,7 +161,7 @@ class Runtime:
         """Forget everything; the next use loads again. For tests."""
         with self._lock:
             self._world = None
-            self.current = _Unloaded
+            now.world = Unloaded
             self.records = ()
             self.ran.clear()
             self.cache.invalidate_all()

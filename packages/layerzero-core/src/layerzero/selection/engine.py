@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from layerzero.errors import CudaGraphUnsafeError, LayerZeroError, LockedKernelError, NoKernelFoundError, UnknownNameError
+from layerzero.errors import (
+    CudaGraphUnsafeError,
+    LayerZeroError,
+    LockedKernelError,
+    NoKernelFoundError,
+    UnknownNameError,
+)
 from layerzero.model.context import Context
 from layerzero.model.decision import Bucket, Candidate, Decision
 from layerzero.policy.rules import judge
@@ -54,7 +60,14 @@ def _scored(fitting: list[Filtered], ctx: Context, world: World) -> list[Candida
             notes = (reason("ADAPTED", [step.name for step in item.transforms]),)
         found.append(
             Candidate(
-                item.kernel.kernel_id, item.kernel.backend, True, points.total, measured, notes, item.transforms, points.parts
+                item.kernel.kernel_id,
+                item.kernel.backend,
+                True,
+                points.total,
+                measured,
+                notes,
+                item.transforms,
+                points.parts,
             )
         )
     found.sort(key=lambda item: rank(item.score or 0.0, item.kernel_id))
@@ -69,7 +82,15 @@ def _outscored(item: Candidate, best: float) -> Candidate:
     flip = f"{gap:.1f} points behind: lz.prefer or a boost of that size would choose it"
     lost = reason("OUTSCORED", round(item.score or 0.0, 3), round(best, 3))
     return Candidate(
-        item.kernel_id, item.backend, True, item.score, item.measured_us, (*item.reasons, lost), item.transforms, item.score_parts, flip
+        item.kernel_id,
+        item.backend,
+        True,
+        item.score,
+        item.measured_us,
+        (*item.reasons, lost),
+        item.transforms,
+        item.score_parts,
+        flip,
     )
 
 

@@ -52,7 +52,11 @@ def examine(kernel: KernelSpec, ctx: Context, world: World, judged: Judge, fallb
     if transforms and (policy.strict_mode or not policy.allow_adaptation):
         found.append(reason("ADAPTATION_NOT_ALLOWED", [step.name for step in transforms]))
     found.extend(_memory(kernel, ctx, world))
-    if (ctx.capturing or "graph" in ctx.needs) and policy.graph_strict_mode and not _whitelisted(kernel, policy.graph_whitelist):
+    if (
+        (ctx.capturing or "graph" in ctx.needs)
+        and policy.graph_strict_mode
+        and not _whitelisted(kernel, policy.graph_whitelist)
+    ):
         found.append(reason("GRAPH_NOT_WHITELISTED"))
     return Filtered(kernel, tuple(found), transforms, verdict.bonus)
 

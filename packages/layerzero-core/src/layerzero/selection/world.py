@@ -46,8 +46,8 @@ class World:
     free_memory: int | None = None
     # Kernels that could not be bound (missing adapter, failed vendor import), with the reason.
     unbindable: Mapping[str, Reason] = field(default_factory=lambda: _NOTHING)
-    # hot key -> callable; owned by this World, never shared.
-    hot: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    # hot key -> bound kernel; owned by this World, never shared.
+    hot: dict[Any, Any] = field(default_factory=dict, repr=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property

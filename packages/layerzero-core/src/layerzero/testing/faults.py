@@ -161,8 +161,8 @@ def entry_point(kind: str, name: str | None = None, descriptor: Mapping[str, Any
     def load() -> Any:
         module = ModuleType(f"faulty_{backend}")
         module.__file__ = __file__
-        source = SOURCES[kind].replace("registrar.backend(CAPABILITIES)", "registrar.backend(DESCRIPTOR)")
-        vars(module)["DESCRIPTOR"] = described
+        source = SOURCES[kind].replace('CAPABILITIES = Path(__file__).with_name("capabilities.json")', "")
+        vars(module)["CAPABILITIES"] = described
         exec(compile(source, f"<{kind}>", "exec"), vars(module))
         return module
 

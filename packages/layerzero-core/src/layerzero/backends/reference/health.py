@@ -17,5 +17,7 @@ def self_test() -> HealthReport:
     full = attention(query, query, value, None, 0.0, False, None, None, None, None, False)
     causal = attention(query, query, value, None, 0.0, True, None, None, None, None, False)
     assert isinstance(full, torch.Tensor) and isinstance(causal, torch.Tensor)
-    error = max((full - value.mean(2, keepdim=True)).abs().max().item(), (causal[:, :, 0] - value[:, :, 0]).abs().max().item())
+    error = max(
+        (full - value.mean(2, keepdim=True)).abs().max().item(), (causal[:, :, 0] - value[:, :, 0]).abs().max().item()
+    )
     return HealthReport("reference", error < 1e-12, f"attention with known answers, error {error:.1e}", error)

@@ -22,27 +22,54 @@ _math = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
 def flash_cpu(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
     """Blocked attention of the CPU build; reads GQA keys without expanding them."""
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
     return (out, lse) if return_lse else out
 
 
 def flash_cuda(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
     """FlashAttention-2 as built into torch."""
     result = _flash(query, key, value, dropout_p, bool(is_causal), False, scale=scale)
     return (result[0], result[1]) if return_lse else result[0]
 
 
 def efficient_cuda(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
     """Memory-efficient attention. Its bias must span batch and heads and start rows on 16-byte boundaries."""
     needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
     bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
@@ -52,9 +79,18 @@ def efficient_cuda(
 
 
 def cudnn_cuda(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
     """cuDNN's fused attention; its log-sum-exp comes with a trailing axis of one."""
     needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
     bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
@@ -66,9 +102,18 @@ def cudnn_cuda(
 
 
 def math(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    window: Any, softcap: Any, alibi_slopes: Any, return_lse: bool,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
     """The unfused path; takes anything SDPA takes."""
     grouped = query.shape[1] != key.shape[1]
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]

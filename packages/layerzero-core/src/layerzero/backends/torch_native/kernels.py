@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "embedding", "gelu_and_mul", "layer_norm", "linear", "relu_and_mul", "rms_norm", "silu_and_mul"]
+__all__ = [
+    "add_rms_norm",
+    "embedding",
+    "gelu_and_mul",
+    "layer_norm",
+    "linear",
+    "relu_and_mul",
+    "rms_norm",
+    "silu_and_mul",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,0 +1,349 @@
+"""What dispatch costs: hot calls, plans, decode loops, cold selection, first call, import. Prints a table, keeps JSON.
+
+    python benchmarks/overhead.py --machine NAME [--json FILE] [--quick]
+
+Every overhead is a difference of medians from one interleaved run: the public call against the chosen kernel's own
+function with the same arguments. Run it on an idle machine. The limits are the budget of the design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import RESULTS, commit, interleaved, machine, write_json
+
+import layerzero as lz
+from layerzero.dispatch.bind import resolve
+from layerzero.model.context import Context
+from layerzero.runtime.state import state
+from layerzero.selection.engine import select
+
+LIMITS_US = {
+    "rms_norm hot": 1.5,
+    "attention hot": 2.6,
+    "rms_norm plan": 0.2,
+    "attention plan": 0.2,
+    "decode loop": 4.0,
+    "cold selection, 60 kernels": 300.0,
+    "first call": 50_000.0,
+    "import": 80_000.0,
+}
+
+
+def chosen(op: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The function of the kernel that dispatch runs for this call."""
+    return resolve(state.world.registry.get(lz.which(op, *args, **kwargs)))
+
+
+def tensors() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(1, 64),
+        "w": torch.nn.Parameter(torch.ones(64), requires_grad=False),
+        "q": torch.randn(1, 8, 16, 64),
+        "k": torch.randn(1, 2, 16, 64),
+        "v": torch.randn(1, 2, 16, 64),
+    }
+
+
+def fill(count: int) -> None:
+    """Put `count` keys into the hot table by making `count` different calls."""
+    w = torch.ones(8)
+    for rows in range(1, count + 1):
+        lz.rms_norm(torch.empty(rows, 8), w)
+
+
+def hot(rounds: int, batch: int) -> dict[str, float]:
+    t = tensors()
+    x, w, q, k, v = t["x"], t["w"], t["q"], t["k"], t["v"]
+    norm, attend = chosen("rms_norm", x, w), chosen("attention", q, k, v, is_causal=True)
+    norm_plan, attend_plan = lz.plan("rms_norm", x, w), lz.plan("attention", q, k, v, is_causal=True)
+    result = interleaved(
+        {
+            "rms_norm direct": lambda: norm(x, w, 1e-6),
+            "rms_norm hot": lambda: lz.rms_norm(x, w),
+            "rms_norm plan": lambda: norm_plan(x, w),
+            "attention direct": lambda: attend(q, k, v, None, 0.0, True, None, None, None, None, False),
+            "attention hot": lambda: lz.attention(q, k, v, is_causal=True),
+            "attention plan": lambda: attend_plan(q, k, v),
+        },
+        rounds=rounds,
+        batch=batch,
+    )
+    # The same path around a kernel that does nothing: no kernel noise in the difference.
+    with nothing("rms_norm", x, w), nothing("attention", q, k, v, is_causal=True):
+        quiet = interleaved(
+            {
+                "rms_norm hot, empty kernel": lambda: lz.rms_norm(x, w),
+                "attention hot, empty kernel": lambda: lz.attention(q, k, v, is_causal=True),
+                "empty": lambda: _nothing(x, w, 1e-6),
+            },
+            rounds=rounds,
+            batch=batch * 4,
+        )
+    return result | quiet
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+class nothing:
+    """Replace the bound kernel of one call by a function that does nothing."""
+
+    def __init__(self, op: str, *args: Any, **kwargs: Any) -> None:
+        getattr(lz, op)(*args, **kwargs)
+        kernel = lz.which(op, *args, **kwargs)
+        self.found = [b for key, b in state.world.hot.items() if b.kernel_id == kernel and key[0] == op]
+        self.saved = [b.run for b in self.found]
+
+    def __enter__(self) -> None:
+        for bound in self.found:
+            bound.run = _nothing
+
+    def __exit__(self, *error: object) -> None:
+        for bound, run in zip(self.found, self.saved, strict=True):
+            bound.run = run
+
+
+def decode(steps: int) -> dict[str, Any]:
+    """A decode loop over a growing cache, one new key each step; the cost beside the kernel and the cache."""
+    cache_kind, append = growing_cache()
+    q = torch.randn(1, 8, 1, 64)
+    new = torch.randn(1, 2, 1, 64)
+    state.counters.reset()
+    state.cache.invalidate_all()
+    state.world.hot.clear()
+    kernel = chosen("attention", q, new, new)
+    extra: list[float] = []
+    clock = time.perf_counter_ns
+    for _ in range(steps):
+        k, v = append(new)
+        # Alternate the order, so that neither always meets the warm cache.
+        times = {}
+        for which in ("direct", "lz") if _ % 2 else ("lz", "direct"):
+            start = clock()
+            if which == "lz":
+                lz.attention(q, k, v)
+            else:
+                kernel(q, k, v, None, 0.0, False, None, None, None, None, False)
+            times[which] = clock() - start
+        extra.append(times["lz"] - times["direct"])
+    return {
+        "cache": cache_kind,
+        "steps": steps,
+        "selections": state.counters.selections,
+        "median_us": statistics.median(extra) / 1e3,
+        "trimmed_mean_us": statistics.fmean(sorted(extra)[steps // 20 : -steps // 20]) / 1e3,
+        "mean_us": statistics.fmean(extra) / 1e3,
+    }
+
+
+def growing_cache() -> tuple[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    try:
+        from transformers import DynamicCache
+    except ImportError:
+        held: list[torch.Tensor] = []
+
+        def concatenate(new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            held[:] = [torch.cat([*held, new], dim=2)]
+            return held[0], held[0]
+
+        return "torch.cat, as DynamicCache does", concatenate
+    cache = DynamicCache()
+    return "transformers.DynamicCache", lambda new: cache.update(new, new, 0)
+
+
+def cold(kernels: int = 60) -> float:
+    """µs of one selection among many kernels (no cache)."""
+    template = state.world.registry.get("sdpa.attention.flash_cpu")
+    extra = [
+        replace(template, kernel_id=f"bench.attention.k{i}", backend="bench", priority=float(i % 7))
+        for i in range(kernels - len(state.world.registry.by_op("attention")))
+    ]
+    world = state.world.changed(registry=state.world.registry.add(extra))
+    q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+    ctx = Context.from_tensors(q, k, k, layout="BHSD", is_causal=True)
+    select(ctx, world)
+    samples = []
+    for _ in range(300):
+        start = time.perf_counter_ns()
+        select(ctx, world)
+        samples.append(time.perf_counter_ns() - start)
+    return statistics.median(samples) / 1e3
+
+
+def starts(runs: int) -> dict[str, float]:
+    """µs that `import layerzero` adds to `import torch`, and of the first call, in fresh processes with bytecode."""
+    first = (
+        "import time, torch\n"
+        "q = torch.randn(1, 8, 16, 64); k = torch.randn(1, 2, 16, 64)\n"
+        "t = time.perf_counter(); import layerzero as lz; a = time.perf_counter() - t\n"
+        "import layerzero.backends.sdpa.kernels\n"
+        "torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "t = time.perf_counter(); lz.attention(q, k, k, is_causal=True); print(a, time.perf_counter() - t)"
+    )
+    imports, calls = [], []
+    for _ in range(runs + 1):
+        env = {k: v for k, v in __import__("os").environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        out = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", first], capture_output=True, text=True, check=True, env=env
+        )
+        a, b = out.stdout.split()
+        imports.append(float(a) * 1e6)
+        calls.append(float(b) * 1e6)
+    return {"import": statistics.median(imports[1:]), "first call": statistics.median(calls[1:])}
+
+
+def threads(count: int, lookups: int) -> dict[str, Any]:
+    """Many threads, mixed calls, the World swapped all the while: errors and stale choices."""
+    shapes = [torch.randn(1, 2, n, 8) for n in range(1, 33)]
+    errors: list[BaseException] = []
+    stale = [0]
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            lz.lock("attention", "sdpa.attention.math")
+            if lz.which("attention", shapes[0], shapes[0], shapes[0]) != "sdpa.attention.math":
+                stale[0] += 1
+            lz.unlock("attention")
+            state.cache.invalidate_all()
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(lookups):
+                t = shapes[(i * 7 + seed) % len(shapes)]
+                lz.attention(t, t, t)
+        except BaseException as error:
+            errors.append(error)
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    stop.set()
+    swapper.join()
+    return {
+        "threads": count,
+        "lookups_each": lookups,
+        "errors": len(errors),
+        "stale": stale[0],
+        "swaps": state.counters.swaps,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def peers(rounds: int, batch: int) -> dict[str, Any]:
+    """The same tiny call through other dispatchers, where they are installed."""
+    found: dict[str, Any] = {}
+    x = torch.randn(1, 64)
+
+    @torch.library.custom_op("lzbench::nothing", mutates_args=())
+    def custom(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    result = interleaved(
+        {"custom_op": lambda: custom(x), "body": lambda: torch.empty_like(x)}, rounds=rounds, batch=batch
+    )
+    found["torch.library.custom_op"] = (result["custom_op"] - result["body"]) / 1e3
+    for name in ("flashinfer_bench", "xformers"):
+        try:
+            __import__(name)
+            found[name] = "installed, no CPU kernel to dispatch to"
+        except Exception as error:
+            found[name] = f"not measured: {type(error).__name__}"
+    return found
+
+
+def calibration() -> dict[str, float]:
+    """ns of the attribute reads a key is made of: the speed of the machine in the same units."""
+    t = torch.randn(1, 8, 16, 64)
+    calls = {
+        "empty lambda": lambda: None,
+        "shape": lambda: t.shape,
+        "stride": lambda: t.stride(),
+        "dtype": lambda: t.dtype,
+        "device": lambda: t.device,
+        "is_contiguous": lambda: t.is_contiguous(),
+    }
+    result = interleaved(calls, rounds=200, batch=2000)
+    base = result.pop("empty lambda")
+    return {name: round(value - base, 1) for name, value in result.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="here", help="folder under benchmarks/results for the JSON")
+    parser.add_argument("--json", type=Path, help="write the JSON to this file instead")
+    parser.add_argument("--quick", action="store_true", help="few rounds: a smoke test, not a figure")
+    options = parser.parse_args()
+    rounds, batch = (30, 50) if options.quick else (400, 250)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    few = hot(rounds, batch)
+    keys_before = len(state.world.hot)
+    fill(200 if options.quick else 10_000)
+    many = hot(rounds, batch)
+    keys_after = len(state.world.hot)
+    figures = {
+        "rms_norm hot": few["rms_norm hot"] - few["rms_norm direct"],
+        "attention hot": few["attention hot"] - few["attention direct"],
+        "rms_norm plan": few["rms_norm plan"] - few["rms_norm direct"],
+        "attention plan": few["attention plan"] - few["attention direct"],
+        "rms_norm hot, empty kernel": few["rms_norm hot, empty kernel"] - few["empty"],
+        "attention hot, empty kernel": few["attention hot, empty kernel"] - few["empty"],
+        "rms_norm hot, empty kernel, many keys": many["rms_norm hot, empty kernel"] - many["empty"],
+        "attention hot, empty kernel, many keys": many["attention hot, empty kernel"] - many["empty"],
+    }
+    figures = {name: round(value / 1e3, 3) for name, value in figures.items()}
+    loop = decode(256 if options.quick else 4096)
+    figures["decode loop"] = round(loop["trimmed_mean_us"], 3)
+    figures["cold selection, 60 kernels"] = round(cold(), 1)
+    figures |= {name: round(value) for name, value in starts(2 if options.quick else 7).items()}
+    data = {
+        "benchmark": "overhead",
+        "commit": commit(),
+        "command": "python benchmarks/overhead.py",
+        "machine": machine(),
+        "unit": "us",
+        "figures": figures,
+        "limits": LIMITS_US,
+        "keys": {"few": keys_before, "many": keys_after},
+        "decode": loop,
+        "threads": threads(20, 200) if options.quick else threads(100, 10_000),
+        "peers": peers(30, 20) if options.quick else peers(100, 100),
+        "calibration_ns": calibration(),
+        "medians_ns": {name: round(value, 1) for name, value in few.items()},
+    }
+    path = options.json or RESULTS / options.machine / "overhead.json"
+    write_json(path, data)
+    for name, value in figures.items():
+        limit = LIMITS_US.get(name)
+        verdict = "" if limit is None else f"  limit {limit:g}  {'ok' if value <= limit else 'OVER'}"
+        print(f"{name:42} {value:12.3f} us{verdict}")
+    print(f"decode: {loop['selections']} selections in {loop['steps']} steps over {loop['cache']}")
+    print(f"threads: {data['threads']}")
+    print(f"peers: {data['peers']}")
+    print(f"machine: {data['machine']}  calibration ns: {data['calibration_ns']}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,184 @@
+"""Doctor's look at the machine: versions, devices, variables, policy files, breakers and quarantine."""
+
+from __future__ import annotations
+
+import platform as host
+from collections.abc import Iterable
+from pathlib import Path
+
+import importlib_metadata
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from layerzero.errors import LayerZeroError
+from layerzero.health.quarantine import Quarantine
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Platform
+from layerzero.plugin.discovery import CORE_DIST, dist_version
+from layerzero.policy.load import discover, load_file
+from layerzero.public.checks import Check, Status
+from layerzero.public.situation import Situation, quarantine_file
+from layerzero.reasons import ReasonCode, reason
+
+__all__ = ["health", "libraries", "platform", "settings", "supported"]
+
+# The library's import name, and the distributions that may bring it.
+_LIBRARIES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton"),
+    "flash_attn": ("flash-attn",),
+    "flash_attn_3": ("flash-attn-3", "flash_attn_3"),
+    "flash_attn_4": ("flash-attn-4",),
+    "flashinfer": ("flashinfer-python",),
+    "xformers": ("xformers",),
+    "liger_kernel": ("liger-kernel",),
+    "transformers": ("transformers",),
+    "pytest": ("pytest",),
+    "hypothesis": ("hypothesis",),
+}
+_FLOORS = {"python": ">=3.11", "torch": ">=2.10"}
+
+
+def libraries() -> dict[str, str | None]:
+    """Versions of what kernels and tests stand on, from metadata; an absent one is None and never an error."""
+    import torch
+
+    found: dict[str, str | None] = {"python": host.python_version()}
+    for name, dists in _LIBRARIES.items():
+        found[name] = next((version for version in map(_version, dists) if version), None)
+    found["torch"] = str(torch.__version__)
+    found["cuda"] = torch.version.cuda
+    found["rocm"] = torch.version.hip
+    return found
+
+
+def _version(dist: str) -> str | None:
+    try:
+        return dist_version(dist)
+    except Exception:  # metadata that some installer left half written is as good as none
+        return None
+
+
+def supported() -> dict[str, str]:
+    """The ranges this core declares for Python and torch, from its own package metadata."""
+    ranges = dict(_FLOORS)
+    try:
+        metadata = importlib_metadata.distribution(CORE_DIST).metadata
+    except importlib_metadata.PackageNotFoundError:  # run from its source tree
+        return ranges
+    ranges["python"] = metadata.get("Requires-Python") or ranges["python"]
+    for text in metadata.get_all("Requires-Dist") or ():
+        wanted = Requirement(text)
+        if wanted.name == "torch" and wanted.marker is None and wanted.specifier:
+            ranges["torch"] = str(wanted.specifier)
+    return ranges
+
+
+def platform(now: Situation) -> list[Check]:
+    """Python, torch, and every device."""
+    import torch
+
+    ranges = supported()
+    return [
+        _in_range("python", host.python_version(), ranges["python"], f"install Python {ranges['python']}"),
+        _in_range("torch", str(torch.__version__), ranges["torch"], f"pip install 'torch{ranges['torch']}'"),
+        *(_device(spec) for spec in now.devices),
+    ]
+
+
+def _in_range(name: str, version: str, wanted: str, fix: str) -> Check:
+    try:
+        right = SpecifierSet(wanted).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        right = False
+    if right:
+        return Check("platform", name, Status.OK, f"{version} (supported: {wanted})")
+    return Check.because(
+        "platform", name, Status.FAIL, reason("BACKEND_VERSION_MISMATCH", f"{name} {version}", wanted), fix
+    )
+
+
+def _device(spec: DeviceSpec) -> Check:
+    name = "cpu" if spec.platform is Platform.CPU else f"{spec.device_type}:{spec.index}"
+    parts = [spec.name or spec.device_type]
+    if spec.sm_version is not None:
+        parts.append(f"SM {spec.sm_version // 10}.{spec.sm_version % 10} {spec.gpu_generation.name.lower()}")
+    if spec.gfx:
+        parts.append(spec.gfx)
+    if spec.memory_bytes:
+        parts.append(f"{spec.memory_bytes / 2**30:.0f} GiB")
+    if spec.driver_version:
+        parts.append(f"driver {spec.driver_version}")
+    if spec.platform is Platform.CPU:
+        parts.append(" ".join(sorted(spec.cpu_features)) or "no vector features known")
+    return Check("platform", f"device {name}", Status.OK, ", ".join(parts))
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+def settings(now: Situation) -> list[Check]:
+    """Variables that are wrong or unknown, and every policy file."""
+    checks = [Check.error("settings", "variable", error) for error in now.wrong]
+    for name, near in now.env.unknown:
+        fix = f"did you mean {near}?" if near else "unset it, or check its spelling"
+        message = f"{name} is not known to the core and has no effect there"
+        checks.append(Check("settings", "variable", Status.WARN, message, ReasonCode.CONFIG_INVALID, fix))
+    if not checks:
+        count = sum(name.startswith("LAYERZERO_") for name in now.environ)
+        checks.append(Check("settings", "variables", Status.OK, f"{count} LAYERZERO_* set" if count else "none set"))
+    return [*checks, *_policy_files(now)]
+
+
+def _policy_files(now: Situation) -> list[Check]:
+    checks: list[Check] = []
+    for found in discover(now.env):
+        try:
+            load_file(found.path, trusted=found.trusted)
+        except LayerZeroError as error:
+            checks.append(Check.error("settings", "policy file", error))
+            continue
+        trust = "" if found.trusted else " (in the working directory)"
+        checks.append(Check("settings", "policy file", Status.OK, f"{found.path}{trust}"))
+    told = {check.message for check in checks if check.status == Status.FAIL}
+    if now.problem is not None:
+        merged = Check.error("settings", "policy", now.problem)
+        return checks if merged.message in told else [*checks, merged]
+    return checks or [Check("settings", "policy file", Status.OK, "none found; defaults hold")]
+
+
+# -- health ------------------------------------------------------------------------------------------------------
+def health(now: Situation, file: Path | None = None) -> list[Check]:
+    """Open breakers, kernels that could not be bound, and the quarantine file."""
+    checks = [*_breakers(now), *_unbindable(now), *_quarantine(file or quarantine_file())]
+    return checks or [Check("health", "breakers", Status.OK, "all closed, nothing in quarantine")]
+
+
+def _breakers(now: Situation) -> Iterable[Check]:
+    book = now.world.health
+    for kind, states in (("kernel", book.kernels), ("backend", book.backends)):
+        for name, breaker in states.items():
+            if breaker.watched or breaker.blocks:
+                why = reason("CIRCUIT_OPEN", breaker.last_error, book.settings.cooldown_s, detail=breaker.phase.value)
+                yield Check.because("health", f"{kind} {name}", Status.WARN, why)
+
+
+def _unbindable(now: Situation) -> Iterable[Check]:
+    for kernel_id, why in now.world.unbindable.items():
+        yield Check.because("health", kernel_id, Status.FAIL, why)
+
+
+def _quarantine(path: Path) -> Iterable[Check]:
+    book = Quarantine(path)
+    try:
+        entries = book.entries()
+    except OSError as error:
+        why = reason("CACHE_CORRUPT", f"{path.name}: {error.strerror}")
+        yield Check.because("health", "quarantine", Status.WARN, why, "make the file readable, or remove it")
+        return
+    for problem in book.problems:
+        yield Check.because("health", "quarantine", Status.WARN, problem)
+    for entry in entries:
+        why = reason("QUARANTINED", f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip())
+        yield Check.because("health", "quarantine", Status.WARN, why, f"fix the cause, then remove it from {path.name}")
+
+

@@ -1,0 +1,202 @@
+"""`lz.doctor` and `lz.readiness_check`: is everything as it should be, and if not, what exactly to do.
+
+Doctor looks at the machine and at every plugin, whatever the policy wants. Readiness asks whether this process, with
+its policy, may take traffic. Both return a report and raise nothing for what they find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from layerzero.errors import LayerZeroError
+from layerzero.reasons import Reason, ReasonCode
+
+__all__ = ["Check", "DoctorReport", "ReadinessReport", "Status", "doctor", "readiness_check"]
+
+
+class Status:
+    """The words a `Check.status` may be. Only "fail" makes a report not ok."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at: what, how it stands, why, and the exact fix.
+
+    `group` names the section of the report it belongs to. `code` is None while all is well.
+    """
+
+    group: str
+    name: str
+    status: str
+    message: str = ""
+    code: ReasonCode | None = None
+    fix: str = ""
+
+    @staticmethod
+    def because(group: str, name: str, status: str, why: Reason, fix: str = "") -> Check:
+        """A check that a Reason speaks for; the fix is the reason's hint unless another is given."""
+        return Check(group, name, status, why.message, why.code, fix or why.hint)
+
+    @staticmethod
+    def error(group: str, name: str, error: LayerZeroError, status: str = Status.FAIL) -> Check:
+        """A check that ended in one of our own errors."""
+        text = str(error).removesuffix(f"; {error.hint}").removesuffix(f" [{error.code.value}]")
+        return Check(group, name, status, text, error.code, error.hint)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "status": self.status,
+            "message": self.message,
+            "code": None if self.code is None else self.code.value,
+            "fix": self.fix,
+        }
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What both reports share."""
+
+    checks: tuple[Check, ...]
+    title: ClassVar[str] = "report"
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; warnings and skipped checks do not count."""
+        return all(check.status != Status.FAIL for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.status == Status.FAIL)
+
+    def check(self, name: str, group: str | None = None) -> Check:
+        """The check of this name (in this group); KeyError when there is none."""
+        for item in self.checks:
+            if item.name == name and group in (None, item.group):
+                return item
+        raise KeyError(name)
+
+    def counts(self) -> dict[str, int]:
+        """How many checks stand how."""
+        words = (Status.OK, Status.WARN, Status.FAIL, Status.SKIP)
+        return {word: sum(check.status == word for check in self.checks) for word in words}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible dict."""
+        return {"ok": self.ok, "counts": self.counts(), "checks": [check.to_json() for check in self.checks]}
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def summary(self) -> str:
+        """One line."""
+        words = ", ".join(f"{count} {word}" for word, count in self.counts().items() if count)
+        return f"{self.title}: {'ok' if self.ok else 'problems found'} ({words})"
+
+    def __str__(self) -> str:
+        return "\n".join([*_lines(self.checks), "", self.summary()])
+
+
+@dataclass(frozen=True)
+class DoctorReport(_Report):
+    """What `lz.doctor` found. `libraries` maps each library of interest to its version, None when absent."""
+
+    libraries: Mapping[str, str | None] = field(default_factory=dict)
+    title: ClassVar[str] = "doctor"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible dict."""
+        return {**super().to_dict(), "libraries": dict(self.libraries)}
+
+    def __str__(self) -> str:
+        versions = "\n".join(f"  {name:<16}{version or '-'}" for name, version in self.libraries.items())
+        body = "\n".join(_lines(self.checks))
+        return f"{body}\n\nlibraries\n{versions}\n\n{self.summary()}" if versions else f"{body}\n\n{self.summary()}"
+
+
+@dataclass(frozen=True)
+class ReadinessReport(_Report):
+    """What `lz.readiness_check` found; `caches` holds the numbers of the selection cache and the hot table."""
+
+    caches: Mapping[str, Any] = field(default_factory=dict)
+    title: ClassVar[str] = "readiness"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-compatible dict."""
+        return {**super().to_dict(), "caches": dict(self.caches)}
+
+    def require(self) -> None:
+        """Raise LayerZeroError naming everything that failed; for a service that must not start otherwise."""
+        if self.ok:
+            return
+        lines = "".join(f"\n  {check.name}: {check.message}; {check.fix}" for check in self.failed)
+        first = self.failed[0]
+        raise LayerZeroError(f"not ready{lines}", code=first.code or ReasonCode.CONFIG_INVALID, hint=first.fix)
+
+
+def _lines(checks: Iterable[Check]) -> list[str]:
+    lines: list[str] = []
+    group = ""
+    for check in checks:
+        if check.group != group:
+            group = check.group
+            lines += ["", group] if lines else [group]
+        code = f"{check.code.value}: " if check.code is not None else ""
+        lines.append(f"  {check.status:<5} {check.name:<22} {code}{check.message}".rstrip())
+        if check.fix:
+            lines.append(f"        fix: {check.fix}")
+    return lines
+
+
+def doctor(backend: str | None = None, *, timeout: float | None = None, probe: bool = True) -> DoctorReport:
+    """Look at the machine, the settings and every plugin; each vendor is probed in its own process.
+
+    `backend` looks at one backend or plugin only. `timeout` limits each probe (default: LAYERZERO_PROBE_TIMEOUT,
+    20 s). `probe=False` starts no process: metadata is then taken at its word. A crashing, hanging or lying vendor,
+    a wrong variable or a corrupt policy file is a finding, never an exception.
+    """
+    from layerzero.public import check_backends, check_machine
+    from layerzero.public.situation import look
+
+    now = look()
+    limit = now.env.probe_timeout if timeout is None else timeout
+    found = check_backends.plugins(now, backend)
+    if probe:
+        found += check_backends.probed(now, backend, limit)
+    if backend is not None:
+        return DoctorReport(tuple(found or check_backends.unknown(now, backend)))
+    checks = [
+        *check_machine.platform(now),
+        *check_machine.settings(now),
+        *found,
+        *check_backends.clashes(now),
+        *check_machine.health(now),
+    ]
+    return DoctorReport(tuple(checks), check_machine.libraries())
+
+
+def readiness_check(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> ReadinessReport:
+    """May this process take traffic? Schemas, policy, the kernels the policy needs, JIT artifacts, caches.
+
+    `config` is a policy file (or a mapping in its form) to judge instead of the policy in force. What the policy
+    names and cannot be had is a failure with its fix; `report.require()` turns failures into an exception.
+    """
+    from layerzero.public import check_policy
+    from layerzero.public.situation import look
+
+    now = look()
+    checks, caches = check_policy.readiness(now, config)
+    return ReadinessReport(tuple(checks), caches)

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import importlib_metadata
+import pytest
+
+from layerzero.errors import PluginError
+from layerzero.model.enums import OpKind, Platform
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.plugin import hookimpl, spec, vendor_status
+from layerzero.plugin.discovery import BUILTINS, discover
+from layerzero.plugin.manager import Loaded, PluginRecord, call_hook, load_plugins
+from layerzero.plugin.registrar import Registrar
+from layerzero.testing import fakes, faults
+from layerzero.testing.fakes import FakeDist, FakeEntryPoint, capabilities, plugin
+
+
+def load(*entries: Any, env: dict[str, str] | None = None) -> Loaded:
+    return load_plugins(entries, env or {})
+
+
+def entry(name: str, *descriptors: Any, dist: str | None = None, **given: Any) -> FakeEntryPoint:
+    found = descriptors or (capabilities(name),)
+    return FakeEntryPoint(name, plugin(*found, **given), FakeDist(dist or f"layerzero-{name}"))
+
+
+def record(loaded: Loaded, name: str) -> PluginRecord:
+    found = loaded.record(name)
+    assert found is not None
+    return found
+
+
+# -- the good way ----------------------------------------------------------------------------------
+@pytest.mark.req("R-REG-05", "R-REG-01")
+def test_a_third_party_plugin_registers_its_kernels() -> None:
+    loaded = load(entry("mine"))
+    found = record(loaded, "mine")
+    assert (found.state, found.kernels, found.dist, found.dist_version) == (
+        "ok", ("mine.rms_norm.plain",), "layerzero-mine", "1.0",
+    )  # fmt: skip
+    assert loaded.registry.get("mine.rms_norm.plain").version == "1.0"
+    assert loaded.registry.backends["mine"].capabilities_hash == loaded.capabilities["mine"].hash
+    assert loaded.pm.has_plugin("mine")
+    assert found.to_json()["reasons"] == []
+
+
+def test_the_built_ins_come_in_by_the_same_door_first() -> None:
+    loaded = load(entry("aaa"))
+    assert [item.name for item in loaded.records] == [*BUILTINS, "aaa"]
+    assert all(item.state == "ok" and item.builtin for item in loaded.records[:3])
+    assert loaded.registry.get("reference.attention.plain").backend == "reference"
+
+
+def test_the_installed_entry_points_and_the_built_in_list_agree() -> None:
+    declared = {item.name: item.value for item in importlib_metadata.entry_points(group=spec.ENTRY_POINT_GROUP)}
+    assert {name: declared.get(name, value) for name, value in BUILTINS.items()} == BUILTINS
+    assert len([item for item in discover() if item.builtin]) == len(BUILTINS)
+
+
+def test_a_plugin_may_bring_an_op_of_its_own() -> None:
+    op = OperationSpec("my_op", OpKind.TENSOR, ("x",), ("tensor",), "tensor", fallback_impl=lambda x: x)
+    loaded = load(FakeEntryPoint("mine", plugin(ops=[op])))
+    assert loaded.ops["my_op"] is op and record(loaded, "mine").ops == ("my_op",)
+    taken = load(FakeEntryPoint("a", plugin(ops=[op])), FakeEntryPoint("b", plugin(ops=[op])))
+    assert record(taken, "b").reasons[0].code == "PLUGIN_DUPLICATE"
+
+
+def test_a_plugin_with_commands_only_is_fine() -> None:
+    only = SimpleNamespace(layerzero_commands=hookimpl(lambda: []))
+    assert record(load(FakeEntryPoint("hub", only)), "hub").state == "ok"
+
+
+def test_a_plugin_may_bring_several_backends() -> None:
+    loaded = load(FakeEntryPoint("flash", plugin(capabilities("fa2"), capabilities("fa3"))))
+    assert record(loaded, "flash").backends == ("fa2", "fa3")
+    assert record(loaded, "fa3").name == "flash"
+
+
+# -- the bad ways: each costs only itself ------------------------------------------------------------
+@pytest.mark.req("R-REG-04")
+@pytest.mark.parametrize("kind", sorted(faults.EXPECTED))
+def test_a_broken_plugin_costs_only_itself(kind: str) -> None:
+    loaded = load(entry("before"), faults.entry_point(kind), entry("zz_after"))
+    broken = record(loaded, kind)
+    assert broken.state == "failed" and broken.reasons[0].code == faults.EXPECTED[kind]
+    assert broken.kernels == () and not loaded.registry.by_backend(kind), "nothing of it stays behind"
+    assert broken.fix and kind in broken.fix
+    assert record(loaded, "before").state == record(loaded, "zz_after").state == "ok"
+
+
+@pytest.mark.req("R-REG-04")
+def test_all_broken_plugins_together_leave_the_built_ins_working() -> None:
+    loaded = load(*(faults.entry_point(kind) for kind in faults.SOURCES))
+    assert [item.name for item in loaded.records if item.state == "failed"] == sorted(faults.EXPECTED)
+    assert all(record(loaded, name).state == "ok" for name in BUILTINS)
+
+
+@pytest.mark.parametrize("moment", ["import", "register"])
+def test_ctrl_c_is_not_swallowed(moment: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    target: Any = fakes.loader(interrupt)
+    if moment == "register":
+        target = SimpleNamespace(layerzero_register=hookimpl(lambda registrar: interrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        load(FakeEntryPoint("mine", target))
+
+
+def test_a_hook_that_forgot_its_marker_is_told_so() -> None:
+    loaded = load(FakeEntryPoint("mine", SimpleNamespace(layerzero_register=lambda registrar: None)))
+    assert "is not marked" in record(loaded, "mine").reasons[0].message
+    assert "@hookimpl" in record(loaded, "mine").reasons[0].hint
+
+
+def test_a_class_is_not_a_plugin() -> None:
+    class Plugin:
+        @hookimpl
+        def layerzero_register(self, registrar: Any) -> None: ...
+
+    assert record(load(FakeEntryPoint("mine", Plugin)), "mine").state == "failed"
+    assert record(load(FakeEntryPoint("mine", Plugin())), "mine").state == "ok"
+
+
+@pytest.mark.req("R-REG-07")
+def test_a_taken_backend_name_costs_the_newcomer() -> None:
+    loaded = load(entry("aa", capabilities("same")), entry("bb", capabilities("same")))
+    assert (record(loaded, "aa").state, record(loaded, "bb").state) == ("ok", "failed")
+    assert record(loaded, "bb").reasons[0].code in ("PLUGIN_DUPLICATE", "KERNEL_DUPLICATE")
+    assert len(loaded.registry.by_backend("same")) == 1
+
+
+def test_nobody_takes_the_name_of_a_built_in() -> None:
+    loaded = load(entry("sdpa", capabilities("sdpa", {"variant": "better", "priority": 99}), dist="evil"))
+    assert [item.state for item in loaded.records if item.name == "sdpa"] == ["ok", "failed"]
+    assert "sdpa.rms_norm.better" not in loaded.registry
+
+
+def test_two_distributions_with_one_entry_point_name_do_not_mix() -> None:
+    loaded = load(entry("x", capabilities("one"), dist="a"), entry("x", capabilities("two"), dist="b"))
+    assert [(item.dist, item.state) for item in loaded.records[3:]] == [("a", "ok"), ("b", "failed")]
+    assert loaded.records[4].reasons[0].code == "PLUGIN_DUPLICATE"
+
+
+def test_a_registrar_is_closed_after_the_hook() -> None:
+    kept: list[Registrar] = []
+    target = SimpleNamespace(layerzero_register=hookimpl(lambda registrar: kept.append(registrar)))
+    load(FakeEntryPoint("mine", target))
+    with pytest.raises(PluginError, match="after layerzero_register"):
+        kept[0].backend(capabilities("late"))
+
+
+def test_a_kernel_built_in_code_stays_inside_its_plugin() -> None:
+    def spec_of(kernel_id: str) -> KernelSpec:
+        return KernelSpec(
+            kernel_id, "rms_norm", kernel_id.split(".")[0], "a:b", platforms=frozenset({Platform.CPU}),
+            dtypes=frozenset({"float32"}),
+        )  # fmt: skip
+
+    def registering(kernel_id: str) -> FakeEntryPoint:
+        hook = hookimpl(lambda registrar: registrar.kernel(spec_of(kernel_id)))
+        return FakeEntryPoint("mine", SimpleNamespace(layerzero_register=hook))
+
+    assert record(load(registering("mine.rms_norm.a")), "mine").kernels == ("mine.rms_norm.a",)
+    assert record(load(registering("sdpa.rms_norm.a")), "mine").reasons[0].code == "KERNEL_ID_INVALID"
+
+
+# -- who may come in -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("env", "denied"),
+    [
+        ({}, set()),
+        ({"LAYERZERO_PLUGINS": "mine"}, {"other"}),
+        ({"LAYERZERO_PLUGINS": ""}, {"mine", "other"}),
+        ({"LAYERZERO_PLUGINS": "layerzero-m*"}, {"other"}),
+        ({"LAYERZERO_PLUGINS_DENY": "mine"}, {"mine"}),
+        ({"LAYERZERO_PLUGINS_DENY": "*"}, {"mine", "other"}),
+        ({"LAYERZERO_PLUGINS_DENY": "Layerzero_Other"}, {"other"}),
+        ({"LAYERZERO_PLUGINS": "mine", "LAYERZERO_PLUGINS_DENY": "mine"}, {"mine", "other"}),
+        ({"LAYERZERO_PLUGINS_DENY": "sdpa"}, {"sdpa"}),
+    ],
+)
+def test_the_environment_keeps_plugins_out(env: dict[str, str], denied: set[str]) -> None:
+    entries = [entry("mine"), entry("other")]
+    loaded = load(*entries, env=env)
+    assert {item.name for item in loaded.records if item.state == "denied"} == denied
+    for item in loaded.records:
+        if item.name in denied:
+            assert item.reasons[0].code == "PLUGIN_DENIED" and "LAYERZERO_PLUGINS" in item.fix
+    assert all(item.loads == (item.name not in denied) for item in entries), "a denied plugin is not even imported"
+
+
+# -- vendors ---------------------------------------------------------------------------------------
+@pytest.mark.req("R-REG-04")
+def test_an_absent_vendor_keeps_its_kernels_listed_but_unusable() -> None:
+    vendor = {"dist": "no-such-vendor", "import": "no_such_vendor", "version": ">=2"}
+    loaded = load(entry("mine", capabilities("mine", vendor=vendor)))
+    found = record(loaded, "mine")
+    assert found.state == "unavailable" and found.reasons[0].code == "BACKEND_NOT_INSTALLED"
+    assert found.fix == "pip install 'no-such-vendor>=2'" == found.reasons[0].hint
+    assert "mine.rms_norm.plain" in loaded.registry and not loaded.registry.available("mine")
+
+
+@pytest.mark.req("R-REG-04", "R-REG-06")
+def test_a_vendor_of_a_wrong_version_is_refused_with_both_versions() -> None:
+    installed = importlib_metadata.version("pluggy")
+    loaded = load(entry("mine", capabilities("mine", vendor={"dist": "pluggy", "version": ">=99"})))
+    why = record(loaded, "mine").reasons[0]
+    assert (why.code, why.value, why.limit) == ("BACKEND_VERSION_MISMATCH", f"pluggy {installed}", ">=99")
+    right = load(entry("mine", capabilities("mine", vendor={"dist": "pluggy", "version": ">=1"})))
+    assert record(right, "mine").state == "ok"
+    assert right.registry.backends["mine"].vendor_version == installed
+    assert right.registry.get("mine.rms_norm.plain").version == installed
+
+
+@pytest.mark.parametrize(
+    ("vendor", "fix"),
+    [
+        ({"dist": "nope"}, "pip install nope"),
+        ({"dist": "nope", "extra": "nope"}, "pip install 'layerzero-mine[nope]'"),
+        ({"dist": "nope", "install": "pip install nope --no-build-isolation"}, "pip install nope --no-build-isolation"),
+    ],
+)
+def test_the_fix_is_an_exact_command(vendor: dict[str, str], fix: str) -> None:
+    assert record(load(entry("mine", capabilities("mine", vendor=vendor))), "mine").fix == fix
+
+
+def test_no_vendor_is_imported_by_discovery() -> None:
+    before = set(sys.modules)
+    load(entry("mine", capabilities("mine", vendor={"dist": "trove-classifiers", "import": "trove_classifiers"})))
+    assert "trove_classifiers" not in set(sys.modules) - before
+
+
+def test_vendor_status_names_the_kernels_usable_on_a_device() -> None:
+    both = capabilities(
+        "mine",
+        {"variant": "cpu"},
+        {"variant": "hopper", "platforms": ["cuda"], "min_sm": 90, "grid": "library"},
+    )
+    on_cpu, on_ampere = vendor_status(both, fakes.cpu()), vendor_status(both, fakes.gpu(80))
+    assert (on_cpu.available, on_cpu.kernels) == (True, ("mine.rms_norm.cpu",))
+    assert not on_ampere.available
+    assert {item.code for item in on_ampere.reasons} == {"PLATFORM_MISMATCH", "SM_TOO_OLD"}
+    assert vendor_status(both, fakes.gpu(90)).kernels == ("mine.rms_norm.hopper",)
+    stub = {"schema_version": "1.0", "backend": "stub", "ops": {}}
+    assert vendor_status(stub, fakes.cpu()).reasons[0].code == "BACKEND_STUB"
+
+
+# -- versions come and go --------------------------------------------------------------------------
+@pytest.mark.req("R-REG-06", "R-REG-05")
+def test_an_upgrade_a_downgrade_and_a_removal_are_seen_at_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes = set()
+    for version, priority in (("1.0", 1), ("2.0", 2), ("1.0", 1)):
+        faults.install(tmp_path, "healthy", "moving", version, capabilities("moving", {"priority": priority}))
+        _forget_paths()
+        loaded = load_plugins(env={})
+        found = record(loaded, "moving")
+        assert (found.state, found.dist_version) == ("ok", version)
+        assert loaded.registry.get("moving.rms_norm.plain").priority == priority
+        hashes.add(loaded.registry.capabilities_hash)
+    assert len(hashes) == 2, "the same version gives the same hash again"
+    for info in tmp_path.glob("*.dist-info"):
+        info.rename(tmp_path / "gone")
+    _forget_paths()
+    assert load_plugins(env={}).record("moving") is None
+
+
+def _forget_paths() -> None:
+    importlib_metadata.MetadataPathFinder.invalidate_caches()
+
+
+@pytest.mark.req("R-REG-07")
+def test_one_backend_in_two_versions_lives_under_two_names() -> None:
+    loaded = load(
+        entry("fa", capabilities("fa2"), capabilities("fa3")),
+        entry("fa_next", capabilities("fa4"), dist="layerzero-fa-next"),
+    )
+    ids = [kernel.kernel_id for kernel in loaded.registry.by_op("rms_norm") if kernel.backend.startswith("fa")]
+    assert ids == ["fa2.rms_norm.plain", "fa3.rms_norm.plain", "fa4.rms_norm.plain"]
+
+
+def test_one_distribution_seen_twice_on_the_path_loads_once() -> None:
+    twice = [entry("mine"), entry("mine")]
+    loaded = load(*twice)
+    assert [item.name for item in loaded.records].count("mine") == 1
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+def test_an_implementation_may_take_fewer_arguments() -> None:
+    target = SimpleNamespace(layerzero_health=hookimpl(lambda: "well"))
+    assert call_hook(target, "layerzero_health", backend="x") == "well"
+    assert call_hook(target, "layerzero_capabilities", device=None) is None
+
+
+def test_every_hook_is_documented_and_says_when_it_fires() -> None:
+    for name in (item for item in vars(spec) if item.startswith("layerzero_")):
+        text = getattr(spec, name).__doc__
+        assert text and "Fires" in text, name
+
+
+@pytest.mark.benchmark
+def test_discovery_is_quick() -> None:
+    load_plugins(env={})
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        load_plugins(env={})
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.025

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from layerzero.errors import PluginError, UnknownNameError
+from layerzero.model.context import Context
+from layerzero.model.enums import Platform
+from layerzero.model.kernel import BackendSpec, KernelSpec
+from layerzero.reasons import reason
+from layerzero.registry.kernels import KernelRegistry
+
+
+def kernel(kernel_id: str, platform: Platform = Platform.CPU, **given: object) -> KernelSpec:
+    backend, op, _ = kernel_id.split(".")
+    fields = {
+        "platforms": frozenset({platform}), "dtypes": frozenset({"float32"}), "grid_layout": "library",
+    } | given  # fmt: skip
+    return KernelSpec(kernel_id=kernel_id, op=op, backend=backend, function="a:b", **fields)  # type: ignore[arg-type]
+
+
+def backend(name: str, **given: object) -> BackendSpec:
+    return BackendSpec(name, platforms=frozenset({Platform.CPU}), capabilities_hash="1", **given)  # type: ignore[arg-type]
+
+
+A, B = kernel("a.rms_norm.x"), kernel("b.rms_norm.y")
+GPU = kernel("b.attention.z", Platform.CUDA)
+REGISTRY = KernelRegistry().add([A], backend("a")).add([B, GPU], backend("b"))
+
+
+@pytest.mark.req("R-REG-01")
+def test_kernels_are_found_by_id_op_platform_backend_and_context() -> None:
+    assert REGISTRY.get("a.rms_norm.x") is A
+    assert REGISTRY.by_op("rms_norm") == (A, B)
+    assert REGISTRY.by_op("nothing") == ()
+    assert REGISTRY.by_platform("cuda") == (GPU,)
+    assert REGISTRY.by_backend("b") == (GPU, B)
+    assert REGISTRY.ops == ("attention", "rms_norm")
+    ctx = Context(op="rms_norm", dims=(("hidden", 8),))
+    assert REGISTRY.by_context(ctx) == (A, B)
+    assert REGISTRY.by_context(dataclasses.replace(ctx, dtype="float16")) == ()
+
+
+def test_an_unknown_id_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        REGISTRY.get("a.rms_norm.xx")
+    assert caught.value.code == "KERNEL_UNKNOWN" and "a.rms_norm.x" in str(caught.value)
+
+
+@pytest.mark.req("R-REG-01")
+def test_every_change_is_a_new_snapshot_with_the_next_version() -> None:
+    added = REGISTRY.add([kernel("c.rms_norm.x")])
+    assert (REGISTRY.version, added.version) == (2, 3)
+    assert "c.rms_norm.x" in added and "c.rms_norm.x" not in REGISTRY
+    with pytest.raises(TypeError):
+        REGISTRY.kernels["new"] = A  # type: ignore[index]
+
+
+def test_a_taken_id_or_backend_name_costs_only_the_newcomer() -> None:
+    with pytest.raises(PluginError) as caught:
+        REGISTRY.add([kernel("c.rms_norm.x"), kernel("a.rms_norm.x")])
+    assert caught.value.code == "KERNEL_DUPLICATE" and caught.value.reasons[0].value == "a.rms_norm.x"
+    with pytest.raises(PluginError) as caught:
+        REGISTRY.add([], backend("b"))
+    assert caught.value.code == "PLUGIN_DUPLICATE"
+    assert len(REGISTRY) == 3
+
+
+def test_replace_and_without_leave_the_rest_alone() -> None:
+    faster = dataclasses.replace(A, priority=9.0)
+    assert REGISTRY.replace([faster]).get("a.rms_norm.x").priority == 9.0
+    assert REGISTRY.get("a.rms_norm.x").priority == 0.0
+    assert REGISTRY.without(backends=["b"]).by_op("rms_norm") == (A,)
+    assert REGISTRY.without(kernels=["a.rms_norm.x"]).by_op("rms_norm") == (B,)
+    with pytest.raises(UnknownNameError):
+        REGISTRY.replace([kernel("c.rms_norm.x")])
+
+
+@pytest.mark.req("R-REG-02")
+def test_backends_carry_availability_version_and_platform() -> None:
+    off = backend(
+        "c", version="2.0", vendor="lib", vendor_version="7", available=False, reasons=(reason("BACKEND_STUB"),)
+    )
+    registry = REGISTRY.add([kernel("c.rms_norm.x")], off)
+    assert [item.name for item in registry.backends_for("cpu")] == ["a", "b", "c"]
+    assert [item.name for item in registry.backends_for("cpu", available=False)] == ["c"]
+    assert registry.backends_for(Platform.MPS) == ()
+    assert registry.backends["c"].to_json()["vendor_version"] == "7"
+    assert not registry.available("c") and registry.available("a") and registry.available("made in code")
+    ctx = Context(op="rms_norm", dims=(("hidden", 8),))
+    assert registry.by_context(ctx) == (A, B), "an unavailable backend is not offered"
+    assert registry.with_backend(dataclasses.replace(off, available=True)).by_context(ctx) == (
+        A,
+        B,
+        registry.get("c.rms_norm.x"),
+    )
+
+
+@pytest.mark.req("R-CAP-02")
+def test_the_overall_hash_follows_descriptors_versions_and_code() -> None:
+    base = REGISTRY.capabilities_hash
+    assert KernelRegistry().add([B, GPU], backend("b")).add([A], backend("a")).capabilities_hash == base, "order"
+    assert REGISTRY.replace([dataclasses.replace(A, priority=1.0)]).capabilities_hash != base
+    assert REGISTRY.with_backend(dataclasses.replace(backend("a"), capabilities_hash="2")).capabilities_hash != base
+    assert REGISTRY.with_backend(dataclasses.replace(backend("a"), available=False)).capabilities_hash != base
+    loose = REGISTRY.add([kernel("c.rms_norm.x")])
+    assert loose.capabilities_hash != REGISTRY.add([kernel("c.rms_norm.x", priority=2.0)]).capabilities_hash

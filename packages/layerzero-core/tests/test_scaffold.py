@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from layerzero.errors import InvalidInputError
+from layerzero.plugin.manager import load_plugins
+from layerzero.plugin.scaffold import write_plugin
+from layerzero.registry.capabilities import load_capabilities
+
+
+def test_the_package_is_complete(tmp_path: Path) -> None:
+    target = write_plugin("my-thing", tmp_path)
+    assert target == tmp_path / "layerzero-my-thing"
+    files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert files == [
+        "README.md",
+        "pyproject.toml",
+        "src/layerzero_my_thing/__init__.py",
+        "src/layerzero_my_thing/capabilities.json",
+        "src/layerzero_my_thing/kernels.py",
+        "src/layerzero_my_thing/plugin.py",
+        "src/layerzero_my_thing/py.typed",
+        "tests/test_my_thing.py",
+    ]
+    project = tomllib.loads((target / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["name"] == "layerzero-my-thing"
+    assert project["project"]["entry-points"]["layerzero.backends"] == {"my_thing": "layerzero_my_thing.plugin"}
+    assert project["project"]["dependencies"] == ["layerzero-core>=0.1"], "it pulls in nothing else"
+    assert not any("@NAME@" in (target / file).read_text(encoding="utf-8") for file in files)
+    assert load_capabilities(target / "src/layerzero_my_thing/capabilities.json").backend == "my_thing"
+    assert target.stat().st_mode & 0o700 == 0o700
+    assert [path.name for path in tmp_path.iterdir()] == ["layerzero-my-thing"], "no draft is left behind"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "Mine",
+        "1st",
+        "a b",
+        "../evil",
+        "a/b",
+        "class",
+        "sdpa",
+        "reference",
+        "core",
+        "x" * 41,
+        "ä",
+        "a_",
+        "a\n",
+        "-x",
+    ],
+)
+def test_a_bad_name_is_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInputError):
+        write_plugin(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "layerzero-mine").mkdir()
+    (tmp_path / "layerzero-mine" / "work.txt").write_text("a year of it", encoding="utf-8")
+    with pytest.raises(InvalidInputError, match="exists already"):
+        write_plugin("mine", tmp_path)
+    assert (tmp_path / "layerzero-mine" / "work.txt").read_text(encoding="utf-8") == "a year of it"
+
+
+def test_the_new_plugin_registers_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.testing.fakes import FakeDist, FakeEntryPoint
+    from layerzero.testing.kit import import_string
+
+    target = write_plugin("fresh", tmp_path)
+    monkeypatch.syspath_prepend(target / "src")
+    loaded = load_plugins(
+        [FakeEntryPoint("fresh", import_string("layerzero_fresh.plugin"), FakeDist("layerzero-fresh"))], {}
+    )
+    found = loaded.record("fresh")
+    assert found is not None and found.state == "ok"
+    assert found.kernels == ("fresh.rms_norm.plain", "fresh.attention.plain")
+    assert "layerzero_fresh.kernels" not in sys.modules, "adapters are imported at bind"
+
+
+@pytest.mark.timeout(180)
+def test_the_new_plugin_passes_the_kit(tmp_path: Path) -> None:
+    target = write_plugin("fresh", tmp_path)
+    paths = [str(target / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    report = tmp_path / "report.xml"
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--lz-plugin", "layerzero_fresh.plugin",
+        f"--junitxml={report}",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = int(done.stdout.split(" passed")[0].split()[-1])
+    assert passed >= 80, done.stdout[-500:]
+
+
+def test_the_kernels_do_not_outrank_the_built_in_ones(tmp_path: Path) -> None:
+    descriptor = json.loads((write_plugin("fresh", tmp_path) / "src/layerzero_fresh/capabilities.json").read_text())
+    assert all(kernel["priority"] <= 5 for kernels in descriptor["ops"].values() for kernel in kernels)
