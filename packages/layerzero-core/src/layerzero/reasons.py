@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 __all__ = ["Reason", "ReasonCategory", "ReasonCode", "reason"]
@@ -398,7 +399,7 @@ class Reason:
 
 def _plain(value: object) -> str | int | float | bool | None:
     if value is None or isinstance(value, (str, int, float, bool)):
-        return value
+        return str(value) if isinstance(value, enum.Enum) else value
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
         return ", ".join(str(item) for item in items)
@@ -407,9 +408,13 @@ def _plain(value: object) -> str | int | float | bool | None:
 
 def reason(code: ReasonCode | str, value: object = None, limit: object = None, *, detail: str = "") -> Reason:
     """Build a Reason; message and hint come from the table, `detail` is appended to the message."""
-    code = ReasonCode(code)
+    return _built(ReasonCode(code), _plain(value), _plain(limit), detail)
+
+
+@lru_cache(maxsize=4096)
+def _built(code: ReasonCode, value: Any, limit: Any, detail: str) -> Reason:
+    # The same few reasons come again in every selection, and formatting is most of their price.
     _, message, hint = _TABLE[code.value]
-    plain_value, plain_limit = _plain(value), _plain(limit)
-    fill = {"value": plain_value, "limit": plain_limit}
+    fill = {"value": value, "limit": limit}
     text = message.format(**fill)
-    return Reason(code, f"{text} ({detail})" if detail else text, plain_value, plain_limit, hint.format(**fill))
+    return Reason(code, f"{text} ({detail})" if detail else text, value, limit, hint.format(**fill))

@@ -116,21 +116,50 @@ class Context:
     notes: tuple[Reason, ...] = field(default=(), compare=False)
     scale: float | None = field(default=None, compare=False)
     dropout_p: float = field(default=0.0, compare=False)
+    # Computed once, so that checking sixty kernels stays cheap: sizes by name, and whether a rarer check applies.
+    _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
+    _rare_dtype: bool = field(init=False, repr=False, compare=False)
+    _rare_mode: bool = field(init=False, repr=False, compare=False)
+    _rare_order: bool = field(init=False, repr=False, compare=False)
+    _uneven: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind is OpKind.TOKENIZATION and self.tokenizer is None:
             raise InvalidInputError(code="VOCAB_HASH_MISSING")
         given = dict(self.dims)
+        object.__setattr__(self, "_sizes", given)
+        object.__setattr__(self, "_rare_dtype", self._has_rare_dtype())
+        object.__setattr__(self, "_rare_mode", self._has_rare_mode())
+        object.__setattr__(self, "_rare_order", self.strides.last != 1 or self.kv_cache_layout is not None)
+        object.__setattr__(self, "_uneven", given.get("head_dim") != given.get("head_dim_v", given.get("head_dim")))
         for name in _REQUIRED_DIMS.get(self.op, ()):
             if name not in given:
                 raise InvalidInputError(code="CONTEXT_FIELD_MISSING", value=name, limit=self.op)
 
+    def _has_rare_dtype(self) -> bool:
+        """Mixed or special dtypes, quantization, index or cache dtypes: most kernels need not look closer."""
+        mixed = len(self.dtypes) > 1 and any(word != self.dtypes[0] for word in self.dtypes)
+        special = self.dtype == "bfloat16" or self.dtype.startswith("float8")
+        asked = (self.quant_format, self.granularity, self.index_dtype, self.kv_cache_dtype)
+        return mixed or special or any(item is not None for item in asked)
+
+    def _has_rare_mode(self) -> bool:
+        """Capture, determinism, switches, vetoes, odd pointers or tensor parallelism."""
+        return bool(
+            self.capturing
+            or self.deterministic
+            or self.switched_off
+            or self.vetoed
+            or not self.aligned_pointers
+            or self.tp_size > 1
+        )
+
     # -- sizes -----------------------------------------------------------------------------------
     def dim(self, name: str) -> int | None:
         """A named size, derived ones included; None when the op has no such axis."""
-        for key, value in self.dims:
-            if key == name:
-                return value
+        found = self._sizes.get(name)
+        if found is not None:
+            return found
         if name == "batch_heads":
             batch, heads = self.dim("batch"), self.dim("num_heads")
             return batch * heads if batch is not None and heads is not None else None
@@ -245,7 +274,7 @@ class Context:
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict of everything selection sees."""
         skip = {"device", "dims", "notes", "strides", "needs", "tokenizer"}
-        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in skip}
+        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in skip and f.name[0] != "_"}
         return {
             **plain,
             "dims": dict(self.dims),
@@ -259,7 +288,7 @@ class Context:
         }
 
 
-_FIELD_NAMES = frozenset(f.name for f in fields(Context))
+_FIELD_NAMES = frozenset(f.name for f in fields(Context) if not f.name.startswith("_"))
 _POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation"})
 
 SelectionContext = Context

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from layerzero.model.context import Context
 from layerzero.reasons import Reason
 
-__all__ = ["Bucket", "Candidate", "Decision", "ExecutionPlan", "Transform"]
+__all__ = ["Bucket", "Candidate", "Decision", "ExecutionPlan", "Trace", "Transform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,55 @@ class Bucket:
         return {"name": self.name, "low": self.low, "high": self.high}
 
 
+class Trace(Sequence[Candidate]):
+    """Candidates that are written out when somebody first looks at them.
+
+    A decision needs the ranking at once but its words only when it is explained; both come from the same values.
+    """
+
+    __slots__ = ("_found", "_write")
+
+    def __init__(self, write: Callable[[], tuple[Candidate, ...]]) -> None:
+        self._write = write
+        self._found: tuple[Candidate, ...] | None = None
+
+    def _all(self) -> tuple[Candidate, ...]:
+        if self._found is None:
+            self._found = self._write()
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        return self._all()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `select` returns. Candidates are in rank order: the chosen one first, rejected ones last."""
+    """What `select` returns. Candidates are in rank order: the chosen one first, rejected ones last.
+
+    `steps` holds the accepted kernels in rank order with their transforms: what dispatch needs, at once.
+    """
 
     op: str
     context: Context
     chosen: str
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
+    steps: tuple[tuple[str, tuple[Transform, ...]], ...] = ()
     is_fallback: bool = False
     locked: bool = False
     fused_ops: tuple[str, ...] = ()
@@ -98,15 +140,19 @@ class Decision:
         """The verdict on one kernel."""
         return next(item for item in self.candidates if item.kernel_id == kernel_id)
 
+    def transforms(self, kernel_id: str) -> tuple[Transform, ...]:
+        """How inputs are adapted for one accepted kernel."""
+        return next(steps for name, steps in self.steps if name == kernel_id)
+
     @property
     def transform_cost_total(self) -> float:
         """Estimated µs spent adapting inputs for the chosen kernel."""
-        return self.winner.transform_cost_us if self.chosen else 0.0
+        return sum(step.cost_us for step in self.transforms(self.chosen)) if self.chosen else 0.0
 
     @property
     def ranking(self) -> tuple[str, ...]:
         """Accepted kernel ids, best first: the order of failover."""
-        return tuple(item.kernel_id for item in self.candidates if item.accepted)
+        return tuple(name for name, _ in self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; the same shape as `lz.explain(...).to_json()` without `ran`."""
@@ -138,8 +184,8 @@ class ExecutionPlan:
     @staticmethod
     def of(decision: Decision, kernel_id: str | None = None) -> ExecutionPlan:
         """The plan for the chosen kernel, or for another accepted candidate of the same decision."""
-        item = decision.candidate(kernel_id or decision.chosen)
-        return ExecutionPlan(item.kernel_id, [step.name for step in item.transforms], decision)
+        chosen = kernel_id or decision.chosen
+        return ExecutionPlan(chosen, [step.name for step in decision.transforms(chosen)], decision)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""

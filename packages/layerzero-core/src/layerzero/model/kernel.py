@@ -141,6 +141,7 @@ class KernelSpec:
     predicate: str | None = None
     doc: str = ""
     _limit_map: dict[str, Limit] = field(init=False, repr=False, compare=False)
+    _careful_order: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _ID.match(self.kernel_id) or self.kernel_id.split(".")[1] != self.op.split(".")[-1]:
@@ -167,22 +168,35 @@ class KernelSpec:
                 value="grid_layout",
             )
         object.__setattr__(self, "_limit_map", dict(self.limits))
+        object.__setattr__(self, "_careful_order", self.contiguous or self.aligned_strides)
 
     # -- constraints -----------------------------------------------------------------------------
     def check(self, ctx: Context) -> list[Reason]:
         """Every static reason against this kernel for this context; empty means it fits as is."""
-        found = self._hardware(ctx.device)
-        if found:  # what would not run on the device needs no further words
-            return found
-        return [
-            *self._dtypes(ctx),
-            *self._features(ctx),
-            *self._sizes(ctx),
-            *self._memory_order(ctx),
-            *self._modes(ctx),
-        ]
+        # What would not run on the device needs no further words.
+        return self.check_device(ctx.device) or self.check_call(ctx)
 
-    def _hardware(self, device: DeviceSpec) -> list[Reason]:
+    def check_call(self, ctx: Context) -> list[Reason]:
+        """Reasons that depend on the call and not on the device alone. The common case touches few fields."""
+        found: list[Reason] = []
+        if ctx._rare_dtype or ctx.dtype not in self.dtypes:
+            found += self._dtypes(ctx)
+        if self.square or not ctx.needs <= self.features:
+            found += self._features(ctx)
+        found += self._sizes(ctx)
+        if (
+            self._careful_order
+            or ctx.strides.last != 1
+            or ctx.layout not in self.layouts
+            or ctx.kv_cache_layout is not None
+        ):
+            found += self._memory_order(ctx)
+        if ctx._rare_mode:
+            found += self._modes(ctx)
+        return found
+
+    def check_device(self, device: DeviceSpec) -> list[Reason]:
+        """Reasons that the device alone gives."""
         if device.platform not in self.platforms:
             return [reason("PLATFORM_MISMATCH", device.platform, self.platforms)]
         found: list[Reason] = []
@@ -263,8 +277,8 @@ class KernelSpec:
             value = ctx.dim(name)
             if value is not None:
                 found.extend(limit.problems(name, value))
-        head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
-        if head_dim is not None and head_dim_v is not None and head_dim != head_dim_v:
+        if ctx._uneven:
+            head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
             if (head_dim, head_dim_v) not in self.head_dim_pairs and "head_dim_v" not in self.features:
                 found.append(
                     reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value")

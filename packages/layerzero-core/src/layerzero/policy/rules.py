@@ -24,6 +24,7 @@ from typing import Any, Final
 from layerzero.model.config import AVOID_BONUS, ORDERING, PREFER_BONUS, Condition, Policy, Rule, Scalar, specificity
 
 __all__ = [
+    "NEUTRAL",
     "Judge",
     "Verdict",
     "evaluate",
@@ -58,7 +59,8 @@ class Verdict:
     locked_to: str | None = None
 
 
-_NEUTRAL: Final = Verdict()
+NEUTRAL: Final = Verdict()
+"""The verdict of a policy that says nothing about a kernel."""
 _MEMO_LIMIT: Final = 256
 
 
@@ -85,7 +87,7 @@ class Judge:
         lock = next((rule.lock for rule in rules if rule.lock is not None), None)
         self.locked_to = lock or None
         silent = all(not (r.allow or r.deny or r.prefer or r.avoid or r.boosts) for r in rules)
-        self._neutral = (Verdict(locked_to=self.locked_to) if self.locked_to else _NEUTRAL) if silent else None
+        self._neutral = (Verdict(locked_to=self.locked_to) if self.locked_to else NEUTRAL) if silent else None
 
     def __call__(self, kernel_id: str, backend: str) -> Verdict:
         """The verdict on one kernel."""

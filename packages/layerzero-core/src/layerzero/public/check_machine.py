@@ -67,6 +67,8 @@ def supported() -> dict[str, str]:
         metadata = importlib_metadata.distribution(CORE_DIST).metadata
     except importlib_metadata.PackageNotFoundError:  # run from its source tree
         return ranges
+    if metadata is None:
+        return ranges
     ranges["python"] = metadata.get("Requires-Python") or ranges["python"]
     for text in metadata.get_all("Requires-Dist") or ():
         wanted = Requirement(text)
@@ -180,5 +182,3 @@ def _quarantine(path: Path) -> Iterable[Check]:
     for entry in entries:
         why = reason("QUARANTINED", f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip())
         yield Check.because("health", "quarantine", Status.WARN, why, f"fix the cause, then remove it from {path.name}")
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from layerzero.errors import (
     CudaGraphUnsafeError,
     LayerZeroError,
@@ -10,7 +12,7 @@ from layerzero.errors import (
     UnknownNameError,
 )
 from layerzero.model.context import Context
-from layerzero.model.decision import Bucket, Candidate, Decision
+from layerzero.model.decision import Candidate, Decision, Trace, Transform
 from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
@@ -32,65 +34,84 @@ def select(ctx: Context, world: World) -> Decision:
         raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
     canonical, buckets = bucketed(world, ctx, spec.elastic)
     judged = judge(world.policy, ctx.op, canonical.get)
-    standing = [examine(kernel, canonical, world, judged, spec.fallback_id) for kernel in world.registry.by_op(ctx.op)]
-    fallback_id = spec.fallback_id
+    standing = examine(canonical, world, judged, spec.fallback_id)
+    locked, fallback_id = judged.locked_to, spec.fallback_id
+    ranked = _ranked(standing, canonical, world, fallback_id, locked)
+    chosen = ranked[0].kernel_id if ranked else ""
+    refusal: Reason | None = None
+    notes: tuple[Reason, ...] = ctx.notes
+    if not chosen:
+        refusal = _refusal(canonical, locked, standing)
+    is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1
+    if is_fallback:
+        notes = (*notes, reason("FALLBACK_USED"))
+    winner = world.registry.kernels.get(chosen)
+    return Decision(
+        op=ctx.op,
+        context=canonical,
+        chosen=chosen,
+        candidates=Trace(lambda: _written(ranked, standing)),
+        steps=tuple((item.kernel_id, item.transforms) for item in ranked),
+        is_fallback=is_fallback,
+        locked=locked is not None and locked == chosen,
+        fused_ops=winner.fuses if winner is not None else (),
+        notes=notes,
+        fingerprint=world.fingerprint,
+        policy_hash=world.policy.policy_hash,
+        buckets=buckets,
+        refusal=refusal,
+    )
+
+
+class _Ranked(NamedTuple):
+    kernel_id: str
+    backend: str
+    score: float
+    parts: tuple[tuple[str, float], ...]
+    measured_us: float | None
+    transforms: tuple[Transform, ...]
+
+
+def _ranked(
+    standing: list[Filtered], ctx: Context, world: World, fallback_id: str, locked: str | None
+) -> list[_Ranked]:
+    """Accepted kernels, best first."""
     fitting = [item for item in standing if not item.reasons]
     if not world.policy.fallback_enabled:
         fitting = [item for item in fitting if item.kernel.kernel_id != fallback_id]
-    accepted = _scored(fitting, canonical, world)
-    locked = judged.locked_to
-    if locked is not None and world.policy.on_fault == "fallback":
-        # The lock leads the ranking; the rest stand by in case it fails.
-        accepted.sort(key=lambda item: item.kernel_id != locked)
-    rejected = [_rejected(item) for item in standing if item.reasons or item not in fitting]
-    chosen = accepted[0].kernel_id if accepted else ""
-    return _decision(canonical, world, chosen, accepted, rejected, buckets, locked, fallback_id)
-
-
-def _scored(fitting: list[Filtered], ctx: Context, world: World) -> list[Candidate]:
-    times = {item.kernel.kernel_id: world.measurements.lookup(item.kernel.kernel_id, ctx) for item in fitting}
-    known = [value for value in times.values() if value is not None]
+    lookup, noise = world.measurements.lookup, world.measurements.noise
+    times = [lookup(item.kernel.kernel_id, ctx) for item in fitting]
+    known = [value for value in times if value is not None]
     fastest = min(known) if known else None
     found = []
-    for item in fitting:
-        measured = times[item.kernel.kernel_id]
-        points = score(item.kernel, item.bonus, measured, fastest, item.transforms, world.measurements.noise)
-        notes: tuple[Reason, ...] = ()
-        if item.transforms:
-            notes = (reason("ADAPTED", [step.name for step in item.transforms]),)
-        found.append(
-            Candidate(
-                item.kernel.kernel_id,
-                item.kernel.backend,
-                True,
-                points.total,
-                measured,
-                notes,
-                item.transforms,
-                points.parts,
-            )
-        )
-    found.sort(key=lambda item: rank(item.score or 0.0, item.kernel_id))
-    if len(found) > 1:
-        best = found[0].score
-        found[1:] = [_outscored(item, best or 0.0) for item in found[1:]]
+    for item, measured in zip(fitting, times, strict=True):
+        total, parts = score(item.kernel, item.bonus, measured, fastest, item.transforms, noise)
+        found.append(_Ranked(item.kernel.kernel_id, item.kernel.backend, total, parts, measured, item.transforms))
+    found.sort(key=lambda item: rank(item.score, item.kernel_id))
+    if locked is not None and world.policy.on_fault == "fallback":
+        # The lock leads the ranking; the rest stand by in case it fails.
+        found.sort(key=lambda item: item.kernel_id != locked)
     return found
 
 
-def _outscored(item: Candidate, best: float) -> Candidate:
-    gap = best - (item.score or 0.0)
-    flip = f"{gap:.1f} points behind: lz.prefer or a boost of that size would choose it"
-    lost = reason("OUTSCORED", round(item.score or 0.0, 3), round(best, 3))
+def _written(ranked: list[_Ranked], standing: list[Filtered]) -> tuple[Candidate, ...]:
+    """Every verdict in words: accepted ones by rank, then the rejected, those with fewest objections first."""
+    accepted = {item.kernel_id for item in ranked}
+    rejected = [_rejected(item) for item in standing if item.kernel.kernel_id not in accepted]
+    rejected.sort(key=lambda item: (len(item.reasons), item.kernel_id))
+    return (*(_accepted(item, ranked[0]) for item in ranked), *rejected)
+
+
+def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
+    reasons: tuple[Reason, ...] = ()
+    flip = ""
+    if item.transforms:
+        reasons = (reason("ADAPTED", [step.name for step in item.transforms]),)
+    if item is not best:
+        reasons = (*reasons, reason("OUTSCORED", round(item.score, 3), round(best.score, 3)))
+        flip = f"{best.score - item.score:.1f} points behind: lz.prefer or a boost of that size would choose it"
     return Candidate(
-        item.kernel_id,
-        item.backend,
-        True,
-        item.score,
-        item.measured_us,
-        (*item.reasons, lost),
-        item.transforms,
-        item.score_parts,
-        flip,
+        item.kernel_id, item.backend, True, item.score, item.measured_us, reasons, item.transforms, item.parts, flip
     )
 
 
@@ -103,46 +124,12 @@ def _rejected(item: Filtered) -> Candidate:
     return Candidate(item.kernel.kernel_id, item.kernel.backend, False, None, None, reasons, item.transforms, (), flip)
 
 
-def _decision(
-    ctx: Context,
-    world: World,
-    chosen: str,
-    accepted: list[Candidate],
-    rejected: list[Candidate],
-    buckets: tuple[Bucket, ...],
-    locked: str | None,
-    fallback_id: str,
-) -> Decision:
-    refusal: Reason | None = None
-    notes: list[Reason] = list(ctx.notes)
-    if not chosen:
-        refusal = _refusal(ctx, locked, rejected)
-    is_fallback = chosen == fallback_id and len(accepted) == 1 and bool(rejected)
-    if is_fallback:
-        notes.append(reason("FALLBACK_USED"))
-    kernel = world.registry.kernels.get(chosen)
-    return Decision(
-        op=ctx.op,
-        context=ctx,
-        chosen=chosen,
-        candidates=(*accepted, *sorted(rejected, key=lambda item: (len(item.reasons), item.kernel_id))),
-        is_fallback=is_fallback,
-        locked=locked is not None and locked == chosen,
-        fused_ops=kernel.fuses if kernel is not None else (),
-        notes=tuple(notes),
-        fingerprint=world.fingerprint,
-        policy_hash=world.policy.policy_hash,
-        buckets=buckets,
-        refusal=refusal,
-    )
-
-
-def _refusal(ctx: Context, locked: str | None, rejected: list[Candidate]) -> Reason:
+def _refusal(ctx: Context, locked: str | None, standing: list[Filtered]) -> Reason:
     if locked is not None:
-        why = next((item.reasons for item in rejected if item.kernel_id == locked), ())
+        why = next((item.reasons for item in standing if item.kernel.kernel_id == locked), ())
         detail = "; ".join(str(item) for item in why) or "it is not registered"
         return reason("LOCKED_KERNEL_UNAVAILABLE", locked, detail=detail)
-    if ctx.capturing and any(r.code is ReasonCode.CUDA_GRAPH_UNSAFE for item in rejected for r in item.reasons):
+    if ctx.capturing and any(r.code is ReasonCode.CUDA_GRAPH_UNSAFE for item in standing for r in item.reasons):
         return reason("CUDA_GRAPH_UNSAFE", ctx.op)
     return reason("NO_KERNEL", ctx.op)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from typing import NamedTuple
 
 from layerzero.model.context import Context
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
-from layerzero.policy.rules import Judge, matches_any
+from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
 from layerzero.reasons import Reason, reason
 from layerzero.selection.transforms import adaptations
 from layerzero.selection.world import World
@@ -18,8 +18,7 @@ from layerzero.selection.world import World
 __all__ = ["Filtered", "examine"]
 
 
-@dataclass(frozen=True, slots=True)
-class Filtered:
+class Filtered(NamedTuple):
     """A kernel's standing before scoring."""
 
     kernel: KernelSpec
@@ -28,37 +27,65 @@ class Filtered:
     bonus: float
 
 
-def examine(kernel: KernelSpec, ctx: Context, world: World, judged: Judge, fallback_id: str) -> Filtered:
-    """Collect what speaks against a kernel: policy, availability, health, declared limits, memory."""
+def examine(ctx: Context, world: World, judged: Judge, fallback_id: str) -> list[Filtered]:
+    """Collect what speaks against each kernel of an op: policy, availability, health, declared limits, memory."""
     policy = world.policy
-    verdict = judged(kernel.kernel_id, kernel.backend)
+    careful = policy.strict_mode or not policy.allow_adaptation
+    graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
+    bounded = world.free_memory is not None
+    found: list[Filtered] = []
+    for kernel, fixed in _fixed(ctx, world):
+        verdict = judged(kernel.kernel_id, kernel.backend)
+        against: list[Reason] = []
+        if verdict is not NEUTRAL or not policy.enabled or ctx.backend is not None:
+            against += _policy(kernel, ctx, world, verdict, fallback_id)
+        transforms: tuple[Transform, ...] = ()
+        if fixed:
+            against += fixed
+        else:
+            standing = kernel.check_call(ctx)
+            if standing:
+                standing, transforms = adaptations(kernel, ctx, standing)
+                against += standing
+            if kernel.predicate is not None and not standing:
+                against += _predicate(kernel.predicate)(ctx)
+            if careful and transforms:
+                against.append(reason("ADAPTATION_NOT_ALLOWED", [step.name for step in transforms]))
+            if bounded:
+                against += _memory(kernel, ctx, world)
+            if graphs and not _whitelisted(kernel, policy.graph_whitelist):
+                against.append(reason("GRAPH_NOT_WHITELISTED"))
+        found.append(Filtered(kernel, tuple(against), transforms, verdict.bonus))
+    return found
+
+
+def _fixed(ctx: Context, world: World) -> list[tuple[KernelSpec, list[Reason]]]:
+    """Kernels of the op with the reasons that do not depend on the call: device, availability, health."""
+    key = ("fixed", ctx.op, ctx.device)
+    found: list[tuple[KernelSpec, list[Reason]]] | None = world.memo.get(key)
+    if found is None:
+        found = [
+            (kernel, _available(kernel, world) + kernel.check_device(ctx.device))
+            for kernel in world.registry.by_op(ctx.op)
+        ]
+        world.memo[key] = found
+    return found
+
+
+def _policy(kernel: KernelSpec, ctx: Context, world: World, verdict: Verdict, fallback_id: str) -> list[Reason]:
     found: list[Reason] = []
     if verdict.denied_by is not None:
         found.append(reason("POLICY_DENIED", verdict.denied_by))
     if not verdict.allowed and kernel.kernel_id != fallback_id:
         found.append(reason("POLICY_NOT_ALLOWED", kernel.kernel_id, verdict.allow_list))
-    if not policy.enabled and kernel.kernel_id != fallback_id:
+    if not world.policy.enabled and kernel.kernel_id != fallback_id:
         found.append(reason("POLICY_DISABLED"))
     if ctx.backend is not None and ctx.backend not in (kernel.backend, kernel.kernel_id):
         found.append(reason("BACKEND_NOT_REQUESTED", kernel.backend, ctx.backend))
-    if verdict.locked_to is not None and verdict.locked_to != kernel.kernel_id:
-        if not (policy.on_fault == "fallback"):
-            found.append(reason("POLICY_LOCKED_OUT", kernel.kernel_id, verdict.locked_to))
-    found.extend(_available(kernel, world))
-    standing, transforms = adaptations(kernel, ctx, kernel.check(ctx))
-    found.extend(standing)
-    if kernel.predicate is not None and not standing:
-        found.extend(_predicate(kernel.predicate)(ctx))
-    if transforms and (policy.strict_mode or not policy.allow_adaptation):
-        found.append(reason("ADAPTATION_NOT_ALLOWED", [step.name for step in transforms]))
-    found.extend(_memory(kernel, ctx, world))
-    if (
-        (ctx.capturing or "graph" in ctx.needs)
-        and policy.graph_strict_mode
-        and not _whitelisted(kernel, policy.graph_whitelist)
-    ):
-        found.append(reason("GRAPH_NOT_WHITELISTED"))
-    return Filtered(kernel, tuple(found), transforms, verdict.bonus)
+    locked = verdict.locked_to
+    if locked is not None and locked != kernel.kernel_id and world.policy.on_fault != "fallback":
+        found.append(reason("POLICY_LOCKED_OUT", kernel.kernel_id, locked))
+    return found
 
 
 @lru_cache(maxsize=1024)

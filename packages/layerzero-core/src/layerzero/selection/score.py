@@ -9,25 +9,15 @@ transforms   one point per two estimated µs, at most 30, for kernels without a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
 
-__all__ = ["Scored", "rank", "score"]
+__all__ = ["rank", "score"]
 
 _WORST_MEASURED = -30.0
 _MEASURED_WEIGHT = 10.0
 _POINTS_PER_US = 0.5
 _WORST_TRANSFORM = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A score and the parts it was added up from."""
-
-    total: float
-    parts: tuple[tuple[str, float], ...]
 
 
 def score(
@@ -37,16 +27,16 @@ def score(
     fastest_us: float | None,
     transforms: tuple[Transform, ...],
     noise: float,
-) -> Scored:
-    """The score of one accepted kernel."""
+) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """The score of one accepted kernel, and the parts it is the sum of."""
     measured, price = 0.0, 0.0
     if measured_us is not None and fastest_us:
         ratio = measured_us / fastest_us - 1.0
         measured = 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
-    else:
+    elif transforms:
         price = min(_WORST_TRANSFORM, _POINTS_PER_US * sum(step.cost_us for step in transforms))
     parts = (("priority", kernel.priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
-    return Scored(sum(value for _, value in parts), parts)
+    return kernel.priority + bonus + measured - price, parts
 
 
 def rank(total: float, kernel_id: str) -> tuple[float, str]:

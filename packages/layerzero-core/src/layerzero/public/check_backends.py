@@ -1,0 +1,157 @@
+"""Doctor's look at plugins and vendors: what metadata says, and what a probe in another process finds."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from layerzero.model.kernel import BackendSpec
+from layerzero.plugin.discovery import dist_version
+from layerzero.plugin.manager import PluginRecord, PluginState
+from layerzero.plugin.probing import ProbeResult, probe
+from layerzero.public.checks import Check, Status
+from layerzero.public.situation import Situation
+from layerzero.reasons import ReasonCategory, ReasonCode, reason
+
+__all__ = ["clashes", "judge_probe", "plugins", "probed", "unknown"]
+
+# The reasons of two plugins that want the same name.
+_CLASHES = (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE)
+# (distribution, must agree with, how many parts of the version): pairs whose mismatch breaks at import or at run time.
+_PAIRS = (
+    ("flashinfer-cubin", "flashinfer-python", 3),
+    ("flashinfer-jit-cache", "flashinfer-python", 3),
+    ("intel-extension-for-pytorch", "torch", 2),
+)
+
+
+def plugins(now: Situation, only: str | None = None) -> list[Check]:
+    """One check per plugin: did it load, and if not, why."""
+    return [_plugin(record) for record in now.records if _wanted(record, only)]
+
+
+def _wanted(record: PluginRecord, only: str | None) -> bool:
+    return only is None or only == record.name or only in record.backends
+
+
+def _plugin(record: PluginRecord) -> Check:
+    origin = f"{record.dist or 'unknown package'} {record.dist_version}".strip()
+    if record.state == PluginState.OK:
+        count = len(record.kernels)
+        return Check("plugins", record.name, Status.OK, f"{origin}, {count} kernel{'' if count == 1 else 's'}")
+    status = {PluginState.FAILED: Status.FAIL, PluginState.DENIED: Status.SKIP}.get(record.state, Status.WARN)
+    why = record.reasons[0] if record.reasons else reason("BACKEND_STUB")
+    return Check("plugins", record.name, status, f"{why.message} ({origin})", why.code, record.fix or why.hint)
+
+
+def unknown(now: Situation, name: str) -> list[Check]:
+    """The answer for a name that no plugin and no backend bears."""
+    known = sorted({record.name for record in now.records} | set(now.world.registry.backends))
+    near = difflib.get_close_matches(name, known, 1)
+    fix = f"did you mean {near[0]}?" if near else f"pip install layerzero-{name}; known here: {', '.join(known)}"
+    return [Check.because("plugins", name, Status.FAIL, reason("BACKEND_NOT_INSTALLED", f"layerzero-{name}"), fix)]
+
+
+# -- probes ------------------------------------------------------------------------------------------------------
+def probed(now: Situation, only: str | None, timeout: float) -> list[Check]:
+    """Probe every backend of every plugin that loaded, a few at a time, each in its own process."""
+    names = [
+        (record, backend)
+        for record in now.records
+        if _wanted(record, only) and record.state in (PluginState.OK, PluginState.UNAVAILABLE)
+        for backend in record.backends or (record.name,)
+        if only in (None, record.name, backend)
+    ]
+    if not names:
+        return []
+
+    def ask(item: tuple[PluginRecord, str]) -> ProbeResult:
+        return probe(item[1], timeout, device=now.device, env=now.environ)
+
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1, len(names))) as pool:
+        results = list(pool.map(ask, names))
+    return [
+        judge_probe(backend, now.world.registry.backends.get(backend), record, result)
+        for (record, backend), result in zip(names, results, strict=True)
+    ]
+
+
+def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, result: ProbeResult) -> Check:
+    """Compare what package metadata promises with what the probe found."""
+    status, promised = result.status, spec is None or spec.available
+    if status.available and not promised:
+        return _mismatch(name, "available", "not available", record)
+    if not status.available:
+        return _not_available(name, promised, record, result)
+    strangers = [kernel for kernel in status.kernels if kernel not in record.kernels]
+    if strangers:
+        return _mismatch(name, f"the unregistered kernels {', '.join(strangers)}", "no such kernels", record)
+    if spec is not None and spec.vendor_version and status.version and spec.vendor_version != status.version:
+        return _mismatch(name, f"version {status.version}", f"version {spec.vendor_version}", record, Status.WARN)
+    if result.health is not None and not result.health.ok:
+        why = reason("HEALTH_CHECK_FAILED", result.health.detail or "no detail given")
+        return Check.because("backends", name, Status.FAIL, why, _reinstall(record))
+    mine = [kernel for kernel in record.kernels if kernel.startswith(f"{name}.")]
+    words = [f"{len(status.kernels)} of {len(mine)} kernels usable on this device", _self_test(result)]
+    if status.version:
+        words.insert(0, status.version)
+    if status.reasons:  # usable, but not wholly: an adapter that cannot be imported
+        why = status.reasons[0]
+        message = f"{', '.join(words)}; {why.message}"
+        return Check("backends", name, Status.FAIL, message, why.code, status.fix or why.hint)
+    return Check("backends", name, Status.OK, ", ".join(words))
+
+
+def _not_available(name: str, promised: bool, record: PluginRecord, result: ProbeResult) -> Check:
+    status = result.status
+    why = status.reasons[0] if status.reasons else reason("BACKEND_IMPORT_FAILED", "no reason given")
+    fix = status.fix or why.hint
+    if why.code in (ReasonCode.BACKEND_PROBE_CRASHED, ReasonCode.BACKEND_PROBE_TIMEOUT):
+        fix = f"{why.hint}, or set LAYERZERO_PLUGINS_DENY={record.name}"
+    if not promised:
+        return Check.because("backends", name, Status.WARN, why, fix)
+    hardware = all(item.category is ReasonCategory.HARDWARE for item in status.reasons)
+    if status.reasons and (hardware or why.code is ReasonCode.BACKEND_STUB):
+        return Check("backends", name, Status.WARN, f"not usable on this device: {why.message}", why.code, fix)
+    # Calls would have believed the metadata: this is what must be known before deployment.
+    return Check("backends", name, Status.FAIL, f"{why.message} (its package looks installed)", why.code, fix)
+
+
+def _mismatch(name: str, found: str, promised: str, record: PluginRecord, status: str = Status.FAIL) -> Check:
+    why = reason("AVAILABILITY_MISMATCH", found, promised)
+    return Check.because("backends", name, status, why, _reinstall(record))
+
+
+def _reinstall(record: PluginRecord) -> str:
+    package = record.dist or record.name
+    return f"pip install --force-reinstall {package}, or set LAYERZERO_PLUGINS_DENY={record.name}"
+
+
+def _self_test(result: ProbeResult) -> str:
+    if result.health is None:
+        return "no self test"
+    error = "" if result.health.max_error is None else f" (largest error {result.health.max_error:.1e})"
+    return f"self test passed{error}"
+
+
+# -- clashes -----------------------------------------------------------------------------------------------------
+def clashes(now: Situation) -> list[Check]:
+    """Kernels or backends that two plugins claim, and vendor packages that do not go together."""
+    checks = [
+        Check("conflicts", record.name, Status.FAIL, why.message, why.code, record.fix)
+        for record in now.records
+        for why in record.reasons
+        if why.code in _CLASHES
+    ]
+    for dist, partner, parts in _PAIRS:
+        ours, theirs = dist_version(dist), dist_version(partner)
+        if ours and theirs and _release(ours, parts) != _release(theirs, parts):
+            why = reason("BACKEND_CONFLICT", f"{partner} {theirs}", detail=f"{dist} is {ours}")
+            fix = f"pip install '{dist}=={'.'.join(_release(theirs, parts))}.*', or pip uninstall {dist}"
+            checks.append(Check.because("conflicts", dist, Status.FAIL, why, fix))
+    return checks or [Check("conflicts", "kernels", Status.OK, "every kernel id and backend has one owner")]
+
+
+def _release(version: str, parts: int) -> list[str]:
+    return version.split("+")[0].split(".")[:parts]

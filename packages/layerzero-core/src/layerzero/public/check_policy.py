@@ -1,0 +1,272 @@
+"""Readiness: does everything that the policy needs exist and work, before the first request asks for it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from layerzero.dispatch.bind import resolve
+from layerzero.errors import LayerZeroError
+from layerzero.model.config import Policy
+from layerzero.model.kernel import KernelSpec
+from layerzero.plugin.manager import PluginState
+from layerzero.plugin.probing import ProbeResult, probe
+from layerzero.plugin.vendor import hardware_reasons
+from layerzero.policy.layers import is_kernel_id
+from layerzero.policy.rules import evaluate, matches
+from layerzero.public.checks import Check, Status
+from layerzero.public.situation import Situation, policy_from
+from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
+
+__all__ = ["jit_cache", "named_nothing", "readiness", "required"]
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+def readiness(now: Situation, config: Config) -> tuple[list[Check], dict[str, Any]]:
+    """All checks, cheap ones first, and the numbers of the caches."""
+    checks = [*_schemas(now)]
+    policy, told = _policy(now, config)
+    checks += told
+    if policy is None:
+        checks.append(Check("kernels", "required", Status.SKIP, "the policy is not valid, so nothing is known to be"))
+    else:
+        checks += _kernels(now, now.world.changed(policy=policy), policy)
+    selection, hot = state.cache.stats().to_json(), len(now.world.hot)
+    caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
+    checks.append(_caches(selection, hot))
+    checks.append(Check("caches", "dispatch table", Status.SKIP, "none is configured"))
+    return checks, caches
+
+
+# -- schemas and policy ------------------------------------------------------------------------------------------
+def _schemas(now: Situation) -> Iterator[Check]:
+    broken = 0
+    for record in now.records:
+        if record.state != PluginState.FAILED:
+            continue
+        why = record.reasons[0]
+        schema = why.category is ReasonCategory.SCHEMA or why.code is ReasonCode.CONFIG_FILE_MISSING
+        broken += schema
+        # A plugin that broke otherwise costs only itself, unless the policy needs it: then its kernel fails below.
+        status = Status.FAIL if schema else Status.WARN
+        yield Check("capabilities", record.name, status, why.message, why.code, record.fix)
+    if not broken:
+        registry = now.world.registry
+        told = f"{len(registry.backends)} backends and {len(registry)} kernels, every descriptor valid"
+        yield Check("capabilities", "schemas", Status.OK, told)
+
+
+def _policy(now: Situation, config: Config) -> tuple[Policy | None, list[Check]]:
+    wrong = [Check.error("policy", "variable", error) for error in now.wrong]
+    try:
+        if config is not None:
+            policy = policy_from(config, now.env)
+        elif now.problem is not None:
+            raise now.problem
+        else:
+            policy = now.world.policy
+    except LayerZeroError as error:
+        return None, [*wrong, Check.error("policy", "policy", error)]
+    if wrong:
+        return None, wrong
+    where = f"{config}" if isinstance(config, (str, os.PathLike)) else "in force" if config is None else "given"
+    valid = Check("policy", "policy", Status.OK, f"{where}, hash {policy.policy_hash[:12]}")
+    return policy, [valid, *named_nothing(policy, now.world)]
+
+
+def named_nothing(policy: Policy, world: World) -> list[Check]:
+    """Patterns and conditions that match nothing here: legal, and usually a misspelling."""
+    kernels = world.registry.kernels.values()
+    checks: list[Check] = []
+    for key, pattern in _patterns(policy):
+        if any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
+            continue
+        # An exact id in an allow list is a wish for that kernel, not a filter.
+        status = Status.FAIL if key == "allow" and is_kernel_id(pattern) else Status.WARN
+        fix = _near(pattern, [*world.registry.kernels, *world.registry.backends])
+        checks.append(Check.because("policy", key, status, reason("KERNEL_UNKNOWN", pattern, fix), fix))
+    return checks
+
+
+def _patterns(policy: Policy) -> Iterator[tuple[str, str]]:
+    seen: set[tuple[str, str]] = set()
+    for rule in policy.program:
+        lists = (
+            ("allow", rule.allow or ()),
+            ("deny", rule.deny),
+            ("prefer", rule.prefer),
+            ("avoid", rule.avoid),
+            ("boosts", tuple(pattern for pattern, _ in rule.boosts)),
+        )
+        for item in ((key, pattern) for key, patterns in lists for pattern in patterns):
+            if item not in seen:
+                seen.add(item)
+                yield item
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else "install the backend that brings it, or remove the entry"
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------
+def required(policy: Policy) -> dict[str, tuple[str, ...]]:
+    """Kernels the policy cannot do without: kernel id → op patterns locked to it (empty: named in an allow list)."""
+    wanted: dict[str, list[str]] = {}
+    for op, kernel_id in policy.locks_by_op().items():
+        wanted.setdefault(kernel_id, []).append(op)
+    for rule in policy.rules:
+        if rule.lock:
+            wanted.setdefault(rule.lock, []).append(rule.match_op)
+    for pattern in policy.allow:
+        if is_kernel_id(pattern):
+            wanted.setdefault(pattern, [])
+    return {kernel_id: tuple(dict.fromkeys(ops)) for kernel_id, ops in wanted.items()}
+
+
+def _kernels(now: Situation, world: World, policy: Policy) -> list[Check]:
+    wanted = required(policy)
+    probes: dict[str, ProbeResult] = {}
+    checks = [_one_kernel(now, world, kernel_id, ops, probes) for kernel_id, ops in wanted.items()]
+    if not checks:
+        checks.append(Check("kernels", "required", Status.OK, "the policy locks and lists no kernel by name"))
+    checks += _unserved(now, world)
+    return [*checks, *_jit(now, world, wanted)]
+
+
+def _one_kernel(
+    now: Situation, world: World, kernel_id: str, ops: tuple[str, ...], probes: dict[str, ProbeResult]
+) -> Check:
+    kernel = world.registry.kernels.get(kernel_id)
+    if kernel is None:
+        why = reason("KERNEL_UNKNOWN", kernel_id, "")
+        record = next((item for item in now.records if item.name == kernel_id.partition(".")[0]), None)
+        if record is not None and record.state == PluginState.FAILED:
+            cause = record.reasons[0]
+            message = f"required by the policy, but its plugin did not load: {cause.message}"
+            return Check("kernels", kernel_id, Status.FAIL, message, cause.code, record.fix)
+        return Check.because("kernels", kernel_id, Status.FAIL, why, _near(kernel_id, world.registry.kernels))
+    for why, fix in _against(now, world, kernel, ops, probes):
+        message = f"required by the policy, but {why.message}"
+        return Check("kernels", kernel_id, Status.FAIL, message, why.code, fix or why.hint)
+    role = f"locked for {', '.join(ops)}" if ops else "in the allow list"
+    return Check("kernels", kernel_id, Status.OK, f"{role}; registered, available, bound")
+
+
+def _against(
+    now: Situation, world: World, kernel: KernelSpec, ops: tuple[str, ...], probes: dict[str, ProbeResult]
+) -> Iterator[tuple[Reason, str]]:
+    """What speaks against a required kernel, in the order in which it is worth knowing."""
+    for pattern in ops:
+        others = [op for op in world.ops if fnmatchcase(op, pattern) and op != kernel.op]
+        if others:
+            why = reason("LOCKED_KERNEL_UNAVAILABLE", kernel.kernel_id, detail=f"it does not compute {others[0]}")
+            yield why, f"lock {kernel.op} instead of {pattern}"
+    verdict = evaluate(world.policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    if verdict.denied_by is not None:
+        yield reason("POLICY_DENIED", verdict.denied_by), ""
+    backend = world.registry.backends.get(kernel.backend)
+    if backend is not None and not backend.available:
+        yield backend.reasons[0], ""
+    blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
+    if blocked is not None:
+        yield blocked, ""
+    problems = [hardware_reasons(kernel, device) for device in now.devices]
+    if all(problems):
+        yield problems[0][0], ""
+    if kernel.kernel_id in world.unbindable:
+        yield world.unbindable[kernel.kernel_id], ""
+    if backend is not None and not backend.builtin:
+        # The vendor is imported here only after it has survived being imported elsewhere.
+        result = probes.get(kernel.backend)
+        if result is None:
+            result = probes[kernel.backend] = probe(
+                kernel.backend, now.env.probe_timeout, device=now.device, env=now.environ
+            )
+        if not result.status.available:
+            yield from ((why, result.status.fix) for why in result.status.reasons[:1])
+        elif result.health is not None and not result.health.ok:
+            yield reason("HEALTH_CHECK_FAILED", result.health.detail), ""
+    try:
+        resolve(kernel)
+    except LayerZeroError as error:
+        yield error.reasons[0], ""
+
+
+def _unserved(now: Situation, world: World) -> list[Check]:
+    """Ops for which this policy leaves no kernel at all on this machine."""
+    checks = []
+    for op in sorted(world.ops):
+        if not any(_may_serve(kernel, world, now) for kernel in world.registry.by_op(op)):
+            fix = "install a backend for it, or relax deny, allow and fallback_enabled"
+            checks.append(Check.because("kernels", op, Status.FAIL, reason("NO_KERNEL", op), fix))
+    return checks or [Check("kernels", "ops", Status.OK, f"all {len(world.ops)} ops have a kernel on this machine")]
+
+
+def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
+    fallback = world.ops[kernel.op].fallback_id == kernel.kernel_id
+    verdict = evaluate(world.policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    if verdict.denied_by is not None or (fallback and not world.policy.fallback_enabled):
+        return False
+    if not fallback and (not verdict.allowed or not world.policy.enabled):
+        return False
+    usable = world.registry.available(kernel.backend) and not world.health.blocks(kernel.kernel_id, kernel.backend)
+    return usable and any(not hardware_reasons(kernel, device) for device in now.devices)
+
+
+# -- compiled artifacts and caches -------------------------------------------------------------------------------
+def jit_cache(now: Situation) -> Path:
+    """The folder of compiled kernels: LAYERZERO_JIT_CACHE_DIR, else the user's cache."""
+    if now.env.jit_cache_dir is not None:
+        return Path(now.env.jit_cache_dir)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "jit"
+
+
+def _jit(now: Situation, world: World, wanted: Mapping[str, tuple[str, ...]]) -> list[Check]:
+    """Kernels that are compiled at first use and that the policy needs: no request compiles, so it must be done."""
+    folder = jit_cache(now)
+    found = (world.registry.kernels.get(kernel_id) for kernel_id in wanted)
+    compiled = [kernel for kernel in found if kernel is not None and kernel.jit]
+    if not compiled:
+        return [Check("caches", "jit", Status.OK, "no required kernel is compiled at run time")]
+    if (unsafe := _unsafe(folder)) is not None:
+        return [unsafe]
+    checks = []
+    for kernel in compiled:
+        own = folder / kernel.kernel_id
+        if own.is_dir() and any(own.iterdir()):
+            checks.append(Check("caches", f"jit {kernel.kernel_id}", Status.OK, "compiled"))
+        else:
+            why = reason("JIT_NOT_READY", kernel.kernel_id, detail=f"nothing in {own}")
+            fix = f"run lz.warmup for {kernel.op} on this machine, or ship the cache in LAYERZERO_JIT_CACHE_DIR"
+            checks.append(Check.because("caches", f"jit {kernel.kernel_id}", Status.FAIL, why, fix))
+    return checks
+
+
+def _unsafe(folder: Path) -> Check | None:
+    """JIT caches are code: a folder that others can write to is not loaded from."""
+    try:
+        mode = folder.stat()
+    except OSError:
+        return None
+    if os.name != "posix" or (mode.st_uid == os.getuid() and not mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        return None
+    why = reason("CONFIG_INVALID", f"{folder} with mode {stat.S_IMODE(mode.st_mode):04o}", "your own folder, mode 0700")
+    return Check.because("caches", "jit", Status.FAIL, why, f"chown it to yourself and chmod 700 {folder}")
+
+
+def _caches(numbers: Mapping[str, Any], hot: int) -> Check:
+    asked = numbers["hits"] + numbers["misses"]
+    rate = f", {numbers['hits'] / asked:.0%} hits of {asked}" if asked else ", not asked yet"
+    told = f"{numbers['entries']} of {numbers['max_entries']} entries{rate}; {hot} hot"
+    return Check("caches", "selection", Status.OK, told)
