@@ -38,7 +38,9 @@ for folder, module, choice in json.loads(sys.argv[1]):
     collect = Collect()
     config = ["--rootdir", folder, "-c", folder + "/pyproject.toml", "--lz-plugin", module]
     args = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *config, *choice, folder + "/tests"]
-    pytest.main(args, plugins=[collect])
+    code = pytest.main(args, plugins=[collect])
+    if code not in (0, 1):
+        collect.failed["collection"] = f"pytest ended with code {code}"
     found[module] = {"failed": collect.failed, "ran": collect.ran}
 print("RESULT " + json.dumps(found))
 """

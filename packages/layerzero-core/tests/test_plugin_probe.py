@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,15 @@ def test_a_cache_folder_others_may_write_to_is_not_believed(tmp_path: Path, monk
     assert not probe("x", cache=True, cache_dir=tmp_path).cached
     assert not probe("x", cache=True, cache_dir=tmp_path).cached
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.req("R-CAP-06")
+def test_readiness_is_refused_while_a_descriptor_is_invalid(environment: dict[str, str]) -> None:
+    script = "import json, layerzero as lz; print(json.dumps([c.to_json() for c in lz.readiness_check().failed]))"
+    only = {**environment, "LAYERZERO_PLUGINS": "bad_capabilities"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=only, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    failed = {check["name"]: check["code"] for check in json.loads(done.stdout.splitlines()[-1])}
+    assert failed["bad_capabilities"] == "SCHEMA_FIELD_UNKNOWN"

@@ -29,6 +29,9 @@ from layerzero.ops import (
     sample_topp,
     silu_and_mul,
 )
+from layerzero.ops.signature import PUBLIC as _PUBLIC
+from layerzero.torch_ops import install as _install
+from layerzero.version import __version__
 
 if TYPE_CHECKING:
     from layerzero.model.context import Context
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
 
-__version__ = "0.1.0"
+_install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
 __all__ = [
     "Context",

@@ -83,6 +83,7 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "DIM_OUT_OF_RANGE": (_C.SHAPE, "{value} is outside {limit}", "use another kernel for this size"),
     "DIM_NOT_MULTIPLE": (_C.SHAPE, "{value} is not a multiple of {limit}", "pad the axis or use another kernel"),
     "EMPTY_SEQUENCE": (_C.SHAPE, "the key/value sequence is empty: {value}", "give at least one key per query, or skip the call"),
+    "EMPTY_INPUT": (_C.SHAPE, "there is nothing to compute: {value}", "none needed: the reference gives the empty result"),
     "RAGGED_UNSUPPORTED": (_C.SHAPE, "nested or ragged input {value} is not supported here", "pad, or call the varlen form"),
     # head_dim
     "HEAD_DIM_INVALID": (_C.HEAD_DIM, "head_dim {value} is not allowed ({limit})", "pad head_dim or use another kernel"),
@@ -198,6 +199,7 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     # input
     "DEVICE_MIXED": (_C.INPUT, "inputs are on different devices: {value}", "move them to one device"),
     "OP_UNKNOWN": (_C.INPUT, "unknown op {value}", "did you mean {limit}?"),
+    "BACKEND_UNKNOWN": (_C.INPUT, "no backend or kernel is called {value}", "use one of: {limit}"),
     "KERNEL_UNKNOWN": (_C.INPUT, "unknown kernel id {value}", "did you mean {limit}?"),
     "VALUE_INVALID": (_C.INPUT, "{value} is not {limit}", "correct the argument"),
     "SCALE_INVALID": (_C.INPUT, "scale {value} is not a finite number", "pass a finite scale or None"),
@@ -244,6 +246,7 @@ class ReasonCode(enum.StrEnum):
     DIM_OUT_OF_RANGE = "DIM_OUT_OF_RANGE"
     DIM_NOT_MULTIPLE = "DIM_NOT_MULTIPLE"
     EMPTY_SEQUENCE = "EMPTY_SEQUENCE"
+    EMPTY_INPUT = "EMPTY_INPUT"
     RAGGED_UNSUPPORTED = "RAGGED_UNSUPPORTED"
     HEAD_DIM_INVALID = "HEAD_DIM_INVALID"
     HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE"
@@ -347,6 +350,7 @@ class ReasonCode(enum.StrEnum):
     CACHE_CORRUPT = "CACHE_CORRUPT"
     DEVICE_MIXED = "DEVICE_MIXED"
     OP_UNKNOWN = "OP_UNKNOWN"
+    BACKEND_UNKNOWN = "BACKEND_UNKNOWN"
     KERNEL_UNKNOWN = "KERNEL_UNKNOWN"
     VALUE_INVALID = "VALUE_INVALID"
     SCALE_INVALID = "SCALE_INVALID"
@@ -411,7 +415,7 @@ def reason(code: ReasonCode | str, value: object = None, limit: object = None, *
     return _built(ReasonCode(code), _plain(value), _plain(limit), detail)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # typed: 1 and True are not the same value of a reason
 def _built(code: ReasonCode, value: Any, limit: Any, detail: str) -> Reason:
     # The same few reasons come again in every selection, and formatting is most of their price.
     _, message, hint = _TABLE[code.value]

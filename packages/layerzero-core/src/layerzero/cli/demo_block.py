@@ -50,7 +50,7 @@ def sizes_for(device_type: str, *, quick: bool) -> Sizes:
     if quick:
         return Sizes(128, 4, 2, 32, 256, 512, prompt=28, decode_steps=8)
     if device_type == "cpu":
-        return Sizes(512, 8, 2, 64, 1408, 8192, prompt=112, decode_steps=32)
+        return Sizes(768, 12, 4, 64, 2048, 8192, prompt=120, decode_steps=32)
     return Sizes(2048, 32, 8, 64, 8192, 32_000, prompt=1000, decode_steps=48)
 
 

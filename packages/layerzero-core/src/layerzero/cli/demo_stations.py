@@ -91,7 +91,8 @@ class Stop:
     """What was found at a station.
 
     `chosen` is the decision, `ran` what dispatch noted when it ran: they differ after a failover. `others_us` times
-    the accepted kernels that were not chosen; `torch_us` is the same step in plain torch.
+    the accepted kernels that were not chosen, `plan_us` the same call pre-bound by `lz.plan`; `torch_us` is the same
+    step in plain torch.
     """
 
     station: Station
@@ -103,6 +104,7 @@ class Stop:
     lz_us: float
     torch_us: float
     others_us: dict[str, float] = field(default_factory=dict)
+    plan_us: float | None = None
 
     @property
     def kernel(self) -> str:
@@ -141,6 +143,7 @@ class Stop:
             "check": asdict(self.check),
             "lz_us": round(self.lz_us, 2),
             "torch_us": round(self.torch_us, 2),
+            "plan_us": None if self.plan_us is None else round(self.plan_us, 2),
             "verdict": self.verdict,
             "others_us": {name: round(value, 2) for name, value in self.others_us.items()},
             "candidates": [item.to_json() for item in self.candidates],
@@ -153,7 +156,6 @@ class DecodeStep:
 
     context: int
     selections: int
-    near_hits: int
     lz_us: float
     torch_us: float
 
@@ -169,6 +171,7 @@ class Tour:
     facts: tuple[tuple[str, str], ...]
     stops: tuple[Stop, ...]
     decode: tuple[DecodeStep, ...]
+    decode_calls: int
     agreement: Check
     counters: dict[str, int]
     first_pass_us: float
@@ -216,6 +219,7 @@ class Tour:
             "stops": [stop.to_json() for stop in self.stops],
             "decode": {
                 "steps": len(self.decode),
+                "calls": self.decode_calls,
                 "selections": self.decode_selections,
                 "paged_matches_dense": asdict(self.agreement),
                 "counters": self.counters,
@@ -230,4 +234,4 @@ def verdict(us: float, against: float) -> str:
     ratio = max(us, against) / min(us, against)
     if ratio <= 1 + _SAME:
         return "same"
-    return f"{ratio:.2f}× {'slower' if us > against else 'faster'}"
+    return f"{ratio:.2f}"[:4].rstrip(".") + f"× {'slower' if us > against else 'faster'}"

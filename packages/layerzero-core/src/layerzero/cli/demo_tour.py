@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from layerzero.cli.demo_block import (
     sizes_for,
 )
 from layerzero.cli.demo_stations import DECODE, PREFILL, Check, DecodeStep, Station, Stop, Tour
-from layerzero.errors import LayerZeroError
+from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.model.device import DeviceSpec
 from layerzero.numerics import compare, tolerance
 from layerzero.ops.signature import public_op
@@ -42,8 +43,10 @@ _DRAWS = 24
 
 def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tour:
     """Run everything on `device` (the best one here when None). `tick` is called before each of TICKS stages."""
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), _busy()
     spec = DeviceSpec.detect(device)
+    if spec.device_type == "meta":
+        raise InvalidInputError(code="DEVICE_NOT_PRESENT", value="meta", limit="a device that computes")
     where = torch.device(spec.device_type if spec.device_type in ("cpu", "mps") else f"{spec.device_type}:{spec.index}")
     dtype = torch.bfloat16 if spec.device_type != "cpu" and spec.supports_bf16 else torch.float32
     sizes = sizes_for(spec.device_type, quick=quick)
@@ -52,11 +55,12 @@ def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tou
         model = _Model(sizes, where, dtype)
         tick("prefill")
         recorder = Recorder(lz)
-        first = _timed(model.prefill, recorder, sync=model.sync)
+        first, _ = _timed(model.prefill, recorder, sync=model.sync)
         tick("decoding")
-        decode, agreement, decode_calls, counters = _decode(model)
+        decode, agreement, step_calls, counters = _decode(model)
+        new = [call for call in step_calls if call.op in {station.op for station in DECODE}]
         stops = []
-        calls = [*zip(PREFILL, recorder.calls, strict=True), *zip(DECODE, decode_calls, strict=True)]
+        calls = [*zip(PREFILL, recorder.calls, strict=True), *zip(DECODE, new, strict=True)]
         for station, call in calls:
             tick(station.title)
             stops.append(_stop(station, call, model.sync, quick=quick))
@@ -68,9 +72,10 @@ def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tou
         device=spec,
         dtype=str(dtype).removeprefix("torch."),
         sizes=sizes,
-        facts=_facts(spec, where, dtype),
+        facts=_facts(spec, where, dtype, busy),
         stops=tuple(stops),
         decode=decode,
+        decode_calls=len(step_calls) * len(decode),
         agreement=agreement,
         counters=counters,
         first_pass_us=first,
@@ -122,21 +127,16 @@ def _decode(model: _Model) -> tuple[tuple[DecodeStep, ...], Check, list[Call], d
     ops: Any = recorder
     before, steps, pairs = state.counters.to_json(), [], []
     for _ in range(model.sizes.decode_steps):
-        start = state.counters.to_json()
-        outputs: list[Output] = []
-        lz_us = _timed(lambda o=ops, i=ids: outputs.append(model.run(o, ours, i, generator)), sync=model.sync)
-        now = state.counters.to_json()
-        torch_us = _timed(lambda i=ids: model.run(PlainTorch, theirs, i, other), sync=model.sync)
-        out = outputs[0]
-        made, near = (now[name] - start[name] for name in ("selections", "near_hits"))
-        steps.append(DecodeStep(ours.length, made, near, lz_us, torch_us))
+        start = state.counters.selections
+        lz_us, out = _timed(model.run, ops, ours, ids, generator, sync=model.sync)
+        made = state.counters.selections - start
+        torch_us, _ = _timed(model.run, PlainTorch, theirs, ids, other, sync=model.sync)
+        steps.append(DecodeStep(ours.length, made, lz_us, torch_us))
         pairs.append((out.paged, out.dense))
         ids = out.token.unsqueeze(0)
         ops = lz  # the first step is looked at; the rest run bare
     counters = {name: value - before[name] for name, value in state.counters.to_json().items()}
-    wanted = {station.op for station in DECODE}
-    calls = [call for call in recorder.calls if call.op in wanted]
-    return tuple(steps), _agreement(pairs), calls, counters
+    return tuple(steps), _agreement(pairs), recorder.calls, counters
 
 
 def _agreement(pairs: list[tuple[Tensor | None, Tensor | None]]) -> Check:
@@ -158,6 +158,7 @@ def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool
         "torch": partial(getattr(PlainTorch, call.op), *call.args, **call.kwargs),
     }
     with _quiet():
+        contenders["plan"] = partial(lz.plan(call.op, *call.args, **call.kwargs), *call.args, **call.kwargs)
         for item in report.candidates:
             if item.accepted and item.kernel_id != report.chosen:
                 contender = partial(function, *call.args, **call.kwargs, backend=item.kernel_id)
@@ -167,10 +168,9 @@ def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool
                     continue  # it fits on paper, but raised here: shown without a time
                 contenders[item.kernel_id] = contender
         times = _interleaved(contenders, sync, quick=quick)
-    lz_us, torch_us = times.pop(""), times.pop("torch")
-    return Stop(
-        station, _shape(call), report.chosen, report.ran, report.candidates, check, lz_us, torch_us, dict(times)
-    )
+    lz_us, torch_us, plan_us = (times.pop(name) for name in ("", "torch", "plan"))
+    shape, seen = _shape(call), (report.chosen, report.ran, report.candidates)
+    return Stop(station, shape, *seen, check, lz_us, torch_us, times, plan_us)
 
 
 def _shape(call: Call) -> str:
@@ -203,53 +203,54 @@ def _wider(item: Any) -> Any:
 
 def _check_draws(call: Call) -> Check:
     """Kernels draw differently from one seed, so look at the set: every draw must be one the reference could make."""
-    function = getattr(lz, call.op)
     logits, bound = call.args
-    fallback = public_op(call.op).spec.fallback_impl
-    assert fallback is not None
+    draw = partial(getattr(lz, call.op), logits, bound, **call.kwargs)
     allowed = _allowed(call.op, logits, bound)
-    drawn = [int(function(logits, bound, generator=call.kwargs["generator"])) for _ in range(_DRAWS)]
-    outside = sum(token not in allowed for token in (int(call.out), *drawn))
-    greedy = function(logits, bound, temperature=0.0).equal(fallback(logits, bound, 0.0, None))
-    return Check(
-        greedy and not outside,
-        float(outside),
-        f"{_DRAWS + 1} draws, all among the {len(allowed)} allowed tokens; at temperature 0 the same token",
-    )
+    drawn = [int(call.out), *(int(draw()) for _ in range(_DRAWS))]
+    outside = sum(token not in allowed for token in drawn)
+    likeliest = bool(logits[0, draw(temperature=0.0)] == logits.max())
+    detail = f"{len(drawn)} draws, {outside} outside the {len(allowed)} allowed tokens; temperature 0 gives "
+    return Check(likeliest and not outside, float(outside), detail + ("the likeliest" if likeliest else "ANOTHER one"))
 
 
 def _allowed(op: str, logits: Tensor, bound: float) -> set[int]:
+    """Tokens the reference may draw, and any that tie with the last of them."""
     row = logits[0].cpu().double()
+    ordered = row.sort(descending=True).values
     if op == "sample_topk":
-        return set(torch.nonzero(row >= row.topk(int(bound)).values[-1]).flatten().tolist())
-    probs, ids = row.softmax(dim=-1).sort(descending=True)
-    # The last token in is a matter of rounding: a hair of slack.
-    return set(ids[probs.cumsum(dim=-1) - probs < bound + 1e-6].tolist())
+        last = ordered[int(bound) - 1]
+    else:
+        probs = ordered.softmax(dim=-1)
+        # Where the mass just reaches p, rounding decides: a hair of slack.
+        last = ordered[int((probs.cumsum(dim=-1) - probs < bound + 1e-6).sum()) - 1]
+    return set(torch.nonzero(row >= last).flatten().tolist())
 
 
 # -- time ----------------------------------------------------------------------------------------
-def _timed(call: Callable[..., Any], *args: Any, sync: Callable[[], None]) -> float:
+def _timed(call: Callable[..., Any], *args: Any, sync: Callable[[], None]) -> tuple[float, Any]:
+    """µs and result of one call, device included."""
     sync()
     start = time.perf_counter()
-    call(*args)
+    out = call(*args)
     sync()
-    return (time.perf_counter() - start) * 1e6
+    return (time.perf_counter() - start) * 1e6, out
 
 
 def _interleaved(
     contenders: dict[str, Callable[[], Any]], sync: Callable[[], None], *, quick: bool
 ) -> dict[str, float]:
     """Median µs per call. All take turns in each round, so that a slow moment of the machine hits them alike."""
-    rounds, share = (3, 500.0) if quick else (9, 3000.0)
+    rounds, share = (3, 500.0) if quick else (7, 3000.0)
     counts = {}
     for name, call in contenders.items():
         call()
-        counts[name] = max(1, min(300, int(share / max(_timed(call, sync=sync), 1.0))))
+        counts[name] = max(1, min(300, int(share / max(_timed(call, sync=sync)[0], 1.0))))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):
         order = list(contenders.items())
         for name, call in order if turn % 2 else order[::-1]:
-            times[name].append(_timed(_repeat, call, counts[name], sync=sync) / counts[name])
+            us, _ = _timed(_repeat, call, counts[name], sync=sync)
+            times[name].append(us / counts[name])
     return {name: median(values) for name, values in times.items()}
 
 
@@ -271,7 +272,14 @@ def _quiet() -> Iterator[None]:
 
 
 # -- the machine ---------------------------------------------------------------------------------
-def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+def _busy() -> str:
+    """A warning when others were using the machine already; empty when not, or where nobody can tell."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"busy (load {load:.1f} on {cores} cores), so the times are rough" if load > 0.75 * cores else ""
+
+
+def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype, busy: str) -> tuple[tuple[str, str], ...]:
     features = sorted(spec.cpu_features) or sorted(spec.instruction_families)
     facts = [
         ("device", f"{spec.name or spec.device_type} ({device})"),
@@ -284,6 +292,7 @@ def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype) -> tuple[
         ("torch", str(torch.__version__)),
         ("CUDA", spec.cuda_version or ""),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("before the demo", busy),
         ("backends", ", ".join(f"{item.name} ({item.state})" for item in state.records)),
     ]
     return tuple((name, value) for name, value in facts if value)

@@ -26,19 +26,23 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
     """Wrap a kernel so that it takes the call's own arguments."""
     before: list[Step] = []
     after: list[Finish] = []
+    # A mask may be float32 beside half-precision inputs and slopes are always precise: only q, k, v are cast.
+    count = 3 if ctx.op == "attention" else None
     if ctx.autocast is not None and follow_autocast:
-        before.append(_casting(_dtype(ctx.autocast), only_floating_below_double=True))
+        before.append(_casting(_dtype(ctx.autocast), count, only_floating_below_double=True))
     wanted = set(names)
     for name in sorted(wanted):
         if name.startswith("cast:"):
             target = name.rpartition("->")[2]
-            before.append(_casting(_dtype(target)))
+            before.append(_casting(_dtype(target), count))
             if not name.startswith("cast:mixed"):
-                after.append(_cast_back(_dtype(ctx.dtype)))
+                after.append(_cast_back(_dtype(ctx.dtype), only_first=ctx.op == "attention"))
     if ctx.op == "attention":
         _adapt_attention(ctx, wanted, before, after)
     if "contiguous" in wanted:
         before.append(_contiguous)
+    if "aligned_copy" in wanted:
+        before.append(_aligned_copy)
     if not before and not after and ctx.autocast is None:
         return fn
     return _composed(fn, tuple(before), tuple(reversed(after)), ctx)
@@ -100,9 +104,11 @@ def _dtype(word: str) -> torch.dtype:
     return found
 
 
-def _casting(dtype: torch.dtype, only_floating_below_double: bool = False) -> Step:
+def _casting(dtype: torch.dtype, count: int | None = None, only_floating_below_double: bool = False) -> Step:
+    """Cast the floating tensors among the first `count` arguments (all of them for None)."""
+
     def step(values: list[Any]) -> None:
-        for i, item in enumerate(values):
+        for i, item in enumerate(values[:count]):
             if not isinstance(item, Tensor) or not item.is_floating_point():
                 continue
             if only_floating_below_double and item.dtype is torch.float64:
@@ -112,11 +118,16 @@ def _casting(dtype: torch.dtype, only_floating_below_double: bool = False) -> St
     return step
 
 
-def _cast_back(dtype: torch.dtype) -> Finish:
+def _cast_back(dtype: torch.dtype, only_first: bool) -> Finish:
+    """Floating results in the call's own dtype; `only_first` leaves a log-sum-exp in float32, ids stay integers."""
+
+    def back(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
     def finish(out: Any) -> Any:
         if isinstance(out, tuple):
-            return (out[0].to(dtype), *out[1:])
-        return out.to(dtype)
+            return (back(out[0]), *out[1:]) if only_first else tuple(back(item) for item in out)
+        return back(out)
 
     return finish
 
@@ -127,9 +138,18 @@ def _contiguous(values: list[Any]) -> None:
             values[i] = item.contiguous()
 
 
+def _aligned_copy(values: list[Any]) -> None:
+    """Fresh storage for tensors that start at an odd address; torch aligns what it allocates to 64 bytes."""
+    for i, item in enumerate(values):
+        if isinstance(item, Tensor) and item.data_ptr() % 64:
+            values[i] = item.clone(memory_format=torch.contiguous_format)
+
+
 def _unsqueeze(values: list[Any]) -> None:
     for i in (_QUERY, _KEY, _VALUE):
         values[i] = values[i].unsqueeze(1)
+    if values[_MASK] is not None and values[_MASK].ndim == 3:  # [B, Sq, Sk]
+        values[_MASK] = values[_MASK].unsqueeze(1)
 
 
 def _squeeze(out: Any) -> Any:
@@ -168,8 +188,8 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
             if given.dtype is torch.bool:
                 keep = given if keep is None else keep & given
             else:
-                bias = given.to(query.dtype) if bias is None else bias + given.to(query.dtype)
-        if bias is None and "mask" not in what and given is None:
+                bias = given if bias is None else bias + given
+        if bias is None and "float" not in what:
             values[_MASK] = keep
         else:
             full = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias

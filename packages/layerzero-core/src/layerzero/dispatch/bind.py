@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch.adapt import adapt
+from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES
 from layerzero.errors import BackendNotAvailableError
 from layerzero.model.decision import Decision, ExecutionPlan
@@ -68,12 +69,12 @@ def resolve(kernel: KernelSpec) -> Callable[..., Any]:
     """Import a kernel's adapter by its string; a failure is one clear error with the cause attached."""
     try:
         return _import(kernel.function)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # some vendors exit when they dislike the machine
         why = _import_reason(kernel, error)
         raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
 
 
-def _import_reason(kernel: KernelSpec, error: Exception) -> Reason:
+def _import_reason(kernel: KernelSpec, error: BaseException) -> Reason:
     module = kernel.function.partition(":")[0]
     missing = isinstance(error, AttributeError) or (
         isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)
@@ -89,11 +90,13 @@ def bind(
     """Bind one accepted candidate of a decision (the chosen one by default)."""
     plan = ExecutionPlan.of(decision, kernel_id)
     memo_key = (decision.context, plan.kernel_id, tuple(plan.transforms), rng)
-    found: Bound | None = world.memo.get(memo_key)
+    memo: dict[Any, Bound] = world.memo.setdefault("bound", {})
+    found = memo.get(memo_key)
     if found is not None and found.decision is decision:
         return found
     kernel = world.registry.kernels.get(plan.kernel_id)
-    assert kernel is not None, "a decision names only registered kernels"
+    if kernel is None:  # a plan outlived the plugin it was made with
+        raise BackendNotAvailableError(code="KERNEL_UNKNOWN", value=plan.kernel_id, limit="a registered kernel")
     fn = resolve(kernel)
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
@@ -101,7 +104,7 @@ def bind(
     run = adapt(fn, decision.context, plan.transforms, spec.autocast)
     if (
         kernel.pointer_alignment is not None
-        and "contiguous" not in plan.transforms
+        and "aligned_copy" not in plan.transforms
         and decision.context.aligned_pointers
     ):
         run = _aligned(run, kernel.pointer_alignment)
@@ -110,7 +113,9 @@ def bind(
     if rng:
         run = _restorable(run, spec)
     bound = Bound(run, _guard(kernel, decision), kernel, plan, rng)
-    world.memo[memo_key] = bound
+    if len(memo) >= HOT_LIMIT:
+        memo.clear()
+    memo[memo_key] = bound
     return bound
 
 

@@ -1,9 +1,10 @@
 """Hot keys: everything a choice depends on, read off the tensors in about a microsecond.
 
-Per tensor: type, shape, dtype, is_cpu and device index, and its strides (True stands for contiguous, whose
-strides follow from the shape). Types are in the key so that a subclass can never hit: only plain tensors
-are inserted. (is_cpu, index) is enough because only the CPU and the process's one accelerator are inserted
-(`modes.keyable_device`). Values such as scale, eps or p are never in the key.
+Per tensor: type, shape, dtype, device, and its strides (True stands for contiguous, whose strides follow from
+the shape). Types are in the key so that a subclass can never hit: only plain tensors are inserted. The device is
+`is_cpu or ~index`: True, or -1 and below for the process's one accelerator, the only two kinds that are inserted
+(`modes.keyable_device`); anything else (meta) gives 0 and never hits. Values such as scale, eps or p are never in
+the key.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["describe_tensor", "generic_key", "mode_key"]
+__all__ = ["HOT_LIMIT", "describe_tensor", "generic_key", "mode_key"]
+
+# Entries of one World's table; beyond it the table starts afresh.
+HOT_LIMIT = 16_384
 
 _grad_enabled = torch.is_grad_enabled
+_AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 
 
 def describe_tensor(t: Tensor) -> tuple[Any, ...]:
     """One tensor's part of a key. Hot ops write this out by hand; this is the form for optional inputs."""
-    return (type(t), t.shape, t.dtype, t.is_cpu, t.get_device(), t.is_contiguous() or t.stride())
+    return (type(t), t.shape, t.dtype, t.is_cpu or ~t.get_device(), t.is_contiguous() or t.stride())
 
 
 def autocast_key() -> Hashable:
     """Which autocast dtypes are on; called only when some autocast is."""
-    return tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
-    )
+    return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _AUTOCASTS)
 
 
 def mode_key(needs_grad: bool) -> tuple[Any, ...]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from layerzero.runtime.current import Unloaded, collector_paused, now
 
 if TYPE_CHECKING:
     from layerzero.selection.world import World
@@ -10,22 +14,28 @@ if TYPE_CHECKING:
 __all__ = ["current_world", "miss", "recover"]
 
 
+def _machinery() -> ModuleType:
+    """`layerzero.dispatch.run`, with plugins discovered: both happen at the first cold call."""
+    run = sys.modules.get("layerzero.dispatch.run")
+    if run is None or now.world is Unloaded:
+        with collector_paused():
+            from layerzero.dispatch import run
+            from layerzero.runtime.state import state
+
+            state.load()
+    return run
+
+
 def current_world() -> World:
     """The World of the active scope, else the current one."""
-    from layerzero.dispatch import run
-
-    return run.current_world()
+    return _machinery().current_world()  # type: ignore[no-any-return]
 
 
 def miss(*args: Any) -> Any:
     """See `layerzero.dispatch.run.miss`."""
-    from layerzero.dispatch import run
-
-    return run.miss(*args)
+    return _machinery().miss(*args)
 
 
 def recover(*args: Any) -> Any:
     """See `layerzero.dispatch.run.recover`."""
-    from layerzero.dispatch import run
-
-    return run.recover(*args)
+    return _machinery().recover(*args)

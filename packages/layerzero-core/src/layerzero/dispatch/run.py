@@ -7,6 +7,7 @@ that raised, `decide` answers `lz.select` and `lz.explain` with the very decisio
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
+from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.errors import (
     BackendNotAvailableError,
     CudaGraphUnsafeError,
     InvalidInputError,
     KernelExecutionError,
     LayerZeroError,
+    UnknownNameError,
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -38,9 +41,7 @@ __all__ = ["bypass", "current_world", "decide", "describe", "miss", "opaque_op",
 _log = logging.getLogger("layerzero.dispatch")
 _select_log = logging.getLogger("layerzero.selection")
 
-HOT_LIMIT = 16_384
 _RAN_LIMIT = 4_096
-_MAX_TRIES = 16
 
 
 def current_world() -> World:
@@ -62,16 +63,37 @@ def describe(
 
     `device` describes the call as if its tensors (meta ones will do) lay on that device, which need not be here.
     """
+    if backend is not None:
+        _check_backend(backend, world)
     tensors = modes.tensors_of(call_args)
     for item in tensors:
         if item.is_nested:
             raise InvalidInputError(code="RAGGED_UNSUPPORTED", value="nested tensor")
+        if item.layout is not torch.strided:
+            shown = str(item.layout).removeprefix("torch.")
+            raise InvalidInputError(code="TYPE_INVALID", value=f"a {shown} tensor", limit="a dense tensor")
     if device is None:
         device = modes.device_spec(tensors[0].device if tensors else torch.device("cpu"))
     needs_grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
     assert spec.describe is not None
     ctx = spec.describe(Call(call_args, device, layout, backend, needs_grad))
     return _with_modes(spec, ctx, tensors, world)
+
+
+def _check_backend(backend: str, world: World) -> None:
+    """Refuse a `backend=` that names nothing, and one whose plugin failed, with the plugin's own reasons."""
+    if not isinstance(backend, str):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"backend: {type(backend).__name__}", limit="a backend name or kernel id"
+        )
+    known = world.registry
+    if backend in known.kernels or backend in known.backends or known.by_backend(backend):
+        return
+    for record in state.records:
+        if backend in (record.name, *record.backends) and record.reasons:
+            raise BackendNotAvailableError(f"backend {backend!r} could not be loaded", reasons=record.reasons)
+    names = sorted({kernel.backend for kernel in known.kernels.values()})
+    raise UnknownNameError(f"unknown backend {backend!r}", code="BACKEND_UNKNOWN", value=backend, limit=names)
 
 
 def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world: World) -> Context:
@@ -82,7 +104,8 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
         changes["autocast"] = autocast
         if spec.autocast and ctx.dtype != "float64":
             changes["dtype"] = autocast
-            changes["dtypes"] = tuple(autocast for _ in ctx.dtypes)
+            # As in torch, autocast leaves float64 alone.
+            changes["dtypes"] = tuple(word if word == "float64" else autocast for word in ctx.dtypes)
     if torch.are_deterministic_algorithms_enabled() or world.policy.deterministic:
         changes["deterministic"] = True
     if modes.capturing(ctx.device.device_type):
@@ -92,7 +115,8 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
         off = modes.switched_off() & guarded
         if off:
             changes["switched_off"] = off
-    if _asks_alignment(world, spec.op_id) and not _aligned(tensors):
+    asked = _asked_alignment(world, spec.op_id)
+    if asked > 1 and not _aligned(tensors, asked):
         changes["aligned_pointers"] = False
     return replace(ctx, **changes) if changes else ctx
 
@@ -106,15 +130,21 @@ def _guards_of(world: World, op: str) -> frozenset[str]:
     return found
 
 
-def _asks_alignment(world: World, op: str) -> bool:
+def _asked_alignment(world: World, op: str) -> int:
+    """The strictest pointer alignment any kernel of the op asks for, in bytes; 1 when none does."""
     key = ("alignment", op)
-    if key not in world.memo:
-        world.memo[key] = any(kernel.pointer_alignment for kernel in world.registry.by_op(op))
-    return bool(world.memo[key])
+    found: int | None = world.memo.get(key)
+    if found is None:
+        found = math.lcm(*(kernel.pointer_alignment or 1 for kernel in world.registry.by_op(op)))
+        world.memo[key] = found
+    return found
 
 
-def _aligned(tensors: list[Tensor]) -> bool:
-    return all(item.data_ptr() % 16 == 0 for item in tensors)
+def _aligned(tensors: list[Tensor], bytes_: int) -> bool:
+    try:
+        return all(item.data_ptr() % bytes_ == 0 for item in tensors)
+    except RuntimeError:  # a tensor without storage, inside a transform: nothing to ask
+        return True
 
 
 def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
@@ -133,7 +163,7 @@ def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
 
 def _announce(decision: Decision) -> None:
     """Log a new decision once; observers of `layerzero_decided` hear of it."""
-    if decision.is_fallback:
+    if decision.is_fallback and decision.context.backend is None and not decision.locked:
         why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in decision.candidates[1:6] if c.reasons)
         _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
     elif _select_log.isEnabledFor(logging.INFO):
@@ -172,8 +202,6 @@ def miss(
     if state.health.next_deadline() is not None and state.health.tick():
         world = current_world()
     ctx = describe(spec, args, layout, backend, world)
-    if _empty(ctx):
-        return _on_reference(spec, ctx, world, args)
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng)
     _insert(world, key, near, bound, tensors)
@@ -191,19 +219,20 @@ def ready(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]
 
 def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool) -> Bound:
     """Select and bind; a kernel whose adapter cannot be imported is set aside and the selection repeated."""
-    for _ in range(_MAX_TRIES):
+    while True:  # ends: each round sets a kernel aside, and without any left the decision is a refusal
         decision = decide(spec, ctx, world)
         if not decision.chosen:
             raise refuse(decision)
         try:
             return bind(spec, decision, world, rng=rng)
         except BackendNotAvailableError as error:
-            _log.warning("%s cannot be bound: %s", decision.chosen, error)
-            state.unbindable(decision.chosen, error.reasons[0])
+            _set_aside(decision.chosen, error)
             world = current_world()
-    raise KernelExecutionError(
-        f"{spec.op_id}: no candidate could be bound", code="KERNEL_FUNCTION_MISSING", value=spec.op_id
-    )
+
+
+def _set_aside(kernel_id: str, error: BackendNotAvailableError) -> None:
+    _log.warning("%s cannot be bound: %s", kernel_id, error)
+    state.unbindable(kernel_id, error.reasons[0])
 
 
 def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tensor]) -> None:
@@ -224,11 +253,6 @@ def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tenso
     world.hot[key] = bound
     if near is not None:
         world.hot[near] = bound
-
-
-def _empty(ctx: Context) -> bool:
-    """A zero-size batch or query has a defined, empty result; no vendor kernel need see it."""
-    return any(value == 0 for name, value in ctx.dims if name in ("batch", "seq_len_q", "rows", "tokens"))
 
 
 def _on_reference(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Any:
@@ -292,30 +316,40 @@ def recover(
         raise CudaGraphUnsafeError(
             f"{bound.kernel_id} raised during capture: {error}", code="GRAPH_CAPTURE_FAILED", value=str(error)
         ) from error
-    decision = bound.decision
-    if decision.locked and world.policy.on_fault != "fallback":
+    try:
+        ctx = describe(spec, args, layout, backend, current_world())
+    except LayerZeroError as refused:
+        raise refused from error  # a value that is not part of any key is wrong: the caller's error, not the kernel's
+    if bound.decision.locked and world.policy.on_fault != "fallback":
         raise KernelExecutionError(
             f"{spec.op_id} is locked to {bound.kernel_id}, which raised", value=_short(error)
         ) from error
     if spec.mutates is not None and spec.mutates(args):
-        state.health.kernel_failed(bound.kernel_id, error)
+        if bound.kernel_id != spec.fallback_id:  # the last resort stays in reach
+            state.health.kernel_failed(bound.kernel_id, error)
         raise KernelExecutionError(
             f"{bound.kernel_id} raised while writing in place; the inputs may be half written, so nothing was retried",
             value=_short(error),
         ) from error
-    return _next_candidate(spec, decision, bound, args, error)
+    return _next_candidate(spec, ctx, bound, args, error)
 
 
-def _next_candidate(
-    spec: OperationSpec, decision: Decision, failed: Bound, args: tuple[Any, ...], error: Exception
-) -> Any:
+def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
+    """Run the candidates of the present decision, best first: a plan's own may be long out of date."""
     world = current_world()
+    decision = decide(spec, ctx, world)
     failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
-    ranking = decision.ranking
-    for kernel_id in ranking[ranking.index(failed.kernel_id) + 1 :]:
+    for kernel_id in decision.ranking:
+        if kernel_id == failed.kernel_id:
+            continue
         try:
             bound = bind(spec, decision, world, kernel_id, rng=failed.rng)
             out = bound.run(*args)
+        except BackendNotAvailableError as missing:
+            _set_aside(kernel_id, missing)
+            continue
+        except GuardFailed:
+            continue  # it does not fit after all, which is nobody's fault
         except Exception as next_error:
             failures.append((kernel_id, next_error))
             continue
@@ -340,13 +374,18 @@ def _charge(spec: OperationSpec, decision: Decision, failures: list[tuple[str, E
             dict(decision.context.dims),
             exc_info=error,
         )
-        if isinstance(error, torch.OutOfMemoryError):
+        if _out_of_memory(error):
             continue  # memory pressure is not the kernel's fault
         state.health.kernel_failed(kernel_id, error)
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Python's, a device's, or the CPU allocator's, which raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 def _reason_for(kernel_id: str, error: Exception) -> Reason:
-    if isinstance(error, torch.OutOfMemoryError):
+    if _out_of_memory(error):
         return reason("OUT_OF_MEMORY", _short(error))
     return reason("KERNEL_RAISED", f"{kernel_id}: {_short(error)}")
 

@@ -6,7 +6,7 @@ Reads attributes of tensors only; it never touches their data and never imports 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 __all__ = [
     "attention_context",
     "check_devices",
+    "check_dropout",
     "check_floating",
+    "check_scale",
+    "check_softcap",
     "dtype_name",
     "infer_layout",
     "parse_causal",
     "parse_layout",
     "parse_window",
     "stride_class",
+    "stride_class_of",
 ]
 
 _FLOATING = frozenset(
@@ -72,9 +76,9 @@ def parse_causal(is_causal: bool | str) -> Causal:
     """False, True (top-left, as in SDPA) or "bottom_right" (as in FlashAttention)."""
     if is_causal is False or is_causal is None:
         return Causal.NONE
-    if is_causal is True or is_causal == "top_left":
+    if is_causal is True:
         return Causal.TOP_LEFT
-    if is_causal == "bottom_right":
+    if isinstance(is_causal, str) and is_causal == "bottom_right":
         return Causal.BOTTOM_RIGHT
     raise InvalidInputError(
         f"is_causal is {is_causal!r}", code="VALUE_INVALID", value=str(is_causal), limit="False, True or 'bottom_right'"
@@ -127,19 +131,28 @@ def infer_layout(query: Tensor, key: Tensor) -> tuple[Layout, Reason]:
 
 def stride_class(tensors: Sequence[Tensor]) -> Strides:
     """The worst stride class over some tensors."""
+    return stride_class_of([(tuple(t.shape), t.stride(), element_bytes(dtype_name(t))) for t in tensors])
+
+
+def stride_class_of(described: Iterable[tuple[Sequence[int], Any, int]]) -> Strides:
+    """The same, from (shape, strides, bytes per element) each; strides may be True for contiguous."""
     last, aligned, orders = 1, True, set()
-    for tensor in tensors:
-        shape, strides = tuple(tensor.shape), tensor.stride()
+    for shape, given, size in described:
+        strides = _contiguous_strides(shape) if given is True else given
         if shape and shape[-1] > 1 and strides[-1] != 1:
             last = strides[-1]
-        size = element_bytes(dtype_name(tensor))
         aligned = aligned and all(s * size % 16 == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1)
-        orders.add(_order(shape, strides))
-    if len(orders - {"both"}) > 1:
-        order = "other"
-    else:
-        order = next(iter(orders - {"both"}), "given")
-    return Strides(last, aligned, order)
+        orders.add(_order(tuple(shape), tuple(strides)))
+    known = orders - {"both"}
+    return Strides(last, aligned, "other" if len(known) > 1 else next(iter(known), "given"))
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
 
 
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
@@ -210,12 +223,14 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[st
     }
 
 
-def _mask_kind(mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str]) -> MaskKind:
+def _mask_kind(mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str], rank: int) -> MaskKind:
     if mask is None:
         return MaskKind.NONE
-    full = (dims["batch"], dims["num_heads"], dims["seq_len_q"], dims["seq_len_k"])
+    full: tuple[int, ...] = (dims["batch"], dims["num_heads"], dims["seq_len_q"], dims["seq_len_k"])
+    if rank == 3:
+        full = (full[0], *full[2:])
     shape = tuple(mask.shape)
-    fits = 2 <= len(shape) <= 4 and all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False))
+    fits = 2 <= len(shape) <= rank and all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False))
     if not fits:
         raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(shape), limit=str(full))
     word = dtype_name(mask)
@@ -226,8 +241,35 @@ def _mask_kind(mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str])
     return MaskKind.FLOAT
 
 
+def _check_tensor(value: object, name: str) -> None:
+    """Refuse what is no tensor. Told by its attributes: this module does not import torch."""
+    if not hasattr(value, "device") or not hasattr(value, "stride"):
+        shown = f"{name}: {type(value).__name__}"
+        raise InvalidInputError(code="TYPE_INVALID", value=shown, limit="a torch.Tensor")
+
+
+def check_dropout(dropout_p: float) -> float:
+    """A probability in [0, 1); NaN and other types are refused."""
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        raise InvalidInputError(
+            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="a number in [0, 1)"
+        )
+    return dropout_p
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """A positive finite number, or None."""
+    if softcap is not None and (not isinstance(softcap, (int, float)) or not 0.0 < softcap < math.inf):
+        raise InvalidInputError(
+            f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
+        )
+    return softcap
+
+
 def check_scale(scale: float | None) -> None:
     """Refuse a NaN or infinite softmax scale."""
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise InvalidInputError(code="TYPE_INVALID", value=f"scale: {type(scale).__name__}", limit="a number or None")
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(code="SCALE_INVALID", value=str(scale))
 
@@ -255,6 +297,11 @@ def attention_context(
     """Check an attention call and describe it. `more` are plain Context fields (tp_size, quant_format, ...)."""
     key = query if key is None else key
     value = key if value is None else value
+    for name, item in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(item, name)
+    for name, item in (("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
+        if item is not None:
+            _check_tensor(item, name)
     check_devices(query=query, key=key, value=value, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     notes: tuple[Reason, ...] = ()
@@ -266,21 +313,17 @@ def attention_context(
             parsed = Layout.BHSD
     else:
         parsed = parse_layout(layout)
+        if query.ndim == 3 and parsed is Layout.BSHD:
+            parsed = Layout.BHSD  # [B, S, D] has no head axis that could lie on either side
     dims = _sizes(query, key, value, parsed)
     causal = parse_causal(is_causal)
     if attn_mask is not None and causal is not Causal.NONE:
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
-    mask = _mask_kind(attn_mask, dims, words)
+    mask = _mask_kind(attn_mask, dims, words, query.ndim)
     sides = parse_window(window)
     check_scale(scale)
-    if not 0.0 <= dropout_p < 1.0:  # NaN fails this too
-        raise InvalidInputError(
-            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="in [0, 1)"
-        )
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise InvalidInputError(
-            f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
-        )
+    check_dropout(dropout_p)
+    check_softcap(softcap)
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in (
         (dims["num_heads"],),
         (dims["batch"], dims["num_heads"]),
@@ -298,7 +341,8 @@ def attention_context(
         "gqa": dims["num_heads"] != dims["num_kv_heads"],
         "mask_bool": mask is MaskKind.BOOL,
         "mask_float": mask is MaskKind.FLOAT,
-        "mask_grad": grad and attn_mask is not None and attn_mask.requires_grad,
+        # Slopes are a bias too: a kernel without a gradient for its mask has none for them.
+        "mask_grad": grad and any(t is not None and t.requires_grad for t in (attn_mask, alibi_slopes)),
         "dropout": dropout_p > 0,
         "window": sides is not None,
         "softcap": softcap is not None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,18 +9,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.hot import autocast_key, describe_tensor
+from layerzero.dispatch.hot import HOT_LIMIT, autocast_key, describe_tensor
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
-from layerzero.model.describe import attention_context, check_scale, parse_window, stride_class
+from layerzero.model.describe import (
+    attention_context,
+    check_dropout,
+    check_scale,
+    check_softcap,
+    parse_window,
+)
 from layerzero.model.enums import Causal, Layout, OpKind, Platform
 from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.near import near_key, remember_edges
 from layerzero.ops.signature import PublicOp, reference, register
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
-    from layerzero.selection.world import World
+    pass
 
 __all__ = ["ATTENTION", "attention"]
 
@@ -58,30 +64,29 @@ def attention(
     """
     if scale is not None:
         check_scale(scale)
+    hot_key: Any
     try:
         hot_key = (
             "attention",
             type(query),
             query.shape,
             query.dtype,
-            query.is_cpu,
-            query.get_device(),
+            query.is_cpu or ~query.get_device(),
             query.is_contiguous() or query.stride(),
             type(key),
             key.shape,
             key.dtype,
-            key.is_cpu,
-            key.get_device(),
+            key.is_cpu or ~key.get_device(),
             key.is_contiguous() or key.stride(),
             type(value),
             value.shape,
             value.dtype,
-            value.is_cpu,
-            value.get_device(),
+            value.is_cpu or ~value.get_device(),
             value.is_contiguous() or value.stride(),
             attn_mask if attn_mask is None else describe_tensor(attn_mask),
             alibi_slopes if alibi_slopes is None else describe_tensor(alibi_slopes),
-            is_causal,
+            # 1 == True, but only True itself is a flag; anything else is checked on the cold path.
+            is_causal is True or (is_causal is not False and (is_causal,)),
             layout,
             window,
             softcap is None,
@@ -94,6 +99,7 @@ def attention(
                 or key.requires_grad
                 or value.requires_grad
                 or (attn_mask is not None and attn_mask.requires_grad)
+                or (alibi_slopes is not None and alibi_slopes.requires_grad)
             ),
             autocast_key() if _any_autocast() else False,
             _deterministic(),
@@ -101,22 +107,15 @@ def attention(
         active = _scope()
         world = now.world if active is None else active.world()
         bound = world.hot.get(hot_key)
+        if bound is None and (near := near_key(world, hot_key)) is not None:
+            bound = world.hot.get(near)
+            if bound is not None:
+                now.near_hits += 1
+                if len(world.hot) < HOT_LIMIT:
+                    world.hot[hot_key] = bound
     except (AttributeError, TypeError, RuntimeError):  # not tensors, an unhashable option, a nested tensor
-        return _cold(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            window,
-            softcap,
-            alibi_slopes,
-            return_lse,
-            layout,
-            backend,
-        )
+        hot_key = bound = None
+        world = current_world()
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             if window is None and softcap is None and dropout_p == 0.0:
@@ -124,212 +123,54 @@ def attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse
                 )
             # The values of these are not in the key, so they are checked at each call.
+            check_dropout(dropout_p)
+            check_softcap(softcap)
+            sides = parse_window(window)
             return bound.run(
-                query,
-                key,
-                value,
-                attn_mask,
-                _checked_p(dropout_p),
-                is_causal,
-                scale,
-                parse_window(window),
-                _checked_softcap(softcap),
-                alibi_slopes,
-                return_lse,
+                query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse
             )
         except Exception as error:
-            args = (
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                parse_window(window),
-                softcap,
-                alibi_slopes,
-                return_lse,
-            )
+            sides = parse_window(window)
+            args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
             return recover(ATTENTION, world, hot_key, bound, args, layout, backend, error)
-    return _missed(
-        hot_key,
-        world,
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        window,
-        softcap,
-        alibi_slopes,
-        return_lse,
-        layout,
-        backend,
-    )
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
+    return _cold(hot_key, given, layout, backend)
 
 
-def _missed(
-    hot_key: Any,
-    world: World,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool | str,
-    scale: float | None,
-    window: Any,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    layout: str,
-    backend: str | None,
-) -> Any:
-    """An exact key that is new: a neighbour in the same bucket may know the answer already."""
-    from layerzero.runtime.state import state  # here a call has missed, so the machinery is needed anyway
-
-    if not state.loaded:
-        world = state.load()
-    if type(attn_mask) not in (type(None), Tensor):
-        attn_mask, is_causal = _causal_bias(attn_mask, is_causal)
-    args = (
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        parse_window(window),
-        softcap,
-        alibi_slopes,
-        return_lse,
-    )
-    near = _near_key(hot_key, world, query, key, value, attn_mask, layout)
-    bound = world.hot.get(near) if near is not None else None
-    if bound is not None and (bound.guard is None or bound.guard()):
-        _checked_p(dropout_p)
-        _checked_softcap(softcap)
-        state.counters.near_hits += 1
-        world.hot[hot_key] = bound
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(ATTENTION, world, hot_key, bound, args, layout, backend, error)
-    return miss(ATTENTION, world, hot_key, args, layout, backend, near)
-
-
-def _cold(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: Any,
-    scale: float | None,
-    window: Any,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-    layout: str,
-    backend: str | None,
-) -> Any:
+def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+    """A call that is new here: check what the key could not, then select."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse = given
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, Tensor):
             raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(item).__name__}", limit="a torch.Tensor")
-    if type(attn_mask) not in (type(None), Tensor):
-        attn_mask, is_causal = _causal_bias(attn_mask, is_causal)
-    args = (
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        parse_window(window),
-        softcap,
-        alibi_slopes,
-        return_lse,
-    )
-    return miss(ATTENTION, current_world(), None, args, layout, backend)
+    if type(attn_mask).__name__ == "CausalBias":
+        hot_key = None  # it shares its key with every bias of its shape, whatever its alignment
+        attn_mask, is_causal = _causal_bias(attn_mask, is_causal, query, key, layout)
+    sides = parse_window(window)
+    args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
+    world = current_world()
+    if hot_key is None:
+        return miss(ATTENTION, world, None, args, layout, backend)
+    remember_edges(world)
+    return miss(ATTENTION, world, hot_key, args, layout, backend, near_key(world, hot_key))
 
 
-def _causal_bias(mask: Any, is_causal: bool | str) -> tuple[Any, bool | str]:
+def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout: Any) -> tuple[Any, bool | str]:
     """torch's CausalBias objects say what they mean; take them at their word instead of as a dense mask."""
     variant = getattr(mask, "variant", None)
     if variant is None or type(mask).__name__ != "CausalBias":
         return mask, is_causal
     if is_causal:
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
+    seq = 1 if layout == "BSHD" or query.ndim == 3 else 2
+    sizes, made_for = (query.shape[seq], key.shape[seq]), (mask.seq_len_q, mask.seq_len_kv)
+    if sizes != made_for:
+        raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(made_for), limit=str(sizes))
     return None, "bottom_right" if variant.name == "LOWER_RIGHT" else True
 
 
-def _near_key(
-    hot_key: Any, world: World, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, layout: str
-) -> Any:
-    """The key with both sequence lengths replaced by their buckets; None when that would not be sound."""
-    from layerzero.selection.buckets import boundaries
-
-    if attn_mask is not None or query.ndim != 4:
-        return None  # a mask's shape grows along; its calls meet the selection cache instead
-    seq = 1 if layout == "BSHD" else 2
-    edges_q, edges_k = boundaries(world, "attention", "seq_len_q"), boundaries(world, "attention", "seq_len_k")
-    if edges_q is None or edges_k is None:
-        return None
-    qs, ks, vs = query.shape, key.shape, value.shape
-    if len(ks) != 4 or len(vs) != 4 or ks[seq] != vs[seq]:
-        return None
-    seq_q, seq_k = qs[seq], ks[seq]
-    if seq_q == 0 or seq_k == 0 or seq_q > edges_q[-1] or seq_k > edges_k[-1]:
-        return None
-    heads = 3 - seq
-    if hot_key[6] is True and hot_key[12] is True and hot_key[18] is True:
-        lies: Any = True
-    else:
-        lies = stride_class((query, key, value))
-    return (
-        "~attention",
-        hot_key[1],
-        hot_key[3:6],
-        hot_key[7],
-        hot_key[9:12],
-        hot_key[13],
-        hot_key[15:18],
-        hot_key[19:],
-        qs[0],
-        qs[heads],
-        qs[3],
-        ks[0],
-        ks[heads],
-        ks[3],
-        vs[0],
-        vs[heads],
-        vs[3],
-        (seq_q > seq_k) - (seq_q < seq_k),
-        bisect_left(edges_q, seq_q),
-        bisect_left(edges_k, seq_k),
-        lies,
-    )
-
-
-def _checked_p(dropout_p: float) -> float:
-    if not 0.0 <= dropout_p < 1.0:
-        raise InvalidInputError(
-            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="in [0, 1)"
-        )
-    return dropout_p
-
-
-def _checked_softcap(softcap: float | None) -> float | None:
-    if softcap is not None and not 0.0 < softcap < float("inf"):
-        raise InvalidInputError(
-            f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
-        )
-    return softcap
+def _causal_of(given: dict[str, Any]) -> tuple[Any, bool | str]:
+    return _causal_bias(given["attn_mask"], given["is_causal"], given["query"], given["key"], given["layout"])
 
 
 def _describe(call: Call) -> Context:
@@ -426,9 +267,9 @@ register(
             a["query"],
             a["key"],
             a["value"],
-            *_causal_bias(a["attn_mask"], a["is_causal"])[:1],
+            _causal_of(a)[0],
             a["dropout_p"],
-            _causal_bias(a["attn_mask"], a["is_causal"])[1],
+            _causal_of(a)[1],
             a["scale"],
             parse_window(a["window"]),
             a["softcap"],

@@ -36,8 +36,8 @@ def expect_rank(tensor: Tensor, name: str, ranks: Sequence[int]) -> None:
 
 
 def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape; None passes."""
-    if tensor is not None and tuple(tensor.shape) != shape:
+    """Refuse a tensor of another shape, and what is no tensor; None passes."""
+    if tensor is not None and tuple(expect_tensor(tensor, name).shape) != shape:
         raise InvalidInputError(
             f"{name} has shape {tuple(tensor.shape)}",
             code="SHAPE_INVALID",
@@ -61,6 +61,8 @@ def simple_context(
 ) -> Context:
     """A Context around one main tensor. `mixed` tolerates other tensors of another dtype (mixed-precision weights)."""
     expect_tensor(main, "input")
+    if main.ndim == 0:
+        raise InvalidInputError("the input is a scalar", code="RANK_INVALID", value=0, limit="1 or more")
     for name, other in others.items():
         if other is not None:
             expect_tensor(other, name)

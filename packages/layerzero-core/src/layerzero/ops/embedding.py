@@ -31,9 +31,9 @@ def _describe(call: Call) -> Context:
             "ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64"
         )
     vocab = weight.shape[0]
-    if padding_idx is not None and not -vocab <= padding_idx < vocab:
+    if padding_idx is not None and (not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab):
         raise InvalidInputError(
-            "padding_idx is outside the table", code="VALUE_INVALID", value=padding_idx, limit=f"below {vocab}"
+            "padding_idx is outside the table", code="VALUE_INVALID", value=str(padding_idx), limit=f"below {vocab}"
         )
     needs = {"padding_idx"} if padding_idx is not None else set()
     if call.needs_grad:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.dispatch.hot import autocast_key
 from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
@@ -32,14 +33,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
             type(x),
             x.shape,
             x.dtype,
-            x.is_cpu,
-            x.get_device(),
+            x.is_cpu or ~x.get_device(),
             x.is_contiguous() or x.stride(),
             type(weight),
             weight.shape,  # type: ignore[union-attr]
             weight.dtype,  # type: ignore[union-attr]
-            weight.is_cpu,  # type: ignore[union-attr]
-            weight.get_device(),  # type: ignore[union-attr]
+            weight.is_cpu or ~weight.get_device(),  # type: ignore[union-attr]
             weight.is_contiguous() or weight.stride(),  # type: ignore[union-attr]
             backend,
             _grad_enabled() and (x.requires_grad or weight.requires_grad),  # type: ignore[union-attr]
@@ -80,6 +79,9 @@ def layer_norm(
 
 def _describe_norm(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
     x = expect_tensor(x, "x")
+    eps = call.args[-1]
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise InvalidInputError(code="TYPE_INVALID", value=f"eps: {type(eps).__name__}", limit="a number")
     hidden = x.shape[-1] if x.ndim else 0
     for name in ("weight", "bias"):
         expect_shape(others.get(name), name, (hidden,))

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layerzero.dispatch.hot import describe_tensor, mode_key
@@ -16,6 +17,7 @@ from layerzero.model.describe import (
     check_devices,
     check_floating,
     check_scale,
+    check_softcap,
     dtype_name,
     parse_layout,
     parse_window,
@@ -28,6 +30,8 @@ from layerzero.ops.describe import expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, reference, register
 
 __all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
+
+_grad_enabled = torch.is_grad_enabled
 
 
 def paged_batch(
@@ -75,6 +79,8 @@ def paged_attention(
             )
         batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
     check_scale(scale)
+    check_softcap(softcap)
+    _check_pages(key_cache, batch, layout)
     args = (
         query,
         key_cache,
@@ -88,14 +94,30 @@ def paged_attention(
         layout,
     )
     world = current_world()
-    key = _key(world, args, layout, backend)
-    bound = world.hot.get(key) if key is not None else None
+    try:
+        key = _key(world, args, layout, backend)
+        bound = world.hot.get(key) if key is not None else None
+    except (RuntimeError, TypeError, AttributeError):  # a nested tensor, an unhashable option, slopes that are none
+        key = bound = None
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             return bound.run(*args)
         except Exception as error:
             return recover(PAGED_ATTENTION, world, key, bound, args, layout, backend, error)
     return miss(PAGED_ATTENTION, world, key, args, layout, backend)
+
+
+def _check_pages(key_cache: Any, batch: PagedBatch, layout: Any) -> None:
+    """Every context must fit its row of pages. Checked at each call: lengths grow without a new key."""
+    if not isinstance(key_cache, Tensor) or key_cache.ndim != 4 or layout not in ("NHD", "HND"):
+        return  # refused with its own words on the cold path
+    page = key_cache.shape[1 if layout == "NHD" else 2]
+    if batch.max_context_len > batch.block_tables.shape[1] * page:
+        raise InvalidInputError(
+            code="BLOCK_TABLE_INVALID",
+            value=f"context of {batch.max_context_len}",
+            limit=f"{batch.block_tables.shape[1]} pages of {page}",
+        )
 
 
 def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
@@ -108,7 +130,12 @@ def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) ->
     edges = boundaries(world, "paged_attention", "seq_len_k")
     edges_q = boundaries(world, "paged_attention", "seq_len_q")
     longest = batch.max_context_len
-    grad = query.requires_grad or key_cache.requires_grad or value_cache.requires_grad
+    grad = _grad_enabled() and (
+        query.requires_grad
+        or key_cache.requires_grad
+        or value_cache.requires_grad
+        or (slopes is not None and slopes.requires_grad)
+    )
     return (
         "paged_attention",
         describe_tensor(query),
@@ -132,6 +159,8 @@ def _describe(call: Call) -> Context:
     query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout = call.args
     for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
         expect_rank(expect_tensor(item, name), name, (rank,))
+    if slopes is not None:
+        expect_tensor(slopes, "alibi_slopes")
     check_devices(
         query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes
     )
@@ -168,11 +197,14 @@ def _describe(call: Call) -> Context:
             value=f"{tokens} query tokens",
             limit=f"{batch.total_q} from query_lens",
         )
-    if batch.max_context_len > batch.block_tables.shape[1] * page:
+    _check_pages(key_cache, batch, layout)
+    check_softcap(softcap)
+    if slopes is not None and tuple(expect_tensor(slopes, "alibi_slopes").shape) not in (
+        (heads,),
+        (batch.batch_size, heads),
+    ):
         raise InvalidInputError(
-            code="BLOCK_TABLE_INVALID",
-            value=f"context of {batch.max_context_len}",
-            limit=f"{batch.block_tables.shape[1]} pages of {page}",
+            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(slopes.shape)), limit=f"[{heads}]"
         )
     needs = {
         "gqa": heads != kv_heads,

@@ -50,10 +50,18 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether several elements share memory, as after `expand`."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _describe(call: Call) -> Context:
     q, k, cos, sin, interleaved, layout, position_ids, inplace = call.args
     q, cos, sin = expect_tensor(q, "q"), expect_tensor(cos, "cos"), expect_tensor(sin, "sin")
     expect_rank(q, "q", (4,))
+    for name, item in (("k", k), ("position_ids", position_ids)):
+        if item is not None:
+            expect_tensor(item, name)
     check_devices(q=q, k=k, cos=cos, sin=sin, position_ids=position_ids)
     word = check_floating(q, "q")
     order = parse_layout(layout)
@@ -82,7 +90,16 @@ def _describe(call: Call) -> Context:
     if position_ids is None and cos.shape[-2] < seq:
         raise InvalidInputError("the tables are too short", code="SEQ_LEN_TOO_LONG", value=seq, limit=cos.shape[-2])
     if position_ids is not None:
-        expect_rank(expect_tensor(position_ids, "position_ids"), "position_ids", (1, 2))
+        expect_rank(position_ids, "position_ids", (1, 2))
+        if dtype_name(position_ids) not in ("int32", "int64"):
+            raise InvalidInputError(
+                "position_ids must be int32 or int64",
+                code="DTYPE_UNSUPPORTED",
+                value=dtype_name(position_ids),
+                limit="int32, int64",
+            )
+    if inplace and any(t is not None and _overlaps(t) for t in (q, k)):
+        raise InvalidInputError("an expanded tensor cannot be rotated in place", code="INPLACE_UNSUPPORTED")
     if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
         raise InvalidInputError("a leaf that needs a gradient cannot be rotated in place", code="INPLACE_UNSUPPORTED")
     needs = {

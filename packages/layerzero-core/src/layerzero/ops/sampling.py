@@ -75,9 +75,18 @@ def _check(value: Any, name: str, low: float, high: float) -> None:
     """Values are not in hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
     if isinstance(value, Tensor):
         return
-    if not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
+    whole = name in ("k", "top_k")
+    if (
+        not isinstance(value, int if whole else (int, float))
+        or isinstance(value, bool)
+        or not low <= value <= high
+        or value == math.inf
+    ):
         raise InvalidInputError(
-            f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=f"{name} in [{low}, {high}]"
+            f"{name} is {value}",
+            code="VALUE_INVALID",
+            value=str(value),
+            limit=f"{'an integer' if whole else 'a number'} in [{low}, {high}]",
         )
 
 

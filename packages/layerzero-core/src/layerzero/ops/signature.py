@@ -86,9 +86,9 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
     world = current_world()
     try:
         key = generic_key(spec.op_id, args, layout, backend)
-    except RuntimeError:  # a nested tensor has no strides
-        key = None
-    bound = world.hot.get(key) if key is not None else None
+        bound = world.hot.get(key) if key is not None else None
+    except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an option that cannot be hashed
+        key = bound = None
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             return bound.run(*args)

@@ -43,9 +43,10 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
-from layerzero.plugin.vendor import vendor_status
+from layerzero.plugin.vendor import needs_dist, needs_sm, vendor_status
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = [
@@ -65,7 +66,10 @@ __all__ = [
     "Reason",
     "ReasonCode",
     "Registrar",
+    "dist_version",
     "hookimpl",
+    "needs_dist",
+    "needs_sm",
     "reason",
     "vendor_status",
 ]

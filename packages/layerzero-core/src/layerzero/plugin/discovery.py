@@ -17,13 +17,14 @@ import importlib_metadata
 
 from layerzero.env import Env
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
+from layerzero.version import __version__
 
 __all__ = ["BUILTINS", "EntryPointLike", "Found", "discover", "dist_version", "kept_out", "normalized"]
 
 CORE_DIST = "layerzero-core"
 
-# The always-there backends. They are declared as entry points too; this list serves a core that runs
-# from its source tree without being installed, and says which plugins a wildcard never denies.
+# The always-there backends. They are declared as entry points too, for all to see; this list is read instead of
+# them, so that a core running from its source tree has them as well, and says which plugins a wildcard never denies.
 BUILTINS: dict[str, str] = {
     "reference": "layerzero.backends.reference.plugin",
     "sdpa": "layerzero.backends.sdpa.plugin",
@@ -34,8 +35,13 @@ BUILTINS: dict[str, str] = {
 class EntryPointLike(Protocol):
     """What discovery asks of an entry point; tests pass fakes."""
 
-    name: str
-    value: str
+    @property
+    def name(self) -> str:
+        """Left of the = sign."""
+
+    @property
+    def value(self) -> str:
+        """Right of the = sign."""
 
     def load(self) -> Any:
         """Import and return what `value` names."""
@@ -66,19 +72,17 @@ def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Foun
     found: list[Found] = []
     seen: set[tuple[str, str, str]] = set()
     for entry in declared:
-        dist = getattr(entry, "dist", None)
-        dist_name = str(getattr(dist, "name", "") or "")
+        if BUILTINS.get(entry.name) == entry.value:
+            continue  # added below, without reading our own metadata (its parser takes 20 ms to import)
+        dist_name, version = _identity(getattr(entry, "dist", None))
         key = (entry.name, entry.value, normalized(dist_name))
         if key in seen:  # one distribution seen through two path entries
             continue
         seen.add(key)
-        builtin = BUILTINS.get(entry.name) == entry.value
-        found.append(Found(entry.name, entry, dist_name, _version_of(dist), builtin))
-    present = {item.name for item in found if item.builtin}
+        found.append(Found(entry.name, entry, dist_name, version))
     for name, value in BUILTINS.items():
-        if name not in present:
-            synthetic = importlib_metadata.EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP)
-            found.append(Found(name, synthetic, CORE_DIST, dist_version(CORE_DIST) or "", builtin=True))
+        own = importlib_metadata.EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP)
+        found.append(Found(name, own, CORE_DIST, __version__, builtin=True))
     order = list(BUILTINS)
     return tuple(
         sorted(
@@ -89,15 +93,29 @@ def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Foun
 
 
 def _declared() -> Iterator[EntryPointLike]:
-    """Entry points of our group over all installed distributions; the first of two with one name counts."""
+    """Entry points of our group over all installed distributions, in the order of sys.path."""
     # A sys.path entry that does not exist would be tried as a zip file, and the import of zipp alone takes 20 ms.
     places = [place for place in sys.path if os.path.exists(place or os.curdir)]
-    seen: set[str] = set()
     for dist in importlib_metadata.distributions(path=places):
-        entries = [entry for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP]
-        if entries and (name := normalized(str(dist.name))) not in seen:
-            seen.add(name)
-            yield from entries
+        try:
+            yield from [entry for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP]
+        except Exception as error:  # a damaged file of one distribution must not hide the others
+            if f"[{ENTRY_POINT_GROUP}]" in (dist.read_text("entry_points.txt") or ""):
+                yield Unreadable(_identity(dist)[0] or "unknown", dist, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for the plugins of a distribution whose entry_points.txt cannot be parsed; loading it says so."""
+
+    name: str
+    dist: Any
+    error: Exception
+    value: str = "entry_points.txt"
+
+    def load(self) -> Any:
+        """Raise what the parser raised."""
+        raise ValueError(f"entry_points.txt cannot be parsed: {self.error}")
 
 
 def kept_out(item: Found, env: Env) -> str | None:
@@ -128,22 +146,24 @@ def dist_version(dist: str) -> str | None:
     Only the head of the metadata file is looked at: parsing all of torch's takes ten milliseconds.
     """
     try:
-        return _version_of(importlib_metadata.distribution(dist)) or None
+        return _identity(importlib_metadata.distribution(dist))[1] or None
     except importlib_metadata.PackageNotFoundError:
         return None
 
 
-def _version_of(dist: Any) -> str:
-    if dist is None:
-        return ""
+def _identity(dist: Any) -> tuple[str, str]:
+    """Name and version of a distribution object; empty where its metadata does not say."""
+    found: dict[str, str] = {}
     read = getattr(dist, "read_text", None)
     try:
         text = (read("METADATA") or read("PKG-INFO") or "") if read is not None else ""
         for line in text.splitlines():
             if not line:
                 break
-            if line.startswith("Version:"):
-                return line.removeprefix("Version:").strip()
-        return str(getattr(dist, "version", "") or "")
+            key, _, value = line.partition(":")
+            if key in ("Name", "Version"):
+                found[key] = value.strip()
+        name, version = found.get("Name"), found.get("Version")
+        return name or str(getattr(dist, "name", "") or ""), version or str(getattr(dist, "version", "") or "")
     except Exception:  # broken metadata of one distribution must not hide the others
-        return ""
+        return found.get("Name", ""), found.get("Version", "")

@@ -1,11 +1,15 @@
-"""Is the vendor library here, and in a version the adapters work with? Decided from metadata only.
+"""Is the vendor library here, does it work, and if not: the reason and the exact fix.
 
-Importing a vendor is left to binding and to `layerzero.plugin.probing`, which does it in a subprocess.
+`vendor_presence` decides from metadata only; it runs in process, at discovery. `vendor_status` also imports the
+vendor, because metadata cannot tell that an import fails: call it from `layerzero_capabilities` alone, which
+`layerzero.plugin.probing` asks in a subprocess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,12 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.status import BackendStatus
 from layerzero.plugin.discovery import dist_version
 from layerzero.reasons import Reason, ReasonCategory, reason
-from layerzero.registry.capabilities import Capabilities, load_capabilities
+from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 
-__all__ = ["hardware_reasons", "vendor_presence", "vendor_status"]
+__all__ = ["Check", "hardware_reasons", "needs_dist", "needs_sm", "vendor_presence", "vendor_status"]
+
+# What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
+Check = Callable[[DeviceSpec], Iterable[Reason]]
 
 
 def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reason, ...], str]:
@@ -26,25 +33,27 @@ def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reaso
     if vendor is None:
         return None, (), ""
     fix = vendor.fix(capabilities.backend)
-    installed = dist_version(vendor.dist)
+    installed, reasons = _dist_reasons(vendor.dist, vendor.version, fix)
+    return installed, reasons, fix if reasons else ""
+
+
+def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[Reason, ...]]:
+    installed = dist_version(dist)
     if installed is None:
-        return None, (_say("BACKEND_NOT_INSTALLED", vendor.dist, fix.removeprefix("pip install "), fix),), fix
+        return None, (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
 
     try:
         # A pre-release that is installed was somebody's choice; it counts.
-        right = SpecifierSet(vendor.version).contains(installed, prereleases=True)
+        right = SpecifierSet(version).contains(installed, prereleases=True)
     except InvalidVersion:
         right = False
-    if not right:
-        return installed, (_say("BACKEND_VERSION_MISMATCH", f"{vendor.dist} {installed}", vendor.version, fix),), fix
-    return installed, (), ""
+    return installed, () if right else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
 
 
 def _say(code: str, value: str, limit: str, fix: str) -> Reason:
-    plain = reason(code, value, limit)
-    return Reason(plain.code, plain.message, plain.value, plain.limit, fix)
+    return replace(reason(code, value, limit), hint=fix)
 
 
 def hardware_reasons(spec: KernelSpec, device: DeviceSpec) -> list[Reason]:
@@ -53,20 +62,84 @@ def hardware_reasons(spec: KernelSpec, device: DeviceSpec) -> list[Reason]:
     return [item for item in found if item.category is ReasonCategory.HARDWARE]
 
 
-def vendor_status(capabilities: Capabilities | str | Path | Mapping[str, Any], device: DeviceSpec) -> BackendStatus:
-    """The standard answer to `layerzero_capabilities`: vendor version, kernels usable on `device`, reason and fix."""
+def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
+    """A check for `vendor_status`: the SM version, where the device has one, lies in this range.
+
+    For limits of the whole library; those of a kernel stand in its entry of capabilities.json.
+    """
+
+    def check(device: DeviceSpec) -> list[Reason]:
+        anything = KernelSpec(
+            "vendor.any.any",
+            "any",
+            "vendor",
+            "vendor:any",
+            platforms=frozenset({device.platform}),
+            dtypes=frozenset({"float16"}),
+            min_sm=min_sm,
+            max_sm=max_sm,
+            grid_layout="library",
+        )
+        return hardware_reasons(anything, device)
+
+    return check
+
+
+def needs_dist(dist: str, version: str = "", *, fix: str = "") -> Check:
+    """A check for `vendor_status`: a second distribution the vendor works with, in this version range."""
+    command = fix or (f"pip install '{dist}{version}'" if version else f"pip install {dist}")
+    return lambda device: _dist_reasons(dist, version, command)[1]
+
+
+def vendor_status(
+    capabilities: Capabilities | str | Path | Mapping[str, Any], device: DeviceSpec, *checks: Check
+) -> BackendStatus:
+    """The standard answer to `layerzero_capabilities`: vendor version, kernels usable on `device`, reason and fix.
+
+    A vendor that metadata shows in a right version is asked further: `checks` say what the descriptor cannot, then
+    its module (`vendor.import`) is imported. Every reason found is reported; nothing of the vendor's escapes.
+    """
     known = capabilities if isinstance(capabilities, Capabilities) else load_capabilities(capabilities)
     version, reasons, fix = vendor_presence(known)
-    if reasons:
-        return BackendStatus(known.backend, False, version, (), reasons, fix)
+    against: list[Reason] = list(reasons)
+    if not reasons:
+        against += [found for check in checks for found in _run_check(check, device)]
+        against += _import_reasons(known.vendor, known.backend)
     usable: list[str] = []
-    against: list[Reason] = []
-    for spec in known.kernels:
+    for spec in known.kernels if not against else ():
         problems = hardware_reasons(spec, device)
         against += [item for item in problems if item not in against]
         if not problems:
             usable.append(spec.kernel_id)
+    if usable:
+        return BackendStatus(known.backend, True, version, tuple(usable))
     if not known.kernels:
-        against = [reason("BACKEND_STUB")]
-    available = bool(usable)
-    return BackendStatus(known.backend, available, version, tuple(usable), () if available else tuple(against), "")
+        if known.platforms and device.platform not in known.platforms:
+            against.append(reason("PLATFORM_MISMATCH", device.platform, known.platforms))
+        against.append(reason("BACKEND_STUB"))
+    fix = fix or next((item.hint for item in against if item.hint), "")
+    return BackendStatus(known.backend, False, version, (), tuple(against), fix)
+
+
+def _run_check(check: Check, device: DeviceSpec) -> Iterable[Reason]:
+    try:
+        return tuple(check(device))
+    except Exception as error:  # a check that cannot tell must not hide what the others found
+        return (reason("VENDOR_REFUSED", _one_line(error)),)
+
+
+def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
+    if vendor is None or vendor.module is None:
+        return ()
+    try:
+        importlib.import_module(vendor.module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # some vendors end the process when torch is not the one they were built for
+        hint = f"python -c 'import {vendor.module}' shows the whole error; {vendor.fix(backend)}"
+        return (replace(reason("BACKEND_IMPORT_FAILED", _one_line(error)), hint=hint),)
+    return ()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:400]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
-from layerzero.plugin.manager import PluginRecord, PluginState
+from layerzero.plugin.manager import PluginRecord, PluginState, load_plugins
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCategory, ReasonCode, reason
+from layerzero.registry.capabilities import Capabilities
 
-__all__ = ["clashes", "judge_probe", "plugins", "probed", "unknown"]
+__all__ = ["clashes", "judge_probe", "plugins", "unknown", "vendors"]
 
 # The reasons of two plugins that want the same name.
 _CLASHES = (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE)
@@ -37,11 +39,15 @@ def _wanted(record: PluginRecord, only: str | None) -> bool:
 
 def _plugin(record: PluginRecord) -> Check:
     origin = f"{record.dist or 'unknown package'} {record.dist_version}".strip()
+    count = len(record.kernels)
+    brings = f"{origin}, {count} kernel{'' if count == 1 else 's'}"
     if record.state == PluginState.OK:
-        count = len(record.kernels)
-        return Check("plugins", record.name, Status.OK, f"{origin}, {count} kernel{'' if count == 1 else 's'}")
-    status = {PluginState.FAILED: Status.FAIL, PluginState.DENIED: Status.SKIP}.get(record.state, Status.WARN)
-    why = record.reasons[0] if record.reasons else reason("BACKEND_STUB")
+        return Check("plugins", record.name, Status.OK, brings)
+    why = record.reasons[0]
+    if record.state == PluginState.UNAVAILABLE:
+        # Which library, and how to get it, stands at each of its backends.
+        return Check("plugins", record.name, Status.WARN, f"{brings}; vendor library missing or unfit", why.code)
+    status = Status.SKIP if record.state == PluginState.DENIED else Status.FAIL
     return Check("plugins", record.name, status, f"{why.message} ({origin})", why.code, record.fix or why.hint)
 
 
@@ -53,28 +59,55 @@ def unknown(now: Situation, name: str) -> list[Check]:
     return [Check.because("plugins", name, Status.FAIL, reason("BACKEND_NOT_INSTALLED", f"layerzero-{name}"), fix)]
 
 
-# -- probes ------------------------------------------------------------------------------------------------------
-def probed(now: Situation, only: str | None, timeout: float) -> list[Check]:
-    """Probe every backend of every plugin that loaded, a few at a time, each in its own process."""
-    names = [
+# -- vendors -----------------------------------------------------------------------------------------------------
+def vendors(now: Situation, only: str | None, timeout: float | None) -> list[Check]:
+    """One check per backend of every plugin that loaded; `timeout` None takes package metadata at its word.
+
+    A few are probed at a time, each in its own process. A vendor that is neither installed nor importable is not
+    there, and no process need be started to learn it.
+    """
+    named = [
         (record, backend)
         for record in now.records
         if _wanted(record, only) and record.state in (PluginState.OK, PluginState.UNAVAILABLE)
         for backend in record.backends or (record.name,)
         if only in (None, record.name, backend)
     ]
-    if not names:
-        return []
+    specs = now.world.registry.backends
+    if timeout is None:
+        return [_promise(backend, specs.get(backend)) for _, backend in named]
+    known = load_plugins(env=now.env).capabilities if named else {}
+    asked = [backend for _, backend in named if not _absent(specs.get(backend), known.get(backend))]
 
-    def ask(item: tuple[PluginRecord, str]) -> ProbeResult:
-        return probe(item[1], timeout, device=now.device, env=now.environ)
+    def ask(backend: str) -> ProbeResult:
+        return probe(backend, timeout, device=now.device, env=now.environ)
 
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1, len(names))) as pool:
-        results = list(pool.map(ask, names))
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        results = dict(zip(asked, pool.map(ask, asked), strict=True))
     return [
-        judge_probe(backend, now.world.registry.backends.get(backend), record, result)
-        for (record, backend), result in zip(names, results, strict=True)
+        judge_probe(backend, specs.get(backend), record, results[backend])
+        if backend in results
+        else _promise(backend, specs.get(backend))
+        for record, backend in named
     ]
+
+
+def _absent(spec: BackendSpec | None, known: Capabilities | None) -> bool:
+    """Whether the vendor is missing beyond doubt: no package metadata, and no module to import either."""
+    if spec is None or spec.available or known is None or known.vendor is None or spec.vendor_version is not None:
+        return False
+    module = (known.vendor.module or known.vendor.dist.replace("-", "_")).partition(".")[0]
+    try:
+        return find_spec(module) is None
+    except (ImportError, ValueError):
+        return False
+
+
+def _promise(name: str, spec: BackendSpec | None) -> Check:
+    if spec is None or spec.available:
+        version = f"{spec.vendor} {spec.vendor_version}, " if spec is not None and spec.vendor_version else ""
+        return Check("backends", name, Status.OK, f"{version}available by its metadata (not probed)")
+    return Check.because("backends", name, Status.WARN, spec.reasons[0])
 
 
 def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, result: ProbeResult) -> Check:
@@ -112,7 +145,9 @@ def _not_available(name: str, promised: bool, record: PluginRecord, result: Prob
     if not promised:
         return Check.because("backends", name, Status.WARN, why, fix)
     hardware = all(item.category is ReasonCategory.HARDWARE for item in status.reasons)
-    if status.reasons and (hardware or why.code is ReasonCode.BACKEND_STUB):
+    if why.code is ReasonCode.BACKEND_STUB:
+        return Check.because("backends", name, Status.WARN, why, fix)
+    if status.reasons and hardware:
         return Check("backends", name, Status.WARN, f"not usable on this device: {why.message}", why.code, fix)
     # Calls would have believed the metadata: this is what must be known before deployment.
     return Check("backends", name, Status.FAIL, f"{why.message} (its package looks installed)", why.code, fix)

@@ -87,12 +87,13 @@ def named_nothing(policy: Policy, world: World) -> list[Check]:
     kernels = world.registry.kernels.values()
     checks: list[Check] = []
     for key, pattern in _patterns(policy):
-        if any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
+        # An exact id in an allow list is a wish for that kernel, not a filter: it is among the required ones.
+        asked = key == "allow" and is_kernel_id(pattern)
+        if asked or any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
             continue
-        # An exact id in an allow list is a wish for that kernel, not a filter.
-        status = Status.FAIL if key == "allow" and is_kernel_id(pattern) else Status.WARN
         fix = _near(pattern, [*world.registry.kernels, *world.registry.backends])
-        checks.append(Check.because("policy", key, status, reason("KERNEL_UNKNOWN", pattern, fix), fix))
+        why = Check("policy", key, Status.WARN, f"{pattern} names no kernel here", ReasonCode.KERNEL_UNKNOWN, fix)
+        checks.append(why)
     return checks
 
 
@@ -181,7 +182,8 @@ def _against(
         yield blocked, ""
     problems = [hardware_reasons(kernel, device) for device in now.devices]
     if all(problems):
-        yield problems[0][0], ""
+        fit = ", ".join(sorted(kernel.platforms))
+        yield problems[0][0], f"lock a kernel that fits this machine, or serve this policy where it does ({fit})"
     if kernel.kernel_id in world.unbindable:
         yield world.unbindable[kernel.kernel_id], ""
     if backend is not None and not backend.builtin:

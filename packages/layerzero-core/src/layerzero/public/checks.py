@@ -168,24 +168,17 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     20 s). `probe=False` starts no process: metadata is then taken at its word. A crashing, hanging or lying vendor,
     a wrong variable or a corrupt policy file is a finding, never an exception.
     """
-    from layerzero.public import check_backends, check_machine
+    from layerzero.public.check_backends import clashes, plugins, unknown, vendors
+    from layerzero.public.check_machine import health, libraries, platform, settings
     from layerzero.public.situation import look
 
     now = look()
-    limit = now.env.probe_timeout if timeout is None else timeout
-    found = check_backends.plugins(now, backend)
-    if probe:
-        found += check_backends.probed(now, backend, limit)
+    limit = (now.env.probe_timeout if timeout is None else timeout) if probe else None
+    found = [*plugins(now, backend), *vendors(now, backend, limit)]
     if backend is not None:
-        return DoctorReport(tuple(found or check_backends.unknown(now, backend)))
-    checks = [
-        *check_machine.platform(now),
-        *check_machine.settings(now),
-        *found,
-        *check_backends.clashes(now),
-        *check_machine.health(now),
-    ]
-    return DoctorReport(tuple(checks), check_machine.libraries())
+        return DoctorReport(tuple(found or unknown(now, backend)))
+    checks = [*platform(now), *settings(now), *found, *clashes(now), *health(now)]
+    return DoctorReport(tuple(checks), libraries())
 
 
 def readiness_check(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> ReadinessReport:
@@ -194,9 +187,8 @@ def readiness_check(config: str | os.PathLike[str] | Mapping[str, Any] | None = 
     `config` is a policy file (or a mapping in its form) to judge instead of the policy in force. What the policy
     names and cannot be had is a failure with its fix; `report.require()` turns failures into an exception.
     """
-    from layerzero.public import check_policy
+    from layerzero.public.check_policy import readiness
     from layerzero.public.situation import look
 
-    now = look()
-    checks, caches = check_policy.readiness(now, config)
+    checks, caches = readiness(look(), config)
     return ReadinessReport(tuple(checks), caches)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import UnknownNameError
+from layerzero.errors import ConfigurationError, UnknownNameError
 from layerzero.model.config import Policy
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.runtime.policies import policies
@@ -38,21 +40,23 @@ def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
     settings: after that many seconds they are gone. `lz.configure()` alone returns the policy in force.
     """
     if expires_in is not None:
+        if isinstance(expires_in, bool) or not isinstance(expires_in, (int, float)) or not 0 < expires_in < math.inf:
+            raise ConfigurationError(
+                f"expires_in is {expires_in!r}", value=str(expires_in), limit="a positive number of seconds"
+            )
         name = f"timeboxed {time.monotonic_ns()}"
         layer = PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **settings)
         policies.put(name, layer.until(time.monotonic() + expires_in))
     elif settings:
-        _given.update(settings)
-        try:
-            policies.put("configure", PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **_given))
-        except Exception:
-            for key in settings:
-                _given.pop(key, None)
-            raise
+        with _writing:
+            wanted = {**_given, **settings}
+            policies.put("configure", PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **wanted))
+            _given.update(settings)  # only now: settings that were refused must not come back with the next call
     return get_config()
 
 
 _given: dict[str, Any] = {}
+_writing = threading.RLock()
 
 
 def get_config() -> Policy:
@@ -95,17 +99,19 @@ def lock(op: str, kernel_id: str) -> None:
             value=kernel_id,
             limit=f"a kernel of {op}",
         )
-    _locks[op] = kernel_id
-    _publish_locks()
+    with _writing:
+        _locks[op] = kernel_id
+        _publish_locks()
 
 
 def unlock(op: str | None = None) -> None:
     """Lift a lock set with `lz.lock`, or all of them."""
-    if op is None:
-        _locks.clear()
-    else:
-        _locks.pop(op, None)
-    _publish_locks()
+    with _writing:
+        if op is None:
+            _locks.clear()
+        else:
+            _locks.pop(op, None)
+        _publish_locks()
 
 
 def get_locks() -> dict[str, str]:

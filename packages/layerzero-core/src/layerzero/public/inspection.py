@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero.dispatch.run import current_world, decide, describe
-from layerzero.errors import UnknownNameError
+from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
@@ -25,6 +25,8 @@ def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op
         spec = world.ops.get(op)
         if spec is None:
             spec = public_op(op).spec  # raises with the nearest names
+        if args[0].op != op:
+            raise InvalidInputError(f"a context of {args[0].op}", code="VALUE_INVALID", value=args[0].op, limit=op)
         return spec, args[0]
     public = public_op(op)
     canonical, layout, backend = public.normalize(args, kwargs)
@@ -104,5 +106,12 @@ def validate(kernel_id: str, *args: Any, op: str | None = None, **kwargs: Any) -
             limit=", ".join(near) or "see lz list",
         )
     report = explain(op or kernel.op, *args, **kwargs)
+    if report.op != kernel.op:
+        raise UnknownNameError(
+            f"{kernel_id} computes {kernel.op}, not {report.op}",
+            code="KERNEL_UNKNOWN",
+            value=kernel_id,
+            limit=f"a kernel of {report.op}",
+        )
     candidate = report.decision.candidate(kernel_id)
     return [] if candidate.accepted else list(candidate.reasons)

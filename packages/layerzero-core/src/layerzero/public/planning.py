@@ -28,21 +28,39 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..
     world = current_world()
     ctx = describe(public.spec, canonical, layout, backend, world)
     bound = ready(public.spec, ctx, world, canonical)
+    given = public.signature.bind(*args, **kwargs).arguments
+    options = {name: item for name, item in given.items() if not modes.tensors_of((item,))}
     build: Callable[..., Any] = _BUILDERS.get(op, _general)
-    planned = build(public, bound, canonical, layout, backend)
+    if op == "attention" and canonical[3] is None and given.get("attn_mask") is not None:
+        build = _general  # a CausalBias: it has to be read at each call
+    planned = build(public, bound, canonical, layout, backend, options)
     if check or os.environ.get("LAYERZERO_DEBUG", "") not in ("", "0", "false"):
-        planned = _checked(planned, public, canonical, layout, backend)
+        planned = _checked(planned, public, canonical, layout, backend, options)
     planned.kernel_id = bound.kernel_id
     planned.transforms = tuple(bound.plan.transforms)
     planned.decision = bound.decision
     return planned  # type: ignore[no-any-return]
 
 
+def _complete(
+    public: PublicOp, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], str | None, str | None]:
+    """Canonical arguments of a planned call: options that it leaves out are those the plan was made with."""
+    placed = set(list(public.signature.parameters)[: len(args)])
+    kept = {name: item for name, item in options.items() if name not in placed}
+    return public.normalize(args, {**kept, **kwargs})
+
+
 def _attention(
-    public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: str | None, backend: str | None
+    public: PublicOp,
+    bound: Any,
+    canonical: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    options: dict[str, Any],
 ) -> Any:
-    run, spec = bound.run, public.spec
-    _, _, _, _, p, causal, fixed_scale, window, cap, slopes, lse = canonical
+    run, spec, planned_layout, planned_backend = bound.run, public.spec, layout, backend
+    _, _, _, _, p, causal, fixed_scale, sides, cap, slopes, lse = canonical
 
     def planned_attention(
         query: Any,
@@ -52,35 +70,57 @@ def _attention(
         dropout_p: float = p,
         is_causal: Any = causal,
         scale: Any = fixed_scale,
-        **_same: Any,
+        *,
+        alibi_slopes: Any = slopes,
+        layout: Any = None,
+        window: Any = None,
+        enable_gqa: Any = None,
+        softcap: Any = None,
+        return_lse: Any = None,
+        backend: Any = None,
     ) -> Any:
+        # The options are those of the plan; they are named here so that the same call is accepted.
         try:
-            return run(query, key, value, attn_mask, dropout_p, causal, scale, window, cap, slopes, lse)
+            return run(query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
         except Exception as error:
-            args = (query, key, value, attn_mask, dropout_p, causal, scale, window, cap, slopes, lse)
-            return recover(spec, current_world(), None, bound, args, layout, backend, error)
+            args = (query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
+            return recover(spec, current_world(), None, bound, args, planned_layout, planned_backend, error)
 
     return planned_attention
 
 
-def _rms_norm(public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
-    run, spec = bound.run, public.spec
+def _rms_norm(
+    public: PublicOp,
+    bound: Any,
+    canonical: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    options: dict[str, Any],
+) -> Any:
+    run, spec, planned_backend = bound.run, public.spec, backend
     fixed_eps = canonical[2]
 
-    def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps) -> Any:
+    def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps, *, backend: Any = None) -> Any:
         try:
             return run(x, weight, eps)
         except Exception as error:
-            return recover(spec, current_world(), None, bound, (x, weight, eps), layout, backend, error)
+            return recover(spec, current_world(), None, bound, (x, weight, eps), layout, planned_backend, error)
 
     return planned_rms_norm
 
 
-def _general(public: PublicOp, bound: Any, canonical: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+def _general(
+    public: PublicOp,
+    bound: Any,
+    canonical: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    options: dict[str, Any],
+) -> Any:
     run, spec = bound.run, public.spec
 
     def planned(*args: Any, **kwargs: Any) -> Any:
-        values, _, _ = public.normalize(args, kwargs)
+        values, _, _ = _complete(public, options, args, kwargs)
         try:
             return run(*values)
         except Exception as error:
@@ -93,12 +133,17 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"attention": _attention, "rms_norm":
 
 
 def _checked(
-    planned: Callable[..., Any], public: PublicOp, canonical: tuple[Any, ...], layout: str | None, backend: str | None
+    planned: Callable[..., Any],
+    public: PublicOp,
+    canonical: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    options: dict[str, Any],
 ) -> Any:
     wanted = generic_key(public.spec.op_id, canonical, layout, backend)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        values, given_layout, _ = public.normalize(args, kwargs)
+        values, given_layout, _ = _complete(public, options, args, kwargs)
         found = generic_key(public.spec.op_id, values, given_layout, backend)
         if found != wanted or not modes.plain(modes.tensors_of(values)):
             raise PlanMismatchError(

@@ -10,21 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
-from layerzero.registry.kinds import (
-    Choice,
-    Either,
-    Expression,
-    Field,
-    Flag,
-    ListOf,
-    MapOf,
-    Number,
-    Record,
-    Text,
-    Tuple,
-    Whole,
-    nearest,
-)
+from layerzero.registry.containers import Either, Field, ListOf, MapOf, Record, Tuple
+from layerzero.registry.kinds import Choice, Expression, Flag, Number, Text, Whole, nearest
 
 __all__ = ["DEFAULT_API", "DOCUMENT", "DTYPES", "FEATURES", "FLAG_FEATURES", "KERNEL", "SCHEMA_VERSION"]
 

@@ -2,9 +2,9 @@
 
 One kind is one small object with two methods: `parse(value, where)` returns the value in its
 in-memory form or raises `CapabilitiesError` naming the key path `where`; `schema()` returns the JSON
-Schema of what `parse` accepts. Because both live on the same object, validator and schema cannot
-drift apart. They are plain classes, since making a dozen dataclasses would take a third of the first call's
-time budget.
+Schema of what `parse` accepts. Because both live on the same object, validator and schema cannot drift
+apart. Lists and objects are in `layerzero.registry.containers`. All are plain classes, since making a
+dozen dataclasses would take a third of the first call's time budget.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import difflib
 import enum
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from layerzero.errors import CapabilitiesError, LayerZeroError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
-__all__ = [
-    "Choice", "Either", "Expression", "Field", "Flag", "Kind", "ListOf", "MapOf", "Number", "Record", "Text", "Tuple",
-    "Whole", "body", "fail", "nearest",
-]  # fmt: skip
+__all__ = ["Choice", "Expression", "Flag", "Kind", "Number", "Text", "Whole", "body", "fail", "nearest", "type_name"]
 
 _MAX_TEXT = 2_000
-_MAX_ITEMS = 4_096
 
 
 class Kind(Protocol):
@@ -68,7 +64,8 @@ def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str | Non
     return found[0] if found else None
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """The JSON word for the type of a value."""
     return {dict: "object", list: "array", str: "text", bool: "true/false", type(None): "null"}.get(
         type(value), type(value).__name__
     )
@@ -85,7 +82,7 @@ class Flag:
     def parse(self, value: Any, where: str) -> bool:
         """A bool, nothing that merely looks like one."""
         if not isinstance(value, bool):
-            raise fail(where, f"expected true or false, got {_type_name(value)}", value=value)
+            raise fail(where, f"expected true or false, got {type_name(value)}", value=value)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -103,7 +100,7 @@ class Whole:
     def parse(self, value: Any, where: str) -> int:
         """An int inside the bounds; true is not 1 here."""
         if isinstance(value, bool) or not isinstance(value, int):
-            raise fail(where, f"expected a whole number, got {_type_name(value)}", value=value)
+            raise fail(where, f"expected a whole number, got {type_name(value)}", value=value)
         if not self.low <= value <= self.high:
             raise fail(where, f"expected {self.low} to {self.high}", value=_short(value), limit=self.high)
         return value
@@ -122,7 +119,7 @@ class Number:
     def parse(self, value: Any, where: str) -> float:
         """A finite float."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise fail(where, f"expected a number, got {_type_name(value)}", value=value)
+            raise fail(where, f"expected a number, got {type_name(value)}", value=value)
         try:
             number = float(value)
         except OverflowError:
@@ -154,7 +151,7 @@ class Text:
     def parse(self, value: Any, where: str) -> str:
         """The text itself."""
         if not isinstance(value, str):
-            raise fail(where, f"expected {self.expected}, got {_type_name(value)}", value=value)
+            raise fail(where, f"expected {self.expected}, got {type_name(value)}", value=value)
         if len(value) > _MAX_TEXT or (not value and not self.empty):
             raise fail(where, f"expected {self.expected} of 1 to {_MAX_TEXT} characters", value=value, limit=_MAX_TEXT)
         if self.pattern is not None and not re.search(self.pattern, value):
@@ -193,7 +190,7 @@ class Choice:
         known = self._known()
         if not isinstance(value, str) or value not in known:
             near = nearest(value, known) if isinstance(value, str) else None
-            shown = repr(value[:60]) if isinstance(value, str) else _type_name(value)
+            shown = repr(value[:60]) if isinstance(value, str) else type_name(value)
             hint = f", did you mean {near!r}?" if near else ""
             raise fail(where, f"{shown} is none of {', '.join(known)}{hint}", value=value, limit=", ".join(known))
         return known[value]
@@ -211,7 +208,7 @@ class Expression:
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
             return Formula(str(value))
         if not isinstance(value, str):
-            raise fail(where, f"expected a formula such as 'batch * num_heads', got {_type_name(value)}", value=value)
+            raise fail(where, f"expected a formula such as 'batch * num_heads', got {type_name(value)}", value=value)
         try:
             return Formula(value)
         except CapabilitiesError as error:
@@ -220,155 +217,3 @@ class Expression:
     def schema(self) -> dict[str, Any]:
         """A string or a whole number."""
         return {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 400}, {"type": "integer", "minimum": 0}]}
-
-
-class ListOf:
-    """A list of one kind, without repetitions unless `unique` is off."""
-
-    def __init__(
-        self, item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = frozenset, unique: bool = True
-    ) -> None:
-        self.item = item
-        self.at_least = at_least
-        self.to = to
-        self.unique = unique
-
-    def parse(self, value: Any, where: str) -> Any:
-        """The items, in the collection `to`."""
-        if not isinstance(value, (list, tuple)):
-            raise fail(where, f"expected a list, got {_type_name(value)}", value=value)
-        if not self.at_least <= len(value) <= _MAX_ITEMS:
-            raise fail(
-                where,
-                f"expected at least {self.at_least} items, got {len(value)}",
-                value=len(value),
-                limit=self.at_least,
-            )
-        items = [self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
-        if self.unique and len(set(items)) < len(items):
-            index = next(i for i, entry in enumerate(items) if entry in items[:i])
-            raise fail(f"{where}[{index}]", f"{value[index]!r} stands there twice", value=str(value[index]))
-        return self.to(items)
-
-    def schema(self) -> dict[str, Any]:
-        """An array of unique items."""
-        found = {"type": "array", "items": self.item.schema(), "uniqueItems": self.unique, "maxItems": _MAX_ITEMS}
-        return found | {"minItems": self.at_least} if self.at_least else found
-
-
-class Tuple:
-    """A list of fixed length."""
-
-    def __init__(self, item: Kind, length: int) -> None:
-        self.item = item
-        self.length = length
-
-    def parse(self, value: Any, where: str) -> tuple[Any, ...]:
-        """A tuple of exactly that length."""
-        if not isinstance(value, (list, tuple)) or len(value) != self.length:
-            raise fail(
-                where, f"expected a list of {self.length}, got {_type_name(value)}", value=value, limit=self.length
-            )
-        return tuple(self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value))
-
-    def schema(self) -> dict[str, Any]:
-        """An array of fixed length."""
-        return {"type": "array", "items": self.item.schema(), "minItems": self.length, "maxItems": self.length}
-
-
-class MapOf:
-    """An object with free keys of one form and values of one kind."""
-
-    def __init__(self, item: Kind, key: Text, at_least: int = 0) -> None:
-        self.item = item
-        self.key = key
-        self.at_least = at_least
-
-    def parse(self, value: Any, where: str) -> dict[str, Any]:
-        """A dict in the given order."""
-        if not isinstance(value, Mapping):
-            raise fail(where, f"expected an object, got {_type_name(value)}", value=value)
-        if not self.at_least <= len(value) <= _MAX_ITEMS:
-            raise fail(where, f"expected at least {self.at_least} entries, got {len(value)}", limit=self.at_least)
-        return {self.key.parse(name, where): self.item.parse(entry, f"{where}.{name}") for name, entry in value.items()}
-
-    def schema(self) -> dict[str, Any]:
-        """An object whose keys have a form."""
-        found = {"type": "object", "propertyNames": self.key.schema(), "additionalProperties": self.item.schema()}
-        return found | {"minProperties": self.at_least} if self.at_least else found
-
-
-class Either:
-    """One of two kinds; `first` is tried when `picks(value)` says so."""
-
-    def __init__(self, picks: Callable[[Any], bool], first: Kind, second: Kind) -> None:
-        self.picks = picks
-        self.first = first
-        self.second = second
-
-    def parse(self, value: Any, where: str) -> Any:
-        """What the picked kind makes of it."""
-        return (self.first if self.picks(value) else self.second).parse(value, where)
-
-    def schema(self) -> dict[str, Any]:
-        """Any of the two."""
-        return {"anyOf": [self.first.schema(), self.second.schema()]}
-
-
-class Field:
-    """One key of a record: its kind, what it means, and whether it must be there."""
-
-    def __init__(self, name: str, kind: Kind, doc: str, required: bool = False, default: Any = None) -> None:
-        self.name = name
-        self.kind = kind
-        self.doc = doc
-        self.required = required
-        self.default = default
-
-
-class Record:
-    """An object with a closed set of keys: the declarative table that validator and schema are read from."""
-
-    def __init__(self, title: str, fields: tuple[Field, ...]) -> None:
-        self.title = title
-        self.fields = fields
-
-    def parse(self, value: Any, where: str) -> dict[str, Any]:
-        """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
-        if not isinstance(value, Mapping):
-            raise fail(where or self.title, f"expected an object, got {_type_name(value)}", value=value)
-        known = {entry.name: entry for entry in self.fields}
-        for name in value:
-            if not isinstance(name, str) or name not in known:
-                near = nearest(str(name), known)
-                raise fail(
-                    _join(where, str(name)[:80]),
-                    "unknown field" if near else f"unknown field; known: {', '.join(known)}",
-                    code="SCHEMA_FIELD_UNKNOWN",
-                    value=str(name),
-                    limit=near,
-                    hint=None if near else "remove it",
-                )
-        found = {}
-        for name, entry in known.items():
-            if name in value:
-                found[name] = entry.kind.parse(value[name], _join(where, name))
-            elif entry.required:
-                raise fail(_join(where, name), f"missing; {entry.doc}", code="SCHEMA_FIELD_MISSING", value=name)
-            else:
-                found[name] = entry.default
-        return found
-
-    def schema(self) -> dict[str, Any]:
-        """An object schema that allows no other key."""
-        return {
-            "type": "object",
-            "title": self.title,
-            "additionalProperties": False,
-            "required": [entry.name for entry in self.fields if entry.required],
-            "properties": {entry.name: entry.kind.schema() | {"description": entry.doc} for entry in self.fields},
-        }
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from layerzero.model.op import OperationSpec
     from layerzero.runtime.scopes import Scope
 
-__all__ = ["Unloaded", "builtin_op", "builtin_ops", "now", "scope"]
+__all__ = ["Unloaded", "builtin_op", "builtin_ops", "collector_paused", "now", "scope"]
 
 scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
 
@@ -23,15 +25,29 @@ class Unloaded:
     """Stands in for the World until the first cold call; nothing is ever hot in it."""
 
     hot: Mapping[Any, Any] = MappingProxyType({})
+    memo: Mapping[Any, Any] = MappingProxyType({})
 
 
 class _Now:
     """The World hot calls read. Replaced by `Runtime`, under its lock; read without one."""
 
-    __slots__ = ("world",)
+    __slots__ = ("near_hits", "world")
 
     def __init__(self) -> None:
         self.world: Any = Unloaded
+        self.near_hits = 0  # calls found by their bucket
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Load without the garbage collector: a full collection walks all of torch's objects and outlasts the loading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 now = _Now()

@@ -92,14 +92,16 @@ class Policies:
         return True
 
     def publish(self) -> None:
-        """Swap the World's policy and arm the clock for the next timebox."""
+        """Swap the World's policy, forget timeboxes that are over, and arm the clock for the next one."""
         state.refresh_policy()
         with self._lock:
-            deadline = next_expiry((*self.base(), *self._set.values()))
-        if deadline is None or deadline <= time.monotonic():
+            now = time.monotonic()
+            self._set = {name: layer for name, layer in self._set.items() if not layer.expired(now)}
+            deadline = next_expiry(layer for layer in (*self.base(), *self._set.values()) if not layer.expired(now))
+        if deadline is None:
             timers.cancel("policy")
         else:
-            timers.after("policy", deadline - time.monotonic(), self.publish)
+            timers.after("policy", deadline - now, self.publish)
 
     def reset(self) -> None:
         """Forget every layer and read environment and files again at the next use. For tests."""

@@ -22,22 +22,23 @@ __all__ = ["Scope", "entered"]
 class Scope:
     """A stack of policy layers above the programmatic ones, and the World that follows from them."""
 
-    __slots__ = ("_base", "_world", "layers")
+    __slots__ = ("_derived", "layers")
 
     def __init__(self, layers: tuple[PolicyLayer, ...]) -> None:
         self.layers = layers
-        self._base: World | None = None
-        self._world: World | None = None
+        # (base, derived) in one slot: tasks and threads may share a scope, and must never see half of a pair.
+        self._derived: tuple[World | None, World | None] = (None, None)
 
     def world(self) -> World:
         """The World of this scope for the current base World."""
         base = state.world
-        if self._base is base and self._world is not None:
-            return self._world
+        known, world = self._derived
+        if known is base and world is not None:
+            return world
         from layerzero.runtime.policies import policies
 
         derived = base.changed(policy=policies.merged(self.layers))
-        self._world, self._base = derived, base
+        self._derived = (base, derived)
         return derived
 
 

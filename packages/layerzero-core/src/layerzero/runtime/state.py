@@ -31,18 +31,23 @@ __all__ = ["Counters", "Runtime", "scope", "state"]
 class Counters:
     """Plain counters, exact under the GIL for the cold path only; hot calls count nothing."""
 
-    __slots__ = ("binds", "failovers", "misses", "near_hits", "selections", "swaps")
+    __slots__ = ("binds", "failovers", "misses", "selections", "swaps")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        self.binds = self.failovers = self.misses = self.near_hits = self.selections = self.swaps = 0
+        self.binds = self.failovers = self.misses = self.selections = self.swaps = now.near_hits = 0
 
     def to_json(self) -> dict[str, int]:
         """All counters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "near_hits": now.near_hits}
+
+    @property
+    def near_hits(self) -> int:
+        """Calls found by their bucket; counted by the op itself."""
+        return now.near_hits
 
 
 def _merged_policy() -> Policy:
@@ -91,17 +96,18 @@ class Runtime:
             loaded = load_plugins()
             self.records = loaded.records
             self.plugin_manager = loaded.pm
-            world = World(registry=loaded.registry, ops={**loaded.ops, **builtin_ops}, policy=self._policy_source())
-            self._install(world)
-            return world
+            policy = self._policy_source()
+            self._apply(policy)
+            return self._install(World(registry=loaded.registry, ops={**loaded.ops, **builtin_ops}, policy=policy))
 
     def use(
         self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None
     ) -> World:
         """Replace registry and ops wholesale: for tests and tools that bring their own kernels."""
         with self._lock:
-            world = World(registry=registry, ops={**(ops or {}), **builtin_ops}, policy=policy or self._policy_source())
-            return self._install(world)
+            policy = policy or self._policy_source()
+            self._apply(policy)
+            return self._install(World(registry=registry, ops={**(ops or {}), **builtin_ops}, policy=policy))
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
         """Where the merged policy comes from; `refresh_policy` reads it again."""
@@ -119,12 +125,17 @@ class Runtime:
             if self._world is None:
                 return None
             policy = self._policy_source()
-            if policy.breaker != self._world.policy.breaker:
-                self.health.configure(policy.breaker)
+            self._apply(policy)
             same = policy.policy_hash == self._world.policy.policy_hash
             if same and policy.expires_at == self._world.policy.expires_at:
                 return self._world
             return self.publish(policy=policy)
+
+    def _apply(self, policy: Policy) -> None:
+        """Settings that live outside the World: the breakers' and the selection cache's."""
+        if policy.breaker != self.health.snapshot().settings:
+            self.health.configure(policy.breaker)
+        self.cache.max_entries, self.cache.ttl_s = policy.cache.max_entries, policy.cache.ttl_s
 
     def unbindable(self, kernel_id: str, why: Reason) -> World:
         """Record that a kernel's adapter or vendor cannot be imported."""

@@ -16,11 +16,14 @@ from layerzero.model.decision import Candidate, Decision, Trace, Transform
 from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
-from layerzero.selection.filter import Filtered, examine
+from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.score import rank, score
 from layerzero.selection.world import World
 
 __all__ = ["refuse", "select"]
+
+# Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
+_VALUES = frozenset({"scale", "dropout_p", "notes"})
 
 
 def select(ctx: Context, world: World) -> Decision:
@@ -33,16 +36,16 @@ def select(ctx: Context, world: World) -> Decision:
     if spec is None:
         raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
     canonical, buckets = bucketed(world, ctx, spec.elastic)
-    judged = judge(world.policy, ctx.op, canonical.get)
-    standing = examine(canonical, world, judged, spec.fallback_id)
-    locked, fallback_id = judged.locked_to, spec.fallback_id
+    judged = judge(world.policy, ctx.op, lambda name: None if name in _VALUES else canonical.get(name))
+    locked, fallback_id = _lock(judged.locked_to, canonical, world), spec.fallback_id
+    standing = examine(canonical, world, judged, fallback_id, locked)
     ranked = _ranked(standing, canonical, world, fallback_id, locked)
     chosen = ranked[0].kernel_id if ranked else ""
     refusal: Reason | None = None
     notes: tuple[Reason, ...] = ctx.notes
     if not chosen:
         refusal = _refusal(canonical, locked, standing)
-    is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1
+    is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
     if is_fallback:
         notes = (*notes, reason("FALLBACK_USED"))
     winner = world.registry.kernels.get(chosen)
@@ -63,6 +66,16 @@ def select(ctx: Context, world: World) -> Decision:
     )
 
 
+def _lock(locked: str | None, ctx: Context, world: World) -> str | None:
+    """The kernel the op is locked to, unless the call's own `backend=` asks for something else: it is stronger."""
+    if locked is None or is_empty(ctx):
+        return None
+    if ctx.backend is None or ctx.backend == locked:
+        return locked
+    kernel = world.registry.kernels.get(locked)
+    return locked if kernel is not None and kernel.backend == ctx.backend else None
+
+
 class _Ranked(NamedTuple):
     kernel_id: str
     backend: str
@@ -77,15 +90,18 @@ def _ranked(
 ) -> list[_Ranked]:
     """Accepted kernels, best first."""
     fitting = [item for item in standing if not item.reasons]
-    if not world.policy.fallback_enabled:
+    if not world.policy.fallback_enabled and not is_empty(ctx):
         fitting = [item for item in fitting if item.kernel.kernel_id != fallback_id]
     lookup, noise = world.measurements.lookup, world.measurements.noise
     times = [lookup(item.kernel.kernel_id, ctx) for item in fitting]
     known = [value for value in times if value is not None]
     fastest = min(known) if known else None
+    # Where there are measurements they decide, not the authors' expectations: all measured kernels start level.
+    level = max((item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None), default=0.0)
     found = []
     for item, measured in zip(fitting, times, strict=True):
-        total, parts = score(item.kernel, item.bonus, measured, fastest, item.transforms, noise)
+        priority = item.kernel.priority if measured is None else level
+        total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
         found.append(_Ranked(item.kernel.kernel_id, item.kernel.backend, total, parts, measured, item.transforms))
     found.sort(key=lambda item: rank(item.score, item.kernel_id))
     if locked is not None and world.policy.on_fault == "fallback":

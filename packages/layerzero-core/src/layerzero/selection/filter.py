@@ -15,7 +15,7 @@ from layerzero.reasons import Reason, reason
 from layerzero.selection.transforms import adaptations
 from layerzero.selection.world import World
 
-__all__ = ["Filtered", "examine"]
+__all__ = ["Filtered", "examine", "is_empty"]
 
 
 class Filtered(NamedTuple):
@@ -27,9 +27,22 @@ class Filtered(NamedTuple):
     bonus: float
 
 
-def examine(ctx: Context, world: World, judged: Judge, fallback_id: str) -> list[Filtered]:
-    """Collect what speaks against each kernel of an op: policy, availability, health, declared limits, memory."""
+def is_empty(ctx: Context) -> bool:
+    """Whether a call has nothing to compute: a zero-size batch or query. Its result is defined, and empty."""
+    return any(value == 0 for name, value in ctx.dims if name in _COUNTS)
+
+
+_COUNTS = frozenset({"batch", "seq_len_q", "rows", "tokens"})
+
+
+def examine(ctx: Context, world: World, judged: Judge, fallback_id: str, locked: str | None) -> list[Filtered]:
+    """Collect what speaks against each kernel of an op: policy, availability, health, declared limits, memory.
+
+    `locked` is the kernel a lock names, None where the call's own `backend=` is stronger. An empty call is the
+    fallback's alone, whatever is locked or asked for: no vendor kernel need know what to do with it.
+    """
     policy = world.policy
+    empty = is_empty(ctx)
     careful = policy.strict_mode or not policy.allow_adaptation
     graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
     bounded = world.free_memory is not None
@@ -37,8 +50,12 @@ def examine(ctx: Context, world: World, judged: Judge, fallback_id: str) -> list
     for kernel, fixed in _fixed(ctx, world):
         verdict = judged(kernel.kernel_id, kernel.backend)
         against: list[Reason] = []
-        if verdict is not NEUTRAL or not policy.enabled or ctx.backend is not None:
-            against += _policy(kernel, ctx, world, verdict, fallback_id)
+        if empty and kernel.kernel_id != fallback_id:
+            against.append(reason("EMPTY_INPUT", ", ".join(f"{name}={size}" for name, size in ctx.dims if size == 0)))
+        elif empty and verdict.denied_by is not None:
+            against.append(reason("POLICY_DENIED", verdict.denied_by))
+        elif not empty and (verdict is not NEUTRAL or not policy.enabled or ctx.backend is not None):
+            against += _policy(kernel, ctx, world, verdict, fallback_id, locked)
         transforms: tuple[Transform, ...] = ()
         if fixed:
             against += fixed
@@ -48,7 +65,7 @@ def examine(ctx: Context, world: World, judged: Judge, fallback_id: str) -> list
                 standing, transforms = adaptations(kernel, ctx, standing)
                 against += standing
             if kernel.predicate is not None and not standing:
-                against += _predicate(kernel.predicate)(ctx)
+                against += _ask(kernel.predicate, ctx)
             if careful and transforms:
                 against.append(reason("ADAPTATION_NOT_ALLOWED", [step.name for step in transforms]))
             if bounded:
@@ -72,17 +89,19 @@ def _fixed(ctx: Context, world: World) -> list[tuple[KernelSpec, list[Reason]]]:
     return found
 
 
-def _policy(kernel: KernelSpec, ctx: Context, world: World, verdict: Verdict, fallback_id: str) -> list[Reason]:
+def _policy(
+    kernel: KernelSpec, ctx: Context, world: World, verdict: Verdict, fallback_id: str, locked: str | None
+) -> list[Reason]:
     found: list[Reason] = []
     if verdict.denied_by is not None:
         found.append(reason("POLICY_DENIED", verdict.denied_by))
-    if not verdict.allowed and kernel.kernel_id != fallback_id:
+    # Of everything a policy says, only deny is stronger than the call's own wish.
+    if not verdict.allowed and kernel.kernel_id != fallback_id and ctx.backend is None:
         found.append(reason("POLICY_NOT_ALLOWED", kernel.kernel_id, verdict.allow_list))
     if not world.policy.enabled and kernel.kernel_id != fallback_id:
         found.append(reason("POLICY_DISABLED"))
     if ctx.backend is not None and ctx.backend not in (kernel.backend, kernel.kernel_id):
         found.append(reason("BACKEND_NOT_REQUESTED", kernel.backend, ctx.backend))
-    locked = verdict.locked_to
     if locked is not None and locked != kernel.kernel_id and world.policy.on_fault != "fallback":
         found.append(reason("POLICY_LOCKED_OUT", kernel.kernel_id, locked))
     return found
@@ -94,6 +113,14 @@ def _predicate(path: str) -> Callable[[Context], list[Reason]]:
     module, _, name = path.partition(":")
     found: Callable[[Context], list[Reason]] = getattr(import_module(module), name)
     return found
+
+
+def _ask(path: str, ctx: Context) -> list[Reason]:
+    """A kernel's own check; one that cannot be imported or raises costs only this kernel."""
+    try:
+        return list(_predicate(path)(ctx))
+    except Exception as error:
+        return [reason("VENDOR_REFUSED", f"{path}: {type(error).__name__}: {error}")]
 
 
 def _available(kernel: KernelSpec, world: World) -> list[Reason]:

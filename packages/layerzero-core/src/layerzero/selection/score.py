@@ -1,6 +1,6 @@
 """Scores: priority + policy bonus + measured speed - price of transforms.
 
-priority     what the backend's author expects, 0 to 100
+priority     what the backend's author expects, 0 to 100; measured kernels all start from the highest of theirs
 bonus        prefer, avoid and boosts of the policy
 measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
              fastest it is 0, and the tie breaks by kernel id. A measurement already holds its transforms.
@@ -10,7 +10,6 @@ transforms   one point per two estimated µs, at most 30, for kernels without a 
 from __future__ import annotations
 
 from layerzero.model.decision import Transform
-from layerzero.model.kernel import KernelSpec
 
 __all__ = ["rank", "score"]
 
@@ -21,7 +20,7 @@ _WORST_TRANSFORM = 30.0
 
 
 def score(
-    kernel: KernelSpec,
+    priority: float,
     bonus: float,
     measured_us: float | None,
     fastest_us: float | None,
@@ -35,8 +34,8 @@ def score(
         measured = 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
     elif transforms:
         price = min(_WORST_TRANSFORM, _POINTS_PER_US * sum(step.cost_us for step in transforms))
-    parts = (("priority", kernel.priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
-    return kernel.priority + bonus + measured - price, parts
+    parts = (("priority", priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
+    return priority + bonus + measured - price, parts
 
 
 def rank(total: float, kernel_id: str) -> tuple[float, str]:

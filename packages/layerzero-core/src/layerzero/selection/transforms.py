@@ -57,6 +57,8 @@ def _mask_elements(ctx: Context) -> int:
 
 
 def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    if ctx.op != "attention":
+        return None
     pair = {Layout.BHSD: Layout.BSHD, Layout.BSHD: Layout.BHSD}
     target = pair.get(ctx.layout) if ctx.layout is not None else None
     if target is None or target not in kernel.layouts:
@@ -68,7 +70,20 @@ def _contiguous(kernel: KernelSpec, ctx: Context) -> Transform:
     return Transform("contiguous", copy_cost_us(ctx, _elements(ctx), 3))
 
 
+def _restrided(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    """A contiguous copy has 16-byte strides only when its rows are a multiple of 16 bytes."""
+    widths = [ctx.dim(name) for name in ("head_dim", "head_dim_v", "hidden", "k")]
+    rows = [width * element_bytes(ctx.dtype) for width in widths if width is not None]
+    return _contiguous(kernel, ctx) if rows and all(row % 16 == 0 for row in rows) else None
+
+
+def _aligned(kernel: KernelSpec, ctx: Context) -> Transform:
+    return Transform("aligned_copy", copy_cost_us(ctx, _elements(ctx), 3))
+
+
 def _cast(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    if ctx.quant_format is not None:
+        return None  # the codes would remember the wider dtype
     for wide in _WIDER.get(ctx.dtype, ()):
         if wide in kernel.dtypes:
             return Transform(f"cast:{ctx.dtype}->{wide}", 3 * copy_cost_us(ctx, _elements(ctx), 4))
@@ -81,13 +96,17 @@ def _unify(kernel: KernelSpec, ctx: Context) -> Transform | None:
     return Transform(f"cast:mixed->{ctx.dtype}", copy_cost_us(ctx, _elements(ctx), 2))
 
 
-def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform:
+def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    if ctx.op != "attention":
+        return None
     return Transform("expand_kv", copy_cost_us(ctx, _kv_elements(ctx), 2))
 
 
 def _fold(what: str) -> Callable[[KernelSpec, Context], Transform | None]:
     def build(kernel: KernelSpec, ctx: Context) -> Transform | None:
         takes = {"mask_bool", "mask_float"} & kernel.features
+        if ctx.op != "attention":
+            return None
         if what in ("alibi", "mask") and "mask_float" not in kernel.features:
             return None
         if what == "alibi" and ctx.dtype not in ("float32", "float64"):
@@ -104,8 +123,8 @@ _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | 
     ReasonCode.LAYOUT_UNSUPPORTED: ("layout", _layout),
     ReasonCode.NOT_CONTIGUOUS: ("contiguous", _contiguous),
     ReasonCode.STRIDE_LAST_DIM: ("contiguous", _contiguous),
-    ReasonCode.STRIDE_UNALIGNED: ("contiguous", _contiguous),
-    ReasonCode.POINTER_UNALIGNED: ("contiguous", _contiguous),
+    ReasonCode.STRIDE_UNALIGNED: ("contiguous", _restrided),
+    ReasonCode.POINTER_UNALIGNED: ("contiguous", _aligned),
     ReasonCode.DTYPE_UNSUPPORTED: ("dtype", _cast),
     ReasonCode.DTYPE_MIXED: ("dtype", _unify),
     ReasonCode.GQA_UNSUPPORTED: ("gqa", _expand_kv),
@@ -118,6 +137,8 @@ _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | 
 
 def adaptations(kernel: KernelSpec, ctx: Context, reasons: list[Reason]) -> tuple[list[Reason], tuple[Transform, ...]]:
     """Split reasons into those that stand and the transforms that lift the rest."""
+    if "inplace" in ctx.needs:
+        return reasons, ()  # every transform may copy, and a copy would be written instead of the caller's tensor
     standing: list[Reason] = []
     steps: dict[str, Transform] = {}
     for item in reasons:
@@ -133,4 +154,8 @@ def adaptations(kernel: KernelSpec, ctx: Context, reasons: list[Reason]) -> tupl
         steps.setdefault("mask:causal", Transform("mask:causal", 0.0))
     if folded and ctx.mask is not MaskKind.NONE:
         steps.setdefault("mask:mask", Transform("mask:mask", 0.0))
+    if folded and ("mask:alibi" in steps or ctx.mask is MaskKind.FLOAT or "mask_bool" not in kernel.features):
+        if "mask_float" not in kernel.features:
+            return reasons, ()  # what comes out of the folding is a float mask, which this kernel does not take
+        steps["mask:float"] = Transform("mask:float", 0.0)
     return standing, tuple(steps[name] for name in sorted(steps))

@@ -19,6 +19,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _math = torch.ops.aten._scaled_dot_product_attention_math.default
+_INF = float("inf")
 
 
 def flash_cpu(
@@ -35,8 +36,18 @@ def flash_cpu(
     return_lse: bool,
 ) -> Any:
     """Blocked attention of the CPU build; reads GQA keys without expanding them."""
+    if attn_mask is not None:
+        if attn_mask.ndim == 3:
+            attn_mask = attn_mask.unsqueeze(0)  # the kernel takes 2 or 4 axes
+        if query.dtype is torch.float64:
+            attn_mask = attn_mask.to(torch.float64)  # beside float64 it reads a float32 mask as garbage
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    lse = lse.to(torch.float32)
+    if attn_mask is not None:  # the kernel writes 0 for a row that attends nothing
+        lse = lse.masked_fill((attn_mask == -_INF).all(dim=-1), -_INF)
+    return out, lse
 
 
 def flash_cuda(
@@ -116,6 +127,9 @@ def math(
 ) -> Any:
     """The unfused path; takes anything SDPA takes."""
     grouped = query.shape[1] != key.shape[1]
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # `F.scaled_dot_product_attention` does this before it calls the op, which itself would add True as 1.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -_INF)
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
 
 

@@ -1,0 +1,1 @@
+"""An optional C accelerator for LayerZero's hot path."""

@@ -1,0 +1,5 @@
+"""`python -m layerzero.cli`."""
+
+from layerzero.cli import main
+
+main()

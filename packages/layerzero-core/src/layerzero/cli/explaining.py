@@ -1,0 +1,160 @@
+"""`lz explain`, `lz which`, `lz validate`: the decision for a call that is given by shapes alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero.cli.words import ShapeType, complete_device, complete_kernel, complete_op
+from layerzero.model.decision import Candidate
+from layerzero.reasons import Reason, ReasonCode
+from layerzero.telemetry.report import SelectionReport
+
+__all__ = ["add"]
+
+_SHAPE = ShapeType()
+_OPTIONS = (
+    click.option("--shape", type=_SHAPE, help="B,H,S,D (attention), ROWS,HIDDEN (norms), B,VOCAB (sampling), …"),
+    click.option("--q", type=_SHAPE, help="Query, where it differs from the key."),
+    click.option("--k", type=_SHAPE, help="Key; for paged_attention the cache BLOCKS,PAGE,HKV,D."),
+    click.option("--v", type=_SHAPE, help="Value, where it differs from the key."),
+    click.option("--weight", type=_SHAPE, help="N,K (linear) or VOCAB,HIDDEN (embedding)."),
+    click.option("--dtype", help="bf16 (default), fp16, fp32, float8_e4m3fn, …"),
+    click.option("--device", help="cpu, cuda:0, or a name: h100, a100, b200, mi300x, zen4, …",
+                 shell_complete=complete_device),
+    click.option("--backend", help="Only this backend or kernel id."),
+    click.option("--layout", type=click.Choice(["BHSD", "BSHD", "NHD", "HND"]), help="Order of the axes."),
+    click.option("--causal", type=click.Choice(["top_left", "bottom_right"]), is_flag=False, flag_value="top_left",
+                 help="Causal mask; alone it means top_left, as in SDPA."),
+    click.option("--mask", type=click.Choice(["bool", "float"]), is_flag=False, flag_value="bool",
+                 help="An attention mask; alone it means bool."),
+    click.option("--window", type=_SHAPE, help="Sliding window, LEFT or LEFT,RIGHT."),
+    click.option("--softcap", type=float, help="Cap of the logits."),
+    click.option("--dropout", type=float, help="Dropout probability."),
+    click.option("--alibi", is_flag=True, help="ALiBi slopes."),
+    click.option("--lse", is_flag=True, help="Also return the log-sum-exp."),
+    click.option("--grad", is_flag=True, help="A gradient will be needed."),
+    click.option("--context", type=click.IntRange(min=1), help="paged_attention: length of each context."),
+    click.option("--interleaved", is_flag=True, help="rope: pairs (2i, 2i+1)."),
+    click.option("--rotary-dim", type=click.IntRange(min=2), help="rope: rotate only this many of head_dim."),
+    click.option("--no-weight", is_flag=True, help="Norms: without a weight."),
+    click.option("--bias", is_flag=True, help="layer_norm, linear: with a bias."),
+    click.option("--activation", help="linear: gelu, gelu_tanh, silu or relu."),
+    click.option("--approximate", help="gelu_and_mul: none or tanh."),
+    click.option("--top-k", type=int, help="Sampling."),
+    click.option("--top-p", type=float, help="Sampling."),
+    click.option("--format", help="quantize: int8, int4, fp8_e4m3, mxfp4, …"),
+    click.option("--granularity", help="quantize: tensor, channel or block."),
+)  # fmt: skip
+
+
+def _call(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Add the options that describe a call."""
+    return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), function)
+
+
+def add(group: click.Group) -> None:
+    """Declare the verbs."""
+
+    @verb(group, "explain")
+    @click.argument("op", shell_complete=complete_op)
+    @_call
+    def explain(op: str, **options: Any) -> Answer:
+        """Say which kernel a call would run, and why not the others.
+
+        \b
+        lz explain attention --shape 1,32,4096,128 --causal --dtype bf16 --device h100
+        lz explain attention --q 1,32,1,128 --k 1,8,4096,128 --causal bottom_right
+        lz explain rms_norm --shape 8192,4096
+
+        The device need not be here. Exit code 1 when nothing may run.
+        """
+        import layerzero as lz
+        from layerzero.cli.calls import context
+
+        report = lz.explain(op, context(op, options))
+        return Answer(json.loads(report.to_json()), _blocks(report), OK if report.chosen else PROBLEM)
+
+    @verb(group, "which")
+    @click.argument("op", shell_complete=complete_op)
+    @_call
+    def which(op: str, **options: Any) -> Answer:
+        """Print the kernel id that a call would run."""
+        import layerzero as lz
+        from layerzero.cli.calls import context
+
+        kernel_id = lz.which(op, context(op, options))
+        return Answer({"op": op, "kernel_id": kernel_id}, [Line(kernel_id)])
+
+    @verb(group, "validate")
+    @click.argument("kernel_id", shell_complete=complete_kernel)
+    @_call
+    def validate(kernel_id: str, **options: Any) -> Answer:
+        """Say whether a kernel may run a call, or why not.
+
+        Every reason against it is listed; exit code 1 when there is one.
+        """
+        import layerzero as lz
+        from layerzero.cli.calls import context
+        from layerzero.dispatch.run import current_world
+
+        kernel = current_world().registry.get(kernel_id)
+        reasons = lz.validate(kernel_id, context(kernel.op, options))
+        data = {"kernel_id": kernel_id, "valid": not reasons, "reasons": [item.to_json() for item in reasons]}
+        if not reasons:
+            return Answer(data, [Line(f"{kernel_id} may run this call", STYLES["ok"])])
+        blocks: list[Block] = [Line(f"{kernel_id} cannot run this call", STYLES["fail"])]
+        return Answer(data, [*blocks, *_reasons(reasons, 2)], PROBLEM)
+
+
+def _reasons(reasons: list[Reason], indent: int) -> list[Block]:
+    return [Table(("", ""), [(Cell(item.code.value, "yellow"), _why(item)) for item in reasons], indent=indent)]
+
+
+def _why(item: Reason) -> str:
+    return f"{item.message}\n→ {item.hint}" if item.hint else item.message
+
+
+def _blocks(report: SelectionReport) -> list[Block]:
+    ctx, decision = report.context, report.decision
+    place = ctx.device.name or ctx.device.device_type
+    sizes = "  ".join(f"{name}={value}" for name, value in ctx.dims)
+    blocks: list[Block] = [Line(f"{report.op} on {place}, {ctx.dtype}", "bold"), Line(sizes, "dim", indent=2)]
+    if ctx.needs:
+        blocks.append(Line(f"asks for {', '.join(sorted(ctx.needs))}", "dim", indent=2))
+    blocks.append(Line())
+    if report.chosen:
+        winner = decision.winner
+        lock = ", locked" if decision.locked else ""
+        blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{_time(winner)}{lock})", "bold green"))
+        blocks += [Line(f"after {step.name}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
+    else:
+        blocks.append(Line(f"nothing may run: {decision.refusal}", STYLES["fail"], hang=2))
+    held = [f"{item.name} {item.low}–{item.high}" for item in decision.buckets if item.low != item.high]
+    if held:
+        blocks.append(Line(f"holds for {', '.join(held)}", "dim", indent=2))
+    blocks += [Line(f"note: {note.message}", "yellow", indent=2) for note in decision.notes]
+    others = [item for item in decision.candidates if item.kernel_id != report.chosen]
+    if others:
+        blocks += [Line(), Table(("kernel", "score", "why not"), [_row(item) for item in others], right=frozenset({1}))]
+    return blocks
+
+
+def _row(item: Candidate) -> tuple[str | Cell, ...]:
+    if item.accepted:
+        words = [item.message for item in item.reasons if item.code is not ReasonCode.OUTSCORED]
+        return item.kernel_id, f"{item.score:.1f}", "; ".join([f"fits, scored lower{_time(item)}", *words])
+    lines = [f"{why.code.value}: {why.message}" for why in item.reasons]
+    if item.flip:
+        lines.append(f"→ {item.flip}")
+    return Cell(item.kernel_id, "dim"), Cell("–", "dim"), "\n".join(lines)
+
+
+def _time(item: Candidate) -> str:
+    return "" if item.measured_us is None else f", {item.measured_us:.1f} µs measured"

@@ -1,0 +1,77 @@
+"""`lz list`: every kernel, and whether it can be used here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from layerzero.cli.output import STYLES, Answer, Cell, Line, Table
+from layerzero.cli.verbs import verb
+from layerzero.cli.words import backends, complete_op
+from layerzero.model.kernel import KernelSpec
+from layerzero.reasons import Reason
+
+__all__ = ["add"]
+
+
+def add(group: click.Group) -> None:
+    """Declare the verb."""
+
+    @verb(group, "list")
+    @click.option("--op", help="Only kernels of this op.", shell_complete=complete_op)
+    @click.option("--backend", help="Only kernels of this backend.")
+    @click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
+    def list_(op: str | None, backend: str | None, available: bool | None) -> Answer:
+        """List kernels: op, platforms, dtypes, and whether usable here."""
+        import layerzero as lz
+
+        if backend is not None:
+            backends(backend)
+        found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
+        if available is not None:
+            found = [(kernel, why) for kernel, why in found if (not why) is available]
+        data = [
+            {**kernel.to_json(), "available": not why, "reasons": [item.to_json() for item in why]}
+            for kernel, why in found
+        ]
+        rows = [_row(kernel, why) for kernel, why in found]
+        columns = ("kernel", "priority", "platforms", "dtypes", "here")
+        usable = sum(not why for _, why in found)
+        summary = Line(f"{len(found)} kernels, {usable} usable here", "dim")
+        return Answer(data, [Table(columns, rows, right=frozenset({1})), Line(), summary])
+
+
+def _against(kernel: KernelSpec) -> list[Reason]:
+    """Why a kernel cannot be used on any device of this machine, before any call is looked at."""
+    from layerzero.device import probe_devices
+    from layerzero.dispatch.run import current_world
+    from layerzero.plugin.vendor import hardware_reasons
+
+    world = current_world()
+    backend = world.registry.backends.get(kernel.backend)
+    found = [] if backend is None or backend.available else list(backend.reasons)
+    if kernel.kernel_id in world.unbindable:
+        found.append(world.unbindable[kernel.kernel_id])
+    blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
+    if blocked is not None:
+        found.append(blocked)
+    problems = [hardware_reasons(kernel, device) for device in probe_devices()]
+    return found + (problems[0] if all(problems) else [])
+
+
+def _row(kernel: KernelSpec, why: list[Reason]) -> tuple[Any, ...]:
+    here = Cell("yes", STYLES["ok"]) if not why else Cell(why[0].code.value, STYLES["skip"])
+    platforms = sorted(item.value for item in kernel.platforms)
+    shown = " ".join(platforms[:3]) + (f" +{len(platforms) - 3}" if len(platforms) > 3 else "")
+    name = Cell(kernel.kernel_id, "bold" if not why else "dim")
+    return name, f"{kernel.priority:g}", shown, _dtypes(kernel.dtypes), here
+
+
+_SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_ORDER = list(_SHORT)
+
+
+def _dtypes(words: frozenset[str]) -> str:
+    order = sorted(words, key=lambda word: (_ORDER.index(word) if word in _ORDER else 99, word))
+    return " ".join(_SHORT.get(word, word.replace("float8_", "f8_")) for word in order)

@@ -1,0 +1,104 @@
+"""`lz plugin new | check | list`: for those who write backends, and those who wonder which are here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, working
+from layerzero.cli.verbs import OK, PROBLEM, verb
+
+__all__ = ["add"]
+
+_STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
+_SUITE = "from layerzero.testing.suite import *  # noqa: F403\n"
+
+
+def add(group: click.Group) -> None:
+    """Declare the verbs."""
+
+    @group.group("plugin")
+    def plugin() -> None:
+        """Write, check and list backend packages."""
+
+    @verb(plugin, "new")
+    @click.argument("name")
+    @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), default=".", show_default=True)
+    def new(name: str, folder: Path) -> Answer:
+        """Write a complete backend package that passes the conformance kit as it is."""
+        from layerzero.plugin.scaffold import write_plugin
+
+        target = write_plugin(name, folder)
+        files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+        steps = [f"pip install -e {target}", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
+        blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
+        blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
+        return Answer({"path": str(target), "files": files, "next": steps}, blocks)
+
+    @verb(plugin, "list")
+    def list_() -> Answer:
+        """List every plugin that was found, and how it fared."""
+        from layerzero.public.situation import look
+
+        records = look().records
+        rows = []
+        for record in records:
+            why = f"{record.reasons[0].code.value}: {record.reasons[0].message}" if record.reasons else ""
+            told = f"{why}\n→ {record.fix}" if why and record.fix else why
+            kernels = str(len(record.kernels)) if record.state in ("ok", "unavailable") else "–"
+            package = f"{record.dist} {record.dist_version}".strip()
+            rows.append((record.name, Cell(record.state, _STATE_STYLES[record.state]), kernels, package, told))
+        table = Table(("plugin", "state", "kernels", "package", "why"), rows, right=frozenset({2}))
+        return Answer([record.to_json() for record in records], [table])
+
+    @verb(plugin, "check")
+    @click.argument("name")
+    @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds the probe may take.")
+    @click.option("--kit", is_flag=True, help="Also run the conformance kit (needs pytest).")
+    def check(name: str, timeout: float | None, kit: bool) -> Answer:
+        """Check one plugin: does it load, what does its probe say, and does it pass the conformance kit.
+
+        Exit code 1 when anything failed.
+        """
+        from layerzero.cli.report import check_blocks
+        from layerzero.public.checks import doctor
+
+        with working(f"probing {name} in a process of its own …"):
+            report = doctor(name, timeout=timeout)
+        blocks = check_blocks(report)
+        data = report.to_dict()
+        if not kit:
+            return Answer({**data, "kit": None}, blocks, OK if report.ok else PROBLEM)
+        with working("running the conformance kit …"):
+            found, tail = _run_kit(name)
+        word = "passed" if found["ok"] else "failed"
+        blocks += [Line(), Line(f"conformance kit: {word}", STYLES["ok" if found["ok"] else "fail"])]
+        blocks += [Line(line, indent=2) for line in tail]
+        ok = report.ok and found["ok"]
+        return Answer({**data, "ok": ok, "kit": found}, blocks, OK if ok else PROBLEM)
+
+
+def _run_kit(name: str) -> tuple[dict[str, Any], list[str]]:
+    """Run the suite on an installed plugin in a process of its own; (outcome, the lines worth reading)."""
+    with tempfile.TemporaryDirectory(prefix="lz-kit-") as folder:
+        Path(folder, "test_conformance.py").write_text(_SUITE, encoding="utf-8")
+        command = [
+            sys.executable, "-P", "-m", "pytest", "-q", "-rf", "--tb=line", "--color=no", "--import-mode=importlib",
+            "-p", "no:cacheprovider", "-p", "layerzero.testing.pytest_plugin", "--lz-plugin", name,
+            "--rootdir", folder, "-c", os.devnull, folder,
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=folder, check=False
+        )
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    failed = [line.removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
+    summary = lines[-1].strip("= ") if lines else "pytest said nothing"
+    if done.returncode not in (0, 1):  # not installed, no tests, a broken kit: show what was said
+        return {"ok": False, "summary": summary, "failed": failed}, lines[-8:]
+    return {"ok": done.returncode == 0, "summary": summary, "failed": failed}, [*failed, summary]

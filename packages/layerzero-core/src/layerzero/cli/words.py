@@ -1,0 +1,109 @@
+"""The words users type: dtypes, devices, shapes, names; and their completion in a shell."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+import click
+
+from layerzero.device import device_names, named_device, probe_device, probe_devices
+from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Platform
+
+__all__ = ["ShapeType", "backends", "complete_device", "complete_op", "device", "dtype", "is_here"]
+
+_DTYPES = {
+    "fp64": "float64", "f64": "float64", "double": "float64",
+    "fp32": "float32", "f32": "float32", "float": "float32",
+    "fp16": "float16", "f16": "float16", "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+_KNOWN = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_TORCH_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu)(:\d+)?\Z")
+_SM = re.compile(r"sm_?(\d{2,3})\Z")
+_MAX_DIM = 2**40
+
+
+class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer clicks
+    """Whole numbers separated by commas (or x): 1,32,4096,128."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The shape as a tuple."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in re.split(r"[,x×]", str(value).strip("[]() "))]
+        if not all(re.fullmatch(r"\d{1,13}", part) and int(part) <= _MAX_DIM for part in parts):
+            self.fail(f"{value!r} is not a shape; write sizes separated by commas, such as 1,32,4096,128", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+def dtype(word: str) -> str:
+    """torch's name of a dtype; bf16, fp16, half and the like are understood."""
+    plain = word.lower().removeprefix("torch.")
+    found = _DTYPES.get(plain, plain)
+    if found not in _KNOWN:
+        near = difflib.get_close_matches(plain, [*_KNOWN, *_DTYPES], 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KNOWN)}"
+        raise InvalidInputError(
+            f"unknown dtype {word!r}", code="DTYPE_UNSUPPORTED", value=word, limit=_KNOWN, hint=hint
+        )
+    return found
+
+
+def device(word: str | None) -> DeviceSpec:
+    """A device of this machine (cpu, cuda:1; None: the first accelerator, else the CPU), or one by name: h100, sm90."""
+    if word is None:
+        return probe_device()
+    plain = word.strip().lower()
+    if _TORCH_DEVICE.match(plain):
+        return probe_device(plain)
+    sm = _SM.match(plain)
+    return DeviceSpec.for_sm(int(sm[1])) if sm else named_device(word)
+
+
+def is_here(spec: DeviceSpec) -> bool:
+    """Whether tensors can be made on it: calls are then described from real ones."""
+    return spec.platform is not Platform.CPU and spec in probe_devices()
+
+
+def backends(name: str) -> None:
+    """Raise, naming the nearest, unless a backend bears this name."""
+    from layerzero.dispatch.run import current_world
+
+    registry = current_world().registry
+    known = set(registry.backends) | {kernel.backend for kernel in registry.kernels.values()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
+        raise UnknownNameError(
+            f"no backend {name!r} is registered",
+            code="BACKEND_NOT_INSTALLED",
+            value=name,
+            limit=sorted(known),
+            hint=hint,
+        )
+
+
+def complete_op(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Ops that begin so."""
+    from layerzero.ops.signature import PUBLIC
+
+    return [name for name in sorted(PUBLIC) if name.startswith(incomplete)]
+
+
+def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Devices that begin so."""
+    return [name for name in ("cpu", "cuda", *device_names()) if name.startswith(incomplete)]
+
+
+def complete_kernel(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Kernel ids that begin so."""
+    from layerzero.dispatch.run import current_world
+
+    return [name for name in sorted(current_world().registry.kernels) if name.startswith(incomplete)]

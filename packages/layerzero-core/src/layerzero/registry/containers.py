@@ -1,0 +1,164 @@
+"""Kinds made of other kinds: lists, objects with free keys, and records with a closed set of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from layerzero.registry.kinds import Kind, Text, fail, nearest, type_name
+
+__all__ = ["Either", "Field", "ListOf", "MapOf", "Record", "Tuple"]
+
+_MAX_ITEMS = 4_096
+
+
+class ListOf:
+    """A list of one kind, without repetitions unless `unique` is off."""
+
+    def __init__(
+        self, item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = frozenset, unique: bool = True
+    ) -> None:
+        self.item = item
+        self.at_least = at_least
+        self.to = to
+        self.unique = unique
+
+    def parse(self, value: Any, where: str) -> Any:
+        """The items, in the collection `to`."""
+        if not isinstance(value, (list, tuple)):
+            raise fail(where, f"expected a list, got {type_name(value)}", value=value)
+        if not self.at_least <= len(value) <= _MAX_ITEMS:
+            raise fail(
+                where,
+                f"expected at least {self.at_least} items, got {len(value)}",
+                value=len(value),
+                limit=self.at_least,
+            )
+        items = [self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+        if self.unique and len(set(items)) < len(items):
+            index = next(i for i, entry in enumerate(items) if entry in items[:i])
+            raise fail(f"{where}[{index}]", f"{value[index]!r} stands there twice", value=str(value[index]))
+        return self.to(items)
+
+    def schema(self) -> dict[str, Any]:
+        """An array of unique items."""
+        found = {"type": "array", "items": self.item.schema(), "uniqueItems": self.unique, "maxItems": _MAX_ITEMS}
+        return found | {"minItems": self.at_least} if self.at_least else found
+
+
+class Tuple:
+    """A list of fixed length."""
+
+    def __init__(self, item: Kind, length: int) -> None:
+        self.item = item
+        self.length = length
+
+    def parse(self, value: Any, where: str) -> tuple[Any, ...]:
+        """A tuple of exactly that length."""
+        if not isinstance(value, (list, tuple)) or len(value) != self.length:
+            raise fail(
+                where, f"expected a list of {self.length}, got {type_name(value)}", value=value, limit=self.length
+            )
+        return tuple(self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value))
+
+    def schema(self) -> dict[str, Any]:
+        """An array of fixed length."""
+        return {"type": "array", "items": self.item.schema(), "minItems": self.length, "maxItems": self.length}
+
+
+class MapOf:
+    """An object with free keys of one form and values of one kind."""
+
+    def __init__(self, item: Kind, key: Text, at_least: int = 0) -> None:
+        self.item = item
+        self.key = key
+        self.at_least = at_least
+
+    def parse(self, value: Any, where: str) -> dict[str, Any]:
+        """A dict in the given order."""
+        if not isinstance(value, Mapping):
+            raise fail(where, f"expected an object, got {type_name(value)}", value=value)
+        if not self.at_least <= len(value) <= _MAX_ITEMS:
+            raise fail(where, f"expected at least {self.at_least} entries, got {len(value)}", limit=self.at_least)
+        return {self.key.parse(name, where): self.item.parse(entry, f"{where}.{name}") for name, entry in value.items()}
+
+    def schema(self) -> dict[str, Any]:
+        """An object whose keys have a form."""
+        found = {"type": "object", "propertyNames": self.key.schema(), "additionalProperties": self.item.schema()}
+        return found | {"minProperties": self.at_least} if self.at_least else found
+
+
+class Either:
+    """One of two kinds; `first` is tried when `picks(value)` says so."""
+
+    def __init__(self, picks: Callable[[Any], bool], first: Kind, second: Kind) -> None:
+        self.picks = picks
+        self.first = first
+        self.second = second
+
+    def parse(self, value: Any, where: str) -> Any:
+        """What the picked kind makes of it."""
+        return (self.first if self.picks(value) else self.second).parse(value, where)
+
+    def schema(self) -> dict[str, Any]:
+        """Any of the two."""
+        return {"anyOf": [self.first.schema(), self.second.schema()]}
+
+
+class Field:
+    """One key of a record: its kind, what it means, and whether it must be there."""
+
+    def __init__(self, name: str, kind: Kind, doc: str, required: bool = False, default: Any = None) -> None:
+        self.name = name
+        self.kind = kind
+        self.doc = doc
+        self.required = required
+        self.default = default
+
+
+class Record:
+    """An object with a closed set of keys: the declarative table that validator and schema are read from."""
+
+    def __init__(self, title: str, fields: tuple[Field, ...]) -> None:
+        self.title = title
+        self.fields = fields
+
+    def parse(self, value: Any, where: str) -> dict[str, Any]:
+        """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
+        if not isinstance(value, Mapping):
+            raise fail(where or self.title, f"expected an object, got {type_name(value)}", value=value)
+        known = {entry.name: entry for entry in self.fields}
+        for name in value:
+            if not isinstance(name, str) or name not in known:
+                near = nearest(str(name), known)
+                raise fail(
+                    _join(where, str(name)[:80]),
+                    "unknown field" if near else f"unknown field; known: {', '.join(known)}",
+                    code="SCHEMA_FIELD_UNKNOWN",
+                    value=str(name),
+                    limit=near,
+                    hint=None if near else "remove it",
+                )
+        found = {}
+        for name, entry in known.items():
+            if name in value:
+                found[name] = entry.kind.parse(value[name], _join(where, name))
+            elif entry.required:
+                raise fail(_join(where, name), f"missing; {entry.doc}", code="SCHEMA_FIELD_MISSING", value=name)
+            else:
+                found[name] = entry.default
+        return found
+
+    def schema(self) -> dict[str, Any]:
+        """An object schema that allows no other key."""
+        return {
+            "type": "object",
+            "title": self.title,
+            "additionalProperties": False,
+            "required": [entry.name for entry in self.fields if entry.required],
+            "properties": {entry.name: entry.kind.schema() | {"description": entry.doc} for entry in self.fields},
+        }
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -1,0 +1,75 @@
+"""LayerZero inside torch's own machinery: torch.library, torch.compile, torch.export, tensor subclasses.
+
+Eager calls never come through here. Three doors lead in, all of them opened by `install` and none of them costing
+anything until it is used:
+
+* `torch.ops.layerzero.<op>`: one opaque op per public op (`library`), registered when first asked for. Each runs the
+  public function, so the kernel is selected at run time, on the real tensors.
+* tensor subclasses, FakeTensor and export among them: `dispatch.run.bypass` hands their calls to that op (`bridge`).
+* torch.compile: every public op has a twin that Dynamo traces in its place (`traced`), registered when, and only if,
+  `torch._dynamo` is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from layerzero.dispatch.run import opaque_op
+from layerzero.torch_ops import calls
+from layerzero.torch_ops.imports import after_import
+
+__all__ = ["NAMESPACE", "OPAQUE", "install"]
+
+NAMESPACE = "layerzero"
+
+# The public ops that have an opaque op and a twin.
+OPAQUE = (
+    "add_rms_norm", "attention", "dequantize", "embedding", "gelu_and_mul", "layer_norm", "linear", "paged_attention",
+    "quantize", "relu_and_mul", "rms_norm", "rope", "sample", "sample_topk", "sample_topp", "silu_and_mul",
+)  # fmt: skip
+
+
+class _Public(Protocol):
+    """What is needed of a public op; the class itself lives on the floor above."""
+
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+
+class _LazyNamespace(torch._ops._OpNamespace):
+    """`torch.ops.layerzero` until an op of it is asked for: registering twenty ops takes some 25 ms."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from layerzero.torch_ops import library
+
+        library.register()
+        return getattr(library.namespace(), name)
+
+
+def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None:
+    """Open the doors for these ops and helper functions. Called once, by `import layerzero`; takes microseconds."""
+    calls.functions.update((name, op.function) for name, op in public.items())
+    calls.functions.update((helper.__name__, helper) for helper in helpers)
+    for name in OPAQUE:
+        opaque_op(name, functools.partial(_bridge, name))
+    if NAMESPACE not in vars(torch.ops):
+        setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
+    after_import("torch._dynamo", _trace)
+
+
+def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    from layerzero.torch_ops import bridge
+
+    return bridge.call(name, args, layout, backend)
+
+
+def _trace() -> None:
+    from layerzero.torch_ops import traced
+
+    traced.register()

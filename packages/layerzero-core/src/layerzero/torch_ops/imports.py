@@ -1,0 +1,103 @@
+"""Do something when a module is imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["after_import"]
+
+
+def after_import(name: str, action: Callable[[], None]) -> None:
+    """Run `action` once: now if the module is there already, else right after its first successful import.
+
+    An import that fails leaves the hook in place for the next one. A reload does not run the action again.
+    """
+    once = _Once(action)
+    finder = _Finder(name, once)
+    # The finder goes in before the look at sys.modules, so that an import starting in between cannot slip through.
+    sys.meta_path.insert(0, finder)
+    if name in sys.modules:
+        module = importlib.import_module(name)  # waits where another thread is still in the middle of it
+        if getattr(module.__spec__, "_initializing", False):
+            # This thread itself is in the middle of it, so only another one can wait for the end.
+            threading.Thread(target=_when_imported, args=(name, finder), daemon=True).start()
+        else:
+            finder.finish()
+
+
+def _when_imported(name: str, finder: _Finder) -> None:
+    importlib.import_module(name)
+    finder.finish()
+
+
+class _Once:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._lock = threading.Lock()
+        self.done = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            if not self.done:
+                self._action()
+                self.done = True
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module by way of the other finders, and wraps its loader."""
+
+    def __init__(self, name: str, once: _Once) -> None:
+        self.name = name
+        self.once = once
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != self.name:
+            return None
+        if self.once.done:
+            self.remove()
+            return None
+        for finder in tuple(sys.meta_path):
+            found = None if finder is self else finder.find_spec(fullname, path, target)
+            if found is not None:
+                if found.loader is not None:
+                    found.loader = _Announcing(found.loader, found, self)
+                return found
+        return None
+
+    def finish(self) -> None:
+        """Leave the list of finders, and act."""
+        self.remove()
+        self.once()
+
+    def remove(self) -> None:
+        """Leave the list of finders."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+class _Announcing(Loader):
+    """Stands in for a module's own loader during its first execution, then leaves no trace in the module."""
+
+    def __init__(self, inner: Any, spec: ModuleSpec, finder: _Finder) -> None:
+        self._inner = inner
+        self._spec = spec
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._inner.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._spec.loader = module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        self._finder.finish()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,227 @@
+"""Each op in plain torch, differentiable: what a graph holds where a gradient is needed, and every op's VJP.
+
+The reference, except that attention takes `F.scaled_dot_product_attention` wherever that computes exactly the same.
+Arguments are those of the op's schema in `library`. Everything here is written for Dynamo to trace.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.quant import QuantizedTensor, format_traits
+from layerzero.torch_ops.calls import CAUSAL, batch_of
+
+__all__ = ["attend"]
+
+
+def _reference(module: str) -> Any:
+    # By name: the reference lives on the floor of the backends, which nothing below may import.
+    return importlib.import_module(f"layerzero.backends.reference.{module}")
+
+
+_attention = _reference("attention")
+_linear = _reference("linear")
+_mlp = _reference("mlp")
+_norm = _reference("norm")
+_paged = _reference("paged")
+_positional = _reference("positional")
+_quantize = _reference("quantize")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    causal: str,
+    scale: float | None,
+    layout: str,
+    window: Sequence[int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+) -> Any:
+    """Attention in any layout and rank, with dropout and log-sum-exp."""
+    if attn_mask is not None and causal != "none":
+        raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
+    if layout not in ("BHSD", "BSHD"):
+        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(layout), limit="BHSD, BSHD")
+    kind = query.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    flat = query.dim() == 3
+    if flat:
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    swapped = layout == "BSHD" and not flat
+    if swapped:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    aligned = causal != "bottom_right" or query.shape[2] == key.shape[2]
+    fused = aligned and window is None and softcap is None and alibi_slopes is None and not return_lse
+    if fused and query.dtype == key.dtype and query.dtype == value.dtype:
+        out, lse = _sdpa(query, key, value, attn_mask, dropout_p, causal != "none", scale), None
+    else:
+        sides = None if window is None else (window[0], window[1])
+        found = _attention.attention(
+            query, key, value, attn_mask, dropout_p, CAUSAL[causal], scale, sides, softcap, alibi_slopes, return_lse
+        )
+        out, lse = found if return_lse else (found, None)
+    if swapped:
+        out = out.transpose(1, 2)
+    if flat:
+        out, lse = out.squeeze(1), lse if lse is None else lse.squeeze(1)
+    return (out, lse) if return_lse else out
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None
+) -> Tensor:
+    """torch's own attention. Rows that may attend nothing are kept away from it: its kernels disagree about them."""
+    grouped = query.shape[1] != key.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, None, dropout_p, causal, scale=scale, enable_gqa=grouped
+        )
+    if mask.dtype == torch.bool:
+        dead = ~mask.any(dim=-1, keepdim=True)
+        mask = mask | dead
+    else:
+        dead = (mask == -math.inf).all(dim=-1, keepdim=True)
+        mask = mask.masked_fill(dead, 0.0).to(query.dtype)
+    out = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=grouped)
+    return out.masked_fill(dead, 0.0)
+
+
+def attention(*args: Any) -> Any:
+    """Attention; the last argument, the backend, has no say here."""
+    return attend(*args[:-1], 0.0, False)
+
+
+def attention_lse(*args: Any) -> Any:
+    """Attention with its log-sum-exp."""
+    return attend(*args[:-1], 0.0, True)
+
+
+def page(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_lens: Tensor | None,
+    context_host: Sequence[int] | None,
+    query_host: Sequence[int] | None,
+    scale: float | None,
+    layout: str,
+    window: Sequence[int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """Paged attention; the host lengths must be given where the tensors have no values (in a traced graph)."""
+    sides = None if window is None else (window[0], window[1])
+    batch = batch_of(block_tables, context_lens, query_lens, context_host, query_host)
+    return _paged.paged_attention(
+        query, key_cache, value_cache, batch, scale, sides, softcap, alibi_slopes, return_lse, layout
+    )
+
+
+def paged_attention(*args: Any) -> Any:
+    """Paged attention, the output alone."""
+    return page(*args[:-1], False)
+
+
+def paged_attention_lse(*args: Any) -> Any:
+    """Paged attention with its log-sum-exp."""
+    return page(*args[:-1], True)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Any:
+    """RMSNorm."""
+    return _norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Any:
+    """RMSNorm of a residual stream, and the stream."""
+    return _norm.add_rms_norm(x, residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None) -> Any:
+    """LayerNorm."""
+    return _norm.layer_norm(x, weight, bias, eps)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    backend: str | None,
+) -> Any:
+    """Rotated q and k."""
+    return _positional.rope(q, k, cos, sin, interleaved, layout, position_ids, False)
+
+
+def rope_query(q: Tensor, *rest: Any) -> Any:
+    """Rotated q, where there is no k."""
+    return rope(q, None, *rest)[0]
+
+
+def slopes(num_heads: int, device: torch.device | str | None) -> Any:
+    """The ALiBi slope of each head."""
+    return _positional.alibi_slopes(num_heads, device=device)
+
+
+def silu_and_mul(x: Tensor, backend: str | None) -> Any:
+    """SwiGLU's activation."""
+    return _mlp.silu_and_mul(x)
+
+
+def gelu_and_mul(x: Tensor, approximate: str, backend: str | None) -> Any:
+    """GeGLU's activation."""
+    return _mlp.gelu_and_mul(x, approximate)
+
+
+def relu_and_mul(x: Tensor, backend: str | None) -> Any:
+    """ReGLU's activation."""
+    return _mlp.relu_and_mul(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str | None) -> Any:
+    """Linear layer with its activation."""
+    return _linear.linear(x, weight, bias, activation)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, backend: str | None) -> Any:
+    """Embedding lookup."""
+    return _linear.embedding(ids, weight, padding_idx)
+
+
+def dequantize(
+    data: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    tensor_scale: Tensor | None,
+    fmt: str,
+    granularity: str,
+    block_size: int | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    backend: str | None,
+) -> Any:
+    """The tensor that quantized parts stand for."""
+    known, _ = format_traits(fmt)
+    made = QuantizedTensor(data, scale, known, granularity, tuple(shape), dtype, block_size, zero_point, tensor_scale)
+    return _quantize.dequantize(made, dtype)

@@ -1,0 +1,327 @@
+"""What torch.compile traces in place of each public op.
+
+A twin has the signature of its op and two forms. Without gradients it is the opaque op: one node of the graph, whose
+kernel is selected when the graph runs. Where a gradient is needed, it is plain torch, which AOTAutograd differentiates
+and the compiler fuses; no kernel is selected then. Under torch.export, and where the caller names a `backend`, the
+opaque op is taken in both cases (it has a gradient of its own).
+
+Inside a compiled region
+* `lz.plan`, `lz.explain`, `lz.configure` and all else that is no op break the graph and run as ever; with
+  `fullgraph=True` that is an error. So does sampling with a generator.
+* a `PagedBatch` may come in from outside or be made inside by `lz.paged_batch(…, host_lens=…)`; without `host_lens`
+  making it reads lengths from a tensor, which breaks the graph. `lz.paged_attention(q, k, v, block_tables,
+  context_lens)` does not: it plans when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.kv_cache import PagedBatch, make_paged_batch
+from layerzero.model.quant import QuantizedTensor, format_traits
+from layerzero.torch_ops import calls, library, plain
+from layerzero.torch_ops.bridge import split
+
+__all__ = ["TWINS", "register"]
+
+# Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
+# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace.
+_SKIPPED = ("ops", "public", "dispatch", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
+            "registry", "device")  # fmt: skip
+
+_OPS = library.namespace()
+_ATTENTION, _ATTENTION_LSE = _OPS.attention.default, _OPS.attention_lse.default
+_PAGED, _PAGED_LSE = _OPS.paged_attention.default, _OPS.paged_attention_lse.default
+_RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM = _OPS.rms_norm.default, _OPS.add_rms_norm.default, _OPS.layer_norm.default
+_ROPE, _ROPE_QUERY = _OPS.rope.default, _OPS.rope_query.default
+_SILU, _GELU, _RELU = _OPS.silu_and_mul.default, _OPS.gelu_and_mul.default, _OPS.relu_and_mul.default
+_LINEAR, _EMBEDDING = _OPS.linear.default, _OPS.embedding.default
+_TOPK, _TOPP, _SAMPLE = _OPS.sample_topk.default, _OPS.sample_topp.default, _OPS.sample.default
+_QUANTIZE, _DEQUANTIZE = _OPS.quantize.default, _OPS.dequantize.default
+
+
+def _differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
+    """Whether to trace plain torch instead of the opaque op."""
+    if backend is not None or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return False
+    for tensor in tensors:  # noqa: SIM110 - a loop is what Dynamo traces most cheaply
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _causal(is_causal: bool | str) -> str:
+    if is_causal is False or is_causal is None:
+        return "none"
+    if is_causal is True or is_causal == "top_left":
+        return "top_left"
+    if is_causal == "bottom_right":
+        return "bottom_right"
+    raise InvalidInputError(code="VALUE_INVALID", value=str(is_causal), limit="False, True or 'bottom_right'")
+
+
+def _sides(window: int | Sequence[int] | None) -> list[int] | None:
+    if window is None:
+        return None
+    if isinstance(window, int):
+        if window < 0:
+            raise InvalidInputError(code="WINDOW_INVALID", value=str(window))
+        return [window, 0]
+    return list(window)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    *,
+    layout: str = "BHSD",
+    window: int | Sequence[int] | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
+    causal = _causal(is_causal)
+    if isinstance(attn_mask, CausalBias):
+        if causal != "none":
+            raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
+        causal = "bottom_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "top_left"
+        attn_mask = None
+    args = (query, key, value, attn_mask, causal, scale, layout, _sides(window), softcap, alibi_slopes)
+    if dropout_p != 0.0 or _differentiable(backend, query, key, value, attn_mask, alibi_slopes):
+        return plain.attend(*args, dropout_p, return_lse)
+    return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch | Tensor,
+    context_lens: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    layout: str = "NHD",
+    window: int | Sequence[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.paged_attention`."""
+    parts: tuple[Any, ...]
+    if isinstance(batch, PagedBatch):
+        parts = (
+            batch.block_tables,
+            batch.context_lens,
+            batch.query_lens,
+            list(batch.context_lens_host),
+            list(batch.query_lens_host),
+        )
+    else:
+        parts = (batch, context_lens, None, None, None)
+    args = (query, key_cache, value_cache, *parts, scale, layout, _sides(window), softcap, alibi_slopes)
+    if parts[3] is not None and _differentiable(backend, query, key_cache, value_cache, alibi_slopes):
+        return plain.page(*args, return_lse)
+    return _PAGED_LSE(*args, backend) if return_lse else _PAGED(*args, backend)
+
+
+def paged_batch(
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    query_lens: Tensor | None = None,
+    host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+) -> PagedBatch:
+    """Twin of `lz.paged_batch`."""
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Any:
+    """Twin of `lz.rms_norm`."""
+    if _differentiable(backend, x, weight):
+        return plain.rms_norm(x, weight, eps, backend)
+    return _RMS_NORM(x, weight, eps, backend)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None
+) -> Any:
+    """Twin of `lz.add_rms_norm`."""
+    if _differentiable(backend, x, residual, weight):
+        return plain.add_rms_norm(x, residual, weight, eps, backend)
+    return _ADD_RMS_NORM(x, residual, weight, eps, backend)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.layer_norm`."""
+    if _differentiable(backend, x, weight, bias):
+        return plain.layer_norm(x, weight, bias, eps, backend)
+    return _LAYER_NORM(x, weight, bias, eps, backend)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    layout: str = "BHSD",
+    position_ids: Tensor | None = None,
+    inplace: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.rope`. In place is a copy at the end, which the compiler turns back into a write."""
+    rest = (cos, sin, interleaved, layout, position_ids, backend)
+    if _differentiable(backend, q, k, cos, sin):
+        turned_q, turned_k = plain.rope(q, k, *rest)
+    elif k is None:
+        turned_q, turned_k = _ROPE_QUERY(q, *rest), None
+    else:
+        turned_q, turned_k = _ROPE(q, k, *rest)
+    if not inplace:
+        return turned_q, turned_k
+    return q.copy_(turned_q), None if k is None else k.copy_(turned_k)
+
+
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Twin of `lz.alibi_slopes`."""
+    return plain.slopes(num_heads, device)
+
+
+def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
+    """Twin of `lz.silu_and_mul`."""
+    return plain.silu_and_mul(x, backend) if _differentiable(backend, x) else _SILU(x, backend)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Any:
+    """Twin of `lz.gelu_and_mul`."""
+    if _differentiable(backend, x):
+        return plain.gelu_and_mul(x, approximate, backend)
+    return _GELU(x, approximate, backend)
+
+
+def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
+    """Twin of `lz.relu_and_mul`."""
+    return plain.relu_and_mul(x, backend) if _differentiable(backend, x) else _RELU(x, backend)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, backend: str | None = None
+) -> Any:
+    """Twin of `lz.linear`."""
+    if _differentiable(backend, x, weight, bias):
+        return plain.linear(x, weight, bias, activation, backend)
+    return _LINEAR(x, weight, bias, activation, backend)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Any:
+    """Twin of `lz.embedding`."""
+    if _differentiable(backend, weight):
+        return plain.embedding(ids, weight, padding_idx, backend)
+    return _EMBEDDING(ids, weight, padding_idx, backend)
+
+
+def _no_generator(generator: torch.Generator | None) -> None:
+    if generator is not None:
+        torch._dynamo.graph_break(msg="LayerZero samples with a generator outside of the graph")
+
+
+def sample_topk(
+    logits: Tensor,
+    k: int | Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.sample_topk`."""
+    _no_generator(generator)
+    return _TOPK(logits, *split(k, 1), *split(temperature, 1.0), backend)
+
+
+def sample_topp(
+    logits: Tensor,
+    p: float | Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.sample_topp`."""
+    _no_generator(generator)
+    return _TOPP(logits, *split(p, 1.0), *split(temperature, 1.0), backend)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Twin of `lz.sample`."""
+    _no_generator(generator)
+    return _SAMPLE(logits, *split(top_k), *split(top_p), *split(min_p), *split(temperature, 1.0), backend)
+
+
+def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str | None = None) -> QuantizedTensor:
+    """Twin of `lz.quantize`."""
+    known, _ = format_traits(fmt)
+    resolved, block_size, has_tensor_scale = calls.quant_parts(fmt, granularity)
+    parts = _QUANTIZE(x, known.value, resolved, backend)
+    tensor_scale = parts[2] if has_tensor_scale else None
+    return QuantizedTensor(
+        parts[0], parts[1], known, resolved, tuple(x.shape), x.dtype, block_size, None, tensor_scale
+    )
+
+
+def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Any:
+    """Twin of `lz.dequantize`."""
+    parts = (qt.data, qt.scale, qt.zero_point, qt.tensor_scale)
+    target = qt.dtype if dtype is None else dtype
+    args = (*parts, qt.fmt.value, qt.granularity, qt.block_size, list(qt.shape), target, backend)
+    return plain.dequantize(*args) if _differentiable(backend, *parts[1:]) else _DEQUANTIZE(*args)
+
+
+TWINS: dict[str, Callable[..., Any]] = {
+    twin.__name__: twin
+    for twin in (
+        attention, paged_attention, rms_norm, add_rms_norm, layer_norm, rope, silu_and_mul, gelu_and_mul, relu_and_mul,
+        linear, embedding, sample_topk, sample_topp, sample, quantize, dequantize, paged_batch, alibi_slopes,
+    )
+}  # fmt: skip
+
+
+def register() -> None:
+    """Tell Dynamo of every twin. Runs once, right after `torch._dynamo` was imported."""
+    from torch._dynamo import trace_rules
+
+    for room in _SKIPPED:
+        trace_rules.add(f"layerzero.{room}")
+    for name, twin in TWINS.items():
+        torch.compiler.substitute_in_graph(calls.functions[name])(twin)

@@ -1,0 +1,149 @@
+"""A laboratory for dispatch tests: every kernel records that it ran, and raises when told to."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import layerzero as lz
+from layerzero.dispatch.bind import resolve
+from layerzero.model.enums import Layout, Platform
+from layerzero.model.kernel import KernelSpec
+from layerzero.ops.signature import public_op
+from layerzero.plugin.manager import load_plugins
+from layerzero.registry.kernels import KernelRegistry
+from layerzero.runtime.state import state
+
+_numbers = itertools.count()
+_module = sys.modules.setdefault("layerzero_lab_kernels", ModuleType("layerzero_lab_kernels"))
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+ALL_FEATURES = frozenset(
+    "gqa mask_bool mask_float mask_grad dropout window softcap alibi lse backward causal_top_left "
+    "causal_bottom_right head_dim_v no_weight mixed_weight bias interleaved rotate_half position_ids inplace "
+    "partial_rotary batched_tables no_key mixed_tables gelu_none gelu_tanh tensor_params generator padding_idx "
+    "activation_gelu activation_gelu_tanh activation_silu activation_relu".split()
+)
+
+
+@lru_cache(maxsize=1)
+def builtin_registry() -> KernelRegistry:
+    """What is always there, loaded once for all tests; nothing else that may be installed."""
+    return load_plugins(entry_points=()).registry
+
+
+def function_path(function: Callable[..., Any]) -> str:
+    """A "module:name" under which a function of a test can be imported."""
+    name = f"kernel_{next(_numbers)}"
+    setattr(_module, name, function)
+    return f"{_module.__name__}:{name}"
+
+
+class Lab:
+    """Registers recording kernels and remembers who ran: by the instrument, not by any report."""
+
+    def __init__(self) -> None:
+        self.builtin = builtin_registry()
+        self.registry = self.builtin
+        self.calls: list[tuple[str, int]] = []
+        self.tries: list[str] = []
+        self.faults: dict[str, BaseException] = {}
+        self.specs: dict[str, KernelSpec] = {}
+
+    # -- kernels ---------------------------------------------------------------------------------
+    def recording(self, spec: KernelSpec, function: Callable[..., Any]) -> KernelSpec:
+        """The kernel with an adapter that records, raises the fault laid on it, or computes."""
+        kernel_id = spec.kernel_id
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.tries.append(kernel_id)
+            fault = self.faults.get(kernel_id)
+            if fault is not None:
+                raise fault
+            out = function(*args, **kwargs)
+            self.calls.append((kernel_id, threading.get_ident()))
+            return out
+
+        return replace(spec, function=function_path(run))
+
+    def kernel(self, kernel_id: str, function: Callable[..., Any] | None = None, **fields: Any) -> KernelSpec:
+        """A CPU kernel of this id; without a function it computes as the op's reference does."""
+        backend, op, _ = kernel_id.split(".")
+        given: dict[str, Any] = {
+            "platforms": frozenset({Platform.CPU}),
+            "dtypes": FLOATS,
+            "features": ALL_FEATURES,
+            "priority": 50.0,
+            "deterministic": True,
+        }
+        if op == "attention":
+            given["layouts"] = frozenset({Layout.BHSD})
+        spec = KernelSpec(kernel_id=kernel_id, op=op, backend=backend, function="none:none", **{**given, **fields})
+        if function is None:
+            function = self.reference(op, spec)
+        made = self.recording(spec, function)
+        self.specs[kernel_id] = made
+        return made
+
+    @staticmethod
+    def reference(op: str, spec: KernelSpec | None = None) -> Callable[..., Any]:
+        """The op's own fallback; for an attention kernel of another layout with the axes exchanged around it."""
+        plain = public_op(op).spec.fallback_impl
+        assert plain is not None
+        if op != "attention" or spec is None or spec.layouts == {Layout.BHSD}:
+            return plain
+
+        def swapped(*args: Any, layout: str = "BSHD") -> Any:
+            if layout == "BHSD":
+                return plain(*args)
+            q, k, v = (t.transpose(1, 2) for t in args[:3])
+            out = plain(q, k, v, *args[3:])
+            return (out[0].transpose(1, 2), out[1]) if isinstance(out, tuple) else out.transpose(1, 2)
+
+        return swapped
+
+    def use(self, *kernels: KernelSpec, only: bool = False, **settings: Any) -> None:
+        """Make a World of these kernels and the recorded built-ins (`only`: just the recorded references)."""
+        kept = [k for k in self.builtin.kernels.values() if not only or k.backend == "reference"]
+        gone = [k.kernel_id for k in self.builtin.kernels.values() if only and k.backend != "reference"]
+        registry = self.builtin.without(kernels=gone).replace([self.recording(k, resolve(k)) for k in kept])
+        self.registry = registry.add(kernels)
+        lz.reset()
+        if settings:
+            lz.configure(**settings)
+        state.use(self.registry)
+
+    # -- what happened ---------------------------------------------------------------------------
+    def ran(self, thread: int | None = None) -> list[str]:
+        """Kernels that gave a result, in order."""
+        return [kernel_id for kernel_id, ident in list(self.calls) if thread in (None, ident)]
+
+    def clear(self) -> None:
+        """Forget what ran."""
+        self.calls.clear()
+        self.tries.clear()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """The result of a call, and which kernels gave one on the way (in this thread)."""
+        before = len(self.calls)
+        out = function(*args, **kwargs)
+        me = threading.get_ident()
+        return out, [kernel_id for kernel_id, ident in self.calls[before:] if ident == me]
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """A fresh laboratory; LayerZero is reset before and after."""
+    lz.reset()
+    made = Lab()
+    made.use()
+    yield made
+    lz.reset()

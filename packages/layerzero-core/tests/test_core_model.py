@@ -1,0 +1,444 @@
+"""The values everything is built from: reasons, errors, enums, kernel and op specs, contexts, decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerzero import errors
+from layerzero.errors import ConfigurationError, InvalidInputError, LayerZeroError
+from layerzero.model.context import Context, SelectionContext, Strides, TokenizerIdentity
+from layerzero.model.decision import Bucket, Candidate, Decision, ExecutionPlan, Transform
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import (
+    Causal,
+    GPUGeneration,
+    InstructionFamily,
+    Layout,
+    MaskKind,
+    OpKind,
+    Platform,
+)
+from layerzero.model.formula import Formula
+from layerzero.model.kernel import BackendSpec, KernelSpec, Limit
+from layerzero.model.op import OperationSpec
+from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
+from layerzero.testing.fakes import cpu, gpu
+
+
+def kernel(**given: Any) -> KernelSpec:
+    fields: dict[str, Any] = {
+        "kernel_id": "b.attention.k", "op": "attention", "backend": "b", "function": "m:f",
+        "platforms": frozenset({Platform.CPU, Platform.CUDA}), "dtypes": frozenset({"float16", "float32"}),
+        "grid_layout": "library",
+    }  # fmt: skip
+    return KernelSpec(**(fields | given))
+
+
+def context(**given: Any) -> Context:
+    fields: dict[str, Any] = {
+        "op": "attention", "dtype": "float16", "device": gpu(90),
+        "dims": (
+            ("batch", 2), ("num_heads", 8), ("num_kv_heads", 8), ("seq_len_q", 64), ("seq_len_k", 64),
+            ("head_dim", 128),
+        ),
+    }  # fmt: skip
+    return Context(**(fields | given))
+
+
+def codes(found: list[Reason]) -> set[str]:
+    return {item.code.value for item in found}
+
+
+# -- reasons ---------------------------------------------------------------------------------------
+@pytest.mark.req("R-CORE-01")
+def test_there_are_at_least_eighty_codes_whose_value_is_their_name() -> None:
+    values = [code.value for code in ReasonCode]
+    assert len(values) >= 80 and len(set(values)) == len(values)
+    assert all(code.name == code.value for code in ReasonCode)
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+
+
+@pytest.mark.req("R-CORE-02")
+@given(st.sampled_from(ReasonCode), st.text(max_size=40), plain, plain, st.text(max_size=20))
+def test_a_reason_survives_json(code: ReasonCode, message: str, value: Any, limit: Any, hint: str) -> None:
+    item = Reason(code, message, value, limit, hint)
+    assert Reason.from_json(json.loads(json.dumps(item.to_json()))) == item
+
+
+def test_an_unknown_code_is_refused() -> None:
+    with pytest.raises(ValueError, match="NO_SUCH_CODE"):
+        Reason.from_json({"code": "NO_SUCH_CODE", "message": ""})
+
+
+@pytest.mark.req("R-CORE-03")
+def test_every_category_has_a_code() -> None:
+    used = {reason(code, "v", "l").category for code in ReasonCode}
+    assert used == set(ReasonCategory)
+    wanted = {"stride", "mask", "gqa", "head_dim", "tokenizer", "backend", "hardware", "dtype", "shape"}
+    assert wanted <= {category.value for category in used}
+
+
+@pytest.mark.req("R-CORE-04")
+@pytest.mark.parametrize("code", list(ReasonCode))
+def test_every_code_speaks_to_a_person(code: ReasonCode) -> None:
+    item = reason(code, "the value", "the limit")
+    assert len(item.message) > 8 and "{" not in item.message + item.hint
+    assert str(item) == f"{code.value}: {item.message}"
+
+
+@pytest.mark.req("R-CORE-05", "R-CORE-06")
+def test_the_named_codes_exist() -> None:
+    named = {
+        "PLATFORM_MISMATCH", "SM_TOO_OLD", "DTYPE_UNSUPPORTED", "HEAD_DIM_INVALID", "CUDA_GRAPH_UNSAFE",
+        "CUDA_BLOCK_LIMIT_EXCEEDED", "TP_INVARIANCE_REQUIRED", "HEAD_DIM_TOO_LARGE", "MEMORY_HEADROOM_EXCEEDED",
+        "PLAN_BUCKET_MISS",
+    }  # fmt: skip
+    assert named <= {code.value for code in ReasonCode}
+
+
+def test_a_reason_shows_collections_in_a_stable_order() -> None:
+    assert reason("DTYPE_UNSUPPORTED", "int8", frozenset({"b", "a"})).limit == "a, b"
+    assert reason("LAYOUT_UNSUPPORTED", Layout.NHD, [Layout.BHSD]).message == "layout NHD is not among BHSD"
+
+
+# -- enums -----------------------------------------------------------------------------------------
+@pytest.mark.req("R-CORE-07")
+def test_generations_are_ordered_by_age() -> None:
+    order = [GPUGeneration[name] for name in ("TURING", "AMPERE", "ADA_LOVELACE", "HOPPER", "BLACKWELL")]
+    assert order == sorted(order) and GPUGeneration.UNKNOWN < order[0]
+
+
+@pytest.mark.req("R-CORE-08", "R-CORE-09", "R-CORE-10")
+def test_the_words_of_the_field() -> None:
+    assert [kind.value for kind in OpKind] == ["tensor", "tokenization", "sampling"]
+    assert [layout.value for layout in Layout] == ["BHSD", "BSHD", "NHD", "HND"]
+    assert [mask.value for mask in MaskKind] == ["none", "bool", "float"]
+    assert {"cpu", "cuda", "rocm", "mps", "xpu", "hpu"} <= {platform.value for platform in Platform}
+    assert {"mma", "wgmma", "tcgen05", "amx"} <= {family.value for family in InstructionFamily}
+
+
+# -- errors ----------------------------------------------------------------------------------------
+TREE = {
+    "R-EXC-02": errors.NoKernelFoundError,
+    "R-EXC-03": errors.CudaGraphUnsafeError,
+    "R-EXC-04": errors.KernelExecutionError,
+    "R-EXC-05": errors.PolicyValidationError,
+    "R-EXC-06": errors.BackendNotAvailableError,
+    "R-EXC-07": errors.ConfigurationError,
+    "R-EXC-08": errors.SelectionTimeoutError,
+    "R-EXC-09": errors.CacheCorruptionError,
+}
+
+
+@pytest.mark.req("R-EXC-01", *TREE)
+def test_every_error_is_ours_and_carries_a_code() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        raised = kind("something happened")
+        if issubclass(kind, Warning):
+            continue
+        assert isinstance(raised, LayerZeroError) and isinstance(raised.code, ReasonCode)
+        assert raised.reasons[0].code is raised.code
+        assert f"[{raised.code.value}]" in str(raised) and "something happened" in str(raised)
+    assert set(TREE.values()) <= {getattr(errors, name) for name in errors.__all__}
+
+
+def test_errors_are_what_callers_already_catch() -> None:
+    assert issubclass(errors.InvalidInputError, ValueError)
+    assert issubclass(errors.UnknownNameError, LookupError)
+    assert issubclass(errors.SelectionTimeoutError, TimeoutError)
+    assert issubclass(errors.PolicyValidationError, errors.ConfigurationError)
+    assert issubclass(errors.LockedKernelError, errors.NoKernelFoundError)
+
+
+def test_an_error_takes_its_code_from_its_reasons() -> None:
+    found = (reason("SM_TOO_OLD", 75, 80), reason("DTYPE_UNSUPPORTED", "int8", "float16"))
+    raised = errors.NoKernelFoundError(reasons=found)
+    assert raised.code == "SM_TOO_OLD" and raised.reasons == found and "use a newer GPU" in str(raised)
+
+
+def test_a_policy_error_points_at_line_and_key() -> None:
+    raised = errors.PolicyValidationError("wrong", line=7, key="locks.attention")
+    assert (raised.line, raised.key) == (7, "locks.attention")
+
+
+# -- ops -------------------------------------------------------------------------------------------
+def op(**given: Any) -> OperationSpec:
+    fields: dict[str, Any] = {
+        "op_id": "my_op", "op_kind": OpKind.TENSOR, "arguments": ("x",), "input_kinds": ("tensor",),
+        "output_kind": "tensor", "fallback_impl": lambda x: x,
+    }  # fmt: skip
+    return OperationSpec(**(fields | given))
+
+
+@pytest.mark.req("R-CORE-11", "R-CORE-12", "R-CORE-24")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"op_id": ""},
+        {"op_id": "rm -rf"},
+        {"input_kinds": ()},
+        {"output_kind": ""},
+        {"input_kinds": ("tensor", "tensor")},
+        {"op_kind": OpKind.SAMPLING},
+        {"op_kind": OpKind.TOKENIZATION, "output_kind": "tensor"},
+        {"fallback_impl": None},
+        {"fallback_impl": "not callable"},
+    ],
+)
+def test_an_op_that_contradicts_itself_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        op(**given)
+
+
+@pytest.mark.req("R-CORE-11", "R-CORE-12")
+def test_an_op_may_do_without_a_fallback_only_when_it_says_so() -> None:
+    assert op(has_fallback=False, fallback_impl=None).to_json()["has_fallback"] is False
+    for missing in ("op_id", "op_kind", "input_kinds", "output_kind"):
+        given = {
+            "op_id": "a",
+            "op_kind": OpKind.TENSOR,
+            "arguments": ("x",),
+            "input_kinds": ("tensor",),
+            "output_kind": "tensor",
+        }
+        del given[missing]
+        with pytest.raises(TypeError):
+            OperationSpec(**given)  # type: ignore[arg-type]
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+@pytest.mark.req("R-CORE-13")
+def test_a_kernel_spec_is_a_frozen_value() -> None:
+    spec = kernel()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.priority = 5.0  # type: ignore[misc]
+    assert spec == kernel() and hash(spec) == hash(kernel()) and spec != kernel(priority=1.0)
+
+
+@pytest.mark.req("R-CORE-24", "R-CORE-16")
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"kernel_id": "attention"}, "KERNEL_ID_INVALID"),
+        ({"kernel_id": "b.rms_norm.k"}, "KERNEL_ID_INVALID"),
+        ({"kernel_id": "b.attention.K!"}, "KERNEL_ID_INVALID"),
+        ({"platforms": frozenset()}, "SCHEMA_FIELD_MISSING"),
+        ({"dtypes": frozenset()}, "SCHEMA_FIELD_MISSING"),
+        ({"function": "m"}, "SCHEMA_INVALID"),
+        ({"grid_layout": None}, "SCHEMA_FIELD_MISSING"),
+    ],
+)
+def test_a_kernel_without_what_it_needs_is_refused(given: dict[str, Any], code: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        kernel(**given)
+    assert caught.value.code == code
+
+
+@pytest.mark.req("R-CORE-16")
+def test_only_cuda_kernels_need_a_grid() -> None:
+    assert kernel(platforms=frozenset({Platform.CPU}), grid_layout=None).grid_layout is None
+
+
+@pytest.mark.req("R-CORE-14")
+def test_workspace_is_computed_from_the_context() -> None:
+    spec = kernel(workspace=Formula("batch * num_heads * ceil(seq_len_q / 100) * 4"))
+    assert spec.workspace_bytes(context()) == 2 * 8 * 1 * 4
+    assert isinstance(spec.workspace_bytes(context()), int)
+    assert kernel().workspace_bytes(context()) == 0
+
+
+@pytest.mark.req("R-CORE-15")
+@pytest.mark.parametrize(
+    ("spec", "ctx", "expected"),
+    [
+        ({}, {}, set()),
+        ({}, {"device": DeviceSpec(Platform.MPS, "mps")}, {"PLATFORM_MISMATCH"}),
+        ({"min_sm": 100}, {}, {"SM_TOO_OLD"}),
+        ({"max_sm": 89}, {}, {"SM_TOO_NEW"}),
+        ({"min_sm": 80}, {"device": DeviceSpec(Platform.CUDA, "cuda", name="?")}, {"SM_UNKNOWN"}),
+        ({"instruction_families": frozenset({InstructionFamily.TCGEN05})}, {}, {"INSTRUCTION_FAMILY_MISSING"}),
+        ({"cpu_features": frozenset({"amx_tile"})}, {"device": cpu("avx2")}, {"CPU_FEATURE_MISSING"}),
+        ({}, {"dtype": "bfloat16"}, {"DTYPE_UNSUPPORTED"}),
+        ({"dtypes": frozenset({"bfloat16"})}, {"dtype": "bfloat16", "device": gpu(75)}, {"BF16_UNSUPPORTED"}),
+        ({}, {"dtypes": ("float16", "float32")}, {"DTYPE_MIXED"}),
+        ({"limits": (("head_dim", Limit(max=64)),)}, {}, {"HEAD_DIM_TOO_LARGE"}),
+        ({"limits": (("head_dim", Limit(min=256)),)}, {}, {"HEAD_DIM_TOO_SMALL"}),
+        ({"limits": (("head_dim", Limit(multiple_of=96)),)}, {}, {"HEAD_DIM_NOT_MULTIPLE"}),
+        ({"limits": (("head_dim", Limit(one_of=frozenset({64})),),)}, {}, {"HEAD_DIM_INVALID"}),
+        ({"limits": (("seq_len_k", Limit(max=32)),)}, {}, {"SEQ_LEN_TOO_LONG"}),
+        ({"limits": (("batch_heads", Limit(max=15)),)}, {}, {"CUDA_BLOCK_LIMIT_EXCEEDED"}),
+        ({"grid_layout": (Formula("1"), Formula("batch * 99999"), Formula("1"))}, {}, {"CUDA_BLOCK_LIMIT_EXCEEDED"}),
+        ({}, {"needs": frozenset({"gqa"})}, {"GQA_UNSUPPORTED"}),
+        ({"features": frozenset({"gqa"})}, {"needs": frozenset({"gqa"})}, set()),
+        ({}, {"needs": frozenset({"mask_bool", "backward"})}, {"MASK_UNSUPPORTED", "BACKWARD_UNSUPPORTED"}),
+        ({}, {"needs": frozenset({"a_third_partys_own"})}, {"FEATURE_UNSUPPORTED"}),
+        ({"layouts": frozenset({Layout.BSHD})}, {"layout": Layout.BHSD}, {"LAYOUT_UNSUPPORTED"}),
+        ({"stride_last_dim": 1}, {"strides": Strides(last=2)}, {"STRIDE_LAST_DIM"}),
+        ({"contiguous": True}, {"strides": Strides(order="other")}, {"NOT_CONTIGUOUS"}),
+        ({"aligned_strides": True}, {"strides": Strides(aligned=False)}, {"STRIDE_UNALIGNED"}),
+        ({}, {"capturing": True}, {"CUDA_GRAPH_UNSAFE"}),
+        ({"graph_safe": True}, {"capturing": True}, set()),
+        ({}, {"deterministic": True}, {"NOT_DETERMINISTIC"}),
+        ({}, {"quant_format": "int8"}, {"QUANT_FORMAT_UNSUPPORTED"}),
+        ({"square": True}, {"seq_relation": "longer_k"}, {"SEQ_LEN_MISMATCH"}),
+    ],
+)  # fmt: skip
+def test_check_lists_every_reason(spec: dict[str, Any], ctx: dict[str, Any], expected: set[str]) -> None:
+    found = kernel(**spec).check(context(**ctx))
+    assert isinstance(found, list) and codes(found) == expected
+
+
+@pytest.mark.req("R-CORE-15")
+def test_check_gives_all_reasons_not_just_the_first() -> None:
+    spec = kernel(limits=(("head_dim", Limit(max=64)),), stride_last_dim=1)
+    ctx = context(dtype="int8", needs=frozenset({"dropout"}), strides=Strides(last=3))
+    assert codes(spec.check(ctx)) == {
+        "DTYPE_UNSUPPORTED",
+        "HEAD_DIM_TOO_LARGE",
+        "DROPOUT_UNSUPPORTED",
+        "STRIDE_LAST_DIM",
+    }
+
+
+@pytest.mark.req("R-CORE-17")
+def test_a_launch_is_compared_with_the_devices_limits() -> None:
+    spec = kernel()
+    assert spec.validate_launch_config(gpu(90), (1, 65535, 65535), (1024, 1, 1)) == []
+    assert codes(spec.validate_launch_config(gpu(90), (1, 65536, 1))) == {"CUDA_BLOCK_LIMIT_EXCEEDED"}
+    assert codes(spec.validate_launch_config(gpu(90), (1, 1, 1), (32, 64, 1))) == {"LAUNCH_CONFIG_INVALID"}
+    assert codes(spec.validate_launch_config(gpu(90), (0, 1, 1))) == {"LAUNCH_CONFIG_INVALID"}
+
+
+@pytest.mark.req("R-CORE-18")
+def test_a_kernel_names_its_generations() -> None:
+    spec = kernel(supported_generations=frozenset({GPUGeneration.HOPPER}))
+    assert spec.check(context(device=gpu(90))) == []
+    assert codes(spec.check(context(device=gpu(100)))) == {"GENERATION_UNSUPPORTED"}
+
+
+@pytest.mark.req("R-CORE-19")
+def test_a_backend_spec_needs_a_name() -> None:
+    assert BackendSpec("b", version="1", vendor_version="2").to_json()["vendor_version"] == "2"
+    with pytest.raises(ConfigurationError):
+        BackendSpec("")
+
+
+def test_a_limit_that_allows_nothing_is_refused() -> None:
+    for bounds in ({"min": 3, "max": 2}, {"multiple_of": 0}):
+        with pytest.raises(ConfigurationError):
+            Limit(**bounds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a.b", "x()", "__import__('os')", "a if b else c", "'x'", "True", "[1]", "1;2", "x" * 500, "(" * 300]
+)
+def test_a_formula_is_arithmetic_and_nothing_else(text: str) -> None:
+    with pytest.raises(errors.CapabilitiesError):
+        Formula(text)
+
+
+def test_a_formula_rounds_up_and_survives_a_zero_divisor() -> None:
+    assert Formula("7 / 2")(lambda _: 0) == 4
+    assert Formula("1 / batch")(lambda _: 0) == 0
+    assert Formula("min(a, 3) + max(b, 1)").names() == {"a", "b"}
+
+
+# -- contexts --------------------------------------------------------------------------------------
+@pytest.mark.req("R-CORE-22")
+def test_a_context_is_made_from_tensors() -> None:
+    assert SelectionContext is Context
+    q, k = torch.zeros(2, 8, 16, 64, dtype=torch.float16), torch.zeros(2, 2, 32, 64, dtype=torch.float16)
+    ctx = Context.from_tensors(q, k, k, layout="BHSD", tp_size=4, quant_format="int8")
+    assert (ctx.dtype, ctx.layout, ctx.quant_format, ctx.tp_size) == ("float16", Layout.BHSD, "int8", 4)
+    assert (ctx.batch, ctx.num_heads, ctx.num_kv_heads, ctx.seq_len_q, ctx.seq_len_k, ctx.head_dim) == (
+        2,
+        8,
+        2,
+        16,
+        32,
+        64,
+    )
+    assert ctx.gqa_ratio == 4 and ctx.enable_gqa
+
+
+@pytest.mark.req("R-CORE-25")
+def test_what_an_op_cannot_do_without_is_asked_for() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        Context(op="attention")
+    assert caught.value.code == "CONTEXT_FIELD_MISSING" and "head_dim" in str(caught.value)
+    with pytest.raises(InvalidInputError) as caught:
+        Context(op="tokenize", kind=OpKind.TOKENIZATION)
+    assert caught.value.code == "VOCAB_HASH_MISSING"
+    with pytest.raises(InvalidInputError) as caught:
+        TokenizerIdentity("bpe", "")
+    assert caught.value.code == "VOCAB_HASH_MISSING"
+    with pytest.raises(InvalidInputError) as caught:
+        TokenizerIdentity("", "abc")
+    assert caught.value.code == "TOKENIZER_ID_MISSING"
+
+
+def test_values_that_decide_nothing_are_not_compared() -> None:
+    assert context(scale=0.5) == context(scale=0.25) and hash(context(scale=0.5)) == hash(context())
+    assert context() != context(causal=Causal.TOP_LEFT)
+
+
+# -- decisions and json ----------------------------------------------------------------------------
+def decision() -> Decision:
+    chosen = Candidate("b.attention.k", "b", True, 7.0, 12.5, (), (Transform("layout", 3.0), Transform("cast", 1.5)))
+    other = Candidate("c.attention.k", "c", False, reasons=(reason("SM_TOO_OLD", 75, 80),))
+    steps = ((chosen.kernel_id, chosen.transforms),)
+    return Decision(
+        "attention", context(), chosen.kernel_id, (chosen, other), steps, buckets=(Bucket("seq_len_k", 1, 64),)
+    )
+
+
+@pytest.mark.req("R-CORE-23")
+def test_an_execution_plan_names_kernel_transforms_and_the_decision_behind_it() -> None:
+    made = decision()
+    plan = ExecutionPlan.of(made)
+    assert (plan.kernel_id, plan.transforms, plan.debug_info) == ("b.attention.k", ["layout", "cast"], made)
+    assert made.transform_cost_total == 4.5 and made.ranking == ("b.attention.k",)
+    assert made.winner.accepted and made.candidate("c.attention.k").reasons[0].code == "SM_TOO_OLD"
+
+
+@pytest.mark.req("R-CORE-24")
+def test_every_model_dumps_to_json() -> None:
+    full = kernel(
+        limits=(("head_dim", Limit(max=64, one_of=frozenset({8, 64}))),),
+        workspace=Formula("batch"),
+        supported_generations=frozenset({GPUGeneration.HOPPER}),
+        head_dim_pairs=frozenset({(192, 128)}),
+    )
+    stub = reason("BACKEND_STUB")
+    models: list[Any] = [
+        decision(),
+        ExecutionPlan.of(decision()),
+        context(tokenizer=TokenizerIdentity("bpe", "1f")),
+        full,
+        op(),
+        BackendSpec("b", reasons=(stub,)),
+        BackendStatus("b", False, reasons=(stub,)),
+        HealthReport("b", True, "fine", 0.0),
+        gpu(90),
+        stub,
+    ]
+    for model in models:
+        text = json.dumps(model.to_json(), allow_nan=False)
+        assert json.loads(text) == json.loads(json.dumps(model.to_json()))
+
+
+def test_reasons_and_contexts_travel_between_processes() -> None:
+    for value in (reason("SM_TOO_OLD", 75, 80), context(), decision().candidates):
+        assert pickle.loads(pickle.dumps(value)) == value

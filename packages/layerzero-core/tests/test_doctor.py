@@ -1,0 +1,294 @@
+"""lz.doctor: what is here, what works, and the exact fix for what does not; nothing it meets can take it down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import layerzero as lz
+from layerzero.health.quarantine import Quarantine
+from layerzero.model.kernel import BackendSpec
+from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.manager import PluginRecord
+from layerzero.plugin.probing import ProbeResult
+from layerzero.public import check_backends, check_machine
+from layerzero.public.checks import Check
+from layerzero.public.situation import look, quarantine_file, tolerant_env
+from layerzero.reasons import reason
+from layerzero.runtime.state import state
+from layerzero.testing import faults
+from layerzero.testing.fakes import capabilities
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process as it starts: no settings of the machine, no plugin besides the built-in ones."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(home))
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
+    lz.reset()
+    yield
+    lz.reset()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the import path of this process and of its children, for backends to be installed into."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def install(site: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    for kind in kinds:
+        faults.install(site, kind)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", ",".join(kinds))
+    lz.reset()
+
+
+# -- the machine -------------------------------------------------------------------------------------------------
+@pytest.mark.req("R-API-21", "R-ENV-12")
+def test_versions_devices_and_libraries_are_reported_and_absence_is_no_failure() -> None:
+    report = lz.doctor(probe=False)
+    assert report.ok, str(report)
+    assert {"python", "torch"} <= {check.name for check in report.checks if check.group == "platform"}
+    assert report.check("device cpu").status == "ok"
+    wanted = {"torch", "cuda", "flash_attn", "flashinfer", "xformers", "liger_kernel", "pytest", "hypothesis"}
+    assert wanted <= set(report.libraries)
+    assert report.libraries["torch"] and report.libraries["pytest"]
+
+
+def test_a_report_says_the_same_as_text_and_as_json() -> None:
+    report = lz.doctor(probe=False)
+    data = json.loads(report.to_json())
+    assert data["ok"] is True and data["counts"]["fail"] == 0
+    for check in data["checks"]:
+        assert set(check) == {"group", "name", "status", "message", "code", "fix"}
+        assert check["name"] in str(report)
+
+
+@pytest.mark.parametrize(("version", "right"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("x", False)])
+def test_a_version_outside_the_supported_range_fails_with_the_command_that_helps(version: str, right: bool) -> None:
+    check = check_machine._in_range("torch", version, ">=2.10", "pip install 'torch>=2.10'")
+    assert (check.status == "ok") is right
+    if not right:
+        assert check.code == "BACKEND_VERSION_MISMATCH" and check.fix == "pip install 'torch>=2.10'"
+
+
+def test_the_supported_ranges_are_those_of_the_package_metadata() -> None:
+    assert check_machine.supported() == {"python": ">=3.11", "torch": ">=2.10"}
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+def test_a_misspelt_variable_is_a_warning_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_PERFER", "sdpa")
+    report = lz.doctor(probe=False)
+    check = report.check("variable")
+    assert check.status == "warn" and "LAYERZERO_PERFER" in check.message and "LAYERZERO_PREFER" in check.fix
+    assert report.ok
+
+
+def test_a_wrong_variable_and_a_corrupt_policy_are_findings_and_the_rest_is_still_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bad = tmp_path / "policy.yaml"
+    bad.write_text("deny: [sdpa\n\x00", encoding="utf-8")
+    monkeypatch.setenv("LAYERZERO_CACHE_SIZE", "many")
+    monkeypatch.setenv("LAYERZERO_CONFIG", str(bad))
+    lz.reset()
+    report = lz.doctor(probe=False)
+    failed = {check.name: check for check in report.failed}
+    assert "LAYERZERO_CACHE_SIZE" in failed["variable"].message and failed["variable"].code == "CONFIG_INVALID"
+    assert str(bad) in failed["policy file"].message
+    assert report.check("sdpa", "plugins").status == "ok"
+
+
+def test_a_wrong_variable_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_STRICT", "perhaps")
+    report = lz.doctor(probe=False)
+    assert len([check for check in report.checks if "LAYERZERO_STRICT" in check.message]) == 1
+
+
+def test_variables_that_contradict_each_other_leave_a_readable_environment() -> None:
+    given = {"LAYERZERO_LOCK_ATTENTION": "a.attention.b", "LAYERZERO_LOCK_attention": "a.attention.c", "PATH": "p"}
+    env, kept, wrong = tolerant_env(given)
+    assert len(wrong) == 1 and env.locks == () and kept == {"PATH": "p"}
+
+
+# -- plugins and vendors -----------------------------------------------------------------------------------------
+@pytest.mark.req("R-OPS-01", "R-BK-OT-02")
+def test_a_crashing_vendor_and_a_plugin_that_raises_cost_only_themselves(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, monkeypatch, "healthy", "raises_at_import", "chatters_in_probe")
+    faults.install(site, "healthy", "aborts")
+    plugin = site / "faulty_aborts" / "plugin.py"
+    plugin.write_text(
+        plugin.read_text(encoding="utf-8")
+        + "\n@hookimpl\ndef layerzero_capabilities(device):\n    import os\n    os.abort()\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "healthy,raises_at_import,aborts,chatters_in_probe")
+    lz.reset()
+    report = lz.doctor(timeout=60)
+    crashed = report.check("aborts", "backends")
+    assert crashed.status == "fail" and crashed.code == "BACKEND_PROBE_CRASHED" and "SIGABRT" in crashed.message
+    assert "LAYERZERO_PLUGINS_DENY=aborts" in crashed.fix
+    broken = report.check("raises_at_import", "plugins")
+    assert broken.status == "fail" and broken.code == "PLUGIN_IMPORT_FAILED" and "broken install" in broken.message
+    assert "pip install --upgrade" in broken.fix
+    assert {check.name for check in report.failed} == {"aborts", "raises_at_import"}
+    for name in ("reference", "sdpa", "torch", "healthy", "chatters_in_probe"):
+        assert report.check(name, "backends").status == "ok", str(report)
+    assert "self test passed" in report.check("sdpa", "backends").message
+    # Doctor and the list of kernels agree about what was registered.
+    listed = {kernel.backend for kernel in lz.list_kernels()}
+    assert {"healthy", "aborts"} <= listed and "raises_at_import" not in listed
+
+
+def test_a_hanging_vendor_is_cut_off_and_named(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, monkeypatch, "hangs_in_probe")
+    report = lz.doctor("hangs_in_probe", timeout=1.0)
+    check = report.check("hangs_in_probe", "backends")
+    assert check.code == "BACKEND_PROBE_TIMEOUT" and check.status == "fail" and check.fix
+
+
+@pytest.mark.req("R-BK-OT-02")
+def test_an_adapter_that_cannot_be_imported_is_found_before_a_call_meets_it(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = capabilities("ghost", {"function": "faulty_ghost.nowhere:rms_norm"})
+    faults.install(site, "healthy", "ghost", descriptor=descriptor)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "ghost")
+    lz.reset()
+    assert [kernel.backend for kernel in lz.list_kernels(backend="ghost", available=True)] == ["ghost"]
+    check = lz.doctor("ghost", timeout=60).check("ghost", "backends")
+    assert check.status == "fail" and check.code == "KERNEL_FUNCTION_MISSING"
+    assert "faulty_ghost.nowhere" in check.message
+
+
+_RECORD = PluginRecord("vendor", "layerzero-vendor", "1.0", kernels=("vendor.rms_norm.a", "vendor.rms_norm.b"))
+_SPEC = BackendSpec("vendor", vendor="libvendor", vendor_version="2.0")
+_GOOD = ProbeResult(BackendStatus("vendor", True, "2.0", _RECORD.kernels), HealthReport("vendor", True, "", 1e-7))
+
+
+def _judged(spec: BackendSpec = _SPEC, result: ProbeResult = _GOOD) -> Check:
+    return check_backends.judge_probe("vendor", spec, _RECORD, result)
+
+
+@pytest.mark.req("R-BK-OT-02")
+def test_where_metadata_and_probe_disagree_the_mismatch_is_flagged() -> None:
+    assert _judged().status == "ok"
+    missing = reason("BACKEND_NOT_INSTALLED", "libvendor", "libvendor")
+    unpromised = _judged(replace(_SPEC, available=False, reasons=(missing,)))
+    assert unpromised.status == "fail" and unpromised.code == "AVAILABILITY_MISMATCH"
+    failed = reason("BACKEND_IMPORT_FAILED", "ImportError: libvendor.so")
+    broken = _judged(result=ProbeResult(BackendStatus("vendor", False, reasons=(failed,), fix="reinstall it")))
+    assert (broken.status, broken.code, broken.fix) == ("fail", "BACKEND_IMPORT_FAILED", "reinstall it")
+    strange = _judged(result=replace(_GOOD, status=replace(_GOOD.status, kernels=("vendor.rms_norm.c",))))
+    assert strange.code == "AVAILABILITY_MISMATCH" and "vendor.rms_norm.c" in strange.message
+    other = _judged(result=replace(_GOOD, status=replace(_GOOD.status, version="3.0")))
+    assert other.status == "warn" and "3.0" in other.message and "2.0" in other.message
+    ill = _judged(result=replace(_GOOD, health=HealthReport("vendor", False, "got 5, expected 4")))
+    assert ill.status == "fail" and ill.code == "HEALTH_CHECK_FAILED" and "got 5" in ill.message
+
+
+def test_a_vendor_for_another_device_is_a_warning_not_a_failure() -> None:
+    why = reason("PLATFORM_MISMATCH", "cpu", ["cuda"])
+    check = _judged(result=ProbeResult(BackendStatus("vendor", False, "2.0", reasons=(why,))))
+    assert check.status == "warn" and check.code == "PLATFORM_MISMATCH"
+
+
+@pytest.mark.req("R-BK-OT-02")
+def test_a_vendor_without_metadata_is_probed_when_its_module_can_be_imported(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed by hand, without a package: metadata says no, reality says yes."""
+    vendor = {"dist": "no-such-dist-anywhere", "import": "json"}
+    faults.install(site, "healthy", "byhand", descriptor=capabilities("byhand", vendor=vendor))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "byhand")
+    lz.reset()
+    assert lz.doctor("byhand", probe=False).check("byhand", "backends").code == "BACKEND_NOT_INSTALLED"
+    assert lz.doctor("byhand", timeout=60).check("byhand", "backends").code == "AVAILABILITY_MISMATCH"
+
+
+def test_a_missing_vendor_needs_no_process_and_comes_with_the_command(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendor = {"dist": "no-such-dist-anywhere"}
+    faults.install(site, "healthy", "bare", descriptor=capabilities("bare", vendor=vendor))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "bare")
+    lz.reset()
+    monkeypatch.setattr(check_backends, "probe", None)  # calling it would raise
+    report = lz.doctor("bare")
+    check = report.check("bare", "backends")
+    assert report.ok and check.status == "warn" and check.fix == "pip install no-such-dist-anywhere"
+
+
+def test_two_plugins_that_claim_one_backend_are_a_conflict(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.install(site, "healthy", "first", descriptor=capabilities("same"))
+    faults.install(site, "healthy", "second", descriptor=capabilities("same"))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "first,second")
+    lz.reset()
+    report = lz.doctor(probe=False)
+    check = report.check("second", "conflicts")
+    assert check.status == "fail" and check.code in ("PLUGIN_DUPLICATE", "KERNEL_DUPLICATE") and check.fix
+
+
+def test_vendor_packages_that_do_not_go_together_are_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"flashinfer-cubin": "0.6.13", "flashinfer-python": "0.7.2"}
+    monkeypatch.setattr(check_backends, "dist_version", versions.get)
+    (check,) = check_backends.clashes(look())
+    assert check.code == "BACKEND_CONFLICT" and "0.6.13" in check.message and "flashinfer-cubin==0.7.2" in check.fix
+
+
+def test_a_denied_plugin_is_skipped_by_the_users_own_wish(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, monkeypatch, "healthy")
+    monkeypatch.setenv("LAYERZERO_PLUGINS_DENY", "healthy")
+    lz.reset()
+    report = lz.doctor(probe=False)
+    check = report.check("healthy", "plugins")
+    assert report.ok and check.status == "skip" and check.code == "PLUGIN_DENIED"
+
+
+def test_a_backend_nobody_has_is_named_with_the_way_to_get_it() -> None:
+    check = lz.doctor("sdpaa", probe=False).failed[0]
+    assert check.code == "BACKEND_NOT_INSTALLED" and "sdpa" in check.fix
+    assert "pip install layerzero-quux" in lz.doctor("quux", probe=False).failed[0].fix
+
+
+# -- health ------------------------------------------------------------------------------------------------------
+def test_an_open_breaker_is_shown_with_its_cause() -> None:
+    lz.list_kernels()
+    state.health.kernel_failed("sdpa.attention.math", "illegal instruction")
+    report = lz.doctor(probe=False)
+    check = report.check("kernel sdpa.attention.math")
+    assert report.ok and check.status == "warn" and check.code == "CIRCUIT_OPEN"
+    assert "illegal instruction" in check.message
+
+
+def test_quarantined_kernels_and_a_corrupt_quarantine_are_shown() -> None:
+    file = quarantine_file()
+    Quarantine(file).add("x.attention.y", "1.0", "device", "DEVICE_LOST", "illegal memory access")
+    check = lz.doctor(probe=False).check("quarantine")
+    assert check.code == "QUARANTINED" and "x.attention.y" in check.message
+    file.write_text("{", encoding="utf-8")
+    assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
+
+
+def test_a_kernel_that_could_not_be_bound_in_this_process_is_a_failure() -> None:
+    lz.list_kernels()
+    state.unbindable("sdpa.attention.math", reason("BACKEND_IMPORT_FAILED", "ImportError: no libc"))
+    check = lz.doctor(probe=False).check("sdpa.attention.math", "health")
+    assert check.status == "fail" and "no libc" in check.message

@@ -1,0 +1,236 @@
+"""torch's own attention kernels, one by one, against the reference; the CUDA half runs where there is a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import layerzero as lz
+from layerzero.backends.reference.attention import attention as reference
+from layerzero.numerics import assert_close, tolerance
+
+CPU_KERNELS = ("sdpa.attention.flash_cpu", "sdpa.attention.math")
+CUDA_KERNELS = (
+    "sdpa.attention.flash",
+    "sdpa.attention.efficient",
+    "sdpa.attention.cudnn",
+    "sdpa.attention.math",
+)
+KERNELS = [pytest.param("cpu", name, id=f"cpu-{name}") for name in CPU_KERNELS] + [
+    pytest.param("cuda", name, id=f"cuda-{name}", marks=pytest.mark.gpu) for name in CUDA_KERNELS
+]
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# batch, query heads, KV heads, Sq, Sk, head_dim
+SHAPES = (
+    (2, 4, 4, 16, 16, 64),
+    (1, 8, 2, 33, 33, 64),
+    (2, 4, 1, 1, 57, 32),
+    (1, 4, 4, 24, 72, 128),
+    (1, 2, 2, 40, 24, 16),
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CALLS = (
+    {},
+    {"is_causal": True},
+    {"is_causal": "bottom_right"},
+    {"mask": "bool"},
+    {"mask": "float"},
+    {"window": (7, 0)},
+    {"is_causal": "bottom_right", "window": (9, -1)},
+    {"scale": 0.3},
+    {"return_lse": True},
+    {"is_causal": True, "return_lse": True},
+    {"layout": "BSHD"},
+    {"softcap": 20.0},
+    {"alibi": True},
+)
+
+
+def inputs(device, shape, dtype, call, *, grad=False, seed=0):
+    batch, heads, kv_heads, rows, cols, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    q, k, v = draw(batch, heads, rows, dim), draw(batch, kv_heads, cols, dim), draw(batch, kv_heads, cols, dim)
+    options = {name: value for name, value in call.items() if name not in ("mask", "alibi")}
+    if call.get("mask") == "bool":
+        mask = torch.rand(batch, 1, rows, cols, generator=generator) > 0.3
+        mask[..., 0] = True
+        options["attn_mask"] = mask.to(device)
+    elif call.get("mask") == "float":
+        options["attn_mask"] = torch.randn(1, heads, rows, cols, generator=generator).to(device, dtype)
+    if call.get("alibi"):
+        options["alibi_slopes"] = lz.alibi_slopes(heads, device=device)
+    for tensor in (q, k, v):
+        tensor.requires_grad_(grad)
+    return (q, k, v), options
+
+
+def expected(q, k, v, options):
+    """The reference in float64 of the very inputs, so that only the kernel's own error is seen."""
+    q, k, v = (t.detach().double() for t in (q, k, v))
+    mask = options.get("attn_mask")
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.double()
+    slopes = options.get("alibi_slopes")
+    return reference(
+        q, k, v, mask, 0.0, options.get("is_causal", False), options.get("scale"), options.get("window"),
+        options.get("softcap"), None if slopes is None else slopes.double(), options.get("return_lse", False),
+    )  # fmt: skip
+
+
+@pytest.mark.correctness
+@pytest.mark.req("R-BK-SDPA-05", "R-BK-SDPA-02", "R-SEL-17")
+@pytest.mark.parametrize(("device", "kernel"), KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_kernel_that_accepts_a_call_computes_it_right(device, kernel, dtype):
+    """Over shapes and options: whatever the kernel declares, alone or with adaptation, equals the reference."""
+    accepted = 0
+    for shape, call in itertools.product(SHAPES, CALLS):
+        (q, k, v), options = inputs(device, shape, dtype, call)
+        args = (q, k, v)
+        if call.get("layout") == "BSHD":
+            args = tuple(t.transpose(1, 2).contiguous() for t in args)
+        report = lz.explain("attention", *args, backend=kernel, **options)
+        verdict = report.decision.candidate(kernel)
+        if not verdict.accepted:
+            assert verdict.reasons, (kernel, shape, call)
+            continue
+        accepted += 1
+        got = lz.attention(*args, backend=kernel, **options)
+        want = expected(q, k, v, options)
+        if call.get("layout") == "BSHD":
+            got = got.transpose(1, 2)
+        message = f"{kernel} {dtype} {shape} {call}"
+        out, out_want = (got[0], want[0]) if options.get("return_lse") else (got, want)
+        assert out.dtype is dtype, message
+        assert_close(out.double(), out_want, tolerance("attention", dtype), path=message)
+        if options.get("return_lse"):
+            assert got[1].shape == (shape[0], shape[1], shape[3]), message
+            assert_close(got[1].double(), want[1].double(), tolerance("attention", dtype), path=message)
+    if not (kernel in ("sdpa.attention.flash", "sdpa.attention.cudnn") and dtype is torch.float32):
+        assert accepted >= 8, f"{kernel} accepted only {accepted} calls in {dtype}"
+
+
+@pytest.mark.correctness
+@pytest.mark.req("R-PT-04")
+@pytest.mark.parametrize(("device", "kernel"), KERNELS)
+def test_gradients_equal_those_of_the_reference(device, kernel):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    checked = 0
+    for shape, call in itertools.product(SHAPES[:2], ({}, {"is_causal": True})):
+        (q, k, v), options = inputs(device, shape, dtype, call, grad=True)
+        if not lz.explain("attention", q, k, v, backend=kernel, **options).decision.candidate(kernel).accepted:
+            continue
+        checked += 1
+        out = lz.attention(q, k, v, backend=kernel, **options)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        got = torch.autograd.grad(out, (q, k, v), weight)
+        q64, k64, v64 = (t.detach().double().requires_grad_() for t in (q, k, v))
+        want_out = reference(q64, k64, v64, None, 0.0, options.get("is_causal", False), None, None, None, None, False)
+        want = torch.autograd.grad(want_out, (q64, k64, v64), weight.double())
+        for name, a, b in zip("qkv", got, want, strict=True):
+            assert_close(a.double(), b, tolerance("attention", dtype), path=f"{kernel} d{name} {shape} {call}")
+    assert checked
+
+
+@pytest.mark.req("R-BK-SDPA-07")
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_users_own_sdpa_kernel_context_is_respected(device):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q = torch.randn(1, 4, 16, 64, device=device, dtype=dtype)
+    usual = lz.which("attention", q, q, q)
+    lz.attention(q, q, q)  # make it hot
+    assert usual != "sdpa.attention.math"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert lz.which("attention", q, q, q) == "sdpa.attention.math"
+        report = lz.explain("attention", q, q, q)
+        lz.attention(q, q, q)
+        assert lz.explain("attention", q, q, q).ran == "sdpa.attention.math"
+        assert any(r.code == "SWITCHED_OFF" for r in report.decision.candidate(usual).reasons)
+    assert lz.which("attention", q, q, q) == usual
+    lz.attention(q, q, q)
+    assert lz.explain("attention", q, q, q).ran == usual
+
+
+@pytest.mark.req("R-BK-SDPA-02", "R-SEL-18", "R-SEL-07")
+def test_a_stride_of_two_keeps_fused_kernels_out_and_the_result_right():
+    q = torch.randn(1, 4, 16, 128)[..., ::2]
+    k = torch.randn(1, 4, 16, 64)
+    report = lz.explain("attention", q, k, k)
+    flash = report.decision.candidate("sdpa.attention.flash_cpu")
+    assert not flash.accepted
+    assert [r.code for r in flash.reasons] == ["STRIDE_LAST_DIM"]
+    assert (flash.reasons[0].value, flash.reasons[0].limit) == (2, 1)
+    want = reference(q, k, k, None, 0.0, False, None, None, None, None, False)
+    assert_close(lz.attention(q, k, k), want, tolerance("attention", torch.float32))
+
+
+@pytest.mark.req("R-BK-SDPA-02")
+@pytest.mark.parametrize("device", DEVICES)
+def test_head_dim_84_and_dropout_and_gqa_run(device):
+    q = torch.randn(1, 4, 16, 84, device=device)
+    k = torch.randn(1, 2, 16, 84, device=device)
+    want = reference(q, k, k, None, 0.0, True, None, None, None, None, False)
+    assert_close(lz.attention(q, k, k, is_causal=True), want, tolerance("attention", torch.float32))
+    dropped = lz.attention(q, k, k, dropout_p=0.5)
+    assert dropped.shape == q.shape
+    assert not torch.equal(dropped, lz.attention(q, k, k))
+
+
+@pytest.mark.req("R-BK-SDPA-03", "R-BK-SDPA-01")
+def test_each_backend_of_sdpa_is_a_kernel_of_its_own():
+    found = {kernel.kernel_id for kernel in lz.list_kernels("attention", backend="sdpa")}
+    assert found == {*CPU_KERNELS, *CUDA_KERNELS}
+
+
+@pytest.mark.gpu
+@pytest.mark.req("R-BK-SDPA-06")
+def test_torchs_own_checks_feed_reasons():
+    q = torch.randn(1, 4, 16, 64, device="cuda", dtype=torch.float16)
+    odd = q[..., :63].contiguous()  # flash and efficient need a multiple of 8
+    assert lz.explain("attention", q, q, q).decision.candidate("sdpa.attention.flash").accepted
+    codes = {r.code for r in lz.explain("attention", odd, odd, odd).decision.candidate("sdpa.attention.flash").reasons}
+    assert codes & {"VENDOR_REFUSED", "HEAD_DIM_NOT_MULTIPLE"}
+
+
+@pytest.mark.gpu
+@pytest.mark.req("R-BK-SDPA-04", "R-GRAPH-04")
+@pytest.mark.parametrize("kernel", CUDA_KERNELS)
+def test_capture_and_replay(kernel):
+    q = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16)
+    for _ in range(3):
+        lz.attention(q, q, q, is_causal=True, backend=kernel)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lz.attention(q, q, q, is_causal=True, backend=kernel)
+    for seed in range(3):
+        q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q))
+        graph.replay()
+        torch.cuda.synchronize()
+        want = expected(q, q, q, {"is_causal": True})
+        assert_close(out.double(), want, tolerance("attention", torch.float16), path=f"{kernel} replay {seed}")
+
+
+@pytest.mark.gpu
+def test_a_decode_loop_on_the_gpu_stays_hot_and_right():
+    from layerzero.runtime.state import state
+
+    q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(2, 2, 1, 128, device="cuda", dtype=torch.bfloat16)
+    grown = k
+    state.counters.reset()
+    for step in range(1, 600):
+        out = lz.attention(q, grown, grown)
+        if step % 97 == 0:
+            want = expected(q, grown, grown, {})
+            assert_close(out.double(), want, tolerance("attention", torch.bfloat16), path=f"Sk={grown.shape[2]}")
+        grown = torch.cat([grown, k * (step % 7)], dim=2)
+    assert state.counters.selections < 20

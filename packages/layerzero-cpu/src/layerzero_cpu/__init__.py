@@ -1,0 +1,1 @@
+"""LayerZero's own CPU kernels."""

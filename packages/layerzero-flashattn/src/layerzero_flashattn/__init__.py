@@ -1,0 +1,1 @@
+"""LayerZero backends for FlashAttention 2, 3 and 4."""

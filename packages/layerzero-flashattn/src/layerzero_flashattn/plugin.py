@@ -1,0 +1,42 @@
+"""Hooks of the FlashAttention backends. The generations are separate libraries, so each is a backend of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from layerzero.plugin import (
+    BackendStatus,
+    DeviceSpec,
+    HealthReport,
+    Registrar,
+    hookimpl,
+    needs_dist,
+    needs_sm,
+    vendor_status,
+)
+
+FA2, FA3, FA4 = (Path(__file__).parent / folder / "capabilities.json" for folder in ("fa2", "fa3", "fa4"))
+
+
+@hookimpl
+def layerzero_register(registrar: Registrar) -> None:
+    """Register the three backends from their descriptors."""
+    for capabilities in (FA2, FA3, FA4):
+        registrar.backend(capabilities)
+
+
+@hookimpl
+def layerzero_capabilities(device: DeviceSpec) -> list[BackendStatus]:
+    """One status for each generation. Versions come from metadata: `flash_attn.cute.__version__` is not right."""
+    return [
+        vendor_status(FA2, device, needs_sm(80)),
+        # Its C++ takes any SM from 8.0 up, also those it was not made for; so the range is kept here.
+        vendor_status(FA3, device, needs_sm(90, 90)),
+        vendor_status(FA4, device, needs_sm(80, 129), needs_dist("nvidia-cutlass-dsl", ">=4.6.2")),
+    ]
+
+
+@hookimpl
+def layerzero_health(backend: str) -> HealthReport:
+    """Nothing can be shown to be right before there is a kernel."""
+    return HealthReport(backend, False, "no kernels to test yet")

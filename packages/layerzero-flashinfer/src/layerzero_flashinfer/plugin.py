@@ -1,0 +1,65 @@
+"""Hooks of the FlashInfer backend."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from layerzero.plugin import (
+    BackendStatus,
+    DeviceSpec,
+    HealthReport,
+    Reason,
+    Registrar,
+    dist_version,
+    hookimpl,
+    needs_sm,
+    reason,
+    vendor_status,
+)
+
+CAPABILITIES = Path(__file__).with_name("capabilities.json")
+COMPILED = "flashinfer-jit-cache"
+
+
+@hookimpl
+def layerzero_register(registrar: Registrar) -> None:
+    """Register the backend from its descriptor."""
+    registrar.backend(CAPABILITIES)
+
+
+@hookimpl
+def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
+    """Vendor, its companion packages, its compiler, this device."""
+    return vendor_status(CAPABILITIES, device, needs_sm(75), companions, compiler)
+
+
+@hookimpl
+def layerzero_health(backend: str) -> HealthReport:
+    """Nothing can be shown to be right before there is a kernel."""
+    return HealthReport(backend, False, "no kernels to test yet")
+
+
+def companions(device: DeviceSpec) -> Iterator[Reason]:
+    """Packages of ready-made binaries need the very version of flashinfer-python; else it raises, or crashes later."""
+    python = (dist_version("flashinfer-python") or "").partition("+")[0]
+    for dist in ("flashinfer-cubin", COMPILED):
+        version = dist_version(dist)
+        if version is not None and version.partition("+")[0] != python:
+            why = reason("BACKEND_VERSION_MISMATCH", f"{dist} {version}", f"=={python}")
+            yield replace(why, hint=f"pip uninstall --yes {dist}")  # a matching release often does not exist
+
+
+def compiler(device: DeviceSpec) -> Iterator[Reason]:
+    """Without the compiled package each kernel is built at first use, by nvcc and ninja."""
+    if device.device_type != "cuda" or dist_version(COMPILED) is not None:
+        return
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    missing = [] if shutil.which("nvcc") or Path(toolkit, "bin", "nvcc").exists() else ["nvcc"]
+    missing += [] if shutil.which("ninja") else ["ninja"]
+    if missing:
+        why = reason("JIT_NOT_READY", detail=f"its compiler needs {' and '.join(missing)}")
+        yield replace(why, hint=f"install {' and '.join(missing)}, or the package {COMPILED}")

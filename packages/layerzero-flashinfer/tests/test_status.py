@@ -1,0 +1,109 @@
+"""What the backend says about itself with the vendor absent, wrong, broken and there; no vendor is needed for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerzero.plugin.probing import probe
+from layerzero.testing import fakes
+from layerzero.testing.vendors import pretend
+from layerzero_flashinfer.plugin import layerzero_capabilities, layerzero_health
+
+DEVICE = fakes.gpu(90)
+
+
+def codes(status):
+    return [item.code.value for item in status.reasons]
+
+
+def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
+    with pretend({"flashinfer-python": None, "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"}):
+        status = layerzero_capabilities(DEVICE)
+    assert (status.available, status.version, status.kernels) == (False, None, ())
+    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert status.fix == status.reasons[0].hint == "pip install 'layerzero-flashinfer[flashinfer]'"
+
+
+def test_a_version_outside_the_range_is_reported_with_the_range():
+    with pretend(
+        {"flashinfer-python": "0.5.0", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"},
+        {"flashinfer": None},
+    ) as imported:
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert (status.reasons[0].value, status.reasons[0].limit) == ("flashinfer-python 0.5.0", ">=0.6.6,<0.8")
+    assert (status.version, imported) == ("0.5.0", [])
+
+
+def test_a_vendor_that_cannot_be_imported_is_a_reason():
+    with pretend(
+        {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"},
+        {"flashinfer": ImportError("undefined symbol")},
+    ):
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert "import flashinfer" in status.fix
+
+
+@pytest.mark.req("R-BK-FI-01")
+def test_with_the_vendor_there_it_says_that_no_kernel_is():
+    with pretend(
+        {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"},
+        {"flashinfer": None},
+    ) as imported:
+        status = layerzero_capabilities(DEVICE)
+    assert (status.available, status.version, codes(status)) == (False, "0.7.2", ["BACKEND_STUB"])
+    assert "flashinfer" in imported
+
+
+def test_a_device_it_cannot_use_is_named():
+    with pretend(
+        {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2"}, {"flashinfer": None}
+    ):
+        assert codes(layerzero_capabilities(fakes.cpu())) == ["PLATFORM_MISMATCH", "BACKEND_STUB"]
+        assert codes(layerzero_capabilities(fakes.gpu(70))) == ["SM_TOO_OLD", "BACKEND_STUB"]
+
+
+@pytest.mark.req("R-BK-FI-01")
+@pytest.mark.parametrize("dist", ["flashinfer-cubin", "flashinfer-jit-cache"])
+def test_binaries_of_another_version_are_reported_with_the_fix(dist):
+    found = {
+        "flashinfer-python": "0.7.2.post1",
+        "flashinfer-cubin": "0.7.2.post1",
+        "flashinfer-jit-cache": "0.7.2.post1",
+    }
+    with pretend(found | {dist: "0.6.13"}, {"flashinfer": None}):
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert (status.reasons[0].value, status.reasons[0].limit) == (f"{dist} 0.6.13", "==0.7.2.post1")
+    assert status.fix == f"pip uninstall --yes {dist}"
+
+
+def test_a_missing_compiler_is_reported_unless_the_kernels_are_compiled_already(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    vendor = {"flashinfer-python": "0.7.2", "flashinfer-cubin": None}
+    with pretend(vendor | {"flashinfer-jit-cache": None}, {"flashinfer": None}):
+        status = layerzero_capabilities(DEVICE)
+        assert codes(status) == ["JIT_NOT_READY", "BACKEND_STUB"]
+        assert "nvcc and ninja" in status.reasons[0].message and "flashinfer-jit-cache" in status.fix
+        for tool in ("bin/nvcc", "ninja"):
+            (tmp_path / tool).parent.mkdir(exist_ok=True)
+            (tmp_path / tool).touch(mode=0o755)
+        assert codes(layerzero_capabilities(DEVICE)) == ["BACKEND_STUB"]
+    with pretend(vendor | {"flashinfer-jit-cache": "0.7.2+cu130"}, {"flashinfer": None}):
+        assert codes(layerzero_capabilities(DEVICE)) == ["BACKEND_STUB"]
+
+
+def test_the_probe_answers_within_its_time_limit():
+    result = probe("flashinfer", timeout=60.0)
+    assert not result.status.available
+    assert result.status.reasons
+    assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
+    assert result.health is None
+
+
+def test_health_claims_nothing():
+    report = layerzero_health("flashinfer")
+    assert (report.ok, report.max_error) == (False, None)
+    assert "yet" in report.detail

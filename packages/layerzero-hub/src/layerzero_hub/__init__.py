@@ -1,0 +1,1 @@
+"""LayerZero backend for kernels from the Hugging Face Kernel Hub."""

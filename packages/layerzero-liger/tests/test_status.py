@@ -1,0 +1,76 @@
+"""What the backend says about itself with the vendor absent, wrong, broken and there; no vendor is needed for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerzero.plugin.probing import probe
+from layerzero.testing import fakes
+from layerzero.testing.vendors import pretend
+from layerzero_liger.plugin import layerzero_capabilities, layerzero_health
+
+DEVICE = fakes.gpu(90)
+
+
+def codes(status):
+    return [item.code.value for item in status.reasons]
+
+
+def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
+    with pretend({"liger-kernel": None, "triton": "3.9.0"}):
+        status = layerzero_capabilities(DEVICE)
+    assert (status.available, status.version, status.kernels) == (False, None, ())
+    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert status.fix == status.reasons[0].hint == "pip install 'layerzero-liger[liger]'"
+
+
+def test_a_version_outside_the_range_is_reported_with_the_range():
+    with pretend({"liger-kernel": "0.5.0", "triton": "3.9.0"}, {"liger_kernel": None}) as imported:
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert (status.reasons[0].value, status.reasons[0].limit) == ("liger-kernel 0.5.0", ">=0.8,<0.9")
+    assert (status.version, imported) == ("0.5.0", [])
+
+
+def test_a_vendor_that_cannot_be_imported_is_a_reason():
+    with pretend({"liger-kernel": "0.8.5", "triton": "3.9.0"}, {"liger_kernel": ImportError("undefined symbol")}):
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert "import liger_kernel" in status.fix
+
+
+@pytest.mark.req("R-BK-LG-01")
+def test_with_the_vendor_there_it_says_that_no_kernel_is():
+    with pretend({"liger-kernel": "0.8.5", "triton": "3.9.0"}, {"liger_kernel": None}) as imported:
+        status = layerzero_capabilities(DEVICE)
+    assert (status.available, status.version, codes(status)) == (False, "0.8.5", ["BACKEND_STUB"])
+    assert "liger_kernel" in imported
+
+
+def test_a_device_it_cannot_use_is_named():
+    with pretend({"liger-kernel": "0.8.5", "triton": "3.9.0"}, {"liger_kernel": None}):
+        assert codes(layerzero_capabilities(fakes.cpu())) == ["PLATFORM_MISMATCH", "BACKEND_STUB"]
+        assert codes(layerzero_capabilities(fakes.gpu(75))) == ["SM_TOO_OLD", "BACKEND_STUB"]
+
+
+@pytest.mark.req("R-BK-LG-01")
+@pytest.mark.parametrize(("triton", "code"), [(None, "BACKEND_NOT_INSTALLED"), ("2.3.1", "BACKEND_VERSION_MISMATCH")])
+def test_the_triton_under_it_has_to_fit(triton, code):
+    with pretend({"liger-kernel": "0.8.5", "triton": triton}, {"liger_kernel": None}):
+        status = layerzero_capabilities(DEVICE)
+    assert codes(status) == [code, "BACKEND_STUB"]
+    assert status.fix == "pip install 'triton>=3.5,<4'"
+
+
+def test_the_probe_answers_within_its_time_limit():
+    result = probe("liger", timeout=60.0)
+    assert not result.status.available
+    assert result.status.reasons
+    assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
+    assert result.health is None
+
+
+def test_health_claims_nothing():
+    report = layerzero_health("liger")
+    assert (report.ok, report.max_error) == (False, None)
+    assert "yet" in report.detail

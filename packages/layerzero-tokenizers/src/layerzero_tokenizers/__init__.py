@@ -1,0 +1,1 @@
+"""LayerZero backends for Hugging Face tokenizers, tiktoken and SentencePiece."""

@@ -1,0 +1,40 @@
+"""The package is found by its entry point, keeps the plugin contract, and tells the truth about itself."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+from layerzero.plugin.manager import load_plugins
+from layerzero.testing.kit import Kit
+from layerzero.testing.vendors import pretend
+
+
+def test_the_installed_metadata_names_the_plugin():
+    (found,) = entry_points(group="layerzero.backends", name="tokenizers")
+    assert found.value == "layerzero_tokenizers.plugin"
+    assert found.dist is not None and found.dist.name == "layerzero-tokenizers"
+
+
+def test_it_keeps_the_contract_and_registers_without_importing_a_vendor(monkeypatch):
+    monkeypatch.delitem(sys.modules, "layerzero_tokenizers.plugin", raising=False)
+    with pretend(
+        {"tokenizers": "0.23.3", "tiktoken": "0.14.0", "sentencepiece": "0.2.2"},
+        dict.fromkeys(("tokenizers", "tiktoken", "sentencepiece"), ImportError("too early")),
+    ) as imported:
+        kit = Kit.open("tokenizers")
+    assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
+    assert (tuple(kit.capabilities), kit.kernels) == (("tokenizers", "tiktoken", "sentencepiece"), ())
+    assert imported == []
+
+
+def test_discovery_says_what_is_missing_and_how_to_get_it():
+    with pretend({"tokenizers": None, "tiktoken": None, "sentencepiece": None}):
+        record = load_plugins(env={}).record("tokenizers")
+    assert (record.state, record.kernels, record.backends) == (
+        "unavailable",
+        (),
+        ("tokenizers", "tiktoken", "sentencepiece"),
+    )
+    assert {item.code.value for item in record.reasons} == {"BACKEND_NOT_INSTALLED"}
+    assert "pip install 'layerzero-tokenizers[hf]'" in record.fix

@@ -1,0 +1,82 @@
+"""What the backends say about themselves with their vendor absent, wrong, broken and there; none is needed for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerzero.plugin.probing import probe
+from layerzero.testing import fakes
+from layerzero.testing.vendors import pretend
+from layerzero_tokenizers.plugin import layerzero_capabilities, layerzero_health
+
+DEVICE = fakes.cpu()
+ALL = ("tokenizers", "tiktoken", "sentencepiece")
+THERE = [
+    ("tokenizers", {"tokenizers": "0.23.3"}, "tokenizers"),
+    ("tiktoken", {"tiktoken": "0.14.0"}, "tiktoken"),
+    ("sentencepiece", {"sentencepiece": "0.2.2"}, "sentencepiece"),
+]
+WRONG = [
+    ("tokenizers", "tokenizers", "0.15.0", ">=0.22,<1"),
+    ("tiktoken", "tiktoken", "0.5.0", ">=0.9,<1"),
+    ("sentencepiece", "sentencepiece", "0.1.99", ">=0.2.1,<0.3"),
+]
+FIXES = {
+    "tokenizers": "pip install 'layerzero-tokenizers[hf]'",
+    "tiktoken": "pip install 'layerzero-tokenizers[tiktoken]'",
+    "sentencepiece": "pip install 'layerzero-tokenizers[sentencepiece]'",
+}
+
+
+def codes(status):
+    return [item.code.value for item in status.reasons]
+
+
+def ask(device, versions, modules=None):
+    """Every backend's status, by name, when only these vendors are installed."""
+    with pretend(dict.fromkeys(ALL) | versions, modules):
+        return {status.backend: status for status in layerzero_capabilities(device)}
+
+
+@pytest.mark.parametrize(("backend", "fix"), FIXES.items())
+def test_an_absent_vendor_is_reported_with_the_command_that_brings_it(backend, fix):
+    status = ask(DEVICE, {})[backend]
+    assert (status.available, status.version, status.kernels) == (False, None, ())
+    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert status.fix == status.reasons[0].hint == fix
+
+
+@pytest.mark.parametrize(("backend", "dist", "wrong", "limit"), WRONG)
+def test_a_version_outside_the_range_is_reported_with_the_range(backend, dist, wrong, limit):
+    status = ask(DEVICE, {dist: wrong})[backend]
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert (status.version, status.reasons[0].value, status.reasons[0].limit) == (wrong, f"{dist} {wrong}", limit)
+
+
+@pytest.mark.parametrize(("backend", "versions", "module"), THERE)
+def test_each_library_is_seen_by_itself(backend, versions, module):
+    found = ask(DEVICE, versions, {module: None})
+    assert (found[backend].available, codes(found[backend])) == (False, ["BACKEND_STUB"])
+    assert found[backend].version == next(iter(versions.values()))
+    assert {name for name, status in found.items() if status.version is not None} == {backend}
+
+
+@pytest.mark.parametrize(("backend", "versions", "module"), THERE)
+def test_a_vendor_that_cannot_be_imported_is_a_reason(backend, versions, module):
+    status = ask(DEVICE, versions, {module: ImportError("undefined symbol")})[backend]
+    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert f"import {module}" in status.fix
+
+
+def test_the_probe_answers_within_its_time_limit():
+    result = probe("tiktoken", timeout=60.0)
+    assert not result.status.available
+    assert result.status.reasons
+    assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
+    assert result.health is None
+
+
+def test_health_claims_nothing():
+    report = layerzero_health("tiktoken")
+    assert (report.ok, report.max_error) == (False, None)
+    assert "yet" in report.detail

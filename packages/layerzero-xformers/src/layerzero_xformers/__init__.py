@@ -1,0 +1,1 @@
+"""LayerZero backend for xFormers."""
