@@ -19,6 +19,7 @@ _COLOURS = 6
 # Groups that add their result back to the residual stream.
 _RESIDUAL = ("attention", "mlp")
 _OPEN = ("attention",)
+_WIDE = 30  # letters of a fact that take a whole row
 
 _HOW = (
     ("Look up.", "Shapes, strides, dtypes and modes of a call are its key in a dict. Found: the kernel runs at once."),
@@ -120,7 +121,10 @@ def _header(tour: Tour, title: str) -> str:
 
 
 def _machine(tour: Tour) -> str:
-    rows = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in tour.facts)
+    rows = "".join(
+        f'<div class="{"wide" if len(value) > _WIDE else ""}"><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>'
+        for name, value in tour.facts
+    )
     return f'<h2>This machine</h2>\n<dl class="facts">{rows}</dl>'
 
 

@@ -276,11 +276,12 @@ def _busy() -> str:
     """A warning when others were using the machine already; empty when not, or where nobody can tell."""
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return f"busy (load {load:.1f} on {cores} cores), so the times are rough" if load > 0.75 * cores else ""
+    return f"{load:.1f} on {cores} cores: times are rough" if load > 0.75 * cores else ""
 
 
 def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype, busy: str) -> tuple[tuple[str, str], ...]:
     features = sorted(spec.cpu_features) or sorted(spec.instruction_families)
+    absent = [item.name for item in state.records if item.state != "ok"]
     facts = [
         ("device", f"{spec.name or spec.device_type} ({device})"),
         ("memory", f"{spec.memory_bytes / 2**30:.0f} GiB" if spec.memory_bytes else ""),
@@ -292,7 +293,8 @@ def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype, busy: str
         ("torch", str(torch.__version__)),
         ("CUDA", spec.cuda_version or ""),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("before the demo", busy),
-        ("backends", ", ".join(f"{item.name} ({item.state})" for item in state.records)),
+        ("load before", busy),
+        ("backends here", ", ".join(item.name for item in state.records if item.state == "ok")),
+        ("not usable here", f"{', '.join(absent)} (lz doctor says why)" if absent else ""),
     ]
     return tuple((name, value) for name, value in facts if value)

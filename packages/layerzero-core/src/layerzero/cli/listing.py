@@ -36,10 +36,10 @@ def add(group: click.Group) -> None:
             for kernel, why in found
         ]
         rows = [_row(kernel, why) for kernel, why in found]
-        columns = ("kernel", "priority", "platforms", "dtypes", "here")
+        columns = ("kernel", "here", "priority", "platforms", "dtypes")
         usable = sum(not why for _, why in found)
         summary = Line(f"{len(found)} kernels, {usable} usable here", "dim")
-        return Answer(data, [Table(columns, rows, right=frozenset({1})), Line(), summary])
+        return Answer(data, [Table(columns, rows, right=frozenset({2})), Line(), summary])
 
 
 def _against(kernel: KernelSpec) -> list[Reason]:
@@ -63,9 +63,9 @@ def _against(kernel: KernelSpec) -> list[Reason]:
 def _row(kernel: KernelSpec, why: list[Reason]) -> tuple[Any, ...]:
     here = Cell("yes", STYLES["ok"]) if not why else Cell(why[0].code.value, STYLES["skip"])
     platforms = sorted(item.value for item in kernel.platforms)
-    shown = " ".join(platforms[:3]) + (f" +{len(platforms) - 3}" if len(platforms) > 3 else "")
+    shown = " ".join(platforms[:2]) + (f" +{len(platforms) - 2}" if len(platforms) > 2 else "")
     name = Cell(kernel.kernel_id, "bold" if not why else "dim")
-    return name, f"{kernel.priority:g}", shown, _dtypes(kernel.dtypes), here
+    return name, here, f"{kernel.priority:g}", shown, _dtypes(kernel.dtypes)
 
 
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.runtime.current import Unloaded, collector_paused, now
@@ -14,15 +13,16 @@ if TYPE_CHECKING:
 __all__ = ["current_world", "miss", "recover"]
 
 
-def _machinery() -> ModuleType:
+def _machinery() -> Any:
     """`layerzero.dispatch.run`, with plugins discovered: both happen at the first cold call."""
-    run = sys.modules.get("layerzero.dispatch.run")
-    if run is None or now.world is Unloaded:
-        with collector_paused():
-            from layerzero.dispatch import run
-            from layerzero.runtime.state import state
+    found = sys.modules.get("layerzero.dispatch.run")
+    if found is not None and now.world is not Unloaded:
+        return found
+    with collector_paused():
+        from layerzero.dispatch import run
+        from layerzero.runtime.state import state
 
-            state.load()
+        state.load()
     return run
 
 

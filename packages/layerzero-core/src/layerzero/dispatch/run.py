@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +29,14 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.device import DeviceSpec
 from layerzero.model.op import Call, OperationSpec
-from layerzero.reasons import Reason, reason
-from layerzero.runtime.state import scope, state
+from layerzero.reasons import Reason, ReasonCategory, reason
+from layerzero.runtime.current import opaque_ops, scope
+from layerzero.runtime.state import state
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.engine import refuse, select
 from layerzero.selection.world import World
 
-__all__ = ["bypass", "current_world", "decide", "describe", "miss", "opaque_op", "ready", "recover"]
+__all__ = ["bypass", "current_world", "decide", "describe", "miss", "ready", "recover"]
 
 _log = logging.getLogger("layerzero.dispatch")
 _select_log = logging.getLogger("layerzero.selection")
@@ -163,8 +163,11 @@ def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
 
 def _announce(decision: Decision) -> None:
     """Log a new decision once; observers of `layerzero_decided` hear of it."""
-    if decision.is_fallback and decision.context.backend is None and not decision.locked:
-        why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in decision.candidates[1:6] if c.reasons)
+    others = decision.candidates[1:] if decision.is_fallback else ()
+    # Where the user's own policy kept the others out, the reference is what was asked for.
+    unasked = [c for c in others if not any(r.category is ReasonCategory.POLICY for r in c.reasons)]
+    if unasked and not decision.locked:
+        why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in unasked[:5])
         _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
     elif _select_log.isEnabledFor(logging.INFO):
         _select_log.info(
@@ -275,19 +278,11 @@ def _remember(bound: Bound, kernel_id: str) -> None:
 
 def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """Tensor subclasses meet one opaque op; functorch tensors the plain reference, which every transform knows."""
-    opaque = _opaque.get(spec.op_id)
+    opaque = opaque_ops.get(spec.op_id)
     if modes.functorch_active() or opaque is None:
         world = current_world()
         return _on_reference(spec, describe(spec, args, layout, backend, world), world, args)
     return opaque(args, layout, backend)
-
-
-_opaque: dict[str, Callable[[tuple[Any, ...], str | None, str | None], Any]] = {}
-
-
-def opaque_op(op_id: str, call: Callable[[tuple[Any, ...], str | None, str | None], Any]) -> None:
-    """Name the torch.library op that tensor subclasses are handed to."""
-    _opaque[op_id] = call
 
 
 def recover(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from layerzero.errors import ConfigurationError
 from layerzero.model.context import Context
-from layerzero.model.device import DeviceSpec
+from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Platform
 from layerzero.model.formula import Formula
 from layerzero.reasons import Reason, ReasonCode, reason
@@ -273,13 +273,14 @@ class KernelSpec:
 
     def _sizes(self, ctx: Context) -> list[Reason]:
         found: list[Reason] = []
+        paired = (ctx.head_dim, ctx.dim("head_dim_v")) in self.head_dim_pairs if self.head_dim_pairs else False
         for name, limit in self.limits:
             value = ctx.dim(name)
-            if value is not None:
+            if value is not None and not (paired and name.startswith("head_dim")):
                 found.extend(limit.problems(name, value))
         if ctx._uneven:
             head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
-            if (head_dim, head_dim_v) not in self.head_dim_pairs and "head_dim_v" not in self.features:
+            if not paired and "head_dim_v" not in self.features:
                 found.append(
                     reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value")
                 )
@@ -383,6 +384,20 @@ class BackendSpec:
     reasons: tuple[Reason, ...] = ()
     capabilities_hash: str = ""
     builtin: bool = False
+    # What the backend's descriptor says newer SM versions are.
+    generations: GenerationMap = DEFAULT_GENERATIONS
+
+    def sees(self, device: DeviceSpec) -> DeviceSpec:
+        """The device in the words of this backend's own generation map."""
+        if self.generations is DEFAULT_GENERATIONS or device.sm_version is None:
+            return device
+        row = self.generations.lookup(device.sm_version)
+        return replace(
+            device,
+            gpu_generation=row.generation,
+            tensor_core_generation=row.tensor_core_generation,
+            instruction_families=row.families,
+        )
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -390,7 +405,7 @@ class BackendSpec:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "generations"}
 
 
 def _plain(value: Any) -> Any:

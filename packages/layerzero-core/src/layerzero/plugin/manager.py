@@ -250,6 +250,7 @@ def _backend_spec(capabilities: Capabilities, item: Found) -> tuple[BackendSpec,
         reasons=reasons,
         capabilities_hash=capabilities.hash,
         builtin=item.builtin,
+        generations=capabilities.generations,
     )
     return made, fix
 

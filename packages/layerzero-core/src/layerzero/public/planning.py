@@ -118,9 +118,15 @@ def _general(
     options: dict[str, Any],
 ) -> Any:
     run, spec = bound.run, public.spec
+    order = list(public.signature.parameters)
+    named = public.canonical is None and order[: len(spec.arguments)] == list(spec.arguments)
 
     def planned(*args: Any, **kwargs: Any) -> Any:
-        values, _, _ = _complete(public, options, args, kwargs)
+        if named and not kwargs and args:
+            # The usual call: tensors in place, options as planned.
+            values = args + canonical[len(args) :]
+        else:
+            values, _, _ = _complete(public, options, args, kwargs)
         try:
             return run(*values)
         except Exception as error:

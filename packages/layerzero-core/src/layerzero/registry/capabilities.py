@@ -223,7 +223,8 @@ def _build(document: Mapping[str, Any], digest: str, source: str) -> Capabilitie
             kernels.append(kernel)
     vendor = document["vendor"]
     try:
-        generations = DEFAULT_GENERATIONS.override(document["generation_map"])
+        given = document["generation_map"]
+        generations = DEFAULT_GENERATIONS.override(given) if given else DEFAULT_GENERATIONS
     except CapabilitiesError as error:
         key = (error.key or "").replace("generations", "generation_map", 1)
         raise fail(key, body(error).split(": ", 1)[-1], code=error.code, value=error.reasons[0].value) from None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layerzero.model.op import OperationSpec
     from layerzero.runtime.scopes import Scope
 
-__all__ = ["Unloaded", "builtin_op", "builtin_ops", "collector_paused", "now", "scope"]
+__all__ = ["Unloaded", "builtin_op", "builtin_ops", "collector_paused", "now", "opaque_ops", "scope"]
 
 scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
 
@@ -52,6 +52,8 @@ def collector_paused() -> Iterator[None]:
 
 now = _Now()
 builtin_ops: dict[str, OperationSpec] = {}
+# op -> callable (canonical args, layout, backend) that hands tensor subclasses to one torch.library op
+opaque_ops: dict[str, Callable[[tuple[Any, ...], str | None, str | None], Any]] = {}
 
 
 def builtin_op(spec: OperationSpec) -> OperationSpec:

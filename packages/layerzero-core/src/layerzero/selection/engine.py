@@ -11,6 +11,7 @@ from layerzero.errors import (
     NoKernelFoundError,
     UnknownNameError,
 )
+from layerzero.model.config import PREFER_BONUS
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision, Trace, Transform
 from layerzero.policy.rules import judge
@@ -125,7 +126,9 @@ def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
         reasons = (reason("ADAPTED", [step.name for step in item.transforms]),)
     if item is not best:
         reasons = (*reasons, reason("OUTSCORED", round(item.score, 3), round(best.score, 3)))
-        flip = f"{best.score - item.score:.1f} points behind: lz.prefer or a boost of that size would choose it"
+        gap = best.score - item.score
+        how = "lz.prefer would choose it" if gap < PREFER_BONUS else "a boost of that size or lz.lock would choose it"
+        flip = f"{gap:.1f} points behind: {how}"
     return Candidate(
         item.kernel_id, item.backend, True, item.score, item.measured_us, reasons, item.transforms, item.parts, flip
     )

@@ -81,10 +81,11 @@ def _fixed(ctx: Context, world: World) -> list[tuple[KernelSpec, list[Reason]]]:
     key = ("fixed", ctx.op, ctx.device)
     found: list[tuple[KernelSpec, list[Reason]]] | None = world.memo.get(key)
     if found is None:
-        found = [
-            (kernel, _available(kernel, world) + kernel.check_device(ctx.device))
-            for kernel in world.registry.by_op(ctx.op)
-        ]
+        found = []
+        for kernel in world.registry.by_op(ctx.op):
+            backend = world.registry.backends.get(kernel.backend)
+            device = ctx.device if backend is None else backend.sees(ctx.device)
+            found.append((kernel, _available(kernel, world) + kernel.check_device(device)))
         world.memo[key] = found
     return found
 

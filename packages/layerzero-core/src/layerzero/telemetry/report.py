@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class SelectionReport:
         return self.decision.chosen
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> Sequence[Candidate]:
         """Every kernel of the op, in rank order, the rejected ones last."""
         return self.decision.candidates
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from layerzero.dispatch.run import opaque_op
+from layerzero.runtime.current import opaque_ops
 from layerzero.torch_ops import calls
 from layerzero.torch_ops.imports import after_import
 
@@ -57,7 +57,7 @@ def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None
     calls.functions.update((name, op.function) for name, op in public.items())
     calls.functions.update((helper.__name__, helper) for helper in helpers)
     for name in OPAQUE:
-        opaque_op(name, functools.partial(_bridge, name))
+        opaque_ops[name] = functools.partial(_bridge, name)
     if NAMESPACE not in vars(torch.ops):
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
     after_import("torch._dynamo", _trace)

@@ -146,29 +146,31 @@ OPS: tuple[OpaqueOp, ...] = (
     OpaqueOp("dequantize", f"{_QUANTIZED} -> Tensor", calls.dequantize, fakes.dequantize, plain.dequantize),
 )
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _library: torch.library.Library | None = None
+_complete = False
+_namespace = torch._ops._OpNamespace(_NAMESPACE)
 
 
 def register() -> None:
     """Define every op. Safe to call from many threads and any number of times."""
-    global _library
-    if _library is not None:
+    global _complete, _library
+    if _complete:
         return
     with _lock:
         if _library is not None:
-            return
-        library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+            return  # this thread is at it: torch looks ops up by name while they are being defined
+        _library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
         for op in OPS:
-            _define(library, op)
-        setattr(torch.ops, _NAMESPACE, torch._ops._OpNamespace(_NAMESPACE))
-        _library = library  # kept alive: an op lives as long as its Library
+            _define(_library, op)
+        setattr(torch.ops, _NAMESPACE, _namespace)
+        _complete = True
 
 
 def namespace() -> Any:
     """`torch.ops.layerzero` with every op in it."""
     register()
-    return getattr(torch.ops, _NAMESPACE)
+    return _namespace
 
 
 def _define(library: torch.library.Library, op: OpaqueOp) -> None:
@@ -177,7 +179,7 @@ def _define(library: torch.library.Library, op: OpaqueOp) -> None:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(op.name + op.signature, tags=tuple(tags))
     full = f"{_NAMESPACE}::{op.name}"
-    overload = getattr(torch._ops._OpNamespace(_NAMESPACE), op.name).default
+    overload = getattr(_namespace, op.name).default
     count = len(overload._schema.arguments)
     library.impl(op.name, _below_autograd(op.run, count), "CompositeExplicitAutograd")
     torch.library.register_fake(full, _filled(op.fake, count), lib=library)

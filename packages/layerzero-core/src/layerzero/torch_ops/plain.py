@@ -86,7 +86,7 @@ def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None
 ) -> Tensor:
     """torch's own attention. Rows that may attend nothing are kept away from it: its kernels disagree about them."""
-    grouped = query.shape[1] != key.shape[1]
+    grouped = bool(query.shape[1] != key.shape[1])
     if mask is None:
         return F.scaled_dot_product_attention(
             query, key, value, None, dropout_p, causal, scale=scale, enable_gqa=grouped

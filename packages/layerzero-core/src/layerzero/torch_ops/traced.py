@@ -50,7 +50,7 @@ def _differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether to trace plain torch instead of the opaque op."""
     if backend is not None or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return False
-    for tensor in tensors:  # noqa: SIM110 - a loop is what Dynamo traces most cheaply
+    for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
             return True
     return False

@@ -1,0 +1,411 @@
+"""The `lz` program: every verb, plain and as JSON, its exit codes, and what it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import layerzero as lz
+from layerzero.cli import output
+from layerzero.cli.app import cli
+from layerzero.cli.output import Cell, Line, Table
+from layerzero.testing import faults
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(home))
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
+    lz.reset()
+    yield
+    lz.reset()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def run(*args: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, list(args))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def data(*args: str, code: int = 0) -> Any:
+    return json.loads(run(*args, "--json", code=code).stdout)
+
+
+def program(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real program in its own process, piped."""
+    return subprocess.run(
+        [sys.executable, "-m", "layerzero.cli", *args],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, **env},
+    )  # fmt: skip
+
+
+def with_commands(site: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> None:
+    """Install a backend whose plugin brings commands."""
+    faults.install(site, "healthy", name)
+    plugin = site / f"faulty_{name}" / "plugin.py"
+    source = plugin.read_text(encoding="utf-8")
+    plugin.write_text(f"{source}\n@hookimpl\ndef layerzero_commands():\n    {body}\n", encoding="utf-8")
+    known = os.environ["LAYERZERO_PLUGINS"]
+    monkeypatch.setenv("LAYERZERO_PLUGINS", f"{known},{name}".strip(","))
+    lz.reset()
+
+
+# -- the program -------------------------------------------------------------------------------------------------
+def test_the_program_answers_with_its_version_and_lists_its_verbs() -> None:
+    assert run("--version").stdout.startswith(f"layerzero {lz.__version__} (torch ")
+    text = run("--help").stdout
+    for verb in (
+        "doctor",
+        "list",
+        "explain",
+        "which",
+        "validate",
+        "policy",
+        "plugin",
+        "readiness",
+        "demo",
+        "completion",
+    ):
+        assert f"\n  {verb} " in text
+
+
+def test_an_unknown_verb_is_a_usage_error() -> None:
+    assert "No such command" in run("dcotor", code=2).stderr
+
+
+_VERBS = [
+    ["doctor", "--no-probe"],
+    ["list"],
+    ["explain", "rms_norm", "--shape", "4,64"],
+    ["which", "rms_norm", "--shape", "4,64"],
+    ["validate", "torch.rms_norm.native", "--shape", "4,64"],
+    ["policy", "show"],
+    ["policy", "schema"],
+    ["plugin", "list"],
+    ["readiness"],
+    ["completion", "bash"],
+]
+
+
+@pytest.mark.parametrize("words", _VERBS, ids=" ".join)
+def test_every_verb_is_plain_when_piped_and_valid_json_when_asked(words: list[str]) -> None:
+    result = run(*words)
+    assert result.stdout.strip() and "\x1b" not in result.output
+    assert not any(line != line.rstrip() for line in result.stdout.splitlines() if words[0] != "completion")
+    asked = run(*words, "--json")
+    assert json.loads(asked.stdout) is not None and asked.stderr == ""
+
+
+def test_a_chatty_plugin_spoils_neither_json_nor_plain_text(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.install(site, "healthy", "chatty")
+    plugin = site / "faulty_chatty" / "plugin.py"
+    plugin.write_text("print('hello from a banner')\n" + plugin.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "chatty")
+    lz.reset()
+    result = run("plugin", "list", "--json")
+    assert [item["name"] for item in json.loads(result.stdout) if not item["builtin"] and item["state"] == "ok"] == [
+        "chatty"
+    ]
+    assert "banner" in result.stderr
+
+
+@pytest.mark.req("R-OPS-01")
+def test_the_real_program_survives_a_crashing_vendor_and_a_broken_plugin(site: Path) -> None:
+    for kind in ("crashes_in_probe", "raises_at_import"):
+        faults.install(site, kind)
+    env = {
+        "LAYERZERO_PLUGINS": "crashes_in_probe,raises_at_import",
+        "LAYERZERO_PLUGINS_DENY": "reference,sdpa,torch",  # their probes are looked at elsewhere, and take a while
+        "LAYERZERO_PERFER": "sdpa",
+    }
+    done = program("doctor", "--json", "--timeout", "60", **env)
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["ok"] is False, done.stderr
+    failed = {(check["group"], check["name"]): check for check in report["checks"] if check["status"] == "fail"}
+    assert failed["backends", "crashes_in_probe"]["code"] == "BACKEND_PROBE_CRASHED"
+    assert failed["plugins", "raises_at_import"]["code"] == "PLUGIN_IMPORT_FAILED"
+    assert all(check["fix"] for check in failed.values())
+    assert len(failed) == 2
+
+
+def test_a_wrong_setting_stops_other_verbs_with_one_message_but_not_doctor(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("]: [", encoding="utf-8")
+    env = {"LAYERZERO_CONFIG": str(bad)}
+    stopped = program("list", **env)
+    assert stopped.returncode == 1 and stopped.stdout == ""
+    assert "bad.yaml" in stopped.stderr and "Traceback" not in stopped.stderr
+    looked = program("doctor", "--no-probe", **env)
+    assert looked.returncode == 1 and "bad.yaml" in looked.stdout and "Traceback" not in looked.stderr
+    assert "\x1b" not in looked.stdout
+
+
+def test_debug_shows_the_traceback_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Traceback" not in run("explain", "nothing", "--shape", "1,2", code=2).stderr
+    monkeypatch.setenv("LAYERZERO_DEBUG", "1")
+    assert "Traceback" in run("explain", "nothing", "--shape", "1,2", code=2).stderr
+
+
+def test_an_error_that_is_not_ours_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(lz, "list_kernels", broken)
+    result = run("list", code=1)
+    assert "ZeroDivisionError: a mistake of ours" in result.stderr and "Traceback" not in result.output
+    assert json.loads(run("list", "--json", code=1).stdout)["error"]["message"].startswith("ZeroDivisionError")
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------
+@pytest.mark.req("R-API-19", "R-OPS-01")
+def test_list_shows_each_kernel_once_and_says_which_can_be_used_here() -> None:
+    listed = data("list")
+    assert [item["kernel_id"] for item in listed] == [kernel.kernel_id for kernel in lz.list_kernels()]
+    by_id = {item["kernel_id"]: item for item in listed}
+    assert by_id["reference.attention.plain"]["available"] is True
+    here = data("list", "--available")
+    assert here and all(item["available"] for item in here)
+    assert len(here) + len(data("list", "--unavailable")) == len(listed)
+    assert {item["op"] for item in data("list", "--op", "attention")} == {"attention"}
+    assert {item["backend"] for item in data("list", "--backend", "sdpa")} == {"sdpa"}
+    assert "sdpa" in run("list", "--backend", "sdap", code=2).stderr
+    assert "attention" in run("list", "--op", "attenton", code=2).stderr
+
+
+def test_list_names_the_reason_of_a_kernel_that_cannot_be_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.testing.fakes import capabilities
+
+    faults.install(site, "healthy", "bare", descriptor=capabilities("bare", vendor={"dist": "no-such-dist"}))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "bare")
+    lz.reset()
+    (item,) = data("list", "--backend", "bare")
+    assert item["available"] is False and item["reasons"][0]["code"] == "BACKEND_NOT_INSTALLED"
+    assert "BACKEND_NOT_INSTALLED" in run("list", "--backend", "bare").stdout
+
+
+def test_doctor_may_show_problems_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_PERFER", "x")
+    text = run("doctor", "--no-probe", "--problems").stdout
+    assert "LAYERZERO_PERFER" in text and "python" not in text
+
+
+def test_doctor_of_one_backend_leaves_with_one_when_it_is_not_there() -> None:
+    assert data("doctor", "quux", code=1)["checks"][0]["code"] == "BACKEND_NOT_INSTALLED"
+
+
+def test_readiness_judges_a_file_and_leaves_with_its_verdict(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('[locks]\nrms_norm = "torch.rms_norm.nativ"\n', encoding="utf-8")
+    result = run("readiness", "--config", str(file), code=1)
+    assert "did you mean torch.rms_norm.native?" in result.stdout
+    assert data("readiness", "--config", str(file), code=1)["ok"] is False
+    file.write_text('[locks]\nrms_norm = "torch.rms_norm.native"\n', encoding="utf-8")
+    assert data("readiness", "--config", str(file))["ok"] is True
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_ask_the_program(shell: str) -> None:
+    assert "_LZ_COMPLETE" in run("completion", shell).stdout
+    assert data("completion", shell)["script"].strip() == run("completion", shell).stdout.strip()
+
+
+def test_the_shell_completes_ops_devices_and_verbs() -> None:
+    words = {"_LZ_COMPLETE": "bash_complete", "COMP_WORDS": "lz explain paged", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(cli, [], env=words, prog_name="lz")
+    assert "paged_attention" in result.output
+
+
+def test_demo_is_handed_its_options_and_its_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from layerzero.cli import demo
+
+    seen: dict[str, Any] = {}
+
+    def take(**options: Any) -> int:
+        seen.update(options)
+        return 1
+
+    monkeypatch.setattr(demo, "run", take)
+    run("demo", "--quick", "--html", str(tmp_path / "page.html"), code=1)
+    assert seen == {"html": tmp_path / "page.html", "json": False, "device": None, "quick": True}
+
+
+# -- policy ------------------------------------------------------------------------------------------------------
+def test_policy_check_points_at_line_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("prefer: [sdpa]\nstrict_mode: maybe\n", encoding="utf-8")
+    found = data("policy", "check", str(file), code=1)
+    assert found["valid"] is False and (found["line"], found["key"]) == (2, "strict_mode")
+    text = run("policy", "check", str(file), code=1).stdout
+    assert f"{file}:2" in text and "strict_mode" in text
+
+
+def test_policy_check_warns_of_what_reaches_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text(
+        "locks: {attention: sdpa.attention.flsh}\n"
+        "deny: [flashh*]\n"
+        "rules:\n  - match: {op: attention, when: {hed_dim: '>=64'}}\n    prefer: [sdpa]\n",
+        encoding="utf-8",
+    )
+    found = data("policy", "check", str(file))
+    assert found["valid"] is True
+    told = " ".join(item["message"] for item in found["warnings"])
+    assert "sdpa.attention.flsh" in told and "flashh*" in told and "hed_dim" in told
+    assert "did you mean head_dim?" in run("policy", "check", str(file)).stdout
+    file.write_text("prefer: [sdpa]\n", encoding="utf-8")
+    assert data("policy", "check", str(file))["warnings"] == []
+
+
+def test_policy_check_of_a_missing_file_is_a_problem(tmp_path: Path) -> None:
+    assert "no such file" in run("policy", "check", str(tmp_path / "none.yaml"), code=1).stdout
+
+
+def test_policy_show_tells_what_holds_and_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("deny: [torch.rms_norm.*]\n", encoding="utf-8")
+    assert data("policy", "show")["policy"]["deny"] == []
+    monkeypatch.setenv("LAYERZERO_CONFIG", str(file))
+    lz.reset()
+    shown = data("policy", "show")
+    assert shown["policy"]["deny"] == ["torch.rms_norm.*"] and shown["files"][0]["path"] == str(file)
+    text = run("policy", "show").stdout
+    assert "torch.rms_norm.*" in text and str(file) in text
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------
+def test_plugin_new_writes_a_package_and_never_over_one(tmp_path: Path) -> None:
+    found = data("plugin", "new", "mybackend", "--dir", str(tmp_path))
+    assert Path(found["path"]) == tmp_path / "layerzero-mybackend"
+    assert "src/layerzero_mybackend/capabilities.json" in found["files"]
+    assert all(Path(found["path"], file).is_file() for file in found["files"])
+    assert "exists already" in run("plugin", "new", "mybackend", "--dir", str(tmp_path), code=2).stderr
+    assert "cannot be the name" in run("plugin", "new", "My Backend", "--dir", str(tmp_path), code=2).stderr
+
+
+def test_plugin_list_names_state_reason_and_fix(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.install(site, "bad_capabilities")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "bad_capabilities")
+    lz.reset()
+    found = {item["name"]: item for item in data("plugin", "list")}
+    assert found["bad_capabilities"]["state"] == "failed"
+    assert found["bad_capabilities"]["reasons"][0]["code"] == "SCHEMA_FIELD_UNKNOWN"
+    text = run("plugin", "list").stdout
+    assert "platfroms" in text and "LAYERZERO_PLUGINS_DENY" in text
+
+
+def test_plugin_check_probes_one_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.install(site, "fails_health")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "fails_health")
+    lz.reset()
+    found = data("plugin", "check", "fails_health", "--timeout", "60", code=1)
+    assert {check["code"] for check in found["checks"]} == {None, "HEALTH_CHECK_FAILED"}
+
+
+@pytest.mark.slow
+def test_plugin_check_runs_the_kit_on_a_new_package(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Path(data("plugin", "new", "fresh", "--dir", str(site))["path"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(made / "src"), str(site)]))
+    monkeypatch.syspath_prepend(str(made / "src"))
+    info = site / "layerzero_fresh-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layerzero-fresh\nVersion: 0.1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[layerzero.backends]\nfresh = layerzero_fresh.plugin\n", encoding="utf-8")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "fresh")
+    lz.reset()
+    found = data("plugin", "check", "fresh", "--kit", "--timeout", "60")
+    assert found["ok"] and found["kit"]["failed"] == [] and "passed" in found["kit"]["summary"]
+
+
+def test_a_plugin_brings_its_own_verb(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import click\n    return [click.Command('greet', callback=lambda: click.echo('hello'), help='Say hello.')]"
+    with_commands(site, monkeypatch, "greeter", body)
+    assert run("greet").stdout == "hello\n"
+    assert "Say hello." in run("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise RuntimeError('no hub today')", "no hub today"),
+        ("return ['not a command']", "expected a click command"),
+        ("import click\n    return [click.Command('doctor')]", "exists already"),
+    ],
+)
+def test_a_plugin_with_broken_verbs_costs_only_itself(
+    site: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+) -> None:
+    with_commands(site, monkeypatch, "clumsy", body)
+    good = "import click\n    return [click.Command('greet', callback=lambda: click.echo('hello'))]"
+    with_commands(site, monkeypatch, "greeter", good)
+    result = run("--help")
+    assert told in result.stderr and "clumsy" in result.stderr and "greet" in result.stdout
+    assert run("which", "rms_norm", "--shape", "4,8").stderr == ""
+
+
+# -- printing ----------------------------------------------------------------------------------------------------
+class Stream:
+    def __init__(self, *, tty: bool, encoding: str = "utf-8") -> None:
+        self.text, self.tty, self.encoding = "", tty, encoding
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return self.tty
+
+
+_BLOCKS = [Line("title", "bold"), Table(("name", "n"), [(Cell("a", "green"), "1"), ("longer", "22→")], right={1})]
+
+
+def test_a_terminal_gets_colours_and_a_pipe_gets_aligned_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, pipe = Stream(tty=True), Stream(tty=False)
+    output.show(_BLOCKS, terminal)
+    output.show(_BLOCKS, pipe)
+    assert "\x1b[" in terminal.text and "longer" in terminal.text
+    assert pipe.text == "title\nNAME      N\na         1\nlonger  22→\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    quiet = Stream(tty=True)
+    output.show(_BLOCKS, quiet)
+    assert quiet.text == pipe.text
+
+
+def test_an_ascii_locale_gets_plain_arrows() -> None:
+    stream = Stream(tty=False, encoding="ascii")
+    output.show([Line("→ do this – now, ünder 5 µs")], stream)
+    assert stream.text == "-> do this - now, ?nder 5 us\n"
+
+
+def test_importing_the_library_does_not_import_the_command_line() -> None:
+    code = "import sys, layerzero; sys.exit(bool({'click', 'rich', 'layerzero.cli'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=100).returncode == 0
+    assert isinstance(cli, click.Group)

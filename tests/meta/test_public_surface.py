@@ -1,0 +1,120 @@
+"""The public face is pinned: a name that comes or goes is a decision, written down here and in the changelog."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import layerzero as lz
+from layerzero import errors
+from layerzero.plugin import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SURFACE = {
+    # ops
+    "add_rms_norm", "alibi_slopes", "attention", "dequantize", "embedding", "gelu_and_mul", "layer_norm", "linear",
+    "paged_attention", "paged_batch", "quantize", "relu_and_mul", "rms_norm", "rope", "sample", "sample_topk",
+    "sample_topp", "silu_and_mul",
+    # control
+    "configure", "disabled", "get_config", "get_locks", "load_config", "lock", "prefer", "reload_config", "reset",
+    "scoped", "unlock",
+    # inspection
+    "Context", "DeviceSpec", "doctor", "dry_run", "explain", "list_kernels", "list_ops", "readiness_check", "select",
+    "validate", "which",
+    # planning
+    "plan", "__version__",
+}  # fmt: skip
+
+SIGNATURES = {
+    "attention": "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, layout='BHSD', "
+    "window=None, enable_gqa=False, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
+    "paged_attention": "(query, key_cache, value_cache, batch, context_lens=None, *, scale=None, layout='NHD', "
+    "window=None, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
+    "paged_batch": "(block_tables, context_lens, *, query_lens=None, host_lens=None)",
+    "rms_norm": "(x, weight=None, eps=1e-06, *, backend=None)",
+    "add_rms_norm": "(x, residual, weight=None, eps=1e-06, *, backend=None)",
+    "layer_norm": "(x, weight=None, bias=None, eps=1e-05, *, backend=None)",
+    "rope": "(q, k, cos, sin, *, interleaved=False, layout='BHSD', position_ids=None, inplace=False, backend=None)",
+    "sample_topk": "(logits, k, *, temperature=1.0, generator=None, backend=None)",
+    "sample_topp": "(logits, p, *, temperature=1.0, generator=None, backend=None)",
+    "quantize": "(x, fmt, *, granularity='tensor', backend=None)",
+    "lock": "(op, kernel_id)",
+    "unlock": "(op=None)",
+    "plan": "(op, *args, check=False, **kwargs)",
+    "explain": "(op, *args, **kwargs)",
+    "which": "(op, *args, **kwargs)",
+}
+
+
+@pytest.mark.req(
+    "R-API-01", "R-API-02", "R-API-03", "R-API-04", "R-API-05", "R-API-06", "R-API-07", "R-API-08", "R-API-10",
+    "R-API-11", "R-API-12", "R-API-13", "R-API-14", "R-API-15", "R-API-16", "R-API-17", "R-API-18", "R-API-19",
+    "R-API-20", "R-API-21", "R-API-22", "R-API-24",
+)  # fmt: skip
+def test_the_public_names_are_these():
+    assert set(lz.__all__) == SURFACE
+    for name in SURFACE:
+        assert getattr(lz, name) is not None
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_these(name):
+    signature = inspect.signature(getattr(lz, name))
+    bare = signature.replace(
+        parameters=[p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+    assert str(bare) == SIGNATURES[name]
+
+
+def test_every_public_thing_says_what_it_is():
+    silent = [name for name in SURFACE if name != "__version__" and not inspect.getdoc(getattr(lz, name))]
+    assert silent == []
+
+
+def test_no_module_bears_the_name_of_a_public_function():
+    """Importing such a module would replace the function."""
+    modules = {module.name for module in pkgutil.iter_modules(lz.__path__)}
+    assert modules & SURFACE == set()
+
+
+def test_every_hook_is_documented_and_in_the_authors_manual():
+    hooks = [name for name in vars(spec) if name.startswith("layerzero_")]
+    assert set(hooks) == {
+        "layerzero_capabilities", "layerzero_commands", "layerzero_decided", "layerzero_health", "layerzero_register",
+        "layerzero_warmup",
+    }  # fmt: skip
+    for name in hooks:
+        text = inspect.getdoc(getattr(spec, name)) or ""
+        assert "ires" in text, f"{name} does not say when it fires"
+    manual = (ROOT / "docs" / "plugins.md").read_text()
+    assert [name for name in hooks if f"`{name}`" not in manual] == []
+
+
+@pytest.mark.req("R-CORE-04")
+def test_every_exception_carries_a_code_and_every_code_a_message():
+    from layerzero.reasons import ReasonCode, reason
+
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if issubclass(kind, errors.LayerZeroError):
+            assert kind().code in ReasonCode
+    for code in ReasonCode:
+        assert reason(code, "V", "L").message
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    drawn = errors.__doc__ or ""
+    missing = [name for name in errors.__all__ if issubclass(getattr(errors, name), Exception) and name not in drawn]
+    assert [name for name in missing if name != "LayerZeroWarning"] == []
+
+
+def test_lazy_names_resolve_in_a_fresh_interpreter():
+    module = importlib.import_module("layerzero")
+    for name, place in module._LAZY.items():
+        assert hasattr(importlib.import_module(place), name)
