@@ -49,7 +49,7 @@ def libraries() -> Iterator[str]:
     import torch
 
     built = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    usable = torch.backends.mkldnn.is_available()
+    usable = bool(torch.backends.mkldnn.is_available())
     yield f"oneDNN {built[1] if built else 'of unknown version'} in torch" if usable else "this torch has no oneDNN"
     zentorch = dist_version("zentorch")
     if zentorch is not None:

@@ -169,7 +169,7 @@ def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool
                 contenders[item.kernel_id] = contender
         times = _interleaved(contenders, sync, quick=quick)
     lz_us, torch_us, plan_us = (times.pop(name) for name in ("", "torch", "plan"))
-    shape, seen = _shape(call), (report.chosen, report.ran, report.candidates)
+    shape, seen = _shape(call), (report.chosen, report.ran, tuple(report.candidates))
     return Stop(station, shape, *seen, check, lz_us, torch_us, times, plan_us)
 
 

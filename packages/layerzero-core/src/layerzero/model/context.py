@@ -122,6 +122,7 @@ class Context:
     _rare_mode: bool = field(init=False, repr=False, compare=False)
     _rare_order: bool = field(init=False, repr=False, compare=False)
     _uneven: bool = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind is OpKind.TOKENIZATION and self.tokenizer is None:
@@ -135,6 +136,19 @@ class Context:
         for name in _REQUIRED_DIMS.get(self.op, ()):
             if name not in given:
                 raise InvalidInputError(code="CONTEXT_FIELD_MISSING", value=name, limit=self.op)
+
+    def __hash__(self) -> int:
+        """Computed once: a context is hashed at every look into the selection cache."""
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(tuple(getattr(self, name) for name in _COMPARED))
+            object.__setattr__(self, "_hash", found)
+            return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was computed stays behind: a hash of strings means nothing in another process.
+        return _restored, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
 
     def _has_rare_dtype(self) -> bool:
         """Mixed or special dtypes, quantization, index or cache dtypes: most kernels need not look closer."""
@@ -288,6 +302,11 @@ class Context:
         }
 
 
+def _restored(given: dict[str, Any]) -> Context:
+    return Context(**given)
+
+
+_COMPARED = tuple(f.name for f in fields(Context) if f.compare)
 _FIELD_NAMES = frozenset(f.name for f in fields(Context) if not f.name.startswith("_"))
 _POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation"})
 

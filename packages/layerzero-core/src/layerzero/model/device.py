@@ -229,6 +229,10 @@ class DeviceSpec:
         """Whether matrix products of float32 can run in TF32 (NVIDIA from SM80)."""
         return self.sm_version is not None and self.sm_version >= 80
 
+    def __hash__(self) -> int:
+        """Equal devices have equal signatures, and the signature is computed once."""
+        return hash((self.signature, self.index))
+
     @cached_property
     def signature(self) -> str:
         """Short stable hash of what kernel choice depends on: the silicon and the torch, toolkit and driver under it.

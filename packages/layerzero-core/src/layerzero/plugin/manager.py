@@ -211,7 +211,7 @@ class _Loading:
         fixes: list[str] = []
         usable = False
         for capabilities in registrar.backends.values():
-            backend, fix = _backend_spec(capabilities, item)
+            backend, fix = _backend_spec(capabilities, item, empty=not registrar.all_kernels())
             version = backend.vendor_version or item.version or "0"
             kernels = (replace(kernel, version=version) for kernel in capabilities.kernels)
             registry = registry.add(kernels, backend)
@@ -237,8 +237,11 @@ class _Loading:
         )
 
 
-def _backend_spec(capabilities: Capabilities, item: Found) -> tuple[BackendSpec, str]:
+def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tuple[BackendSpec, str]:
     vendor_version, reasons, fix = vendor_presence(capabilities)
+    if empty and not reasons:
+        stub = reason("BACKEND_STUB")
+        reasons, fix = (stub,), stub.hint
     made = BackendSpec(
         name=capabilities.backend,
         dist=item.dist,

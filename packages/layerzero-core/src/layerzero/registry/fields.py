@@ -7,6 +7,7 @@ JSON Schema is printed from them; to add a field, add a row here and say in `bui
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
@@ -36,8 +37,11 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
+_PLAIN_SPECIFIER = re.compile(r"(?:[<>]=?|[=!~]=)\d+(?:\.\d+)+(?:,(?:[<>]=?|[=!]=)\d+(?:\.\d+)*)*\Z")
+
+
 def _specifier(text: str) -> None:
-    if text in ("", DEFAULT_API):  # packaging takes 13 ms to import, and a core alone needs no other specifier
+    if text in ("", DEFAULT_API) or _PLAIN_SPECIFIER.match(text):  # packaging takes 13 ms to import
         return
     from packaging.specifiers import SpecifierSet
 

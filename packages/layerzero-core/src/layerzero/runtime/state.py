@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.health.breaker import HealthBook
-from layerzero.model.config import CacheSettings, Policy
+from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
@@ -64,7 +65,6 @@ class Runtime:
         self._lock = threading.RLock()
         self._world: World | None = None
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
-        self._cache_bounds: tuple[int, float | None] = (CacheSettings().max_entries, CacheSettings().ttl_s)
         self.counters = Counters()
         self.health = HealthBook()
         self.records: tuple[PluginRecord, ...] = ()
@@ -92,12 +92,16 @@ class Runtime:
         with self._lock:
             if self._world is not None and not again:
                 return self._world
+            from layerzero import env
             from layerzero.plugin.manager import load_plugins
 
-            loaded = load_plugins()
+            policy = self._policy_source()
+            # Who may come in is policy too: environment, and files that may speak of it, merged.
+            allowed, denied = policy.plugins.get("allow"), policy.plugins.get("deny", ())
+            only = None if allowed is None else tuple(allowed)
+            loaded = load_plugins(env=replace(env.read(), plugins=only, plugins_deny=tuple(denied)))
             self.records = loaded.records
             self.plugin_manager = loaded.pm
-            policy = self._policy_source()
             self._apply(policy)
             return self._install(World(registry=loaded.registry, ops={**loaded.ops, **builtin_ops}, policy=policy))
 
@@ -151,19 +155,11 @@ class Runtime:
         health = self.health.snapshot()
         if world.health.version != health.version:
             world = world.changed(health=health)
-        self._fit_cache(world.policy)
         self._world = now.world = world
         self.counters.swaps += 1
         for listener in tuple(self._listeners):
             listener(world)
         return world
-
-    def _fit_cache(self, policy: Policy) -> None:
-        """Give the selection cache the bounds the policy asks for; decisions are kept while the bounds stay."""
-        wanted = policy.cache
-        if (wanted.max_entries, wanted.ttl_s) != self._cache_bounds:
-            self.cache = SelectionCache(wanted.max_entries, ttl_s=wanted.ttl_s)
-            self._cache_bounds = (wanted.max_entries, wanted.ttl_s)
 
     def _health_changed(self, health: Any) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ anything until it is used:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from layerzero.torch_ops import calls
 from layerzero.torch_ops.imports import after_import
 
 __all__ = ["NAMESPACE", "OPAQUE", "install"]
+
+_log = logging.getLogger("layerzero.torch_ops")
 
 NAMESPACE = "layerzero"
 
@@ -70,6 +73,10 @@ def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str |
 
 
 def _trace() -> None:
-    from layerzero.torch_ops import traced
+    # This runs inside somebody else's `import torch._dynamo`, which must not fail for our sake.
+    try:
+        from layerzero.torch_ops import traced
 
-    traced.register()
+        traced.register()
+    except Exception:
+        _log.warning("torch.compile cannot trace LayerZero's ops with this torch; they break graphs", exc_info=True)

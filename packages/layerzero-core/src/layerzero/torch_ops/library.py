@@ -44,26 +44,26 @@ class OpaqueOp:
 
 
 _ATTENTION = (
-    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, str causal, float? scale, str layout, "
-    "SymInt[]? window, float? softcap, Tensor? alibi_slopes, str? backend=None)"
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, str causal, Scalar? scale, str layout, "
+    "SymInt[]? window, Scalar? softcap, Tensor? alibi_slopes, str? backend=None)"
 )
 _PAGED = (
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lens, "
-    "Tensor? query_lens, SymInt[]? context_lens_host, SymInt[]? query_lens_host, float? scale, str layout, "
-    "SymInt[]? window, float? softcap, Tensor? alibi_slopes, str? backend=None)"
+    "Tensor? query_lens, SymInt[]? context_lens_host, SymInt[]? query_lens_host, Scalar? scale, str layout, "
+    "SymInt[]? window, Scalar? softcap, Tensor? alibi_slopes, str? backend=None)"
 )
 _ROPE = "Tensor cos, Tensor sin, bool interleaved, str layout, Tensor? position_ids, str? backend=None)"
 _EMBEDDING = "(Tensor ids, Tensor weight, SymInt? padding_idx=None, str? backend=None) -> Tensor"
-_TEMPERATURE = "float temperature, Tensor? temperature_rows, str? backend=None) -> Tensor"
+_TEMPERATURE = "Scalar temperature, Tensor? temperature_rows, str? backend=None) -> Tensor"
 _SAMPLE = (
-    "(Tensor logits, SymInt? top_k, Tensor? top_k_rows, float? top_p, Tensor? top_p_rows, float? min_p, "
+    "(Tensor logits, SymInt? top_k, Tensor? top_k_rows, Scalar? top_p, Tensor? top_p_rows, Scalar? min_p, "
     "Tensor? min_p_rows, "
 )
 _QUANTIZED = (
     "(Tensor data, Tensor scale, Tensor? zero_point, Tensor? tensor_scale, str fmt, str granularity, "
     "SymInt? block_size, SymInt[] shape, ScalarType dtype, str? backend=None)"
 )
-_NORM = "Tensor? weight, float eps, str? backend=None)"
+_NORM = "Tensor? weight, Scalar eps, str? backend=None)"
 
 OPS: tuple[OpaqueOp, ...] = (
     OpaqueOp(
@@ -100,7 +100,7 @@ OPS: tuple[OpaqueOp, ...] = (
     ),
     OpaqueOp(
         "layer_norm",
-        "(Tensor x, Tensor? weight, Tensor? bias, float eps, str? backend=None) -> Tensor",
+        "(Tensor x, Tensor? weight, Tensor? bias, Scalar eps, str? backend=None) -> Tensor",
         calls.layer_norm,
         fakes.same,
         plain.layer_norm,
@@ -134,7 +134,7 @@ OPS: tuple[OpaqueOp, ...] = (
         "sample_topk", f"(Tensor logits, SymInt k, Tensor? k_rows, {_TEMPERATURE}", calls.sample_topk, fakes.ids, random=True
     ),
     OpaqueOp(
-        "sample_topp", f"(Tensor logits, float p, Tensor? p_rows, {_TEMPERATURE}", calls.sample_topp, fakes.ids, random=True
+        "sample_topp", f"(Tensor logits, Scalar p, Tensor? p_rows, {_TEMPERATURE}", calls.sample_topp, fakes.ids, random=True
     ),
     OpaqueOp("sample", f"{_SAMPLE}{_TEMPERATURE}", calls.sample, fakes.ids, random=True),
     OpaqueOp(
@@ -187,7 +187,7 @@ def _define(library: torch.library.Library, op: OpaqueOp) -> None:
         library.impl(op.name, _without_gradient(overload), "Autograd")
     else:
         torch.library.register_autograd(full, _backward(op), setup_context=_remember, lib=library)
-        torch.library.register_vmap(full, _vmap(op.plain, count), lib=library)
+        torch.library.register_vmap(full, _vmap(overload), lib=library)
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(op.name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
 
@@ -289,10 +289,16 @@ def _backward(op: OpaqueOp) -> Callable[..., Any]:
     return backward
 
 
-def _vmap(derivable: Callable[..., Any], count: int) -> Callable[..., Any]:
+def _vmap(overload: Any) -> Callable[..., Any]:
+    """One call for each sample: no kernel knows of a batch axis that is not its own."""
+
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        batched = torch.vmap(derivable, in_dims=_fill(in_dims, count), randomness=info.randomness)
-        out = batched(*_fill(args, count))
-        return out, tuple(0 for _ in out) if isinstance(out, tuple) else 0
+        found = [
+            overload(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if not isinstance(found[0], tuple):
+            return torch.stack(found), 0
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])
 
     return rule

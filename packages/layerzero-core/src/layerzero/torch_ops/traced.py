@@ -15,7 +15,9 @@ Inside a compiled region
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -147,6 +149,8 @@ def paged_batch(
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> PagedBatch:
     """Twin of `lz.paged_batch`."""
+    if host_lens is None:
+        torch._dynamo.graph_break(msg="lz.paged_batch reads lengths from a tensor; give it host_lens to keep one graph")
     return make_paged_batch(block_tables, context_lens, query_lens, host_lens)
 
 
@@ -325,3 +329,18 @@ def register() -> None:
         trace_rules.add(f"layerzero.{room}")
     for name, twin in TWINS.items():
         torch.compiler.substitute_in_graph(calls.functions[name])(twin)
+        _run_natively(calls.functions[name].__code__)
+    for item in vars(importlib.import_module("layerzero.public.planning")).values():
+        if isinstance(item, FunctionType):
+            _run_natively(item.__code__)
+
+
+def _run_natively(code: CodeType) -> None:
+    """Where a graph breaks at one of our calls, nothing below it is compiled: no kernel, no vendor's code."""
+    from torch._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            _run_natively(inner)

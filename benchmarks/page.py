@@ -1,0 +1,94 @@
+"""Render benchmarks/README.md from the kept JSON files, so that the page never says what was not measured.
+
+python benchmarks/page.py            # write it
+python benchmarks/page.py --check    # exit 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE / "README.md"
+
+INTRO = """# Benchmarks
+
+Every figure here is rendered from a JSON file under `results/<machine>/` by `python benchmarks/page.py`; a test keeps
+page and files together. Overheads are differences of medians from one interleaved run: the public call against the
+chosen kernel's own function. The limits are the design's budget for an idle server on which reading `tensor.shape`
+takes 140 ns; each machine's own reading stands above its table, and the last column divides by the ratio of the two,
+to compare like with like.
+
+Make them again with `make prove-overhead` (or `python benchmarks/overhead.py --machine NAME`) on an idle machine.
+"""
+
+BUDGET_SHAPE_NS = 140.0
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def section(name: str, data: dict[str, Any]) -> str:
+    machine = data["machine"]
+    shape = data["calibration_ns"]["shape"]
+    ratio = max(1.0, shape / BUDGET_SHAPE_NS)
+    title = f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
+    lines = [
+        f"## {name}: dispatch overhead",
+        "",
+        f"{title}; Python {machine['python']}, torch {machine['torch']}; load before the run {machine['load']}; commit "
+        f"`{data['commit']}`; reading `.shape` takes {shape:.0f} ns here ({ratio:.2f}× the budget's machine).",
+        "",
+        "| figure | µs | limit | verdict | at the budget's speed |",
+        "|---|---:|---:|---|---:|",
+    ]
+    for figure, value in data["figures"].items():
+        limit = data["limits"].get(figure)
+        verdict = "" if limit is None else "within" if value <= limit else "over"
+        shown = "" if limit is None else _number(limit)
+        lines.append(f"| {figure} | {_number(value)} | {shown} | {verdict} | {_number(value / ratio)} |")
+    decode, threads, parts = data["decode"], data["threads"], data["parts"]
+    few, many = (data["figures"][f"attention hot, empty kernel{tail}"] for tail in ("", ", many keys"))
+    lines += [
+        "",
+        f"- Growing keys: {data['keys']['few']} against {data['keys']['many']} cached keys change a hot attention call by "
+        f"{100 * (many / few - 1):+.1f} %.",
+        f"- Decode loop: {decode['selections']} selections in {decode['steps']} steps over {decode['cache']}; overhead median "
+        f"{decode['median_us']:.2f} µs, mean without the outer 5 % {decode['trimmed_mean_us']:.2f} µs.",
+        f"- A hot lookup: median {parts['hot lookup median']:.2f} µs, p99 {parts['hot lookup p99']:.2f} µs, "
+        f"{parts['lookups per second']:,.0f} a second on one thread; building a Context {parts['context build']:.0f} µs; a hit in "
+        f"the selection cache {parts['selection cache hit']:.2f} µs.",
+        f"- {threads['threads']} threads × {threads['lookups_each']} mixed lookups under {threads['swaps']} swaps of the World: "
+        f"{threads['errors']} errors, {threads['stale']} stale choices.",
+    ]
+    peers = "; ".join(
+        f"{peer} {value:.1f} µs" if isinstance(value, float) else f"{peer} {value}"
+        for peer, value in data["peers"].items()
+    )
+    lines.append(f"- Peers in the same run, overhead of one call: {peers}.")
+    return "\n".join(lines) + "\n"
+
+
+def render(results: Path = HERE / "results") -> str:
+    """The whole page."""
+    found = [
+        section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/overhead.json"))
+    ]
+    return "\n".join([INTRO, *found])
+
+
+def main() -> int:
+    text = render()
+    if "--check" in sys.argv:
+        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    print(f"wrote {PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,519 @@
+"""Selection as a pure function: GPUs that are not here, kernels that exist on paper only, measurements made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.device import named_device
+from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, UnknownNameError
+from layerzero.model.config import Policy
+from layerzero.model.context import Context, TokenizerIdentity
+from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, OpKind, Platform
+from layerzero.model.formula import Formula
+from layerzero.model.kernel import BackendSpec, KernelSpec, Limit
+from layerzero.model.op import OperationSpec
+from layerzero.registry.kernels import KernelRegistry
+from layerzero.runtime.current import builtin_ops
+from layerzero.runtime.state import state
+from layerzero.selection.engine import refuse, select
+from layerzero.selection.world import Measurements, World
+
+CUDA = frozenset({Platform.CUDA})
+FULL = frozenset("gqa mask_bool mask_float dropout backward causal_top_left causal_bottom_right lse window".split())
+HALVES = frozenset({"float16", "bfloat16"})
+
+
+def spec(kernel_id: str, **fields: Any) -> KernelSpec:
+    backend, op, _ = kernel_id.split(".")
+    given: dict[str, Any] = {
+        "platforms": CUDA,
+        "dtypes": HALVES,
+        "features": FULL,
+        "layouts": frozenset({Layout.BHSD, Layout.BSHD}),
+        "grid_layout": "library",
+        "priority": 50.0,
+    }
+    return KernelSpec(kernel_id=kernel_id, op=op, backend=backend, function="vendor:f", **{**given, **fields})
+
+
+REFERENCE = spec(
+    "reference.attention.plain",
+    platforms=frozenset(Platform),
+    dtypes=frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn"}),
+    features=FULL | {"softcap", "alibi", "head_dim_v"},
+    priority=-10.0,
+    deterministic=True,
+    graph_safe=True,
+)
+HEAD_DIMS = (("head_dim", Limit(max=256, multiple_of=8)),)
+FA2 = spec("flash2.attention.fwd", min_sm=80, priority=60, limits=HEAD_DIMS, stride_last_dim=1)
+FA3 = spec(
+    "flash3.attention.fwd",
+    min_sm=90,
+    max_sm=90,
+    supported_generations=frozenset({GPUGeneration.HOPPER}),
+    instruction_families=frozenset({InstructionFamily.WGMMA}),
+    priority=80,
+    limits=HEAD_DIMS,
+    stride_last_dim=1,
+)
+FA4 = spec(
+    "flash4.attention.fwd",
+    min_sm=90,
+    instruction_families=frozenset({InstructionFamily.WGMMA, InstructionFamily.TCGEN05}),
+    features=FULL - {"dropout", "mask_bool", "mask_float"},
+    priority=75,
+    limits=HEAD_DIMS,
+    stride_last_dim=1,
+)
+FLASHINFER = spec("flashinfer.attention.prefill", min_sm=75, priority=55, limits=HEAD_DIMS, stride_last_dim=1)
+FP8 = spec("fp8.attention.fwd", dtypes=frozenset({"float8_e4m3fn"}), min_sm=90, priority=50)
+MATH = spec("sdpa.attention.math", dtypes=HALVES | {"float32"}, priority=5, deterministic=True, graph_safe=True)
+ALL = (REFERENCE, FA2, FA3, FA4, FLASHINFER, FP8, MATH)
+
+
+def world(*kernels: KernelSpec, policy: Policy | None = None, **parts: Any) -> World:
+    registry = KernelRegistry().add(kernels or ALL)
+    return World(registry=registry, ops=builtin_ops, policy=policy or Policy(), **parts)
+
+
+def call(device: str = "h100", dtype: str = "float16", **changes: Any) -> Context:
+    sizes = {"batch": 2, "num_heads": 8, "num_kv_heads": 8, "seq_len_q": 512, "seq_len_k": 512, "head_dim": 128}
+    sizes["head_dim_v"] = changes.get("head_dim", 128)
+    fields = {name: value for name, value in changes.items() if name not in sizes}
+    dims = tuple({**sizes, **{n: v for n, v in changes.items() if n in sizes}}.items())
+    given: dict[str, Any] = {"device": named_device(device), "dtype": dtype, "dtypes": (dtype,), "layout": Layout.BHSD}
+    return Context(op="attention", dims=dims, **{**given, **fields})
+
+
+def codes(ctx: Context, kernel_id: str, here: World | None = None) -> list[str]:
+    return [item.code.value for item in select(ctx, here or world()).candidate(kernel_id).reasons]
+
+
+# -- hardware -------------------------------------------------------------------------------------
+@pytest.mark.req("R-GEN-02", "R-GEN-03", "R-SEL-02")
+@pytest.mark.parametrize(
+    ("device", "winner"),
+    [
+        ("t4", "flashinfer.attention.prefill"),
+        ("a100", "flash2.attention.fwd"),
+        ("l40s", "flash2.attention.fwd"),
+        ("h100", "flash3.attention.fwd"),
+        ("h200", "flash3.attention.fwd"),
+        ("b200", "flash4.attention.fwd"),
+        ("b300", "flash4.attention.fwd"),
+        ("rtx5090", "flash2.attention.fwd"),
+    ],
+)
+def test_each_generation_gets_its_own_kernel(device: str, winner: str) -> None:
+    assert select(call(device), world()).chosen == winner
+
+
+@pytest.mark.req("R-GEN-03")
+@pytest.mark.parametrize("device", ["b200", "gb200", "b300", "thor", "rtx5090", "gb10"])
+def test_fa3_never_runs_on_blackwell_not_even_locked(device: str) -> None:
+    found = codes(call(device), "flash3.attention.fwd")
+    assert {"SM_TOO_NEW", "GENERATION_UNSUPPORTED"} <= set(found)
+    locked = select(call(device), world(policy=Policy(locks=(("attention", "flash3.attention.fwd"),))))
+    assert locked.chosen == ""
+    assert refuse(locked).code == "LOCKED_KERNEL_UNAVAILABLE"
+
+
+@pytest.mark.req("R-GEN-02")
+def test_generation_and_instruction_family_are_named_in_the_reason() -> None:
+    (old, generation, family) = select(call("a100"), world()).candidate("flash3.attention.fwd").reasons
+    assert (old.code, old.value, old.limit) == ("SM_TOO_OLD", 80, 90)
+    assert (generation.code, generation.value, generation.limit) == ("GENERATION_UNSUPPORTED", "AMPERE", "HOPPER")
+    assert family.code == "INSTRUCTION_FAMILY_MISSING"
+
+
+@pytest.mark.req("R-SEL-17")
+def test_dtypes_follow_the_hardware() -> None:
+    for kernel in ("flash2.attention.fwd", "flash3.attention.fwd", "flash4.attention.fwd", "sdpa.attention.math"):
+        assert select(call("h100", "float16"), world()).candidate(kernel).accepted
+    assert select(call("t4", "float16"), world()).chosen == "flashinfer.attention.prefill"
+    assert "BF16_UNSUPPORTED" in codes(call("t4", "bfloat16"), "flashinfer.attention.prefill")
+    assert select(call("a100", "bfloat16"), world()).chosen == "flash2.attention.fwd"
+    assert select(call("h100", "float32"), world()).chosen == "sdpa.attention.math"
+    assert select(call("h100", "float8_e4m3fn"), world()).chosen == "fp8.attention.fwd"
+    assert "SM_TOO_OLD" in codes(call("l40s", "float8_e4m3fn"), "fp8.attention.fwd")
+    assert "FP8_UNSUPPORTED" in codes(call("a100", "float8_e4m3fn"), "reference.attention.plain")
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+@pytest.mark.req("R-SEL-15")
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_usual_head_dims_are_taken(head_dim: int) -> None:
+    decision = select(call(head_dim=head_dim), world())
+    assert decision.chosen == "flash3.attention.fwd"
+    assert decision.candidate("flashinfer.attention.prefill").accepted
+
+
+@pytest.mark.req("R-SEL-15")
+def test_head_dims_outside_the_rule_are_flagged() -> None:
+    for kernel in ("flash2.attention.fwd", "flash3.attention.fwd", "flashinfer.attention.prefill"):
+        assert codes(call(head_dim=84), kernel) == ["HEAD_DIM_NOT_MULTIPLE"]
+        assert codes(call(head_dim=320), kernel) == ["HEAD_DIM_TOO_LARGE"]
+        assert "HEAD_DIM_TOO_LARGE" in codes(call(head_dim=257), kernel)
+    decision = select(call(head_dim=320), world())
+    assert decision.chosen == "sdpa.attention.math"
+    why = decision.candidate("flash2.attention.fwd").reasons[0]
+    assert (why.value, why.limit) == (320, 256)
+
+
+@pytest.mark.req("R-SEL-16")
+def test_batch_times_heads_is_a_limit_of_the_kernel_that_has_it() -> None:
+    grid = (Formula("(seq_len_q + 127) // 128"), Formula("batch * num_heads"), Formula("1"))
+    limited = spec("mine.attention.rows", priority=90, limits=(("batch_heads", Limit(max=65_535)),))
+    gridded = spec("mine.attention.grid", priority=91, grid_layout=grid)
+    here = world(REFERENCE, limited, gridded)
+    at = call(batch=65_535, num_heads=1, num_kv_heads=1)
+    assert select(at, here).candidate("mine.attention.rows").accepted
+    assert select(at, here).candidate("mine.attention.grid").accepted
+    beyond = call(batch=65_536, num_heads=1, num_kv_heads=1)
+    decision = select(beyond, here)
+    assert decision.chosen == "reference.attention.plain"
+    for kernel in ("mine.attention.rows", "mine.attention.grid"):
+        (why,) = decision.candidate(kernel).reasons
+        assert why.code == "CUDA_BLOCK_LIMIT_EXCEEDED"
+        assert str(65_536) in str(why.value)
+        assert str(65_535) in str(why.limit)
+    assert select(beyond, world()).chosen == "flash3.attention.fwd", "the limit is no rule for everybody"
+
+
+@pytest.mark.req("R-SEL-07", "R-SEL-18", "R-SEL-20")
+def test_strides_and_layouts_decide() -> None:
+    from layerzero.model.context import Strides
+
+    skipping = call(strides=Strides(last=2, aligned=True, order="other"))
+    assert select(skipping, world()).chosen == "sdpa.attention.math"
+    assert codes(skipping, "flash3.attention.fwd") == ["STRIDE_LAST_DIM"]
+    only = spec("rows.attention.bshd", priority=99, layouts=frozenset({Layout.BSHD}))
+    picky = spec("tight.attention.any", priority=98, contiguous=True)
+    here = world(*ALL, only, picky)
+    assert select(call(layout=Layout.BSHD), here).chosen == "rows.attention.bshd"
+    assert select(call(layout=Layout.BHSD), here).chosen == "tight.attention.any"
+    assert codes(call(layout=Layout.BHSD), "rows.attention.bshd", here) == ["LAYOUT_UNSUPPORTED"]
+    assert select(call(strides=Strides(order="swapped")), here).chosen == "flash3.attention.fwd"
+
+
+@pytest.mark.req("R-SEL-07", "R-SEL-19")
+def test_what_a_kernel_does_not_declare_it_does_not_get() -> None:
+    masked = call(needs=frozenset({"mask_bool"}))
+    assert codes(masked, "flash4.attention.fwd") == ["MASK_UNSUPPORTED"]
+    sparse = call(needs=frozenset({"block_mask"}))
+    assert codes(sparse, "flash3.attention.fwd") == ["BLOCK_MASK_UNSUPPORTED"]
+    taker = spec("flex.attention.block", features=FULL | {"block_mask"}, priority=1)
+    assert select(sparse, world(*ALL, taker)).chosen == "flex.attention.block"
+    assert select(sparse, world()).chosen == ""
+    biased = call(needs=frozenset({"alibi"}))
+    decision = select(biased, world())
+    assert decision.chosen == "reference.attention.plain"
+    assert decision.is_fallback
+
+
+@pytest.mark.req("R-SEL-09")
+def test_no_fallback_where_the_preferred_backend_serves() -> None:
+    here = world(policy=Policy(prefer=("flash2",)))
+    for head_dim in (64, 128):
+        for dtype in ("float16", "bfloat16"):
+            for heads in (8, 2):
+                needs = frozenset({"causal_top_left"} | ({"gqa"} if heads == 2 else set()))
+                decision = select(call("h100", dtype, head_dim=head_dim, num_kv_heads=heads, needs=needs), here)
+                assert decision.chosen == "flash2.attention.fwd"
+                assert not decision.is_fallback
+
+
+# -- modes ----------------------------------------------------------------------------------------
+@pytest.mark.req("R-SEL-02")
+def test_determinism_and_capture_filter() -> None:
+    assert codes(call(deterministic=True), "flash3.attention.fwd") == ["NOT_DETERMINISTIC"]
+    assert select(call(deterministic=True), world()).chosen == "sdpa.attention.math"
+    assert codes(call(capturing=True), "flash3.attention.fwd") == ["CUDA_GRAPH_UNSAFE"]
+    assert select(call(capturing=True), world()).chosen == "sdpa.attention.math"
+    refused = select(call(capturing=True), world(FA2, FA3))
+    assert isinstance(refuse(refused), CudaGraphUnsafeError)
+
+
+@pytest.mark.req("R-POL-13")
+def test_the_graph_whitelist_is_policy() -> None:
+    strict = Policy(graph_strict_mode=True, graph_whitelist=("sdpa.*",))
+    decision = select(call(capturing=True), world(policy=strict))
+    assert decision.chosen == "sdpa.attention.math"
+    found = [item.code.value for item in decision.candidate("reference.attention.plain").reasons]
+    assert found == ["GRAPH_NOT_WHITELISTED"]
+    assert select(call(), world(policy=strict)).chosen == "flash3.attention.fwd"
+
+
+@pytest.mark.req("R-MEM-02")
+def test_workspace_is_held_against_free_memory() -> None:
+    greedy = spec("greedy.attention.k", priority=99, workspace=Formula("batch * num_heads * seq_len_q * seq_len_k * 4"))
+    need = 2 * 8 * 512 * 512 * 4
+    assert select(call(), world(*ALL, greedy, free_memory=need)).chosen == "greedy.attention.k"
+    tight = world(*ALL, greedy, free_memory=need + 2**20 - 1, policy=Policy(memory_headroom_mb=1))
+    (why,) = select(call(), tight).candidate("greedy.attention.k").reasons
+    assert (why.code, why.value) == ("MEMORY_HEADROOM_EXCEEDED", need)
+
+
+def test_an_unavailable_backend_gives_its_own_reason() -> None:
+    from layerzero.reasons import reason
+
+    why = reason("BACKEND_NOT_INSTALLED", "flash-attn", "flash-attn")
+    registry = (
+        KernelRegistry()
+        .add((REFERENCE,))
+        .add((FA2,), BackendSpec(name="flash2", available=False, reasons=(why,)))
+    )
+    decision = select(call("a100"), World(registry=registry, ops=builtin_ops))
+    assert decision.candidate("flash2.attention.fwd").reasons == (why,)
+    assert decision.is_fallback
+
+
+# -- score ----------------------------------------------------------------------------------------
+def measured(times: dict[str, float], noise: float = 0.02) -> Measurements:
+    return Measurements(lambda kernel_id, ctx: times.get(kernel_id), repr(sorted(times.items())), noise)
+
+
+@pytest.mark.req("R-SEL-03")
+def test_the_score_is_the_sum_of_its_parts() -> None:
+    here = world(
+        policy=Policy(prefer=("flash2",), boosts=(("flash2.*", 3.0),)),
+        measurements=measured({"flash2.attention.fwd": 120.0, "flash3.attention.fwd": 100.0}),
+    )
+    for item in select(call(), here).candidates:
+        if item.accepted:
+            assert item.score == pytest.approx(sum(value for _, value in item.score_parts))
+            assert [name for name, _ in item.score_parts] == ["priority", "policy", "measured", "transforms"]
+    slower = dict(select(call(), here).candidate("flash2.attention.fwd").score_parts)
+    assert slower["policy"] == 23.0
+    assert slower["measured"] == pytest.approx(-2.0)
+
+
+@pytest.mark.req("R-SEL-03")
+def test_where_there_are_measurements_they_decide_not_priorities() -> None:
+    times = {"sdpa.attention.math": 50.0, "flash3.attention.fwd": 60.0, "flash2.attention.fwd": 55.0}
+    times |= {"flash4.attention.fwd": 70.0, "flashinfer.attention.prefill": 500.0, "reference.attention.plain": 9e3}
+    decision = select(call(), world(measurements=measured(times)))
+    assert decision.ranking[:4] == (
+        "sdpa.attention.math",
+        "flash2.attention.fwd",
+        "flash3.attention.fwd",
+        "flash4.attention.fwd",
+    )
+    assert decision.winner.measured_us == 50.0
+
+
+@pytest.mark.req("R-SEL-10")
+def test_inside_the_noise_the_kernel_id_decides_the_same_way_every_time() -> None:
+    times = dict.fromkeys((kernel.kernel_id for kernel in ALL), 100.0)
+    for jitter in (0.0, 0.5, 1.9):
+        shaken = {**times, "flash2.attention.fwd": 100.0 + jitter, "sdpa.attention.math": 100.0 + jitter / 2}
+        assert select(call(), world(measurements=measured(shaken))).chosen == "flash2.attention.fwd"
+    assert select(call(), world(measurements=measured({**times, "flash2.attention.fwd": 103.0}))).chosen != (
+        "flash2.attention.fwd"
+    )
+
+
+@pytest.mark.req("R-SEL-10")
+def test_equal_worlds_decide_equally_whatever_the_order_of_registration() -> None:
+    first = select(call(), world(*ALL))
+    for kernels in (ALL[::-1], ALL[3:] + ALL[:3]):
+        again = select(call(), world(*kernels))
+        assert again.chosen == first.chosen
+        assert again.ranking == first.ranking
+        assert [c.to_json() for c in again.candidates] == [c.to_json() for c in first.candidates]
+
+
+@pytest.mark.req("R-POL-05")
+def test_prefer_avoid_and_boost_move_the_score() -> None:
+    base = select(call(), world()).candidate("flash2.attention.fwd").score or 0.0
+    for policy, change in (
+        (Policy(prefer=("flash2",)), 20.0),
+        (Policy(avoid=("flash2.*",)), -50.0),
+        (Policy(boosts=(("flash2.attention.fwd", 7.5),)), 7.5),
+    ):
+        moved = select(call(), world(policy=policy)).candidate("flash2.attention.fwd").score or 0.0
+        assert moved - base == pytest.approx(change)
+
+
+# -- the report -----------------------------------------------------------------------------------
+@pytest.mark.req("R-SEL-05", "R-SEL-06", "R-API-17")
+def test_the_report_holds_every_candidate_with_reasons_scores_and_costs(lab: Any) -> None:
+    q = torch.randn(1, 2, 5, 16)
+    report = lz.explain("attention", q, q, q, is_causal=True)
+    assert report.chosen == "sdpa.attention.flash_cpu"
+    assert {item.kernel_id for item in report.candidates} == {k.kernel_id for k in lab.registry.by_op("attention")}
+    for item in report.candidates:
+        assert item.accepted is (item.score is not None)
+        if item.kernel_id != report.chosen:
+            assert item.reasons
+            assert all(why.code and why.message for why in item.reasons)
+            assert item.flip
+    assert report.reasons["sdpa.attention.flash"][0].code == "PLATFORM_MISMATCH"
+    data = json.loads(report.to_json())
+    assert data["chosen"] == report.chosen
+    assert {"transform_cost_total", "fused_ops", "candidates", "context", "ran", "policy_hash"} <= data.keys()
+    assert report.fused_ops == ()
+    text = str(report)
+    assert report.chosen in text
+    assert "PLATFORM_MISMATCH" in text
+
+
+def test_a_fused_kernel_says_what_it_fuses(lab: Any) -> None:
+    lab.use(lab.kernel("fused.add_rms_norm.k", fuses=("add", "rms_norm"), priority=99))
+    x = torch.randn(2, 8)
+    assert lz.explain("add_rms_norm", x, x, torch.ones(8)).fused_ops == ("add", "rms_norm")
+
+
+@pytest.mark.req("R-API-16", "R-API-18", "R-API-24", "R-API-30")
+def test_select_which_and_dry_run_agree_and_run_nothing(lab: Any) -> None:
+    q = torch.randn(1, 5, 2, 16)
+    decision = lz.select("attention", q, q, q, layout="BSHD")
+    plan = lz.dry_run("attention", q, q, q, layout="BSHD")
+    assert decision.chosen == lz.which("attention", q, q, q, layout="BSHD") == plan.kernel_id
+    assert plan.transforms == ["layout:BSHD->BHSD"]
+    assert plan.debug_info is decision
+    assert lab.tries == []
+    _, ran = lab.run(lz.attention, q, q, q, layout="BSHD")
+    assert ran == [decision.chosen]
+
+
+@pytest.mark.req("R-API-19")
+def test_list_kernels_filters_by_op_backend_and_availability(lab: Any) -> None:
+    names = [kernel.kernel_id for kernel in lz.list_kernels("attention")]
+    assert "sdpa.attention.math" in names
+    assert "torch.rms_norm.native" not in names
+    assert {kernel.backend for kernel in lz.list_kernels(backend="torch")} == {"torch"}
+    assert len(lz.list_kernels()) == len(lab.registry)
+    assert lz.list_kernels("attention", available=False) == []
+    with pytest.raises(UnknownNameError):
+        lz.list_kernels("attentoin")
+
+
+@pytest.mark.req("R-API-20")
+def test_validate_lists_every_objection_or_none(lab: Any) -> None:
+    q = torch.randn(1, 2, 5, 16)
+    assert lz.validate("sdpa.attention.math", q, q, q) == []
+    found = lz.validate("sdpa.attention.math", q, q, q, softcap=2.0, return_lse=True)
+    assert {why.code for why in found} == {"SOFTCAP_UNSUPPORTED", "LSE_UNSUPPORTED"}
+    with pytest.raises(UnknownNameError) as caught:
+        lz.validate("torch.rms_norm.native", q, q, q, op="attention")
+    assert caught.value.code == "KERNEL_UNKNOWN"
+
+
+def test_a_context_may_stand_for_a_call_but_only_of_its_own_op(lab: Any) -> None:
+    ctx = Context.from_tensors(torch.randn(1, 2, 5, 16), layout="BHSD")
+    assert lz.which("attention", ctx) == "sdpa.attention.flash_cpu"
+    with pytest.raises(ValueError, match="VALUE_INVALID"):
+        lz.which("rms_norm", ctx)
+
+
+def test_explain_answers_for_a_device_that_is_not_here(lab: Any) -> None:
+    meta = [torch.empty(1, 8, 128, 64, dtype=torch.float16, device="meta") for _ in range(3)]
+    chosen = {}
+    for name in ("h100", "t4", "cpu"):
+        ctx = Context.from_tensors(*meta, layout="BHSD", device=named_device(name) if name != "cpu" else None)
+        chosen[name] = lz.explain("attention", ctx).chosen
+    assert chosen["h100"] == "sdpa.attention.cudnn"
+    assert chosen["t4"] == "sdpa.attention.efficient"
+
+
+# -- refusals, caches -----------------------------------------------------------------------------
+@pytest.mark.req("R-EXC-02")
+def test_a_refusal_names_every_objection() -> None:
+    here = world(FA2, FA3)
+    decision = select(call("t4"), here)
+    assert decision.chosen == ""
+    error = refuse(decision)
+    assert isinstance(error, NoKernelFoundError)
+    assert error.code == "NO_KERNEL"
+    assert {item.code for item in error.reasons} >= {"NO_KERNEL", "SM_TOO_OLD"}
+    for kernel in ("flash2.attention.fwd", "flash3.attention.fwd"):
+        assert kernel in str(error)
+
+
+@pytest.mark.req("R-CACHE-10")
+def test_a_change_of_capabilities_changes_the_fingerprint_and_the_choice(lab: Any) -> None:
+    x, w = torch.randn(2, 8), torch.ones(8)
+    lz.rms_norm(x, w)
+    before = state.world
+    weaker = lab.recording(lab.builtin.get("torch.rms_norm.native"), lab.reference("rms_norm"))
+    from dataclasses import replace
+
+    state.publish(registry=lab.registry.replace([replace(weaker, dtypes=frozenset({"float16"}))]))
+    assert state.world.fingerprint != before.fingerprint
+    assert lab.run(lz.rms_norm, x, w)[1] == ["reference.rms_norm.plain"]
+    state.publish(registry=before.registry)
+    assert state.world.fingerprint == before.fingerprint
+    assert lab.run(lz.rms_norm, x, w)[1] == ["torch.rms_norm.native"]
+
+
+@pytest.mark.req("R-CACHE-11", "R-CACHE-12")
+def test_contexts_are_equal_only_when_nothing_that_decides_differs() -> None:
+    base: dict[str, Any] = {"op": "tokenize", "kind": OpKind.TOKENIZATION, "dims": (("batch", 2),)}
+    one = Context(**base, tokenizer=TokenizerIdentity("llama", "aaaa"))
+    same = Context(**base, tokenizer=TokenizerIdentity("llama", "aaaa"))
+    assert one == same
+    assert hash(one) == hash(same)
+    others = [
+        TokenizerIdentity("llama", "bbbb"),
+        TokenizerIdentity("llama", "aaaa", merges_hash="m"),
+        TokenizerIdentity("llama", "aaaa", special_tokens_hash="s"),
+        TokenizerIdentity("llama", "aaaa", return_offsets=True),
+    ]
+    contexts = {one, *(Context(**base, tokenizer=item) for item in others)}
+    assert len(contexts) == 5
+
+
+@pytest.mark.req("R-CACHE-12")
+def test_models_with_other_tokenizers_do_not_share_decisions(lab: Any) -> None:
+    from layerzero.dispatch.run import decide
+
+    tokenize = OperationSpec(
+        op_id="tokenize",
+        op_kind=OpKind.TOKENIZATION,
+        arguments=("text",),
+        input_kinds=("text",),
+        output_kind="ids",
+        has_fallback=False,
+        fallback_id="reference.tokenize.plain",
+    )
+    lab.use(lab.kernel("a.tokenize.k", print, features=frozenset()))
+    state.use(lab.registry, {"tokenize": tokenize})
+    decisions = [
+        decide(
+            tokenize,
+            Context(op="tokenize", kind=OpKind.TOKENIZATION, tokenizer=TokenizerIdentity("llama", vocab)),
+            state.world,
+        )
+        for vocab in ("aaaa", "bbbb", "aaaa")
+    ]
+    assert decisions[0] is decisions[2]
+    assert decisions[0] is not decisions[1]
+
+
+def test_selection_is_a_pure_function() -> None:
+    here = world()
+    first = select(call(), here)
+    assert select(call(), here) == first
+    assert select(call(), here).fingerprint == here.fingerprint
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: call(),
+        lambda: call(needs=frozenset({"gqa", "causal_top_left"}), num_kv_heads=2),
+        lambda: call(deterministic=True, dtype="float32"),
+    ],
+)
+def test_a_decision_survives_json(build: Callable[[], Context]) -> None:
+    data = json.loads(json.dumps(select(build(), world()).to_json()))
+    assert len(data["candidates"]) == len(ALL)
+    assert data["context"]["dims"]["head_dim"] == 128

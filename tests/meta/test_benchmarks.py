@@ -1,0 +1,58 @@
+"""The kept measurements: the page says what the files say, and the files say what the budget asks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KEPT = sorted(BENCHMARKS.glob("results/*/overhead.json"))
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_rendered_from_the_kept_files():
+    assert KEPT
+    assert (BENCHMARKS / "README.md").read_text() == load("page").render()
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_a_kept_file_names_its_commit_machine_and_command(path):
+    data = json.loads(path.read_text())
+    assert data["commit"] not in ("", "unknown")
+    assert {"cpu", "cores", "python", "torch", "load"} <= set(data["machine"])
+    assert data["command"].startswith("python benchmarks/")
+
+
+@pytest.mark.req("R-SEL-11", "R-SEL-12", "R-SEL-13", "R-CTX-16")
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_measured_lookups_are_inside_the_seeds_bounds(path):
+    """Figures of a measured run, kept with its machine; nothing is timed here."""
+    data = json.loads(path.read_text())
+    parts, threads = data["parts"], data["threads"]
+    assert parts["hot lookup median"] < 5.0
+    assert parts["hot lookup p99"] < 10.0
+    assert parts["lookups per second"] > 10_000
+    assert parts["context build"] > 0
+    assert (threads["threads"], threads["lookups_each"]) == (100, 10_000)
+    assert (threads["errors"], threads["stale"]) == (0, 0)
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_growing_tables_and_decode_loops_cost_nothing_more(path):
+    data = json.loads(path.read_text())
+    figures = data["figures"]
+    for op in ("rms_norm", "attention"):
+        few, many = figures[f"{op} hot, empty kernel"], figures[f"{op} hot, empty kernel, many keys"]
+        assert abs(many / few - 1) <= 0.10
+    assert data["keys"]["many"] >= 10_000
+    assert data["decode"]["steps"] == 4096
+    assert data["decode"]["selections"] < 20
