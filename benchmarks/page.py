@@ -55,20 +55,18 @@ def section(name: str, data: dict[str, Any]) -> str:
     few, many = (data["figures"][f"attention hot, empty kernel{tail}"] for tail in ("", ", many keys"))
     lines += [
         "",
-        f"- Growing keys: {data['keys']['few']} against {data['keys']['many']} cached keys change a hot attention call by "
-        f"{100 * (many / few - 1):+.1f} %.",
-        f"- Decode loop: {decode['selections']} selections in {decode['steps']} steps over {decode['cache']}; overhead median "
-        f"{decode['median_us']:.2f} µs, mean without the outer 5 % {decode['trimmed_mean_us']:.2f} µs.",
+        f"- Growing keys: {data['keys']['few']} against {data['keys']['many']} cached keys change a hot attention call "
+        f"by {100 * (many / few - 1):+.1f} %.",
+        f"- Decode loop: {decode['selections']} selections in {decode['steps']} steps over {decode['cache']}; overhead "
+        f"median {decode['median_us']:.2f} µs, mean without the outer 5 % {decode['trimmed_mean_us']:.2f} µs.",
         f"- A hot lookup: median {parts['hot lookup median']:.2f} µs, p99 {parts['hot lookup p99']:.2f} µs, "
-        f"{parts['lookups per second']:,.0f} a second on one thread; building a Context {parts['context build']:.0f} µs; a hit in "
-        f"the selection cache {parts['selection cache hit']:.2f} µs.",
-        f"- {threads['threads']} threads × {threads['lookups_each']} mixed lookups under {threads['swaps']} swaps of the World: "
-        f"{threads['errors']} errors, {threads['stale']} stale choices.",
+        f"{parts['lookups per second']:,.0f} a second on one thread; building a Context "
+        f"{parts['context build']:.0f} µs; a hit in the selection cache {parts['selection cache hit']:.2f} µs.",
+        f"- {threads['threads']} threads × {threads['lookups_each']} mixed lookups under {threads['swaps']} swaps of "
+        f"the World: {threads['errors']} errors, {threads['stale']} stale choices.",
     ]
-    peers = "; ".join(
-        f"{peer} {value:.1f} µs" if isinstance(value, float) else f"{peer} {value}"
-        for peer, value in data["peers"].items()
-    )
+    measured = data["peers"].items()
+    peers = "; ".join(f"{name} {us:.1f} µs" if isinstance(us, float) else f"{name} {us}" for name, us in measured)
     lines.append(f"- Peers in the same run, overhead of one call: {peers}.")
     return "\n".join(lines) + "\n"
 

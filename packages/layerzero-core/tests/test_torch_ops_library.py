@@ -50,7 +50,12 @@ def pages(grad=True):
 def samples(grad=True):
     """(op, args) for every op; every tensor that may have a gradient asks for one."""
     q, k, v = qkv(grad)
-    x, residual, weight, bias = rand(3, 4, 8, grad=grad), rand(3, 4, 8, grad=grad), rand(8, grad=grad), rand(8, grad=grad)
+    x, residual, weight, bias = (
+        rand(3, 4, 8, grad=grad),
+        rand(3, 4, 8, grad=grad),
+        rand(8, grad=grad),
+        rand(8, grad=grad),
+    )
     cos, sin = angles(5, 4)
     logits = rand(3, 11, grad=grad)
     (transposed,) = swapped(rand(2, 5, 4, 8, grad=grad))
@@ -204,7 +209,10 @@ def test_autocast_casts_where_the_public_op_does():
     x, weight = rand(3, 8, grad=False), rand(6, 8, grad=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pairs = [
-            (op("attention")(q, k, v, None, "top_left", None, "BHSD", None, None, None), lz.attention(q, k, v, is_causal=True)),
+            (
+                op("attention")(q, k, v, None, "top_left", None, "BHSD", None, None, None),
+                lz.attention(q, k, v, is_causal=True),
+            ),
             (op("linear")(x, weight, None, None), lz.linear(x, weight)),
             (op("rms_norm")(x, None, 1e-6), lz.rms_norm(x)),
         ]

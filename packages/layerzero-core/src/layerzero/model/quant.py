@@ -99,7 +99,7 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         fmt, traits = format_traits(self.fmt)
         object.__setattr__(self, "fmt", fmt)
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", tuple(self.shape))  # int() would fix a symbolic size
         if self.granularity != resolve_granularity(fmt, self.granularity):
             raise InvalidInputError(
                 code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=self.granularity, limit=f"block (for {fmt.value})"

@@ -224,7 +224,12 @@ def _either(number: float | None, rows: Tensor | None) -> Any:
 
 
 def sample_topk(
-    logits: Tensor, k: int, k_rows: Tensor | None, temperature: float, temperature_rows: Tensor | None, backend: str | None
+    logits: Tensor,
+    k: int,
+    k_rows: Tensor | None,
+    temperature: float,
+    temperature_rows: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
     """Top-k sampling from the device's default generator."""
     out: Tensor = functions["sample_topk"](

@@ -50,9 +50,7 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest
     return _dense(query, query.shape[0], query.shape[1], value_cache.shape[-1])
 
 
-def paged_attention_lse(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def paged_attention_lse(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The log-sum-exp is [tokens, Hq]."""
     out = paged_attention(query, key_cache, value_cache)
     return out, _dense(query, query.shape[0], query.shape[1], dtype=torch.float32)

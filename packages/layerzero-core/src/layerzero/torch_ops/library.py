@@ -66,9 +66,7 @@ _QUANTIZED = (
 _NORM = "Tensor? weight, Scalar eps, str? backend=None)"
 
 OPS: tuple[OpaqueOp, ...] = (
-    OpaqueOp(
-        "attention", f"{_ATTENTION} -> Tensor", calls.attention, fakes.attention, plain.attention, autocast=True
-    ),
+    OpaqueOp("attention", f"{_ATTENTION} -> Tensor", calls.attention, fakes.attention, plain.attention, autocast=True),
     # The fused kernels give no gradient through the log-sum-exp.
     OpaqueOp(
         "attention_lse",
@@ -131,10 +129,18 @@ OPS: tuple[OpaqueOp, ...] = (
     OpaqueOp("embedding", _EMBEDDING, calls.embedding, fakes.embedding, plain.embedding),
     OpaqueOp("embedding_lookup", _EMBEDDING, calls.embedding, fakes.embedding, plain.embedding),
     OpaqueOp(
-        "sample_topk", f"(Tensor logits, SymInt k, Tensor? k_rows, {_TEMPERATURE}", calls.sample_topk, fakes.ids, random=True
+        "sample_topk",
+        f"(Tensor logits, SymInt k, Tensor? k_rows, {_TEMPERATURE}",
+        calls.sample_topk,
+        fakes.ids,
+        random=True,
     ),
     OpaqueOp(
-        "sample_topp", f"(Tensor logits, Scalar p, Tensor? p_rows, {_TEMPERATURE}", calls.sample_topp, fakes.ids, random=True
+        "sample_topp",
+        f"(Tensor logits, Scalar p, Tensor? p_rows, {_TEMPERATURE}",
+        calls.sample_topp,
+        fakes.ids,
+        random=True,
     ),
     OpaqueOp("sample", f"{_SAMPLE}{_TEMPERATURE}", calls.sample, fakes.ids, random=True),
     OpaqueOp(

@@ -299,9 +299,7 @@ def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str |
     resolved, block_size, has_tensor_scale = calls.quant_parts(fmt, granularity)
     parts = _QUANTIZE(x, known.value, resolved, backend)
     tensor_scale = parts[2] if has_tensor_scale else None
-    return QuantizedTensor(
-        parts[0], parts[1], known, resolved, tuple(x.shape), x.dtype, block_size, None, tensor_scale
-    )
+    return QuantizedTensor(parts[0], parts[1], known, resolved, tuple(x.shape), x.dtype, block_size, None, tensor_scale)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Any:

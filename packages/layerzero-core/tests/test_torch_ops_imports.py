@@ -1,0 +1,178 @@
+"""Nothing is loaded before it is needed, and what waits for an import hears of it exactly once."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from layerzero.torch_ops.imports import after_import
+
+
+def run(code):
+    """Run code in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def late_module(tmp_path, monkeypatch):
+    """A module that can be imported and counts its executions, and the list of what heard of it."""
+    (tmp_path / "lz_late.py").write_text("import builtins\nbuiltins.lz_runs = getattr(builtins, 'lz_runs', 0) + 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "lz_late.py"
+    sys.modules.pop("lz_late", None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "name", "") != "lz_late"]
+
+
+def test_eager_use_loads_neither_dynamo_nor_the_opaque_ops():
+    run(
+        """
+        import sys, time, torch
+        import layerzero as lz
+        lz.rms_norm(torch.ones(2, 8), torch.ones(8))
+        q = torch.ones(1, 2, 3, 8)
+        lz.attention(q, q, q, is_causal=True)
+        lz.attention(q, q, q, is_causal=True)
+        for name in ("torch._dynamo", "layerzero.torch_ops.library", "layerzero.torch_ops.traced"):
+            assert name not in sys.modules, name
+        # asking for an op registers all of them, still without Dynamo
+        assert torch.ops.layerzero.rms_norm(q, None, 1e-6).shape == q.shape
+        assert "torch._dynamo" not in sys.modules
+        """
+    )
+
+
+def test_dynamo_imported_before_or_after_makes_no_difference():
+    use = """
+        x = torch.ones(2, 8)
+        out = torch.compile(lambda a: lz.rms_norm(a) + 1, fullgraph=True, backend="eager")(x)
+        torch.testing.assert_close(out, lz.rms_norm(x) + 1)
+        assert type(torch._dynamo.__loader__).__name__ == "SourceFileLoader"
+        assert not [f for f in sys.meta_path if type(f).__module__.startswith("layerzero")]
+    """
+    run("import sys, torch, torch._dynamo, layerzero as lz\n" + textwrap.dedent(use))
+    run("import sys, torch, layerzero as lz\n" + textwrap.dedent(use))
+
+
+def test_installing_takes_no_time_worth_speaking_of():
+    took = run(
+        """
+        import time, torch, layerzero as lz
+        from layerzero.ops.signature import PUBLIC
+        from layerzero.torch_ops import install
+        start = time.perf_counter()
+        install(PUBLIC)
+        print(time.perf_counter() - start)
+        """
+    )
+    assert float(took) < 0.003
+
+
+def test_the_action_runs_after_the_first_import_and_leaves_no_trace(late_module):
+    heard = []
+    after_import("lz_late", lambda: heard.append(sys.modules["lz_late"]))
+    assert heard == []
+    module = importlib.import_module("lz_late")
+    assert heard == [module]
+    assert type(module.__spec__.loader).__name__ == type(module.__loader__).__name__ == "SourceFileLoader"
+    assert not [finder for finder in sys.meta_path if getattr(finder, "name", "") == "lz_late"]
+    importlib.reload(module)
+    assert heard == [module]
+
+
+def test_a_module_that_is_there_already_counts_at_once(late_module):
+    importlib.import_module("lz_late")
+    heard = []
+    after_import("lz_late", lambda: heard.append(1))
+    assert heard == [1]
+
+
+def test_an_import_that_fails_leaves_the_hook_for_the_next(late_module):
+    text = late_module.read_text()
+    late_module.write_text("raise ImportError('not yet')")
+    heard = []
+    after_import("lz_late", lambda: heard.append(1))
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("lz_late")
+    assert heard == []
+    late_module.write_text(text + "# a longer file, so that no stale bytecode is taken\n")
+    importlib.invalidate_caches()
+    importlib.import_module("lz_late")
+    assert heard == [1]
+
+
+def test_looking_for_the_module_is_not_importing_it(late_module):
+    heard = []
+    after_import("lz_late", lambda: heard.append(1))
+    assert importlib.util.find_spec("lz_late") is not None
+    assert heard == []
+    importlib.import_module("lz_late")
+    assert heard == [1]
+
+
+def test_an_import_in_the_middle_of_the_import_waits_for_its_end(late_module):
+    done = threading.Event()
+    late_module.write_text("import lz_middle\nfinished = True\n")
+    (late_module.parent / "lz_middle.py").write_text(
+        "import builtins, layerzero.torch_ops.imports as i\ni.after_import('lz_late', builtins.lz_heard)\n"
+    )
+    import builtins
+
+    builtins.lz_heard = done.set
+    try:
+        importlib.import_module("lz_late")
+        assert done.wait(10)
+    finally:
+        del builtins.lz_heard
+        sys.modules.pop("lz_middle", None)
+
+
+def test_many_threads_importing_hear_once(late_module):
+    heard = []
+    after_import("lz_late", lambda: heard.append(1))
+    barrier = threading.Barrier(8)
+
+    def work():
+        barrier.wait()
+        importlib.import_module("lz_late")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == [1]
+
+
+def test_many_threads_can_ask_for_the_first_op():
+    run(
+        """
+        import threading, torch, layerzero
+        names = ("rms_norm", "attention", "dequantize", "sample", "rope")
+        barrier, failed = threading.Barrier(10), []
+        def work(name):
+            barrier.wait()
+            try:
+                getattr(torch.ops.layerzero, name).default
+            except Exception as error:
+                failed.append(error)
+        threads = [threading.Thread(target=work, args=(name,)) for name in names * 2]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert not failed, failed
+        """
+    )
+
+
+def test_an_unknown_op_is_an_attribute_error():
+    import torch
+
+    import layerzero  # noqa: F401 - opens the namespace
+
+    with pytest.raises(AttributeError):
+        torch.ops.layerzero.no_such_op  # noqa: B018
