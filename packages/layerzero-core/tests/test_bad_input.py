@@ -1,4 +1,4 @@
-"""Bad input: one clear error of ours with its code, or a defined result; never a vendor's stack trace or a bare KeyError."""
+"""Bad input: one clear error of ours with its code, or a defined result; never a bare KeyError from inside."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_random_numbers_drawn_by_a_failed_kernel_are_given_back(lab: Any, own_ge
 
     state_of = {"broken": not hot}
     logits = torch.randn(6, 50)
-    lab.use(lab.kernel("bad.sample_topk.greedy", draws_then_dies, priority=90))
+    lab.use(lab.kernel("bad.sample_topk.greedy", draws_then_dies, priority=90), only=True)
     extra = {"generator": generator} if own_generator else {}
     if hot:
         lz.sample_topk(logits, 5, **extra)
@@ -440,7 +440,9 @@ def test_a_kernel_whose_module_cannot_be_imported_is_set_aside_with_the_reason(l
 
 
 @pytest.mark.req("R-FAIL-01")
-@pytest.mark.parametrize("source", ["raise ImportError('libvendor.so.12: not found')", "raise SystemExit('no licence')"])
+@pytest.mark.parametrize(
+    "source", ["raise ImportError('libvendor.so.12: not found')", "raise SystemExit('no licence')"]
+)
 def test_a_vendor_that_dies_at_import_costs_only_itself(
     lab: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:

@@ -129,7 +129,9 @@ def answer(args: list[Any], kwargs: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_attribute_alone_changes_the_choice(lab: Any, name: str) -> None:
     asks, fits, unfit = PAIRS[name]
-    lab.use(lab.kernel("picky.attention.k", priority=99, **asks), lab.kernel("easy.attention.k", priority=98), only=True)
+    lab.use(
+        lab.kernel("picky.attention.k", priority=99, **asks), lab.kernel("easy.attention.k", priority=98), only=True
+    )
     for _ in range(2):
         args, kwargs = fits()
         assert lab.run(lz.attention, *args, **kwargs)[1] == ["picky.attention.k"]
@@ -417,6 +419,21 @@ def test_strides_of_a_growing_cache_are_classed(lab: Any) -> None:
         for key, expected in ((dense, "packed"), (window, "aligned"), (ragged, "sdpa")):
             _, ran = lab.run(lz.attention, query, key, key)
             assert ran[0].split(".")[0] == expected
+
+
+def test_a_cache_that_becomes_full_inside_its_bucket_is_another_case(lab: Any) -> None:
+    """The strides of a slice stay, but only the full cache is dense: same bucket, same strides, another class."""
+    rows = frozenset({Layout.BSHD})
+    lab.use(lab.kernel("packed.attention.k", priority=99, contiguous=True, layouts=rows, adapt=frozenset({"layout"})))
+    cache = torch.randn(2, 64, 2, 8)
+    query = torch.randn(2, 1, 2, 8)
+    for length in (64, 63, 60, 64, 50, 64):
+        k = cache[:, :length].transpose(1, 2)
+        _, ran = lab.run(lz.attention, query.transpose(1, 2), k, k)
+        assert (ran == ["packed.attention.k"]) is (length == 64), length
+        k = cache[:, :length]
+        _, ran = lab.run(lz.attention, query, k, k, layout="BSHD")
+        assert (ran == ["packed.attention.k"]) is (length == 64), length
 
 
 @pytest.mark.req("R-CACHE-09")

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.errors import ConfigurationError, LockedKernelError, NoKernelFoundError, PolicyValidationError
-from layerzero.errors import UnknownNameError
+from layerzero.errors import (
+    ConfigurationError,
+    LockedKernelError,
+    NoKernelFoundError,
+    PolicyValidationError,
+    UnknownNameError,
+)
 from layerzero.runtime.policies import policies
 from layerzero.runtime.state import state
 

@@ -266,9 +266,7 @@ def test_an_unavailable_backend_gives_its_own_reason() -> None:
 
     why = reason("BACKEND_NOT_INSTALLED", "flash-attn", "flash-attn")
     registry = (
-        KernelRegistry()
-        .add((REFERENCE,))
-        .add((FA2,), BackendSpec(name="flash2", available=False, reasons=(why,)))
+        KernelRegistry().add((REFERENCE,)).add((FA2,), BackendSpec(name="flash2", available=False, reasons=(why,)))
     )
     decision = select(call("a100"), World(registry=registry, ops=builtin_ops))
     assert decision.candidate("flash2.attention.fwd").reasons == (why,)

@@ -79,7 +79,7 @@ def test_a_dynamic_dimension_is_honoured_and_its_limits_are_enforced():
     for length in (2, 7, 12):
         x = rand(2, length, 16)
         torch.testing.assert_close(program.module()(x), block(x))
-    with pytest.raises(Exception, match="13|12|seq|guard|Guard"):
+    with pytest.raises(Exception, match=r"(?i)guard|seq|<= 12"):
         program.module()(rand(2, 13, 16))
 
 

@@ -30,48 +30,59 @@ def late_module(tmp_path, monkeypatch):
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "name", "") != "lz_late"]
 
 
-def test_eager_use_loads_neither_dynamo_nor_the_opaque_ops():
-    run(
-        """
-        import sys, time, torch
-        import layerzero as lz
-        lz.rms_norm(torch.ones(2, 8), torch.ones(8))
-        q = torch.ones(1, 2, 3, 8)
-        lz.attention(q, q, q, is_causal=True)
-        lz.attention(q, q, q, is_causal=True)
-        for name in ("torch._dynamo", "layerzero.torch_ops.library", "layerzero.torch_ops.traced"):
-            assert name not in sys.modules, name
-        # asking for an op registers all of them, still without Dynamo
-        assert torch.ops.layerzero.rms_norm(q, None, 1e-6).shape == q.shape
-        assert "torch._dynamo" not in sys.modules
-        """
-    )
+USE = """
+x = torch.ones(2, 8)
+out = torch.compile(lambda a: lz.rms_norm(a) + 1, fullgraph=True, backend="eager")(x)
+torch.testing.assert_close(out, lz.rms_norm(x) + 1)
+assert type(torch._dynamo.__loader__).__name__ == "SourceFileLoader"
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("layerzero")]
+"""
 
 
-def test_dynamo_imported_before_or_after_makes_no_difference():
-    use = """
-        x = torch.ones(2, 8)
-        out = torch.compile(lambda a: lz.rms_norm(a) + 1, fullgraph=True, backend="eager")(x)
-        torch.testing.assert_close(out, lz.rms_norm(x) + 1)
-        assert type(torch._dynamo.__loader__).__name__ == "SourceFileLoader"
-        assert not [f for f in sys.meta_path if type(f).__module__.startswith("layerzero")]
-    """
-    run("import sys, torch, torch._dynamo, layerzero as lz\n" + textwrap.dedent(use))
-    run("import sys, torch, layerzero as lz\n" + textwrap.dedent(use))
-
-
-def test_installing_takes_no_time_worth_speaking_of():
+def test_nothing_is_loaded_before_it_is_needed():
     took = run(
         """
-        import time, torch, layerzero as lz
+        import sys, threading, time, torch
+        import layerzero as lz
+
+        # eager use loads neither Dynamo nor the opaque ops
+        q = torch.ones(1, 2, 3, 8)
+        for _ in range(2):
+            lz.rms_norm(q, torch.ones(8))
+            lz.attention(q, q, q, is_causal=True)
+        for name in ("torch._dynamo", "layerzero.torch_ops.library", "layerzero.torch_ops.traced"):
+            assert name not in sys.modules, name
+
+        # asking for one op registers all of them, still without Dynamo, also from many threads at once
+        barrier, failed = threading.Barrier(10), []
+        def work(name):
+            barrier.wait()
+            try:
+                getattr(torch.ops.layerzero, name).default
+            except Exception as error:
+                failed.append(error)
+        names = ("rms_norm", "attention", "dequantize", "sample", "rope")
+        threads = [threading.Thread(target=work, args=(name,)) for name in names * 2]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert not failed, failed
+        assert torch.ops.layerzero.rms_norm(q, None, 1e-6).shape == q.shape
+        assert "torch._dynamo" not in sys.modules
+
         from layerzero.ops.signature import PUBLIC
         from layerzero.torch_ops import install
         start = time.perf_counter()
         install(PUBLIC)
         print(time.perf_counter() - start)
+
+        # torch.compile brings Dynamo in, and with it the twins
         """
+        + textwrap.indent(USE, " " * 8)
     )
     assert float(took) < 0.003
+
+
+def test_dynamo_may_have_been_imported_before():
+    run("import sys, torch, torch._dynamo, layerzero as lz\n" + USE)
 
 
 def test_the_action_runs_after_the_first_import_and_leaves_no_trace(late_module):
@@ -148,25 +159,6 @@ def test_many_threads_importing_hear_once(late_module):
     for thread in threads:
         thread.join()
     assert heard == [1]
-
-
-def test_many_threads_can_ask_for_the_first_op():
-    run(
-        """
-        import threading, torch, layerzero
-        names = ("rms_norm", "attention", "dequantize", "sample", "rope")
-        barrier, failed = threading.Barrier(10), []
-        def work(name):
-            barrier.wait()
-            try:
-                getattr(torch.ops.layerzero, name).default
-            except Exception as error:
-                failed.append(error)
-        threads = [threading.Thread(target=work, args=(name,)) for name in names * 2]
-        [thread.start() for thread in threads], [thread.join() for thread in threads]
-        assert not failed, failed
-        """
-    )
 
 
 def test_an_unknown_op_is_an_attribute_error():

@@ -200,10 +200,8 @@ def miss(
     if not modes.plain(tensors):
         return bypass(spec, args, layout, backend)
     state.counters.misses += 1
-    if not state.loaded:
-        world = current_world()
     if state.health.next_deadline() is not None and state.health.tick():
-        world = current_world()
+        world, near = current_world(), None  # the near key holds buckets of the World before
     ctx = describe(spec, args, layout, backend, world)
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng)

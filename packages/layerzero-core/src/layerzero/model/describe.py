@@ -299,9 +299,9 @@ def attention_context(
     value = key if value is None else value
     for name, item in (("query", query), ("key", key), ("value", value)):
         _check_tensor(item, name)
-    for name, item in (("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
-        if item is not None:
-            _check_tensor(item, name)
+    for name, given in (("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
+        if given is not None:
+            _check_tensor(given, name)
     check_devices(query=query, key=key, value=value, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     notes: tuple[Reason, ...] = ()

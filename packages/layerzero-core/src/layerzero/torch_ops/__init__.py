@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.runtime.current import opaque_ops
-from layerzero.torch_ops import calls
+from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.imports import after_import
 
 __all__ = ["NAMESPACE", "OPAQUE", "install"]
@@ -57,8 +57,8 @@ class _LazyNamespace(torch._ops._OpNamespace):
 
 def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None:
     """Open the doors for these ops and helper functions. Called once, by `import layerzero`; takes microseconds."""
-    calls.functions.update((name, op.function) for name, op in public.items())
-    calls.functions.update((helper.__name__, helper) for helper in helpers)
+    functions.update((name, op.function) for name, op in public.items())
+    functions.update((helper.__name__, helper) for helper in helpers)
     for name in OPAQUE:
         opaque_ops[name] = functools.partial(_bridge, name)
     if NAMESPACE not in vars(torch.ops):

@@ -39,9 +39,20 @@ def split(value: Any, absent: float | None = None) -> tuple[Any, Tensor | None]:
 
 def _attention(ops: Any, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse = args
-    flat = (query, key, value, mask, _WORDS[parse_causal(is_causal)], scale, layout, window, softcap, slopes)
+    flat: tuple[Any, ...] = (
+        query,
+        key,
+        value,
+        mask,
+        _WORDS[parse_causal(is_causal)],
+        scale,
+        layout,
+        window,
+        softcap,
+        slopes,
+    )
     if dropout_p:
-        return plain.attend(*flat, dropout_p, return_lse)
+        return plain.attend(*flat, dropout_p=dropout_p, return_lse=return_lse)
     return (ops.attention_lse if return_lse else ops.attention).default(*flat, backend)
 
 

@@ -9,7 +9,7 @@ Arguments are those of the op's schema in `library`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.quant import QuantizedTensor, format_traits, resolve_granularity
+from layerzero.torch_ops.functions import functions
 
-__all__ = ["CAUSAL", "batch_of", "functions", "heads_inside", "quant_parts"]
-
-# Filled by `install`: the public functions live on the floor above.
-functions: dict[str, Callable[..., Any]] = {}
+__all__ = ["CAUSAL", "batch_of", "heads_inside", "quant_parts"]
 
 # The causal words of the schema, as the public functions spell them.
 CAUSAL: dict[str, bool | str] = {"none": False, "top_left": True, "bottom_right": "bottom_right"}
@@ -55,6 +53,7 @@ def _attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     backend: str | None,
+    *,
     return_lse: bool,
 ) -> Any:
     return functions["attention"](
@@ -113,6 +112,7 @@ def _paged(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     backend: str | None,
+    *,
     return_lse: bool,
 ) -> Any:
     return functions["paged_attention"](

@@ -153,7 +153,7 @@ OPS: tuple[OpaqueOp, ...] = (
 )
 
 _lock = threading.RLock()
-_library: torch.library.Library | None = None
+_library: Any = None
 _complete = False
 _namespace = torch._ops._OpNamespace(_NAMESPACE)
 
@@ -166,7 +166,8 @@ def register() -> None:
     with _lock:
         if _library is not None:
             return  # this thread is at it: torch looks ops up by name while they are being defined
-        _library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
+        make: Any = torch.library.Library
+        _library = make(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
         for op in OPS:
             _define(_library, op)
         setattr(torch.ops, _NAMESPACE, _namespace)
@@ -179,7 +180,7 @@ def namespace() -> Any:
     return _namespace
 
 
-def _define(library: torch.library.Library, op: OpaqueOp) -> None:
+def _define(library: Any, op: OpaqueOp) -> None:
     tags = [torch.Tag.pt2_compliant_tag]
     if op.random:
         tags.append(torch.Tag.nondeterministic_seeded)

@@ -27,6 +27,9 @@ def _reference(module: str) -> Any:
     return importlib.import_module(f"layerzero.backends.reference.{module}")
 
 
+# Device types that know autocast; torch.amp.is_autocast_available breaks the graphs of older Dynamos.
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
+
 _attention = _reference("attention")
 _linear = _reference("linear")
 _mlp = _reference("mlp")
@@ -47,8 +50,9 @@ def attend(
     window: Sequence[int] | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
-    dropout_p: float,
-    return_lse: bool,
+    *,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
 ) -> Any:
     """Attention in any layout and rank, with dropout and log-sum-exp."""
     if attn_mask is not None and causal != "none":
@@ -56,7 +60,7 @@ def attend(
     if layout not in ("BHSD", "BSHD"):
         raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(layout), limit="BHSD, BSHD")
     kind = query.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     flat = query.dim() == 3
@@ -103,12 +107,12 @@ def _sdpa(
 
 def attention(*args: Any) -> Any:
     """Attention; the last argument, the backend, has no say here."""
-    return attend(*args[:-1], 0.0, False)
+    return attend(*args[:-1])
 
 
 def attention_lse(*args: Any) -> Any:
     """Attention with its log-sum-exp."""
-    return attend(*args[:-1], 0.0, True)
+    return attend(*args[:-1], return_lse=True)
 
 
 def page(
@@ -125,7 +129,8 @@ def page(
     window: Sequence[int] | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
-    return_lse: bool,
+    *,
+    return_lse: bool = False,
 ) -> Any:
     """Paged attention; the host lengths must be given where the tensors have no values (in a traced graph)."""
     sides = None if window is None else (window[0], window[1])
@@ -137,12 +142,12 @@ def page(
 
 def paged_attention(*args: Any) -> Any:
     """Paged attention, the output alone."""
-    return page(*args[:-1], False)
+    return page(*args[:-1])
 
 
 def paged_attention_lse(*args: Any) -> Any:
     """Paged attention with its log-sum-exp."""
-    return page(*args[:-1], True)
+    return page(*args[:-1], return_lse=True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Any:

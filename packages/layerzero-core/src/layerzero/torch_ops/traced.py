@@ -29,6 +29,7 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import calls, library, plain
 from layerzero.torch_ops.bridge import split
+from layerzero.torch_ops.functions import functions
 
 __all__ = ["TWINS", "register"]
 
@@ -50,7 +51,8 @@ _QUANTIZE, _DEQUANTIZE = _OPS.quantize.default, _OPS.dequantize.default
 
 def _differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether to trace plain torch instead of the opaque op."""
-    if backend is not None or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    # The flag behind torch.compiler.is_exporting(), which older Dynamos take for true in any graph.
+    if backend is not None or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
         return False
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
@@ -104,7 +106,7 @@ def attention(
         attn_mask = None
     args = (query, key, value, attn_mask, causal, scale, layout, _sides(window), softcap, alibi_slopes)
     if dropout_p != 0.0 or _differentiable(backend, query, key, value, attn_mask, alibi_slopes):
-        return plain.attend(*args, dropout_p, return_lse)
+        return plain.attend(*args, dropout_p=dropout_p, return_lse=return_lse)
     return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
 
 
@@ -137,7 +139,7 @@ def paged_attention(
         parts = (batch, context_lens, None, None, None)
     args = (query, key_cache, value_cache, *parts, scale, layout, _sides(window), softcap, alibi_slopes)
     if parts[3] is not None and _differentiable(backend, query, key_cache, value_cache, alibi_slopes):
-        return plain.page(*args, return_lse)
+        return plain.page(*args, return_lse=return_lse)
     return _PAGED_LSE(*args, backend) if return_lse else _PAGED(*args, backend)
 
 
@@ -209,7 +211,7 @@ def rope(
     return q.copy_(turned_q), None if k is None else k.copy_(turned_k)
 
 
-def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
+def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Any:
     """Twin of `lz.alibi_slopes`."""
     return plain.slopes(num_heads, device)
 
@@ -320,14 +322,16 @@ TWINS: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Tell Dynamo of every twin. Runs once, right after `torch._dynamo` was imported."""
+    """Tell Dynamo of every twin. Called once, right after `torch._dynamo` was imported."""
     from torch._dynamo import trace_rules
 
+    if trace_rules.is_polyfilled_callable(functions["attention"]):
+        return
     for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
     for name, twin in TWINS.items():
-        torch.compiler.substitute_in_graph(calls.functions[name])(twin)
-        _run_natively(calls.functions[name].__code__)
+        torch.compiler.substitute_in_graph(functions[name])(twin)
+        _run_natively(functions[name].__code__)
     for item in vars(importlib.import_module("layerzero.public.planning")).values():
         if isinstance(item, FunctionType):
             _run_natively(item.__code__)
@@ -335,10 +339,9 @@ def register() -> None:
 
 def _run_natively(code: CodeType) -> None:
     """Where a graph breaks at one of our calls, nothing below it is compiled: no kernel, no vendor's code."""
-    from torch._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             _run_natively(inner)

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 
+# Device types that know autocast; asking torch.amp.is_autocast_available would break a graph of torch 2.11.
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
+
+
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
     wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
@@ -16,6 +20,6 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keep autocast from narrowing a computation that was widened on purpose."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type in _AUTOCAST and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -1,8 +1,9 @@
 """torch's attention kernels, each called by its aten op through torch's C++ bindings.
 
-Not by `torch.ops.aten`, whose Python layer takes some 5 to 10 µs more, and never through `sdpa_kernel`: that context manager costs 14 µs a call and its flags are process-wide, so they would
-leak into other threads. The aten ops do not follow autocast and do not check their inputs as
-`F.scaled_dot_product_attention` does; LayerZero casts and checks before it comes here.
+Not by `torch.ops.aten`, whose Python layer takes some 5 to 10 µs more, and never through `sdpa_kernel`: that
+context manager costs 14 µs a call and its flags are process-wide, so they would leak into other threads. The aten
+ops do not follow autocast and do not check their inputs as `F.scaled_dot_product_attention` does; LayerZero casts
+and checks before it comes here.
 """
 
 from __future__ import annotations
