@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
@@ -367,18 +364,3 @@ def test_the_json_schema_describes_every_key_and_closes_the_door_to_others():
     assert {"locks", "rules", "deny", "isolation", "cache", "graph_whitelist"} <= set(schema["properties"])
     assert schema["properties"]["deny"]["anyOf"][0] == {"type": "string"}
     assert all(part["additionalProperties"] is False for part in schema["$defs"].values() if "properties" in part)
-
-
-def test_policy_without_a_file_imports_neither_torch_nor_yaml_nor_pydantic():
-    code = """
-        import sys
-        from layerzero import env
-        from layerzero.policy import PolicyLayer, evaluate, from_env, merge
-        from layerzero.policy import load, watch
-        policy = merge([from_env(env.read({"LAYERZERO_PREFER": "sdpa"})), PolicyLayer.of(deny="x")])
-        assert evaluate(policy, "attention", "sdpa.attention.flash", "sdpa", {}.get).bonus == 20
-        heavy = {"torch", "yaml", "pydantic", "platformdirs", "tomllib"} & set(sys.modules)
-        assert not heavy, heavy
-    """
-    paths = os.pathsep.join(item for item in sys.path if item)
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env={**os.environ, "PYTHONPATH": paths})

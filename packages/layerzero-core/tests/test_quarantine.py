@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_an_entry_is_found_by_another_process(path: Path) -> None:
     code = (
-        "import os, sys; from layerzero.health import Quarantine;"
+        "import os, sys; from layerzero.health.quarantine import Quarantine;"
         "Quarantine(sys.argv[1]).add(*sys.argv[2:5], 'DEVICE_LOST', 'illegal memory access'); os._exit(139)"
     )
     env = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -127,6 +127,15 @@ def test_looking_for_the_module_is_not_importing_it(late_module):
     assert heard == [1]
 
 
+def test_several_may_wait_for_the_same_module(late_module):
+    heard = []
+    for word in ("one", "two", "three"):
+        after_import("lz_late", lambda word=word: heard.append(word))
+    module = importlib.import_module("lz_late")
+    assert sorted(heard) == ["one", "three", "two"]
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+
+
 def test_an_import_in_the_middle_of_the_import_waits_for_its_end(late_module):
     done = threading.Event()
     late_module.write_text("import lz_middle\nfinished = True\n")

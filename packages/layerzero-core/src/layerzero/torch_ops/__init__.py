@@ -6,8 +6,8 @@ anything until it is used:
 * `torch.ops.layerzero.<op>`: one opaque op per public op (`library`), registered when first asked for. Each runs the
   public function, so the kernel is selected at run time, on the real tensors.
 * tensor subclasses, FakeTensor and export among them: `dispatch.run.bypass` hands their calls to that op (`bridge`).
-* torch.compile: every public op has a twin that Dynamo traces in its place (`traced`), registered when, and only if,
-  `torch._dynamo` is imported.
+* torch.compile: every public op has a twin that Dynamo traces in its place (`traced`), registered (`dynamo`) when, and
+  only if, `torch._dynamo` is imported.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str |
 def _trace() -> None:
     # This runs inside somebody else's `import torch._dynamo`, which must not fail for our sake.
     try:
-        from layerzero.torch_ops import traced
+        from layerzero.torch_ops import dynamo
 
-        traced.register()
+        dynamo.register()
     except Exception:
         _log.warning("torch.compile cannot trace LayerZero's ops with this torch; they break graphs", exc_info=True)

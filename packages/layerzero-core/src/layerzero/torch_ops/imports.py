@@ -56,13 +56,22 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, once: _Once) -> None:
         self.name = name
         self.once = once
+        self._here = threading.local()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname != self.name:
+        # Another finder of this kind asks us in turn while we ask it.
+        if fullname != self.name or getattr(self._here, "asking", False):
             return None
         if self.once.done:
             self.remove()
             return None
+        self._here.asking = True
+        try:
+            return self._wrapped(fullname, path, target)
+        finally:
+            self._here.asking = False
+
+    def _wrapped(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
         for finder in tuple(sys.meta_path):
             found = None if finder is self else finder.find_spec(fullname, path, target)
             if found is not None:

@@ -15,9 +15,7 @@ Inside a compiled region
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -29,14 +27,8 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import calls, library, plain
 from layerzero.torch_ops.bridge import split
-from layerzero.torch_ops.functions import functions
 
-__all__ = ["TWINS", "register"]
-
-# Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
-# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace.
-_SKIPPED = ("ops", "public", "dispatch", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
-            "registry", "device")  # fmt: skip
+__all__ = ["TWINS"]
 
 _OPS = library.namespace()
 _ATTENTION, _ATTENTION_LSE = _OPS.attention.default, _OPS.attention_lse.default
@@ -63,7 +55,7 @@ def _differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
 def _causal(is_causal: bool | str) -> str:
     if is_causal is False or is_causal is None:
         return "none"
-    if is_causal is True or is_causal == "top_left":
+    if is_causal is True:
         return "top_left"
     if is_causal == "bottom_right":
         return "bottom_right"
@@ -319,29 +311,3 @@ TWINS: dict[str, Callable[..., Any]] = {
         linear, embedding, sample_topk, sample_topp, sample, quantize, dequantize, paged_batch, alibi_slopes,
     )
 }  # fmt: skip
-
-
-def register() -> None:
-    """Tell Dynamo of every twin. Called once, right after `torch._dynamo` was imported."""
-    from torch._dynamo import trace_rules
-
-    if trace_rules.is_polyfilled_callable(functions["attention"]):
-        return
-    for room in _SKIPPED:
-        trace_rules.add(f"layerzero.{room}")
-    for name, twin in TWINS.items():
-        torch.compiler.substitute_in_graph(functions[name])(twin)
-        _run_natively(functions[name].__code__)
-    for item in vars(importlib.import_module("layerzero.public.planning")).values():
-        if isinstance(item, FunctionType):
-            _run_natively(item.__code__)
-
-
-def _run_natively(code: CodeType) -> None:
-    """Where a graph breaks at one of our calls, nothing below it is compiled: no kernel, no vendor's code."""
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            _run_natively(inner)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-
 # Device types that know autocast; asking torch.amp.is_autocast_available would break a graph of torch 2.11.
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
 

@@ -1,0 +1,44 @@
+"""Telling Dynamo about LayerZero: which function traces as which twin, and which rooms it stays out of."""
+
+from __future__ import annotations
+
+import importlib
+from types import CodeType, FunctionType
+
+import torch
+
+from layerzero.torch_ops.functions import functions
+from layerzero.torch_ops.traced import TWINS
+
+__all__ = ["register"]
+
+# Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
+# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace.
+_SKIPPED = ("ops", "public", "dispatch", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
+            "registry", "device")  # fmt: skip
+
+
+def register() -> None:
+    """Tell Dynamo of every twin. Called once, right after `torch._dynamo` was imported."""
+    from torch._dynamo import trace_rules
+
+    if trace_rules.is_polyfilled_callable(functions["attention"]):
+        return
+    for room in _SKIPPED:
+        trace_rules.add(f"layerzero.{room}")
+    for name, twin in TWINS.items():
+        torch.compiler.substitute_in_graph(functions[name])(twin)
+        _run_natively(functions[name].__code__)
+    for item in vars(importlib.import_module("layerzero.public.planning")).values():
+        if isinstance(item, FunctionType):
+            _run_natively(item.__code__)
+
+
+def _run_natively(code: CodeType) -> None:
+    """Where a graph breaks at one of our calls, nothing below it is compiled: no kernel, no vendor's code."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            _run_natively(inner)

@@ -1,0 +1,93 @@
+"""What the lower floors and `import layerzero` must not drag in."""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import layerzero
+
+HOME = Path(layerzero.__file__).parent
+FLOORS = (
+    "errors",
+    "reasons",
+    "env",
+    "version",
+    "model",
+    "numerics",
+    "device",
+    "registry",
+    "policy",
+    "health",
+    "telemetry",
+)
+# The policy file's pydantic models are the one module that is heavy on purpose; nothing imports it but a file.
+EXCEPT = {"layerzero.policy.schema"}
+
+
+def modules_of(floors):
+    for name in floors:
+        yield f"layerzero.{name}"
+        folder = HOME / name
+        if folder.is_dir():
+            yield from (f"layerzero.{name}.{item.name}" for item in pkgutil.iter_modules([str(folder)]))
+
+
+def loaded_after(code):
+    """Modules in a fresh interpreter after running some code."""
+    script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    paths = os.pathsep.join(item for item in sys.path if item)
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, env=env, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_floors_0_to_2_need_neither_torch_nor_yaml_nor_pydantic():
+    """The package itself imports torch, so it is replaced by an empty shell with the same path."""
+    names = [name for name in modules_of(FLOORS) if name not in EXCEPT]
+    shell = (
+        f"import types; p = types.ModuleType('layerzero'); p.__path__ = [{str(HOME)!r}]; sys.modules['layerzero'] = p"
+    )
+    code = shell + "\nimport importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
+    heavy = {"torch", "yaml", "pydantic", "platformdirs", "tomllib", "click", "rich", "pluggy", "sqlite3"}
+    assert loaded_after(code) & heavy == set()
+
+
+def test_importing_layerzero_imports_no_vendor_and_nothing_heavy():
+    vendors = {
+        "flash_attn",
+        "flashinfer",
+        "xformers",
+        "liger_kernel",
+        "triton",
+        "kernels",
+        "tokenizers",
+        "transformers",
+    }
+    heavy = {"pydantic", "yaml", "click", "rich", "pluggy", "importlib_metadata", "platformdirs", "torch._dynamo"}
+    before = loaded_after("import torch")
+    added = loaded_after("import torch, layerzero") - before
+    assert added & (vendors | heavy) == set()
+    assert not [name for name in added if name.startswith(("layerzero.selection", "layerzero.plugin", "layerzero.cli"))]
+
+
+def test_a_first_call_imports_no_vendor_and_no_pydantic():
+    code = "import torch, layerzero as lz; q = torch.randn(1, 2, 4, 8); lz.attention(q, q, q)"
+    vendors = {
+        "flash_attn",
+        "flashinfer",
+        "xformers",
+        "liger_kernel",
+        "triton",
+        "kernels",
+        "tokenizers",
+        "transformers",
+    }
+    added = loaded_after(code) - loaded_after("import torch")
+    assert added & (vendors | {"pydantic", "yaml", "click", "rich", "sqlite3"}) == set()
