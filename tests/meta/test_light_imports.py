@@ -25,6 +25,7 @@ FLOORS = (
     "health",
     "telemetry",
 )
+VENDORS = {"flash_attn", "flashinfer", "xformers", "liger_kernel", "triton", "kernels", "tokenizers", "transformers"}
 # The policy file's pydantic models are the one module that is heavy on purpose; nothing imports it but a file.
 EXCEPT = {"layerzero.policy.schema"}
 
@@ -42,9 +43,8 @@ def loaded_after(code):
     script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
     paths = os.pathsep.join(item for item in sys.path if item)
     env = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, env=env, check=True
-    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
     return set(json.loads(done.stdout))
 
 
@@ -52,7 +52,8 @@ def test_floors_0_to_2_need_neither_torch_nor_yaml_nor_pydantic():
     """The package itself imports torch, so it is replaced by an empty shell with the same path."""
     names = [name for name in modules_of(FLOORS) if name not in EXCEPT]
     shell = (
-        f"import types; p = types.ModuleType('layerzero'); p.__path__ = [{str(HOME)!r}]; sys.modules['layerzero'] = p"
+        "import types; shell = types.ModuleType('layerzero'); "
+        f"shell.__path__ = [{str(HOME)!r}]; sys.modules['layerzero'] = shell"
     )
     code = shell + "\nimport importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names)
     heavy = {"torch", "yaml", "pydantic", "platformdirs", "tomllib", "click", "rich", "pluggy", "sqlite3"}
@@ -60,34 +61,14 @@ def test_floors_0_to_2_need_neither_torch_nor_yaml_nor_pydantic():
 
 
 def test_importing_layerzero_imports_no_vendor_and_nothing_heavy():
-    vendors = {
-        "flash_attn",
-        "flashinfer",
-        "xformers",
-        "liger_kernel",
-        "triton",
-        "kernels",
-        "tokenizers",
-        "transformers",
-    }
     heavy = {"pydantic", "yaml", "click", "rich", "pluggy", "importlib_metadata", "platformdirs", "torch._dynamo"}
     before = loaded_after("import torch")
     added = loaded_after("import torch, layerzero") - before
-    assert added & (vendors | heavy) == set()
+    assert added & (VENDORS | heavy) == set()
     assert not [name for name in added if name.startswith(("layerzero.selection", "layerzero.plugin", "layerzero.cli"))]
 
 
 def test_a_first_call_imports_no_vendor_and_no_pydantic():
     code = "import torch, layerzero as lz; q = torch.randn(1, 2, 4, 8); lz.attention(q, q, q)"
-    vendors = {
-        "flash_attn",
-        "flashinfer",
-        "xformers",
-        "liger_kernel",
-        "triton",
-        "kernels",
-        "tokenizers",
-        "transformers",
-    }
     added = loaded_after(code) - loaded_after("import torch")
-    assert added & (vendors | {"pydantic", "yaml", "click", "rich", "sqlite3"}) == set()
+    assert added & (VENDORS | {"pydantic", "yaml", "click", "rich", "sqlite3"}) == set()

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.numerics import assert_close, tolerance
+from layerzero.numerics import Tolerance, assert_close, tolerance
 
 CPU_KERNELS = ("sdpa.attention.flash_cpu", "sdpa.attention.math")
 CUDA_KERNELS = (
@@ -135,8 +135,10 @@ def test_gradients_equal_those_of_the_reference(device, kernel):
         q64, k64, v64 = (t.detach().double().requires_grad_() for t in (q, k, v))
         want_out = reference(q64, k64, v64, None, 0.0, options.get("is_causal", False), None, None, None, None, False)
         want = torch.autograd.grad(want_out, (q64, k64, v64), weight.double())
+        # 1e-2 is what R-GRP-10 asks of dQ, dK and dV in 16 bits; the table's row is for outputs.
+        bound = tolerance("attention", dtype) if dtype is torch.float32 else Tolerance(1e-2, 1e-2)
         for name, a, b in zip("qkv", got, want, strict=True):
-            assert_close(a.double(), b, tolerance("attention", dtype), path=f"{kernel} d{name} {shape} {call}")
+            assert_close(a.double(), b, bound, path=f"{kernel} d{name} {shape} {call}")
     assert checked
 
 
@@ -234,3 +236,20 @@ def test_a_decode_loop_on_the_gpu_stays_hot_and_right():
             assert_close(out.double(), want, tolerance("attention", torch.bfloat16), path=f"Sk={grown.shape[2]}")
         grown = torch.cat([grown, k * (step % 7)], dim=2)
     assert state.counters.selections < 20
+
+
+def test_a_gradient_through_the_lse_goes_to_a_kernel_that_has_one():
+    """The SDPA kernels return the log-sum-exp without a gradient; using it in a loss must not lose it silently."""
+    q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    report = lz.explain("attention", q, k, v, return_lse=True)
+    assert report.chosen == "reference.attention.plain"
+    flash = report.decision.candidate("sdpa.attention.flash_cpu")
+    assert [(r.code, r.value) for r in flash.reasons] == [("FEATURE_UNSUPPORTED", "lse_backward")]
+    out, lse = lz.attention(q, k, v, return_lse=True)
+    got = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    want_out, want_lse = reference(q, k, v, None, 0.0, False, None, None, None, None, True)
+    want = torch.autograd.grad(want_out.sum() + want_lse.sum(), (q, k, v))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        assert lz.which("attention", q, k, v, return_lse=True) == "sdpa.attention.flash_cpu"

@@ -348,6 +348,8 @@ def attention_context(
         "softcap": softcap is not None,
         "alibi": alibi_slopes is not None,
         "lse": bool(return_lse),
+        # A gradient through the log-sum-exp itself, which most kernels return without one.
+        "lse_backward": bool(return_lse) and grad,
         "backward": grad,
         "causal_top_left": causal is Causal.TOP_LEFT,
         "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,

@@ -33,7 +33,7 @@ FEATURES = frozenset({
     "generator", "tensor_params", "nested", "block_mask", "head_dim_v", "tp_invariant", "mask_grad", "mixed_weight",
     "gelu_none", "gelu_tanh", "activation_gelu", "activation_gelu_tanh", "activation_silu", "activation_relu",
     "sample_top_k", "sample_top_p", "sample_min_p", "paged_prefill", "batched_tables", "no_key", "mixed_tables",
-    "causal_square",
+    "causal_square", "lse_backward",
 })  # fmt: skip
 
 
