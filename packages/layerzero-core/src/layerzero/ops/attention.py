@@ -111,8 +111,12 @@ def attention(
             bound = world.hot.get(near)
             if bound is not None:
                 now.near_hits += 1
-                if len(world.hot) < HOT_LIMIT:
+                # Met twice in a row, by the next layer of the same step, the exact key is worth its place; a key
+                # that is met once, by a loop over one layer, would only fill the table.
+                if hot_key == now.last_near and len(world.hot) < HOT_LIMIT:
                     world.hot[hot_key] = bound
+                else:
+                    now.last_near = hot_key
     except (AttributeError, TypeError, RuntimeError):  # not tensors, an unhashable option, a nested tensor
         hot_key = bound = None
         world = current_world()

@@ -1,4 +1,4 @@
-"""Near keys of attention: the hot key with both sequence lengths replaced by their buckets.
+"""Near keys of attention: the hot key with the KV length replaced by its bucket.
 
 A decode loop meets a new exact key at every step; its near key stays the same until a bucket ends. Both lead to
 the same bound kernel, because a decision holds for the whole bucket (`layerzero.selection.buckets`).
@@ -20,11 +20,10 @@ _EDGES = "attention edges"
 
 
 def remember_edges(world: World) -> None:
-    """Put the bucket ends of both lengths where `near_key` finds them; nothing when a length must be keyed exactly."""
+    """Put the bucket ends of the KV length where `near_key` finds them; None when the length must be keyed exactly."""
     from layerzero.selection.buckets import boundaries
 
-    edges = boundaries(world, "attention", "seq_len_q"), boundaries(world, "attention", "seq_len_k")
-    world.memo[_EDGES] = None if None in edges else edges
+    world.memo[_EDGES] = boundaries(world, "attention", "seq_len_k")
 
 
 def near_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -38,25 +37,30 @@ def near_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     query, keys, values = key[2], key[7], key[12]
     if len(query) != 4 or len(keys) != 4 or len(values) != 4:
         return None
-    batch, heads, rows, dim = query
-    batch_k, heads_k, cols, dim_k = keys
-    batch_v, heads_v, cols_v, dim_v = values
     if key[19] == "BSHD":
-        heads, rows, heads_k, cols, heads_v, cols_v = rows, heads, cols, heads_k, cols_v, heads_v
-    if cols != cols_v or not rows or not cols:
-        return None
-    edges_q, edges_k = edges
-    if rows > edges_q[-1] or cols > edges_k[-1]:
-        return None
+        batch, cols, heads, dim = keys
+        rows = query[1]
+    else:
+        batch, heads, cols, dim = keys
+        rows = query[2]
+    if values != keys:  # another head_dim for the values: keep all of its shape but the length
+        axis = 1 if key[19] == "BSHD" else 2
+        if values[axis] != cols:
+            return None
+        values = (*values[:axis], *values[axis + 1 :])
+    else:
+        values = None
     if key[5] is True and key[10] is True and key[15] is True:
         lies: Any = True
     else:
-        size = key[3].itemsize
         lies = stride_class_of(
-            ((query, key[5], size), (keys, key[10], key[8].itemsize), (values, key[15], key[13].itemsize))
+            (
+                (query, key[5], key[3].itemsize),
+                (keys, key[10], key[8].itemsize),
+                (key[12], key[15], key[13].itemsize),
+            )
         )
     return (
-        key[1], key[3], key[4], key[6], key[8], key[9], key[11], key[13], key[14], key[17:],
-        batch, heads, dim, batch_k, heads_k, dim_k, batch_v, heads_v, dim_v,
-        (rows > cols) - (rows < cols), bisect_left(edges_q, rows), bisect_left(edges_k, cols), lies,
+        key[1], query, key[3], key[4], key[6], key[8], key[9], key[11], key[13], key[14], key[17:],
+        batch, heads, dim, values, rows < cols, rows == cols, bisect_left(edges, cols), lies,
     )  # fmt: skip

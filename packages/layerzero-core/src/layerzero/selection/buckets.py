@@ -18,7 +18,7 @@ from layerzero.selection.world import World
 
 __all__ = ["boundaries", "bucketed", "find"]
 
-_POWERS = tuple(2**i for i in range(31))
+_POWERS = tuple(2**i for i in range(48))  # beyond any axis: every length has a bucket
 
 
 def boundaries(world: World, op: str, axis: str) -> tuple[int, ...] | None:
