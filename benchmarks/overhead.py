@@ -326,6 +326,7 @@ def main() -> int:
     parser.add_argument("--machine", default="here", help="folder under benchmarks/results for the JSON")
     parser.add_argument("--json", type=Path, help="write the JSON to this file instead")
     parser.add_argument("--quick", action="store_true", help="few rounds: a smoke test, not a figure")
+    parser.add_argument("--without-threads", action="store_true", help="leave out the minutes of the thread run")
     options = parser.parse_args()
     rounds, batch = (30, 50) if options.quick else (400, 250)
     torch.set_num_threads(1)
@@ -361,7 +362,7 @@ def main() -> int:
         "keys": {"few": keys_before, "many": keys_after},
         "decode": loop,
         "parts": {n: round(v, 3) for n, v in selection_parts(2_000 if options.quick else 100_000).items()},
-        "threads": threads(20, 200) if options.quick else threads(100, 10_000),
+        "threads": None if options.without_threads else threads(20, 200) if options.quick else threads(100, 10_000),
         "peers": peers(30, 20) if options.quick else peers(100, 100),
         "calibration_ns": calibration(),
         "medians_ns": {name: round(value, 1) for name, value in few.items()},

@@ -62,9 +62,12 @@ def section(name: str, data: dict[str, Any]) -> str:
         f"- A hot lookup: median {parts['hot lookup median']:.2f} µs, p99 {parts['hot lookup p99']:.2f} µs, "
         f"{parts['lookups per second']:,.0f} a second on one thread; building a Context "
         f"{parts['context build']:.0f} µs; a hit in the selection cache {parts['selection cache hit']:.2f} µs.",
-        f"- {threads['threads']} threads × {threads['lookups_each']} mixed lookups under {threads['swaps']} swaps of "
-        f"the World: {threads['errors']} errors, {threads['stale']} stale choices.",
     ]
+    if threads is not None:
+        lines.append(
+            f"- {threads['threads']} threads × {threads['lookups_each']} mixed lookups under {threads['swaps']} swaps "
+            f"of the World: {threads['errors']} errors, {threads['stale']} stale choices."
+        )
     measured = data["peers"].items()
     peers = "; ".join(f"{name} {us:.1f} µs" if isinstance(us, float) else f"{name} {us}" for name, us in measured)
     lines.append(f"- Peers in the same run, overhead of one call: {peers}.")

@@ -229,6 +229,7 @@ def _positional(
         slopes = values[_ALIBI]
         slopes = slopes[None, :, None, None] if slopes.ndim == 1 else slopes[:, :, None, None]
         distance = (i + (cols - rows) - j).abs()
-        bias = (-slopes.float() * distance).to(query.dtype)
+        wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        bias = (-slopes.to(wide) * distance).to(query.dtype)
         values[_ALIBI] = None
     return keep, bias

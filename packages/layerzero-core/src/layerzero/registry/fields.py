@@ -37,7 +37,9 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-_PLAIN_SPECIFIER = re.compile(r"(?:[<>]=?|[=!~]=)\d+(?:\.\d+)+(?:,(?:[<>]=?|[=!]=)\d+(?:\.\d+)*)*\Z")
+_VERSION = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?"
+_CLAUSE = rf"(?:(?:[<>]=?|[=!]=){_VERSION}|~=\d+(?:\.\d+)+)"
+_PLAIN_SPECIFIER = re.compile(rf"{_CLAUSE}(?:,{_CLAUSE})*\Z")
 
 
 def _specifier(text: str) -> None:
