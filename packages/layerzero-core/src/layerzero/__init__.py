@@ -7,6 +7,7 @@ print(lz.explain("attention", q, k, v, is_causal=True))
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from layerzero.ops import (
@@ -30,6 +31,7 @@ from layerzero.ops import (
     silu_and_mul,
 )
 from layerzero.ops.signature import PUBLIC as _PUBLIC
+from layerzero.runtime.current import collector_paused as _collector_paused
 from layerzero.torch_ops import install as _install
 from layerzero.version import __version__
 
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
 
+# The cold path's modules are imported here, the plugins are discovered at the first cold call: each has its budget.
+with _collector_paused():
+    importlib.import_module("layerzero.dispatch.run")
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
 __all__ = [
@@ -134,8 +139,6 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
-    import importlib
-
     found = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found

@@ -6,6 +6,7 @@ that can change a choice (policy, locks, health, measurements, plugins, the cloc
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -58,6 +59,14 @@ def _merged_policy() -> Policy:
     return policies.merged()
 
 
+def _log_selections() -> None:
+    """LAYERZERO_VERBOSE: every selection is logged, to stderr where the program has set up no logging."""
+    logger = logging.getLogger("layerzero")
+    logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+
+
 class Runtime:
     """Holder of the current World. `now.world` is read by hot calls without a lock and replaced under one."""
 
@@ -99,7 +108,10 @@ class Runtime:
             # Who may come in is policy too: environment, and files that may speak of it, merged.
             allowed, denied = policy.plugins.get("allow"), policy.plugins.get("deny", ())
             only = None if allowed is None else tuple(allowed)
-            loaded = load_plugins(env=replace(env.read(), plugins=only, plugins_deny=tuple(denied)))
+            settings = env.read()
+            if settings.verbose:
+                _log_selections()
+            loaded = load_plugins(env=replace(settings, plugins=only, plugins_deny=tuple(denied)))
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)
