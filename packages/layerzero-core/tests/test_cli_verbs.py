@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import layerzero as lz
@@ -317,6 +318,7 @@ def test_plugin_list_names_state_reason_and_fix(site: Path, monkeypatch: pytest.
     assert "platfroms" in text and "LAYERZERO_PLUGINS_DENY" in text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes run on the CPU, which is not the first device here")
 def test_plugin_check_probes_one_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.install(site, "fails_health")
     monkeypatch.setenv("LAYERZERO_PLUGINS", "fails_health")

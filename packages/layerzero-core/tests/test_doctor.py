@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import layerzero as lz
 from layerzero.health.quarantine import Quarantine
@@ -126,6 +127,7 @@ def test_variables_that_contradict_each_other_leave_a_readable_environment() -> 
     assert len(wrong) == 1 and env.locks == () and kept == {"PATH": "p"}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes run on the CPU, which is not the first device here")
 # -- plugins and vendors -----------------------------------------------------------------------------------------
 @pytest.mark.req("R-OPS-01", "R-BK-OT-02")
 def test_a_crashing_vendor_and_a_plugin_that_raises_cost_only_themselves(

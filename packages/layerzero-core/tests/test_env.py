@@ -37,6 +37,8 @@ GOOD = {
     "LAYERZERO_JIT_CACHE_DIR": ("/var/jit", "jit_cache_dir", "/var/jit"),
     "LAYERZERO_DEBUG": ("1", "debug", True),
     "LAYERZERO_VERBOSE": ("1", "verbose", True),
+    "LAYERZERO_PROVE": ("1", "prove", True),
+    "LAYERZERO_COMMIT": ("abc123", "commit", "abc123"),
     "LAYERZERO_REQUIRE": ("1", "require", True),
 }
 

@@ -147,6 +147,9 @@ def test_kernel_is_thread_safe(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
     start = threading.Barrier(len(inputs))
 
     def work(index: int) -> None:
+        device = next((item.device for item in inputs[index] if isinstance(item, Tensor)), None)
+        if device is not None:
+            torch.zeros(1, device=device)  # a new thread has no CUDA context yet, and cuBLAS would warn of it
         start.wait()
         for _ in range(5):
             try:
