@@ -42,9 +42,17 @@ def test_measured_lookups_are_inside_the_seeds_bounds(path):
     assert parts["hot lookup p99"] < 10.0
     assert parts["lookups per second"] > 10_000
     assert parts["context build"] > 0
+    assert parts.get("hot table hit", 0.0) < 1.0
     if threads is not None:
         assert (threads["threads"], threads["lookups_each"]) == (100, 10_000)
         assert (threads["errors"], threads["stale"]) == (0, 0)
+
+
+@pytest.mark.req("R-CACHE-08")
+def test_a_hit_in_the_hot_table_was_measured_below_a_microsecond():
+    parts = [json.loads(path.read_text())["parts"] for path in KEPT]
+    hits = [part["hot table hit"] for part in parts if "hot table hit" in part]
+    assert hits and max(hits) < 1.0
 
 
 @pytest.mark.req("R-SEL-12", "R-CACHE-07")

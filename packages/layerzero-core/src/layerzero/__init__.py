@@ -55,9 +55,11 @@ if TYPE_CHECKING:
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
 
-# The cold path's modules are imported here, the plugins are discovered at the first cold call: each has its budget.
+# The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
+# call. Both have a budget, and this split keeps both.
 with _collector_paused():
-    importlib.import_module("layerzero.dispatch.run")
+    for _name in ("layerzero.dispatch.run", "layerzero.env", "importlib_metadata", "pluggy"):
+        importlib.import_module(_name)
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
 __all__ = [

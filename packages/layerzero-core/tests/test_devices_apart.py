@@ -1,0 +1,73 @@
+"""Devices stay apart: no kernel crosses to another device, and mixed inputs are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.device import named_device
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.enums import Platform
+from layerzero.runtime.state import state
+
+NAMES = ("sapphire-rapids", "neoverse-n1", "t4", "a100", "h100", "b200", "mi300x", "gaudi2", "apple-m2")
+SIZES = {
+    "batch": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "seq_len_q": 16,
+    "seq_len_k": 16,
+    "head_dim": 64,
+    "head_dim_v": 64,
+}
+
+
+@pytest.mark.req("R-DEV-10")
+@pytest.mark.parametrize("name", NAMES)
+def test_only_kernels_of_the_device_are_accepted_and_the_others_say_why(name):
+    device = named_device(name)
+    for dtype in ("float16", "float32"):
+        ctx = Context(op="attention", device=device, dtype=dtype, dims=tuple(SIZES.items()), needs=frozenset({"gqa"}))
+        for candidate in lz.explain("attention", ctx).candidates:
+            kernel = state.world.registry.get(candidate.kernel_id)
+            if candidate.accepted:
+                assert device.platform in kernel.platforms
+            if device.platform not in kernel.platforms:
+                assert "PLATFORM_MISMATCH" in {reason.code for reason in candidate.reasons}
+                assert str(device.platform) in candidate.reasons[0].message
+
+
+@pytest.mark.req("R-DEV-10")
+def test_a_descriptor_for_cuda_is_never_offered_to_the_cpu():
+    q = torch.randn(1, 2, 8, 16)
+    for candidate in lz.explain("attention", q, q, q).candidates:
+        if candidate.accepted:
+            assert Platform.CPU in state.world.registry.get(candidate.kernel_id).platforms
+
+
+@pytest.mark.req("R-DEV-09")
+def test_inputs_on_two_devices_are_refused_and_each_is_named():
+    q, elsewhere = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16, device="meta")
+    lz.attention(q, q, q)  # hot: the check must not be lost behind the table
+    with pytest.raises(InvalidInputError) as caught:
+        lz.attention(q, elsewhere, q)
+    assert caught.value.code == "DEVICE_MIXED"
+    assert "query on cpu" in str(caught.value) and "key on meta" in str(caught.value)
+
+
+@pytest.mark.req("R-POL-10")
+def test_plan_mode_is_a_toggle_of_every_level(monkeypatch, tmp_path):
+    assert lz.get_config().plan_mode is False
+    path = tmp_path / "layerzero.yaml"
+    path.write_text("plan_mode: true\n")
+    try:
+        assert lz.load_config(path).plan_mode is True
+        before = lz.get_config().policy_hash
+        lz.configure(plan_mode=False)
+        assert lz.get_config().plan_mode is False and lz.get_config().policy_hash != before
+        with lz.scoped(plan_mode=True):
+            assert lz.get_config().plan_mode is True
+    finally:
+        lz.reset()
