@@ -42,14 +42,9 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on, without anything that names the host."""
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    from layerzero.model.device import DeviceSpec
+
+    cpu = DeviceSpec.detect("cpu").name or platform.machine()
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "cpu": cpu,

@@ -98,13 +98,18 @@ def _ranked(
     known = [value for value in times if value is not None]
     fastest = min(known) if known else None
     # Where there are measurements they decide, not the authors' expectations: all measured kernels start level.
-    level = max((item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None), default=0.0)
-    found = []
+    level = 0.0
+    if known:
+        level = max(item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None)
+    order: list[tuple[tuple[float, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
-        priority = item.kernel.priority if measured is None else level
+        kernel = item.kernel
+        priority = kernel.priority if measured is None else level
         total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
-        found.append(_Ranked(item.kernel.kernel_id, item.kernel.backend, total, parts, measured, item.transforms))
-    found.sort(key=lambda item: rank(item.score, item.kernel_id))
+        entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms)
+        order.append((rank(total, kernel.kernel_id), entry))
+    order.sort()  # kernel ids are unique, so the entries themselves are never compared
+    found = [entry for _, entry in order]
     if locked is not None and world.policy.on_fault == "fallback":
         # The lock leads the ranking; the rest stand by in case it fails.
         found.sort(key=lambda item: item.kernel_id != locked)
