@@ -76,11 +76,30 @@ def section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def earlier(name: str, data: dict[str, Any]) -> str:
+    """A kept run of an earlier commit, in the names of that commit."""
+    machine = data["machine"]
+    lines = [
+        f"## {name}: an earlier run",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']}); Python {machine['python']}, torch "
+        f"{machine['torch']}; commit `{data['commit']}`; reading `.shape` takes {data['calibration_ns']['shape']:.0f} ns. "
+        + data["note"],
+        "",
+        "| figure | µs |",
+        "|---|---:|",
+        *(f"| {figure} | {_number(value)} |" for figure, value in data["figures"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
         section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/overhead.json"))
     ]
+    older = sorted(results.glob("*/overhead-*.json"))
+    found += [earlier(path.parent.name, json.loads(path.read_text())) for path in older]
     return "\n".join([INTRO, *found])
 
 
