@@ -83,8 +83,8 @@ def earlier(name: str, data: dict[str, Any]) -> str:
         f"## {name}: an earlier run",
         "",
         f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']}); Python {machine['python']}, torch "
-        f"{machine['torch']}; commit `{data['commit']}`; reading `.shape` takes {data['calibration_ns']['shape']:.0f} ns. "
-        + data["note"],
+        f"{machine['torch']}; commit `{data['commit']}`; reading `.shape` takes "
+        f"{data['calibration_ns']['shape']:.0f} ns. {data['note']}",
         "",
         "| figure | µs |",
         "|---|---:|",
