@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +15,6 @@ from layerzero.cli.calls import BUILDERS
 from layerzero.ops.signature import PUBLIC
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-@pytest.fixture
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    lz.reset()
-    yield
-    lz.reset()
 
 
 def run(*args: str, code: int = 0) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,30 +24,6 @@ from layerzero.testing import faults
 from layerzero.testing.fakes import capabilities
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-@pytest.fixture
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process as it starts: no settings of the machine, no plugin besides the built-in ones."""
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(home))
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    lz.reset()
-    yield
-    lz.reset()
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the import path of this process and of its children, for backends to be installed into."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
 
 
 def install(site: Path, monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:

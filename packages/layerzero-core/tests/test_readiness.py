@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,6 @@ from layerzero.testing import faults
 from layerzero.testing.fakes import capabilities
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-@pytest.fixture
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(home))
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    lz.reset()
-    yield
-    lz.reset()
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
 
 
 def add(site: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, **kernel: Any) -> None:

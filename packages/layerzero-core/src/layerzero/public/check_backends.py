@@ -46,7 +46,8 @@ def _plugin(record: PluginRecord) -> Check:
     why = record.reasons[0]
     if record.state == PluginState.UNAVAILABLE:
         # Which library, and how to get it, stands at each of its backends.
-        return Check("plugins", record.name, Status.WARN, f"{brings}; vendor library missing or unfit", why.code)
+        what = "no kernels yet" if why.code is ReasonCode.BACKEND_STUB else "vendor library missing or unfit"
+        return Check("plugins", record.name, Status.WARN, f"{brings}; {what}", why.code)
     status = Status.SKIP if record.state == PluginState.DENIED else Status.FAIL
     return Check("plugins", record.name, status, f"{why.message} ({origin})", why.code, record.fix or why.hint)
 
