@@ -14,10 +14,11 @@ from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import builtin_op
+from layerzero.runtime.late_ops import LATE_OPS, LateTable
 
 __all__ = ["PUBLIC", "PublicOp", "dispatch", "public_op", "reference", "register"]
 
-PUBLIC: dict[str, PublicOp] = {}
+PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from layerzero.runtime.late_ops import LATE_OPS, LateTable
+
 if TYPE_CHECKING:
     from layerzero.model.op import OperationSpec
     from layerzero.runtime.scopes import Scope
@@ -52,7 +54,7 @@ def collector_paused() -> Iterator[None]:
 
 
 now = _Now()
-builtin_ops: dict[str, OperationSpec] = {}
+builtin_ops: LateTable[OperationSpec] = LateTable(LATE_OPS)
 # op -> callable (canonical args, layout, backend) that hands tensor subclasses to one torch.library op
 opaque_ops: dict[str, Callable[[tuple[Any, ...], str | None, str | None], Any]] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -115,7 +116,8 @@ class Runtime:
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)
-            return self._install(World(registry=loaded.registry, ops={**loaded.ops, **builtin_ops}, policy=policy))
+            ops = ChainMap(builtin_ops, dict(loaded.ops))
+            return self._install(World(registry=loaded.registry, ops=ops, policy=policy))
 
     def use(
         self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None
@@ -124,7 +126,7 @@ class Runtime:
         with self._lock:
             policy = policy or self._policy_source()
             self._apply(policy)
-            return self._install(World(registry=registry, ops={**(ops or {}), **builtin_ops}, policy=policy))
+            return self._install(World(registry=registry, ops=ChainMap(builtin_ops, dict(ops or {})), policy=policy))
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
         """Where the merged policy comes from; `refresh_policy` reads it again."""

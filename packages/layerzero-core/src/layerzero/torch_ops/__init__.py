@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from layerzero.runtime.current import opaque_ops
+from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.imports import after_import
 
@@ -29,7 +30,7 @@ _log = logging.getLogger("layerzero.torch_ops")
 
 NAMESPACE = "layerzero"
 
-# The public ops that have an opaque op and a twin.
+# The public ops that have an opaque op and a twin, beside all late ops (`more`).
 OPAQUE = (
     "add_rms_norm", "attention", "dequantize", "embedding", "gelu_and_mul", "layer_norm", "linear", "paged_attention",
     "quantize", "relu_and_mul", "rms_norm", "rope", "sample", "sample_topk", "sample_topp", "silu_and_mul",
@@ -57,9 +58,8 @@ class _LazyNamespace(torch._ops._OpNamespace):
 
 def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None:
     """Open the doors for these ops and helper functions. Called once, by `import layerzero`; takes microseconds."""
-    functions.update((name, op.function) for name, op in public.items())
-    functions.update((helper.__name__, helper) for helper in helpers)
-    for name in OPAQUE:
+    functions.fill(public, helpers)
+    for name in (*OPAQUE, *LATE_OPS):
         opaque_ops[name] = functools.partial(_bridge, name)
     if NAMESPACE not in vars(torch.ops):
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))

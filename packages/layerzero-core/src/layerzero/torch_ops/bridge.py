@@ -17,6 +17,7 @@ from layerzero.model.enums import Causal
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import library, plain
 from layerzero.torch_ops.calls import quant_parts
+from layerzero.torch_ops.more import bridge_of
 
 __all__ = ["call", "split"]
 
@@ -26,7 +27,7 @@ _WORDS = {Causal.NONE: "none", Causal.TOP_LEFT: "top_left", Causal.BOTTOM_RIGHT:
 def call(op_id: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """Run one call through its opaque op."""
     ops = library.namespace()
-    special = _SPECIAL.get(op_id)
+    special = _SPECIAL.get(op_id) or bridge_of(op_id)
     if special is not None:
         return special(ops, args, layout, backend)
     return getattr(ops, op_id).default(*args, backend)

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 import torch
 
 from layerzero.torch_ops.functions import functions
+from layerzero.torch_ops.more import more_twins
 from layerzero.torch_ops.traced import TWINS
 
 __all__ = ["register"]
@@ -26,7 +27,7 @@ def register() -> None:
         return
     for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
-    for name, twin in TWINS.items():
+    for name, twin in {**TWINS, **more_twins()}.items():
         torch.compiler.substitute_in_graph(functions[name])(twin)
         _run_natively(functions[name].__code__)
     for item in vars(importlib.import_module("layerzero.public.planning")).values():

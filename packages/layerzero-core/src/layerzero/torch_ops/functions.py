@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = ["functions"]
 
-functions: dict[str, Callable[..., Any]] = {}
+
+class _Functions:
+    """Looks a function up when it is called for: a late op is not imported before."""
+
+    def __init__(self) -> None:
+        self._public: Mapping[str, Any] = {}
+        self._helpers: dict[str, Callable[..., Any]] = {}
+
+    def fill(self, public: Mapping[str, Any], helpers: Iterable[Callable[..., Any]]) -> None:
+        """Take the ops and the helper functions that are not ops."""
+        self._public = public
+        self._helpers = {helper.__name__: helper for helper in helpers}
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function
+        return found
+
+
+functions = _Functions()

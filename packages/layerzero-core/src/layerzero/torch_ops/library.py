@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,29 +17,12 @@ from torch.nn import Parameter
 
 from layerzero.dispatch import modes
 from layerzero.torch_ops import calls, fakes, plain
+from layerzero.torch_ops.more import more_ops
+from layerzero.torch_ops.opaque import OpaqueOp
 
-__all__ = ["OPS", "OpaqueOp", "namespace", "register"]
+__all__ = ["OPS", "namespace", "register"]
 
 _NAMESPACE = "layerzero"
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueOp:
-    """One op. `run`, `fake` and `plain` take the schema's arguments; without `plain` there is no gradient.
-
-    autocast    under autocast the floating inputs are cast first (matmul-like ops)
-    replay      the backward may run the public function again; otherwise it takes the plain form
-    random      draws from the default generator
-    """
-
-    name: str
-    signature: str
-    run: Callable[..., Any]
-    fake: Callable[..., Any]
-    plain: Callable[..., Any] | None = None
-    autocast: bool = False
-    replay: bool = True
-    random: bool = False
 
 
 _ATTENTION = (
@@ -168,7 +150,7 @@ def register() -> None:
             return  # this thread is at it: torch looks ops up by name while they are being defined
         make: Any = torch.library.Library
         _library = make(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
-        for op in OPS:
+        for op in (*OPS, *more_ops()):
             _define(_library, op)
         setattr(torch.ops, _NAMESPACE, _namespace)
         _complete = True

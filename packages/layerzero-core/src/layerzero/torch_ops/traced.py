@@ -27,6 +27,7 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import calls, library, plain
 from layerzero.torch_ops.bridge import split
+from layerzero.torch_ops.opaque import differentiable
 
 __all__ = ["TWINS"]
 
@@ -39,17 +40,6 @@ _SILU, _GELU, _RELU = _OPS.silu_and_mul.default, _OPS.gelu_and_mul.default, _OPS
 _LINEAR, _EMBEDDING = _OPS.linear.default, _OPS.embedding.default
 _TOPK, _TOPP, _SAMPLE = _OPS.sample_topk.default, _OPS.sample_topp.default, _OPS.sample.default
 _QUANTIZE, _DEQUANTIZE = _OPS.quantize.default, _OPS.dequantize.default
-
-
-def _differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
-    """Whether to trace plain torch instead of the opaque op."""
-    # The flag behind torch.compiler.is_exporting(), which older Dynamos take for true in any graph.
-    if backend is not None or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
-        return False
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def _causal(is_causal: bool | str) -> str:
@@ -97,7 +87,7 @@ def attention(
         causal = "bottom_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "top_left"
         attn_mask = None
     args = (query, key, value, attn_mask, causal, scale, layout, _sides(window), softcap, alibi_slopes)
-    if dropout_p != 0.0 or _differentiable(backend, query, key, value, attn_mask, alibi_slopes):
+    if dropout_p != 0.0 or differentiable(backend, query, key, value, attn_mask, alibi_slopes):
         return plain.attend(*args, dropout_p=dropout_p, return_lse=return_lse)
     return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
 
@@ -130,7 +120,7 @@ def paged_attention(
     else:
         parts = (batch, context_lens, None, None, None)
     args = (query, key_cache, value_cache, *parts, scale, layout, _sides(window), softcap, alibi_slopes)
-    if parts[3] is not None and _differentiable(backend, query, key_cache, value_cache, alibi_slopes):
+    if parts[3] is not None and differentiable(backend, query, key_cache, value_cache, alibi_slopes):
         return plain.page(*args, return_lse=return_lse)
     return _PAGED_LSE(*args, backend) if return_lse else _PAGED(*args, backend)
 
@@ -150,7 +140,7 @@ def paged_batch(
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Any:
     """Twin of `lz.rms_norm`."""
-    if _differentiable(backend, x, weight):
+    if differentiable(backend, x, weight):
         return plain.rms_norm(x, weight, eps, backend)
     return _RMS_NORM(x, weight, eps, backend)
 
@@ -159,7 +149,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None
 ) -> Any:
     """Twin of `lz.add_rms_norm`."""
-    if _differentiable(backend, x, residual, weight):
+    if differentiable(backend, x, residual, weight):
         return plain.add_rms_norm(x, residual, weight, eps, backend)
     return _ADD_RMS_NORM(x, residual, weight, eps, backend)
 
@@ -173,7 +163,7 @@ def layer_norm(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.layer_norm`."""
-    if _differentiable(backend, x, weight, bias):
+    if differentiable(backend, x, weight, bias):
         return plain.layer_norm(x, weight, bias, eps, backend)
     return _LAYER_NORM(x, weight, bias, eps, backend)
 
@@ -192,7 +182,7 @@ def rope(
 ) -> Any:
     """Twin of `lz.rope`. In place is a copy at the end, which the compiler turns back into a write."""
     rest = (cos, sin, interleaved, layout, position_ids, backend)
-    if _differentiable(backend, q, k, cos, sin):
+    if differentiable(backend, q, k, cos, sin):
         turned_q, turned_k = plain.rope(q, k, *rest)
     elif k is None:
         turned_q, turned_k = _ROPE_QUERY(q, *rest), None
@@ -210,33 +200,33 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 
 def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.silu_and_mul`."""
-    return plain.silu_and_mul(x, backend) if _differentiable(backend, x) else _SILU(x, backend)
+    return plain.silu_and_mul(x, backend) if differentiable(backend, x) else _SILU(x, backend)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Any:
     """Twin of `lz.gelu_and_mul`."""
-    if _differentiable(backend, x):
+    if differentiable(backend, x):
         return plain.gelu_and_mul(x, approximate, backend)
     return _GELU(x, approximate, backend)
 
 
 def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.relu_and_mul`."""
-    return plain.relu_and_mul(x, backend) if _differentiable(backend, x) else _RELU(x, backend)
+    return plain.relu_and_mul(x, backend) if differentiable(backend, x) else _RELU(x, backend)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, backend: str | None = None
 ) -> Any:
     """Twin of `lz.linear`."""
-    if _differentiable(backend, x, weight, bias):
+    if differentiable(backend, x, weight, bias):
         return plain.linear(x, weight, bias, activation, backend)
     return _LINEAR(x, weight, bias, activation, backend)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Any:
     """Twin of `lz.embedding`."""
-    if _differentiable(backend, weight):
+    if differentiable(backend, weight):
         return plain.embedding(ids, weight, padding_idx, backend)
     return _EMBEDDING(ids, weight, padding_idx, backend)
 
@@ -301,7 +291,7 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend
     parts = (qt.data, qt.scale, qt.zero_point, qt.tensor_scale)
     target = qt.dtype if dtype is None else dtype
     args = (*parts, qt.fmt.value, qt.granularity, qt.block_size, list(qt.shape), target, backend)
-    return plain.dequantize(*args) if _differentiable(backend, *parts[1:]) else _DEQUANTIZE(*args)
+    return plain.dequantize(*args) if differentiable(backend, *parts[1:]) else _DEQUANTIZE(*args)
 
 
 TWINS: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,49 @@
+"""Ops that are imported when first used, and the table that does it.
+
+A process that calls attention and norms never pays for mixture-of-experts. The names are known from the start: plugins
+register kernels for such an op, policies lock it, `lz.list_ops` shows it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TypeVar
+
+__all__ = ["LATE_OPS", "LateTable"]
+
+Value = TypeVar("Value")
+
+# op -> module of its public function; importing the module registers the op.
+LATE_OPS: dict[str, str] = {}
+
+
+class LateTable(MutableMapping[str, Value]):
+    """A table by op name, some of whose entries come with a module that is imported at the first look-up."""
+
+    __slots__ = ("_found", "_later")
+
+    def __init__(self, later: Mapping[str, str]) -> None:
+        self._found: dict[str, Value] = {}
+        self._later = later
+
+    def __getitem__(self, name: str) -> Value:
+        found = self._found.get(name)
+        if found is None and name in self._later:
+            importlib.import_module(self._later[name])
+        return self._found[name]
+
+    def __setitem__(self, name: str, value: Value) -> None:
+        self._found[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found or name in self._later
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._found, **self._later})
+
+    def __len__(self) -> int:
+        return len({**self._found, **self._later})

@@ -1,0 +1,42 @@
+"""What one opaque op consists of, and when a twin traces plain torch instead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OpaqueOp", "differentiable"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueOp:
+    """One op. `run`, `fake` and `plain` take the schema's arguments; without `plain` there is no gradient.
+
+    autocast    under autocast the floating inputs are cast first (matmul-like ops)
+    replay      the backward may run the public function again; otherwise it takes the plain form
+    random      draws from the default generator
+    """
+
+    name: str
+    signature: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+    plain: Callable[..., Any] | None = None
+    autocast: bool = False
+    replay: bool = True
+    random: bool = False
+
+
+def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
+    """Whether to trace plain torch instead of the opaque op."""
+    # The flag behind torch.compiler.is_exporting(), which older Dynamos take for true in any graph.
+    if backend is not None or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False

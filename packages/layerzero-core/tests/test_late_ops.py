@@ -1,0 +1,46 @@
+"""Late ops: known by name from the start, imported at first use, complete when they come."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import layerzero as lz
+from layerzero.ops.signature import PUBLIC
+from layerzero.runtime.late_ops import LATE_OPS, LateTable
+from layerzero.torch_ops.more import more_ops, more_twins
+
+
+def test_import_layerzero_imports_no_late_op():
+    script = "import sys, json, layerzero; print(json.dumps([name for name in sys.modules if 'layerzero.ops' in name]))"
+    loaded = json.loads(subprocess.check_output([sys.executable, "-c", script], text=True))
+    assert "layerzero.ops.attention" in loaded
+    assert set(LATE_OPS.values()).isdisjoint(loaded)
+
+
+def test_names_are_known_before_the_module_is():
+    table: LateTable[int] = LateTable({"late": "no_such_module_of_ours"})
+    table["early"] = 1
+    assert "late" in table and list(table) == ["early", "late"] and len(table) == 2
+    with pytest.raises(ModuleNotFoundError):
+        table["late"]
+    with pytest.raises(KeyError):
+        table["never"]
+
+
+@pytest.mark.parametrize("name", sorted(LATE_OPS))
+def test_a_late_op_is_complete(name):
+    op = PUBLIC[name]
+    assert op.spec.op_id == name
+    assert getattr(lz, name) is op.function
+    assert op.spec in lz.list_ops()
+    assert any(kernel.kernel_id == op.spec.fallback_id for kernel in lz.list_kernels(name))
+
+
+@pytest.mark.parametrize("name", sorted(LATE_OPS))
+def test_a_late_op_has_an_opaque_op_and_a_twin(name):
+    assert name in {op.name for op in more_ops()}
+    assert name in more_twins()
