@@ -32,6 +32,7 @@ from layerzero.ops import (
 )
 from layerzero.ops.signature import PUBLIC as _PUBLIC
 from layerzero.runtime.current import collector_paused as _collector_paused
+from layerzero.runtime.late_ops import LATE_OPS as _LATE_OPS
 from layerzero.torch_ops import install as _install
 from layerzero.version import __version__
 
@@ -109,6 +110,7 @@ __all__ = [
 
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
 _LAZY = {
+    **_LATE_OPS,
     "Context": "layerzero.model.context",
     "DeviceSpec": "layerzero.model.device",
     "doctor": "layerzero.public.checks",
