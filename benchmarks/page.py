@@ -7,6 +7,7 @@ python benchmarks/page.py --check    # exit 1 if it is out of date
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,16 @@ def _number(value: float) -> str:
 
 def section(name: str, data: dict[str, Any]) -> str:
     machine = data["machine"]
-    shape = data["calibration_ns"]["shape"]
+    # The reads that stand between the figures, where a run took them.
+    shape = statistics.median(data.get("shape_read_ns") or [data["calibration_ns"]["shape"]])
     ratio = max(1.0, shape / BUDGET_SHAPE_NS)
     title = f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
     lines = [
         f"## {name}: dispatch overhead",
         "",
         f"{title}; Python {machine['python']}, torch {machine['torch']}; load before the run {machine['load']}; commit "
-        f"`{data['commit']}`; reading `.shape` takes {shape:.0f} ns here ({ratio:.2f}× the budget's machine).",
+        f"`{data['commit']}`; reading `.shape` takes {shape:.0f} ns here ({ratio:.2f}× the budget's machine)."
+        + (f" {data['note']}" if "note" in data else ""),
         "",
         "| figure | µs | limit | verdict | at the budget's speed |",
         "|---|---:|---:|---|---:|",
@@ -76,30 +79,11 @@ def section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def earlier(name: str, data: dict[str, Any]) -> str:
-    """A kept run of an earlier commit, in the names of that commit."""
-    machine = data["machine"]
-    lines = [
-        f"## {name}: an earlier run",
-        "",
-        f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']}); Python {machine['python']}, torch "
-        f"{machine['torch']}; commit `{data['commit']}`; reading `.shape` takes "
-        f"{data['calibration_ns']['shape']:.0f} ns. {data['note']}",
-        "",
-        "| figure | µs |",
-        "|---|---:|",
-        *(f"| {figure} | {_number(value)} |" for figure, value in data["figures"].items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
         section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/overhead.json"))
     ]
-    older = sorted(results.glob("*/overhead-*.json"))
-    found += [earlier(path.parent.name, json.loads(path.read_text())) for path in older]
     return "\n".join([INTRO, *found])
 
 

@@ -34,6 +34,7 @@ GOOD = {
     "LAYERZERO_PLUGINS_DENY": ("bad", "plugins_deny", ("bad",)),
     "LAYERZERO_PROBE_TIMEOUT": ("1.5", "probe_timeout", 1.5),
     "LAYERZERO_PERFDB": ("/var/times.db", "perfdb", "/var/times.db"),
+    "LAYERZERO_DISPATCH_TABLE": ("/etc/table.json", "dispatch_table", "/etc/table.json"),
     "LAYERZERO_JIT_CACHE_DIR": ("/var/jit", "jit_cache_dir", "/var/jit"),
     "LAYERZERO_DEBUG": ("1", "debug", True),
     "LAYERZERO_VERBOSE": ("1", "verbose", True),

@@ -43,7 +43,7 @@ def test_a_plain_machine_is_ready_and_the_report_has_schemas_and_caches() -> Non
     report.require()
 
 
-@pytest.mark.req("R-CAP-06")
+@pytest.mark.req("R-CAP-06", "R-OPS-03")
 @pytest.mark.parametrize("wrong", [{"platfroms": ["cpu"]}, {"schema_version": "9.9"}, {"ops": {"rms_norm": [{}]}}])
 def test_an_invalid_capabilities_file_is_not_ready(
     site: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
@@ -83,7 +83,7 @@ def test_a_wrong_variable_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "LAYERZERO_CACHE_TTL" in check.message
 
 
-@pytest.mark.req("R-API-22")
+@pytest.mark.req("R-API-22", "R-OPS-03")
 def test_a_locked_kernel_that_nobody_registered_is_named_with_the_nearest() -> None:
     report = lz.readiness_check(lock("torch.rms_norm.natve"))
     (check,) = report.failed
@@ -148,6 +148,7 @@ def test_a_required_kernel_whose_adapter_is_missing_is_not_ready(site: Path, mon
     assert check.code == "KERNEL_FUNCTION_MISSING"
 
 
+@pytest.mark.req("R-OPS-03")
 def test_a_required_kernel_without_its_compiled_artifact_is_not_ready(
     site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

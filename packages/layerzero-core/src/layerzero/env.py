@@ -48,6 +48,13 @@ def _path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def _folders(text: str) -> tuple[str, ...]:
+    found = tuple(os.path.expanduser(part.strip()) for part in text.split(os.pathsep) if part.strip())
+    if not all(os.path.isabs(part) for part in found):  # a relative one would mean another place in each directory
+        raise _Bad(f"absolute paths separated by {os.pathsep}")
+    return found
+
+
 def _number(text: str, low: float, expected: str) -> float:
     try:
         value = float(text)
@@ -142,7 +149,11 @@ class Env:
         "PROBE_TIMEOUT", _positive_seconds, 20.0, "seconds a vendor probe may take in lz doctor"
     )
     perfdb: str | None = _var("PERFDB", _path, None, "file of measured kernel times")
+    dispatch_table: str | None = _var("DISPATCH_TABLE", _path, None, "table of decisions to obey, written by lz solve")
     jit_cache_dir: str | None = _var("JIT_CACHE_DIR", _path, None, "directory of compiled kernels (made with 0700)")
+    trusted_definitions: tuple[str, ...] = _var(
+        "TRUSTED_DEFINITIONS", _folders, (), "folders or files whose definitions may run their reference code"
+    )
     debug: bool = _var("DEBUG", _flag, False, "check plans at each call; the CLI shows tracebacks")
     verbose: bool = _var("VERBOSE", _flag, False, "log every selection")
     prove: bool = _var("PROVE", _flag, False, "tests: the long counts of the prove lanes")

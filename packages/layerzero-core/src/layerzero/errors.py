@@ -10,7 +10,8 @@
      ├─ BackendNotAvailableError             the backend is not installed or does not work here
      ├─ ConfigurationError                   a setting, file or variable is wrong
      │   ├─ PolicyValidationError            a policy file or rule is wrong (line and key named)
-     │   └─ CapabilitiesError                a capabilities.json is wrong (key named)
+     │   ├─ CapabilitiesError                a capabilities.json is wrong (key named)
+     │   └─ DispatchTableError               a dispatch table is missing, damaged or edited
      ├─ PluginError                          a plugin broke the contract
      ├─ PlanMismatchError                    a checked plan was called with other arguments
      ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
@@ -31,6 +32,7 @@ __all__ = [
     "CapabilitiesError",
     "ConfigurationError",
     "CudaGraphUnsafeError",
+    "DispatchTableError",
     "InvalidInputError",
     "KernelExecutionError",
     "LayerZeroError",
@@ -142,6 +144,12 @@ class CapabilitiesError(ConfigurationError):
     def __init__(self, message: str = "", *, key: str | None = None, **kwargs: object) -> None:
         super().__init__(message, **kwargs)  # type: ignore[arg-type]
         self.key = key
+
+
+class DispatchTableError(ConfigurationError):
+    """A dispatch table cannot be read or does not hold here."""
+
+    default_code = "PLAN_FILE_INVALID"
 
 
 class PluginError(LayerZeroError):

@@ -84,7 +84,7 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "DIM_NOT_MULTIPLE": (_C.SHAPE, "{value} is not a multiple of {limit}", "pad the axis or use another kernel"),
     "EMPTY_SEQUENCE": (_C.SHAPE, "the key/value sequence is empty: {value}", "give at least one key per query, or skip the call"),
     "EMPTY_INPUT": (_C.SHAPE, "there is nothing to compute: {value}", "none needed: the reference gives the empty result"),
-    "RAGGED_UNSUPPORTED": (_C.SHAPE, "nested or ragged input {value} is not supported here", "pad, or call the varlen form"),
+    "RAGGED_UNSUPPORTED": (_C.SHAPE, "nested or ragged input {value} is not supported here", "use lz.varlen_attention, nested tensors of layout torch.jagged in lz.attention, or pad"),
     # head_dim
     "HEAD_DIM_INVALID": (_C.HEAD_DIM, "head_dim {value} is not allowed ({limit})", "pad head_dim or use another kernel"),
     "HEAD_DIM_TOO_LARGE": (_C.HEAD_DIM, "head_dim {value} exceeds {limit}", "use a kernel without this limit"),
@@ -101,6 +101,8 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "MASK_DTYPE_INVALID": (_C.MASK, "mask dtype {value} is neither bool nor {limit}", "use bool, or the dtype of query"),
     "CAUSAL_ALIGNMENT_UNSUPPORTED": (_C.MASK, "computes causal alignment {limit}, the call asks for {value}", "use is_causal with the other alignment, or another kernel"),
     "BLOCK_MASK_UNSUPPORTED": (_C.MASK, "block-sparse mask {value} is not supported", "use a dense mask"),
+    "CHUNK_MASK_UNSUPPORTED": (_C.MASK, "chunked attention (size {value}) is not supported", "use a dense mask"),
+    "MASK_WITH_WINDOW": (_C.MASK, "{value} and window={limit} were both given", "drop one, or fold both into a boolean mask"),
     # stride, layout
     "STRIDE_LAST_DIM": (_C.STRIDE, "stride of the last axis is {value}, expected {limit}", "call .contiguous() on the input"),
     "STRIDE_UNALIGNED": (_C.STRIDE, "strides {value} are not multiples of {limit} bytes", "pad the rows or call .contiguous()"),
@@ -137,9 +139,12 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "PAGE_SIZE_UNSUPPORTED": (_C.KV_CACHE, "page size {value} is not among {limit}", "use a supported page size"),
     "BLOCK_TABLE_DTYPE": (_C.KV_CACHE, "block table dtype {value}, expected {limit}", "use int32 or int64 block tables"),
     "BLOCK_TABLE_INVALID": (_C.KV_CACHE, "block table {value} does not fit {limit}", "correct block_tables and context_lens"),
+    "KV_CACHE_FULL": (_C.KV_CACHE, "{value} do not fit the {limit} that are left", "free or truncate a sequence, or make a larger cache"),
     "QUANT_FORMAT_UNSUPPORTED": (_C.QUANT, "quantization format {value} is not among {limit}", "use a supported format"),
     "QUANT_GRANULARITY_UNSUPPORTED": (_C.QUANT, "scale granularity {value} is not among {limit}", "use a supported granularity"),
     "QUANT_SCALE_LAYOUT": (_C.QUANT, "scale layout {value} does not match {limit}", "recompute the scales for this layout"),
+    "WEIGHT_NOT_PACKED": (_C.QUANT, "needs a weight packed as {limit}, this one is {value}", "lz.pack_weight(weight) packs it once, for all calls"),
+    "WEIGHT_PACK_STALE": (_C.QUANT, "the weight was written to {value} after it was packed as {limit}", "call lz.pack_weight again, or pack with on_change='repack'"),
     "TOKENIZER_HASH_MISMATCH": (_C.TOKENIZER, "tokenizer hash {value} does not match {limit}", "rebuild the cache for this tokenizer"),
     "TOKENIZER_ID_MISSING": (_C.TOKENIZER, "tokenization needs a tokenizer_id", "pass the tokenizer"),
     "VOCAB_HASH_MISSING": (_C.TOKENIZER, "tokenization needs a vocab_hash", "pass the tokenizer, or its hash"),
@@ -186,6 +191,11 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "JIT_FAILED": (_C.JIT, "compilation failed: {value}", "see the compile log"),
     "PLAN_BUCKET_MISS": (_C.PLAN, "no baked plan for the bucket of {value}", "add the shape and solve again"),
     "PLAN_HARDWARE_MISMATCH": (_C.PLAN, "the plan was made for {limit}, this is {value}", "solve again on this machine"),
+    "PLAN_FOLLOWED": (_C.PLAN, "the dispatch table {value} names it", "solve again to change it"),
+    "PLAN_POLICY_MISMATCH": (_C.PLAN, "the table was solved under policy {limit}, this is {value}", "solve again under this policy"),
+    "PLAN_KERNEL_CHANGED": (_C.PLAN, "the table was solved with version {limit}, here is {value}", "solve again with these backends"),
+    "PLAN_KERNEL_REFUSED": (_C.PLAN, "the table names {value}, which may not run here", "solve again; selection ran meanwhile"),
+    "PLAN_FILE_INVALID": (_C.PLAN, "not a dispatch table: {value}", "write it with lz solve; do not edit it by hand"),
     "PLAN_ARGUMENTS_CHANGED": (_C.PLAN, "the plan was bound for {limit}, called with {value}", "make a new plan for these arguments"),
     # schema, config, cache
     "SCHEMA_VERSION_UNKNOWN": (_C.SCHEMA, "schema version {value}, known: {limit}", "upgrade layerzero-core"),
@@ -195,6 +205,7 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "CONFIG_INVALID": (_C.CONFIG, "invalid setting {value}", "expected {limit}"),
     "CONFIG_FILE_MISSING": (_C.CONFIG, "no such file: {value}", "correct the path"),
     "CONFIG_FILE_TOO_LARGE": (_C.CONFIG, "{value} exceeds the limit {limit}", "split or shorten the file"),
+    "PATH_NOT_TRUSTED": (_C.CONFIG, "{value} is not in a trusted place ({limit})", "read the code, then name its folder with --trust or LAYERZERO_TRUSTED_DEFINITIONS"),
     "CACHE_CORRUPT": (_C.CACHE, "the cache entry is corrupt: {value}", "it was set aside and is rebuilt"),
     # input
     "DEVICE_MIXED": (_C.INPUT, "inputs are on different devices: {value}", "move them to one device"),
@@ -261,6 +272,8 @@ class ReasonCode(enum.StrEnum):
     MASK_DTYPE_INVALID = "MASK_DTYPE_INVALID"
     CAUSAL_ALIGNMENT_UNSUPPORTED = "CAUSAL_ALIGNMENT_UNSUPPORTED"
     BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED"
+    CHUNK_MASK_UNSUPPORTED = "CHUNK_MASK_UNSUPPORTED"
+    MASK_WITH_WINDOW = "MASK_WITH_WINDOW"
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
     STRIDE_UNALIGNED = "STRIDE_UNALIGNED"
     POINTER_UNALIGNED = "POINTER_UNALIGNED"
@@ -293,9 +306,12 @@ class ReasonCode(enum.StrEnum):
     PAGE_SIZE_UNSUPPORTED = "PAGE_SIZE_UNSUPPORTED"
     BLOCK_TABLE_DTYPE = "BLOCK_TABLE_DTYPE"
     BLOCK_TABLE_INVALID = "BLOCK_TABLE_INVALID"
+    KV_CACHE_FULL = "KV_CACHE_FULL"
     QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED"
     QUANT_GRANULARITY_UNSUPPORTED = "QUANT_GRANULARITY_UNSUPPORTED"
     QUANT_SCALE_LAYOUT = "QUANT_SCALE_LAYOUT"
+    WEIGHT_NOT_PACKED = "WEIGHT_NOT_PACKED"
+    WEIGHT_PACK_STALE = "WEIGHT_PACK_STALE"
     TOKENIZER_HASH_MISMATCH = "TOKENIZER_HASH_MISMATCH"
     TOKENIZER_ID_MISSING = "TOKENIZER_ID_MISSING"
     VOCAB_HASH_MISSING = "VOCAB_HASH_MISSING"
@@ -339,6 +355,11 @@ class ReasonCode(enum.StrEnum):
     JIT_FAILED = "JIT_FAILED"
     PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS"
     PLAN_HARDWARE_MISMATCH = "PLAN_HARDWARE_MISMATCH"
+    PLAN_FOLLOWED = "PLAN_FOLLOWED"
+    PLAN_POLICY_MISMATCH = "PLAN_POLICY_MISMATCH"
+    PLAN_KERNEL_CHANGED = "PLAN_KERNEL_CHANGED"
+    PLAN_KERNEL_REFUSED = "PLAN_KERNEL_REFUSED"
+    PLAN_FILE_INVALID = "PLAN_FILE_INVALID"
     PLAN_ARGUMENTS_CHANGED = "PLAN_ARGUMENTS_CHANGED"
     SCHEMA_VERSION_UNKNOWN = "SCHEMA_VERSION_UNKNOWN"
     SCHEMA_INVALID = "SCHEMA_INVALID"
@@ -347,6 +368,7 @@ class ReasonCode(enum.StrEnum):
     CONFIG_INVALID = "CONFIG_INVALID"
     CONFIG_FILE_MISSING = "CONFIG_FILE_MISSING"
     CONFIG_FILE_TOO_LARGE = "CONFIG_FILE_TOO_LARGE"
+    PATH_NOT_TRUSTED = "PATH_NOT_TRUSTED"
     CACHE_CORRUPT = "CACHE_CORRUPT"
     DEVICE_MIXED = "DEVICE_MIXED"
     OP_UNKNOWN = "OP_UNKNOWN"

@@ -153,12 +153,26 @@ def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
     key = (canonical, world.fingerprint)
 
     def compute() -> Decision:
-        state.counters.selections += 1
-        decision = select(ctx, world)
-        _announce(decision)
-        return decision
+        if world.table is None:
+            return _selected(ctx, world)
+        from layerzero.selection.following import follow
+
+        followed = follow(spec, ctx, world)
+        if isinstance(followed, Decision):
+            state.counters.followed += 1
+            return followed
+        decision = _selected(ctx, world)
+        # A call that the table in force does not cover says so.
+        return decision if followed is None else replace(decision, notes=(*decision.notes, followed))
 
     return state.cache.get_or_compute(key, compute)
+
+
+def _selected(ctx: Context, world: World) -> Decision:
+    state.counters.selections += 1
+    decision = select(ctx, world)
+    _announce(decision)
+    return decision
 
 
 def _announce(decision: Decision) -> None:
@@ -330,7 +344,8 @@ def recover(
 def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
     """Run the candidates of the present decision, best first: a plan's own may be long out of date."""
     world = current_world()
-    decision = decide(spec, ctx, world)
+    # A table names one kernel a call, which has just raised: the others are for selection to rank.
+    decision = decide(spec, ctx, world if world.table is None else world.changed(table=None))
     failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
     for kernel_id in decision.ranking:
         if kernel_id == failed.kernel_id:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from layerzero.files import write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = ["Quarantine", "QuarantineEntry"]
@@ -117,20 +118,9 @@ class Quarantine:
         )
 
     def _write(self, entries: Mapping[tuple[str, str, str], QuarantineEntry]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(entries[key]) for key in sorted(entries)]
         text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1, sort_keys=True)
-        temp = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with open(temp, "x", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temp, self.path)
-        except BaseException:
-            temp.unlink(missing_ok=True)
-            raise
-        _sync_folder(self.path.parent)
+        write_whole(self.path, text + "\n")
 
 
 def _parse(data: Any) -> list[QuarantineEntry]:
@@ -151,18 +141,6 @@ def _text_of(entry: QuarantineEntry) -> str:
 
 def _reason_of(entry: QuarantineEntry) -> Reason:
     return reason(ReasonCode.QUARANTINED, _text_of(entry), entry.device_signature)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable where the system allows opening a folder."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _FileLock:

@@ -42,7 +42,7 @@ def readiness(now: Situation, config: Config) -> tuple[list[Check], dict[str, An
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
     checks.append(_caches(selection, hot))
-    checks.append(Check("caches", "dispatch table", Status.SKIP, "none is configured"))
+    checks.append(_table(now, now.world if policy is None else now.world.changed(policy=policy)))
     return checks, caches
 
 
@@ -265,6 +265,24 @@ def _unsafe(folder: Path) -> Check | None:
         return None
     why = reason("CONFIG_INVALID", f"{folder} with mode {stat.S_IMODE(mode.st_mode):04o}", "your own folder, mode 0700")
     return Check.because("caches", "jit", Status.FAIL, why, f"chown it to yourself and chmod 700 {folder}")
+
+
+def _table(now: Situation, world: World) -> Check:
+    """Whether the dispatch table in force can be read, and holds for a device of this machine and for the policy."""
+    problem = state.table_problem
+    if problem is not None:
+        return Check.because("caches", "dispatch table", Status.FAIL, problem.reasons[0], problem.hint)
+    table = world.table
+    if table is None:
+        return Check("caches", "dispatch table", Status.SKIP, "none is configured")
+    from layerzero.selection.following import objections
+
+    wrong = [objections(table, world, device) for device in now.devices]
+    if all(wrong):
+        why = min(wrong, key=len)[0]
+        return Check.because("caches", "dispatch table", Status.FAIL, why, why.hint)
+    told = f"{len(table.entries)} plans for {table.hardware.device}, hash {table.content_hash[:12]}"
+    return Check("caches", "dispatch table", Status.OK, told)
 
 
 def _caches(numbers: Mapping[str, Any], hot: int) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import ConfigurationError, UnknownNameError
+from layerzero.errors import ConfigurationError, DispatchTableError, UnknownNameError
 from layerzero.model.config import Policy
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.runtime.policies import policies
@@ -29,6 +30,7 @@ __all__ = [
     "reset",
     "scoped",
     "unlock",
+    "use_table",
 ]
 
 
@@ -77,6 +79,25 @@ def load_config(path: str | Path, *, watch: bool = False) -> Policy:
 def reload_config() -> bool:
     """Look at the watched file once; True when a changed policy was taken."""
     return policies.poll()
+
+
+def use_table(path: str | os.PathLike[str] | None) -> None:
+    """Obey the dispatch table in this file from now on; None goes back to selecting at run time.
+
+    A table that does not hold here (another machine, policy or kernel version) is refused with the reason.
+    """
+    if path is None:
+        state.obey(None)
+        return
+    from layerzero.device.probe import probe_devices
+    from layerzero.plans.table_file import load_table
+    from layerzero.selection.following import objections
+
+    table, world = load_table(path), state.world
+    wrong = [objections(table, world, device) for device in probe_devices()]
+    if wrong and all(wrong):
+        raise DispatchTableError(reasons=min(wrong, key=len))
+    state.obey(table, os.fspath(path))
 
 
 def lock(op: str, kernel_id: str) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import current_world, describe, ready, recover
@@ -31,8 +33,8 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..
     given = public.signature.bind(*args, **kwargs).arguments
     options = {name: item for name, item in given.items() if not modes.tensors_of((item,))}
     build: Callable[..., Any] = _BUILDERS.get(op, _general)
-    if op == "attention" and canonical[3] is None and given.get("attn_mask") is not None:
-        build = _general  # a CausalBias: it has to be read at each call
+    if op == "attention" and given.get("attn_mask") is not None and not isinstance(canonical[3], Tensor):
+        build = _general  # a CausalBias or a mask value: it has to be read at each call
     planned = build(public, bound, canonical, layout, backend, options)
     if check or os.environ.get("LAYERZERO_DEBUG", "") not in ("", "0", "false"):
         planned = _checked(planned, public, canonical, layout, backend, options)

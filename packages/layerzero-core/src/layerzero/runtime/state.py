@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from layerzero.errors import DispatchTableError
 from layerzero.health.breaker import HealthBook
 from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
@@ -26,6 +27,7 @@ from layerzero.selection.cache import SelectionCache
 from layerzero.selection.world import Measurements, World
 
 if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable
     from layerzero.plugin.manager import PluginRecord
 
 __all__ = ["Counters", "Runtime", "scope", "state"]
@@ -34,14 +36,14 @@ __all__ = ["Counters", "Runtime", "scope", "state"]
 class Counters:
     """Plain counters, exact under the GIL for the cold path only; hot calls count nothing."""
 
-    __slots__ = ("binds", "failovers", "misses", "selections", "swaps")
+    __slots__ = ("binds", "failovers", "followed", "misses", "selections", "swaps")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        self.binds = self.failovers = self.misses = self.selections = self.swaps = now.near_hits = 0
+        self.binds = self.failovers = self.followed = self.misses = self.selections = self.swaps = now.near_hits = 0
 
     def to_json(self) -> dict[str, int]:
         """All counters by name."""
@@ -80,6 +82,8 @@ class Runtime:
         self.records: tuple[PluginRecord, ...] = ()
         self.plugin_manager: Any = None
         self.ran: dict[Any, str] = {}
+        self.table_path: str | None = None
+        self.table_problem: DispatchTableError | None = None
         self._listeners: list[Callable[[World], None]] = []
         self._policy_source: Callable[[], Policy] = _merged_policy
         self._unsubscribe = self.health.subscribe(self._health_changed)
@@ -117,7 +121,26 @@ class Runtime:
             self.plugin_manager = loaded.pm
             self._apply(policy)
             ops = ChainMap(builtin_ops, dict(loaded.ops))
-            return self._install(World(registry=loaded.registry, ops=ops, policy=policy))
+            table = None if settings.dispatch_table is None else self._read_table(settings.dispatch_table)
+            return self._install(World(registry=loaded.registry, ops=ops, policy=policy, table=table))
+
+    def _read_table(self, path: str) -> DispatchTable | None:
+        """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
+        from layerzero.plans.table_file import load_table
+
+        self.table_path, self.table_problem = path, None
+        try:
+            return load_table(path)
+        except DispatchTableError as error:
+            self.table_problem = error
+            logging.getLogger("layerzero").warning("%s; every kernel is selected at run time", error)
+            return None
+
+    def obey(self, table: DispatchTable | None, path: str | None = None) -> World:
+        """Obey this table from now on; None: select again."""
+        with self._lock:
+            self.table_path, self.table_problem = path, None
+            return self.publish(table=table)
 
     def use(
         self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None
@@ -193,6 +216,7 @@ class Runtime:
             self._world = None
             now.world = Unloaded
             self.records = ()
+            self.table_path = self.table_problem = None
             self.ran.clear()
             self.cache.invalidate_all()
             self.counters.reset()

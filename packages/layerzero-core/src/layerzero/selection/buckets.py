@@ -31,6 +31,8 @@ def boundaries(world: World, op: str, axis: str) -> tuple[int, ...] | None:
         else:
             cuts = {cut for kernel in kernels for cut in kernel.cuts(axis)}
             cuts.update(thresholds(world.policy, op, axis))
+            if world.table is not None:
+                cuts.update(world.table.edges(op, axis))
             world.memo[key] = tuple(sorted({0, *_POWERS, *(cut for cut in cuts if cut > 0)}))
     return world.memo[key]  # type: ignore[no-any-return]
 

@@ -21,10 +21,10 @@ from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.score import rank, score
 from layerzero.selection.world import World
 
-__all__ = ["refuse", "select"]
+__all__ = ["VALUES", "refuse", "select"]
 
 # Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
-_VALUES = frozenset({"scale", "dropout_p", "notes"})
+VALUES = frozenset({"scale", "dropout_p", "notes"})
 
 
 def select(ctx: Context, world: World) -> Decision:
@@ -37,7 +37,7 @@ def select(ctx: Context, world: World) -> Decision:
     if spec is None:
         raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
     canonical, buckets = bucketed(world, ctx, spec.elastic)
-    judged = judge(world.policy, ctx.op, lambda name: None if name in _VALUES else canonical.get(name))
+    judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
     locked, fallback_id = _lock(judged.locked_to, canonical, world), spec.fallback_id
     standing = examine(canonical, world, judged, fallback_id, locked)
     ranked = _ranked(standing, canonical, world, fallback_id, locked)

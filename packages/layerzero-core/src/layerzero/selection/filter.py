@@ -35,11 +35,14 @@ def is_empty(ctx: Context) -> bool:
 _COUNTS = frozenset({"batch", "seq_len_q", "rows", "tokens"})
 
 
-def examine(ctx: Context, world: World, judged: Judge, fallback_id: str, locked: str | None) -> list[Filtered]:
+def examine(
+    ctx: Context, world: World, judged: Judge, fallback_id: str, locked: str | None, only: str | None = None
+) -> list[Filtered]:
     """Collect what speaks against each kernel of an op: policy, availability, health, declared limits, memory.
 
     `locked` is the kernel a lock names, None where the call's own `backend=` is stronger. An empty call is the
-    fallback's alone, whatever is locked or asked for: no vendor kernel need know what to do with it.
+    fallback's alone, whatever is locked or asked for: no vendor kernel need know what to do with it. `only` examines
+    one kernel.
     """
     policy = world.policy
     empty = is_empty(ctx)
@@ -48,6 +51,8 @@ def examine(ctx: Context, world: World, judged: Judge, fallback_id: str, locked:
     bounded = world.free_memory is not None
     found: list[Filtered] = []
     for kernel, fixed in _fixed(ctx, world):
+        if only is not None and kernel.kernel_id != only:
+            continue
         verdict = judged(kernel.kernel_id, kernel.backend)
         against: list[Reason] = []
         if empty and kernel.kernel_id != fallback_id:

@@ -132,6 +132,8 @@ _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | 
     ReasonCode.WINDOW_UNSUPPORTED: ("mask", _fold("window")),
     ReasonCode.ALIBI_UNSUPPORTED: ("mask", _fold("alibi")),
     ReasonCode.MASK_UNSUPPORTED: ("mask", _fold("mask")),
+    ReasonCode.BLOCK_MASK_UNSUPPORTED: ("mask", _fold("block")),
+    ReasonCode.CHUNK_MASK_UNSUPPORTED: ("mask", _fold("chunk")),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.health.breaker import Health
 from layerzero.model.config import Policy
@@ -19,6 +19,9 @@ from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
+
+if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable
 
 __all__ = ["Measurements", "World"]
 
@@ -36,7 +39,7 @@ class Measurements:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Registry, ops, policy, health, measurements and memory, read by `select`."""
+    """Registry, ops, policy, health, measurements, memory and dispatch table, read by `select` and `follow`."""
 
     registry: KernelRegistry
     ops: Mapping[str, OperationSpec]
@@ -44,6 +47,8 @@ class World:
     health: Health = field(default_factory=Health)
     measurements: Measurements = field(default_factory=Measurements)
     free_memory: int | None = None
+    # Decisions made beforehand (`lz solve`), obeyed where they hold.
+    table: DispatchTable | None = None
     # Kernels that could not be bound (missing adapter, failed vendor import), with the reason.
     unbindable: Mapping[str, Reason] = field(default_factory=lambda: _NOTHING)
     # hot key -> bound kernel; owned by this World, never shared.
@@ -59,6 +64,7 @@ class World:
             self.health.fingerprint,
             self.measurements.fingerprint,
             str(self.free_memory),
+            "" if self.table is None else self.table.content_hash,
             repr(sorted((name, item.code.value) for name, item in self.unbindable.items())),
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -1,0 +1,118 @@
+"""The dispatch table as a value: for each op, which kernel serves which bucket of calls, decided beforehand.
+
+A table belongs to one machine, one set of kernels and one policy, all three named inside it. Sizes that vary from
+call to call fall into buckets, whose upper ends the table lists for each op and axis; every other property of a call
+is matched exactly. `find` is a dictionary lookup: no kernel is examined, none is scored.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from layerzero.model.context import Context
+
+__all__ = ["DispatchTable", "Hardware", "PlanEntry", "bucket_sizes", "situation"]
+
+# Not part of a situation: the machine (the table's own header), sizes (buckets), and values no choice depends on.
+_SKIPPED = frozenset({"op", "device", "dims", "notes"})
+_FIELDS = tuple(f for f in fields(Context) if f.compare and f.name not in _SKIPPED and not f.name.startswith("_"))
+_PLAIN_CALL = Context("attention", dims=(("head_dim", 1),))
+_DEFAULTS = tuple((name, getattr(_PLAIN_CALL, name)) for name in sorted(f.name for f in _FIELDS))
+
+Situation = tuple[tuple[str, Any], ...]
+
+
+def situation(ctx: Context) -> Situation:
+    """Every property of a call that a choice may depend on, beside machine and sizes; defaults left out."""
+    return tuple((name, _plain(value)) for name, default in _DEFAULTS if (value := getattr(ctx, name)) != default)
+
+
+def _plain(value: Any) -> Any:
+    """A hashable form that JSON can hold."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (frozenset, set)):
+        return tuple(sorted(str(item) for item in value))
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return tuple((name, _plain(getattr(value, name))) for name in value.__dataclass_fields__)
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The machine a table was made on. `signature` decides; the rest is for people."""
+
+    signature: str
+    device: str
+    driver: str | None = None
+    torch: str | None = None
+    backends: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [self.device, f"torch {self.torch}"]
+        if self.driver:
+            parts.append(f"driver {self.driver}")
+        return ", ".join([*parts, *(f"{name} {version}" for name, version in self.backends)])
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One decision: calls of `op` in this situation with these sizes run `kernel_id`.
+
+    sizes      axis -> upper end of its bucket, or the exact size where the table has no buckets for the axis;
+               by name, as `when` is
+    median_us  measured time, `error` its largest deviation from the reference; None where nothing was measured
+    """
+
+    op: str
+    when: Situation
+    sizes: tuple[tuple[str, int], ...]
+    kernel_id: str
+    median_us: float | None = None
+    error: float | None = None
+
+
+def bucket_sizes(ctx: Context, buckets: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, int], ...] | None:
+    """The sizes of a call with each bucketed one at the end of its bucket; None beyond the last bucket."""
+    sizes = []
+    for axis, size in ctx.dims:
+        ends = buckets.get(axis)
+        if ends:
+            place = bisect_left(ends, size)
+            if place == len(ends):
+                return None
+            size = ends[place]
+        sizes.append((axis, size))
+    return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchTable:
+    """A solved table. `content_hash` covers everything but itself."""
+
+    hardware: Hardware
+    policy_hash: str
+    kernels: Mapping[str, str]
+    buckets: Mapping[str, Mapping[str, tuple[int, ...]]]
+    entries: tuple[PlanEntry, ...]
+    model_id: str = ""
+    content_hash: str = field(default="", compare=False)
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, Situation, tuple[tuple[str, int], ...]], PlanEntry]:
+        return {(entry.op, entry.when, entry.sizes): entry for entry in self.entries}
+
+    def edges(self, op: str, axis: str) -> tuple[int, ...]:
+        """Upper ends of the buckets of an axis, ascending; empty where the axis is matched exactly."""
+        return self.buckets.get(op, {}).get(axis, ())
+
+    def find(self, ctx: Context) -> PlanEntry | None:
+        """The entry for a call, None when the table has no such bucket."""
+        sizes = bucket_sizes(ctx, self.buckets.get(ctx.op, {}))
+        return None if sizes is None else self._index.get((ctx.op, situation(ctx), sizes))

@@ -1,0 +1,1 @@
+"""Decisions made beforehand: dispatch tables."""

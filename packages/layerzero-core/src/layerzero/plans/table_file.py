@@ -1,0 +1,173 @@
+"""Reading and writing dispatch tables: deterministic bytes, a hash over the content, one clear error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from layerzero.device.signature import environment_signature
+from layerzero.errors import DispatchTableError
+from layerzero.files import write_whole
+from layerzero.model.device import DeviceSpec
+from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
+from layerzero.reasons import ReasonCode
+
+__all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_json"]
+
+_MAX_BYTES = 64 << 20
+
+
+def hardware_of(device: DeviceSpec) -> Hardware:
+    """The header that binds a table to this device and its software."""
+    return Hardware(
+        signature=environment_signature(device),
+        device=device.name or device.device_type,
+        driver=device.driver_version,
+        torch=device.torch_version,
+        backends=device.backend_versions,
+    )
+
+
+def make_table(
+    hardware: Hardware,
+    policy_hash: str,
+    kernels: Mapping[str, str],
+    buckets: Mapping[str, Mapping[str, tuple[int, ...]]],
+    entries: tuple[PlanEntry, ...],
+    model_id: str = "",
+) -> DispatchTable:
+    """A table with its content hash; equal inputs give equal hashes, in whatever order they come."""
+    ordered = tuple(sorted(entries, key=lambda entry: json.dumps(_plan(entry), sort_keys=True)))
+    bare = DispatchTable(hardware, policy_hash, dict(kernels), buckets, ordered, model_id)
+    return DispatchTable(hardware, policy_hash, dict(kernels), buckets, ordered, model_id, _hash(_content(bare)))
+
+
+def table_json(table: DispatchTable) -> dict[str, Any]:
+    """The file form of a table."""
+    return {**_content(table), "content_hash": table.content_hash}
+
+
+def save_table(table: DispatchTable, path: str | os.PathLike[str]) -> None:
+    """Write a table, whole or not at all; the same table gives the same bytes."""
+    write_whole(Path(path), json.dumps(table_json(table), indent=1, sort_keys=True) + "\n")
+
+
+def load_table(path: str | os.PathLike[str]) -> DispatchTable:
+    """Read a table. Raises DispatchTableError for a file that is missing, damaged, edited or of another version."""
+    name = Path(path)
+    try:
+        if name.stat().st_size > _MAX_BYTES:
+            raise _bad(name, "it is too large", ReasonCode.CONFIG_FILE_TOO_LARGE, limit=f"{_MAX_BYTES} bytes")
+        data = json.loads(name.read_bytes(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except FileNotFoundError:
+        raise _bad(name, "no such file", ReasonCode.CONFIG_FILE_MISSING) from None
+    except OSError as error:
+        raise _bad(name, f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(name, str(error) or type(error).__name__) from None
+    return _parsed(name, data)
+
+
+def _parsed(name: Path, data: Any) -> DispatchTable:
+    from pydantic import ValidationError
+
+    from layerzero.plans.table_schema import SCHEMA_VERSION, TableFile
+
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != SCHEMA_VERSION:
+        raise _bad(
+            name, f"schema version {found}", ReasonCode.SCHEMA_VERSION_UNKNOWN, value=found, limit=SCHEMA_VERSION
+        )
+    try:
+        file = TableFile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise _bad(name, f"{place}: {first['msg']}") from None
+    wanted = _hash({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
+    if file.content_hash != wanted:
+        raise _bad(name, f"its content hash is {wanted[:12]}, written is {file.content_hash[:12]}")
+    machine = file.hardware_signature
+    entries = []
+    for index, plan in enumerate(file.plans):
+        op = plan.ops[0]
+        if op.op != plan.bucket.op:
+            raise _bad(name, f"plans.{index}: the bucket is of {plan.bucket.op}, its op is {op.op}")
+        if op.kernel_id not in file.kernels:
+            raise _bad(name, f"plans.{index}: {op.kernel_id} is not among the kernels")
+        when = tuple((key, _frozen(plan.bucket.when[key])) for key in sorted(plan.bucket.when))
+        sizes = tuple(sorted(plan.bucket.sizes.items()))
+        entries.append(PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error))
+    buckets = {op: {axis: tuple(ends) for axis, ends in axes.items()} for op, axes in file.buckets.items()}
+    for op_id, axes in buckets.items():
+        for axis, ends in axes.items():
+            if list(ends) != sorted(set(ends)):
+                raise _bad(name, f"buckets.{op_id}.{axis}: not ascending")
+    hardware = Hardware(
+        machine.signature, machine.device, machine.driver, machine.torch, tuple(sorted(machine.backends.items()))
+    )
+    return DispatchTable(
+        hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash
+    )
+
+
+def _content(table: DispatchTable) -> dict[str, Any]:
+    hardware = table.hardware
+    return {
+        "schema_version": "1.0",
+        "model_id": table.model_id,
+        "hardware_signature": {
+            "signature": hardware.signature,
+            "device": hardware.device,
+            "driver": hardware.driver,
+            "torch": hardware.torch,
+            "backends": dict(hardware.backends),
+        },
+        "policy_hash": table.policy_hash,
+        "kernels": dict(table.kernels),
+        "buckets": {op: {axis: list(ends) for axis, ends in axes.items()} for op, axes in table.buckets.items()},
+        "plans": [_plan(entry) for entry in table.entries],
+        "fallback": {"mode": "runtime_select"},
+    }
+
+
+def _plan(entry: PlanEntry) -> dict[str, Any]:
+    op = {"op": entry.op, "kernel_id": entry.kernel_id, "median_us": entry.median_us, "error": entry.error}
+    bucket = {"op": entry.op, "when": _thawed(dict(entry.when)), "sizes": dict(entry.sizes)}
+    return {"bucket": bucket, "ops": [op], "jit_artifacts": []}
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _thawed(item) for key, item in value.items()}
+    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return found
+
+
+def _no_constants(text: str) -> None:
+    raise ValueError(f"{text} is not a number JSON knows")
+
+
+def _bad(
+    name: Path, why: str, code: ReasonCode = ReasonCode.PLAN_FILE_INVALID, *, value: object = None, limit: object = None
+) -> DispatchTableError:
+    return DispatchTableError(f"{name.name}: {why}", code=code, value=why if value is None else value, limit=limit)
