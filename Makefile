@@ -23,7 +23,7 @@ QUICK := not slow and not stress and not benchmark and not memray
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
-	prove-overhead prove-stress prove-truth prove-correctness prove-coverage bench wheels lock clean
+	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-coverage bench wheels lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -98,6 +98,9 @@ prove-truth: setup ## what explain names is what ran, over many contexts
 
 prove-correctness: setup ## kernels against the reference, whole grid
 	$(PROVE) correctness -- $(PY) -m pytest -m "correctness or slow" --junitxml=build/prove/correctness.xml
+
+prove-perfdb: setup ## kill writers, flip bits, truncate: no acknowledged row lost, no wrong value served
+	$(PROVE) perfdb -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_perfdb.py --junitxml=build/prove/perfdb.xml
 
 prove-coverage: setup ## coverage of the core, at least 80 %
 	@mkdir -p build/coverage

@@ -1,0 +1,69 @@
+"""Measurements on the move: export, import, and merging several databases into one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.files import write_whole
+from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.store import PerfDB
+
+__all__ = ["FORMAT", "export_json", "import_json", "merge"]
+
+FORMAT = "layerzero-perfdb/1"
+_MAX_BYTES = 1 << 30
+
+
+def export_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
+    """Write every measurement to a file, whole or not at all; equal databases give equal bytes."""
+    items = sorted((item.to_json() for item in db.all()), key=lambda data: json.dumps(data, sort_keys=True))
+    text = json.dumps({"format": FORMAT, "measurements": items}, indent=1, sort_keys=True)
+    write_whole(Path(path), text + "\n")
+    return len(items)
+
+
+def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
+    """Add the measurements of a file; all of them or, where one is wrong, none. Newer ones in the database stay."""
+    name = Path(path)
+    try:
+        if name.stat().st_size > _MAX_BYTES:
+            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
+        data: Any = json.loads(name.read_bytes())
+    except FileNotFoundError:
+        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ConfigurationError(
+            f"{name.name}: not a PerfDB export", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
+        )
+    items = []
+    for index, entry in enumerate(data["measurements"]):
+        try:
+            items.append(Measurement.from_json(entry))
+        except (InvalidInputError, TypeError) as error:
+            raise ConfigurationError(
+                f"{name.name}: measurements[{index}]: {error}", code="SCHEMA_INVALID", value=f"measurements[{index}]"
+            ) from None
+    return _add_newer(db, items)
+
+
+def merge(target: PerfDB, sources: Iterable[PerfDB]) -> int:
+    """Bring the measurements of other databases in; of two with one key the newer stays. Says how many came in."""
+    return sum(_add_newer(target, source.all()) for source in sources)
+
+
+def _add_newer(db: PerfDB, items: Iterable[Measurement]) -> int:
+    newest: dict[bytes, Measurement] = {item.key: item for item in db.all()}
+    coming: dict[bytes, Measurement] = {}
+    for item in items:
+        held = coming.get(item.key) or newest.get(item.key)
+        if held is None or item.measured_at > held.measured_at:
+            coming[item.key] = item
+    return db.put(coming.values())

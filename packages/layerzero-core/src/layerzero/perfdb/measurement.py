@@ -1,0 +1,168 @@
+"""One measurement: which kernel, for which calls, on what; and what was found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from dataclasses import astuple, dataclass, field, fields, replace
+from typing import Any
+
+from layerzero.errors import InvalidInputError
+
+__all__ = ["Measurement", "Platform", "Surroundings", "weight"]
+
+# A spread (standard deviation over median) at which a measurement counts half, and one beyond which it counts nothing.
+HALF_TRUST = 0.25
+NO_TRUST = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Everything under a kernel that a time depends on. A change of any field makes old times worthless here.
+
+    device   the silicon's own signature; `family` is what similar devices share ("sm90", "cpu-avx512")
+    """
+
+    device: str
+    family: str
+    driver: str = ""
+    runtime: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The state of the machine while measuring; unknown values are None."""
+
+    temperature_c: float | None = None
+    power_w: float | None = None
+    memory_used: float | None = None
+    shared: bool | None = None
+
+    @property
+    def bucket(self) -> str:
+        """A coarse word for it, so that like can be compared with like."""
+        hot = "unknown" if self.temperature_c is None else "hot" if self.temperature_c >= 80 else "cool"
+        full = "unknown" if self.memory_used is None else "full" if self.memory_used >= 0.9 else "free"
+        return f"{hot}/{full}/{'shared' if self.shared else 'alone'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One kernel in one bucket of calls on one platform. Times in µs; `max_error` against the reference.
+
+    bucket   the calls it speaks for, as `bucket_of` spells them
+    mode     how it was run: eager or graph, hot or cold cache ("eager/hot")
+    """
+
+    op: str
+    bucket: str
+    kernel_id: str
+    kernel_version: str
+    backend_version: str
+    platform: Platform
+    median_us: float
+    p95_us: float
+    p99_us: float
+    variance: float
+    samples: int
+    max_error: float | None = None
+    mode: str = "eager/hot"
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    measured_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("median_us", "p95_us", "p99_us", "variance", "measured_at"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise InvalidInputError(f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=">= 0")
+        if self.samples < 1 or not self.median_us > 0:
+            raise InvalidInputError(
+                "a measurement needs samples and a time",
+                code="VALUE_INVALID",
+                value=f"{self.samples}, {self.median_us}",
+            )
+
+    @property
+    def key(self) -> bytes:
+        """What this is a measurement of: 16 bytes, equal for measurements that replace each other."""
+        return _digest(
+            self.op,
+            self.bucket,
+            self.kernel_id,
+            self.kernel_version,
+            self.backend_version,
+            self.mode,
+            *astuple(self.platform),
+        )
+
+    @property
+    def place(self) -> bytes:
+        """Where a lookup finds it: op, bucket and mode, whatever the kernel and the machine."""
+        return place_of(self.op, self.bucket, self.mode)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over median."""
+        return math.sqrt(self.variance) / self.median_us
+
+    def values(self) -> tuple[Any, ...]:
+        """All fields flat, in a fixed order: what a row holds and its checksum covers."""
+        flat: list[Any] = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            flat.extend(astuple(value) if isinstance(value, (Platform, Surroundings)) else (value,))
+        return tuple(flat)
+
+    def checksum(self) -> int:
+        """CRC over every field: SQLite does not notice 10 to 40 % of flipped bits itself."""
+        return zlib.crc32(json.dumps(self.values(), separators=(",", ":")).encode())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; `from_json` gives back an equal measurement."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("platform", "surroundings"):
+            plain[name] = {item.name: getattr(plain[name], item.name) for item in fields(plain[name])}
+        return plain
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Measurement:
+        """The inverse of `to_json`. Raises InvalidInputError naming what is wrong."""
+        try:
+            given = dict(data)
+            given["platform"] = Platform(**given["platform"])
+            given["surroundings"] = Surroundings(**given.get("surroundings", {}))
+            found = Measurement(**given)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise InvalidInputError(f"not a measurement: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+        return found.typed()
+
+    def typed(self) -> Measurement:
+        """The same with numbers in their own types; raises InvalidInputError where a field has a wrong one."""
+        texts = (self.op, self.bucket, self.kernel_id, self.kernel_version, self.backend_version, self.mode,
+                 *astuple(self.platform))  # fmt: skip
+        if not all(isinstance(text, str) for text in texts) or isinstance(self.samples, bool):
+            raise InvalidInputError("a field has a wrong type", code="SCHEMA_INVALID", value="text expected")
+        return replace(
+            self,
+            median_us=float(self.median_us), p95_us=float(self.p95_us), p99_us=float(self.p99_us),
+            variance=float(self.variance), samples=int(self.samples), measured_at=float(self.measured_at),
+            max_error=None if self.max_error is None else float(self.max_error),
+        )  # fmt: skip
+
+
+def place_of(op: str, bucket: str, mode: str = "eager/hot") -> bytes:
+    """The lookup key of a bucket of calls."""
+    return _digest(op, bucket, mode)
+
+
+def weight(measurement: Measurement) -> float:
+    """How far to believe a time: 1 for a steady one, a half at a spread of a quarter, nothing beyond one."""
+    spread = measurement.spread
+    return 0.0 if spread >= NO_TRUST else 1.0 / (1.0 + (spread / HALF_TRUST) ** 2)
+
+
+def _digest(*parts: str) -> bytes:
+    return hashlib.sha256("\0".join(parts).encode()).digest()[:16]

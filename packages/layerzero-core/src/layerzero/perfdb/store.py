@@ -1,0 +1,268 @@
+"""PerfDB: the file, its connections, and what happens when it is damaged.
+
+One connection per thread and process. A row counts only when its checksum fits; a file that SQLite itself calls
+damaged is set aside whole, what can be read from it is carried over, and work goes on with a fresh one. No damage of
+the file reaches the caller as an exception or as a wrong number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from layerzero.errors import CacheCorruptionError
+from layerzero.perfdb.measurement import Measurement, Platform, place_of
+from layerzero.perfdb.schema import COLUMNS, VERSION, create, from_row, to_row
+from layerzero.reasons import Reason, reason
+
+__all__ = ["PerfDB", "default_path"]
+
+_log = logging.getLogger("layerzero.perfdb")
+
+_BUSY_S = 30.0
+_WAL_FROM = (3, 51, 3)  # earlier ones can corrupt a WAL database when it is reset
+_NOT_THE_FILE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_AUTH,
+    }
+)  # fmt: skip
+_SELECT = f"SELECT {', '.join(COLUMNS)} FROM measurements"
+_INSERT = (
+    f"INSERT INTO measurements ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
+    f"ON CONFLICT (key) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
+)
+
+
+def default_path() -> Path:
+    """The user's database."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "perf.db"
+
+
+class PerfDB:
+    """Measurements by bucket of calls. Opened at first use; safe to share between threads, processes and forks."""
+
+    def __init__(self, path: str | os.PathLike[str], *, ttl_s: float | None = None) -> None:
+        self.path = Path(path)
+        self.ttl_s = ttl_s
+        self.problems: tuple[Reason, ...] = ()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+
+    # -- writing ---------------------------------------------------------------------------------
+    def put(self, items: Iterable[Measurement]) -> int:
+        """Store measurements; an older one of the same key is replaced. They are on disk when this returns."""
+        rows = [to_row(item) for item in items]
+        if not rows:
+            return 0
+        for attempt in (1, 2):
+            try:
+                with self._writing() as connection:
+                    connection.executemany(_INSERT, rows)
+                return len(rows)
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                if attempt == 2 or not self._damaged(error):
+                    raise CacheCorruptionError(
+                        f"{self.path.name} cannot be written: {error}", value=str(error)
+                    ) from error
+                self._set_aside(error)
+        raise AssertionError("unreachable")
+
+    def prune(self, *, platform: Platform | None = None, older_than_s: float | None = None) -> int:
+        """Remove rows of other platforms than this one, rows past an age, and rows whose checksum is wrong."""
+        now, gone = time.time(), []
+        for key, item in self._scan():
+            foreign = item is not None and platform is not None and item.platform != platform
+            old = item is not None and older_than_s is not None and now - item.measured_at > older_than_s
+            if item is None or foreign or old:
+                gone.append((key,))
+        if gone:
+            with self._writing() as connection:
+                connection.executemany("DELETE FROM measurements WHERE rowid = ?", gone)
+        return len(gone)
+
+    # -- reading ---------------------------------------------------------------------------------
+    def find(self, op: str, bucket: str, mode: str = "eager/hot") -> list[Measurement]:
+        """Every intact measurement of a bucket, of any platform; nothing when the file is damaged or missing."""
+        place = place_of(op, bucket, mode)
+        rows = self._rows(f"{_SELECT} WHERE place = ?", (place,))
+        found = [item for row in rows if (item := from_row(row)) is not None]
+        # An index entry may point at a row of another bucket; the row's own fields decide.
+        fresh = [item for item in found if (item.op, item.bucket, item.mode) == (op, bucket, mode)]
+        return [item for item in fresh if not self._expired(item)]
+
+    def all(self) -> list[Measurement]:
+        """Every intact measurement that has not expired."""
+        return [item for _, item in self._scan() if item is not None and not self._expired(item)]
+
+    def verify(self) -> tuple[int, int, list[str]]:
+        """Intact rows, damaged rows, and what SQLite itself finds wrong with the file."""
+        good = bad = 0
+        for _, item in self._scan():
+            good, bad = (good + 1, bad) if item is not None else (good, bad + 1)
+        problems: list[str] = []
+        if self.path.exists():
+            found = self._rows("PRAGMA quick_check(20)", ())
+            problems = [str(row[0]) for row in found if row[0] != "ok"]
+        return good, bad, problems
+
+    def __len__(self) -> int:
+        rows = self._rows("SELECT count(*) FROM measurements", ())
+        return int(rows[0][0]) if rows else 0
+
+    def _expired(self, item: Measurement) -> bool:
+        return self.ttl_s is not None and time.time() - item.measured_at > self.ttl_s
+
+    def _scan(self) -> Iterator[tuple[int, Measurement | None]]:
+        """Every row with its number, read in pieces so that one bad page does not cost the others."""
+        last = -(2**62)
+        while True:
+            query = f"SELECT rowid, {', '.join(COLUMNS)} FROM measurements WHERE rowid > ? ORDER BY rowid LIMIT 1000"
+            rows = self._rows(query, (last,))
+            for row in rows:
+                yield row[0], from_row(row[1:])
+            if len(rows) < 1000:
+                return
+            last = rows[-1][0]
+
+    def _rows(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        if not self.path.exists():
+            return []
+        for attempt in (1, 2):
+            try:
+                return self._connection().execute(query, values).fetchall()
+            except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError) as error:
+                if attempt == 2 or not self._damaged(error):
+                    self._note(error)
+                    return []
+                self._set_aside(error)
+        return []
+
+    # -- connections -----------------------------------------------------------------------------
+    def _connection(self) -> sqlite3.Connection:
+        """This thread's connection in this process; a fork or a replaced file gets a new one."""
+        held = getattr(self._local, "held", None)
+        if held is not None and held[0] == os.getpid() and held[1] == self._identity():
+            return held[2]  # type: ignore[no-any-return]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_S * 1000)}")
+            mode = "WAL" if sqlite3.sqlite_version_info >= _WAL_FROM else "TRUNCATE"
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+            connection.execute("PRAGMA synchronous = FULL")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"schema version {version}, known: {VERSION}")
+            if version == 0:
+                connection.execute("BEGIN IMMEDIATE")
+                create(connection)
+                connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        if held is not None and held[0] == os.getpid():
+            held[2].close()
+        self._local.held = (os.getpid(), self._identity(), connection)
+        return connection
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        connection = self._connection()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        """Close this thread's connection."""
+        held = getattr(self._local, "held", None)
+        if held is not None and held[0] == os.getpid():
+            held[2].close()
+        self._local.held = None
+
+    # -- damage ----------------------------------------------------------------------------------
+    def _damaged(self, error: Exception) -> bool:
+        """Whether the file itself is wrong, as opposed to locked, out of reach or on a full disk.
+
+        A message of SQLite that quotes damaged text cannot even be decoded; that is damage, too.
+        """
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code == sqlite3.SQLITE_READONLY:  # a flipped bit in the header makes a file read-only, too
+            return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        return code not in _NOT_THE_FILE
+
+    def _note(self, error: BaseException) -> None:
+        why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}")
+        if why not in self.problems:
+            self.problems = (*self.problems, why)
+            _log.warning("%s", why)
+
+    def _set_aside(self, error: BaseException) -> None:
+        """Move the damaged file away and carry over what can still be read from it."""
+        with self._lock:
+            held = getattr(self._local, "held", None)
+            before = self._identity()
+            if held is not None and held[0] == os.getpid():
+                held[2].close()
+                self._local.held = None
+                if held[1] != before:
+                    return  # another thread or process has replaced it already
+            kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
+            try:
+                os.replace(self.path, kept)
+            except FileNotFoundError:
+                return
+            for tail in ("-journal", "-wal", "-shm"):  # they belong to the damaged file
+                with contextlib.suppress(OSError):
+                    os.replace(f"{self.path}{tail}", f"{kept}{tail}")
+            why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}", detail=f"kept as {kept.name}")
+            self.problems = (*self.problems, why)
+            _log.warning("%s; starting a fresh one", why)
+            saved = list(_salvage(kept))
+        if saved:
+            with contextlib.suppress(sqlite3.Error), self._writing() as connection:
+                connection.executemany(_INSERT, [to_row(item) for item in saved])
+
+
+def _salvage(path: Path) -> Iterator[Measurement]:
+    """The intact rows of a damaged file, as far as SQLite can still walk through it."""
+    try:
+        connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    except sqlite3.Error:
+        return
+    try:
+        cursor = connection.execute(_SELECT)
+        while True:
+            row = cursor.fetchone()
+            if row is None:
+                return
+            item = from_row(row)
+            if item is not None:
+                yield item
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError):
+        return
+    finally:
+        connection.close()
