@@ -1,0 +1,1 @@
+"""Measuring kernels, and letting selection see what was measured."""

@@ -1,0 +1,114 @@
+"""What selection believes of a database: this machine's own times, weighed; a relative's ranking; nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.device.probe import probe_device
+from layerzero.dispatch.run import current_world
+from layerzero.perfdb.bucket import bucket_of
+from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.store import PerfDB
+from layerzero.runtime.state import state
+from layerzero.tuning.measured import measurements_from, platform_of, versions_of
+
+FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"
+
+
+def call(length=8):
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, 2, length, 16) for _ in range(3))
+
+
+def timed(kernel_id, us, *, spread=0.01, **changes):
+    ctx = lz.select("attention", *call()).context
+    kernel_version, backend_version = versions_of(current_world().registry, kernel_id)
+    given = {
+        "op": "attention", "bucket": bucket_of(ctx), "kernel_id": kernel_id, "kernel_version": kernel_version,
+        "backend_version": backend_version, "platform": platform_of(probe_device("cpu")), "median_us": us,
+        "p95_us": us, "p99_us": us, "variance": (spread * us) ** 2, "samples": 30, "max_error": 1e-7, "measured_at": 1.0,
+    }  # fmt: skip
+    return Measurement(**{**given, **changes})
+
+
+@pytest.fixture
+def db(tmp_path):
+    found = PerfDB(tmp_path / "perf.db")
+    yield found
+    found.close()
+
+
+def chosen(db):
+    state.measured(measurements_from(db, current_world()))
+    return lz.select("attention", *call())
+
+
+@pytest.mark.req("R-SEL-03", "R-TUNE-04")
+def test_the_measured_kernel_wins_over_the_expected_one(db):
+    assert lz.which("attention", *call()) == FLASH
+    db.put([timed(FLASH, 50.0), timed(MATH, 20.0)])
+    decision = chosen(db)
+    assert decision.chosen == MATH
+    assert decision.winner.measured_us == pytest.approx(20.0, rel=0.01)
+    # another bucket was never measured
+    assert lz.which("attention", *call(1000)) == FLASH
+
+
+@pytest.mark.req("R-PDB-05", "R-TUNE-04")
+@pytest.mark.parametrize("field", ["device", "driver", "runtime", "torch"])
+def test_times_of_another_machine_or_version_are_not_believed(db, field):
+    elsewhere = replace(platform_of(probe_device("cpu")), **{field: "x", "family": "other"})
+    db.put([timed(FLASH, 50.0, platform=elsewhere), timed(MATH, 20.0, platform=elsewhere)])
+    assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us is None
+
+
+@pytest.mark.req("R-PDB-05", "R-CACHE-10")
+@pytest.mark.parametrize("field", ["kernel_version", "backend_version"])
+def test_times_of_another_build_of_the_kernel_are_not_believed(db, field):
+    db.put([timed(FLASH, 50.0), timed(MATH, 20.0, **{field: "other"})])
+    assert chosen(db).chosen == FLASH
+
+
+def test_a_time_that_was_never_compared_with_the_reference_is_not_believed(db):
+    db.put([timed(FLASH, 50.0), timed(MATH, 20.0, max_error=None)])
+    assert chosen(db).chosen == FLASH
+
+
+@pytest.mark.req("R-PDB-06")
+def test_a_relative_of_the_family_ranks_where_nothing_was_measured_here(db):
+    relative = replace(platform_of(probe_device("cpu")), device="an older one")
+    db.put([timed(FLASH, 500.0, platform=relative), timed(MATH, 200.0, platform=relative)])
+    assert chosen(db).chosen == MATH
+    db.put([timed(FLASH, 20.0), timed(MATH, 50.0)])  # this machine's own word is stronger
+    assert chosen(db).chosen == FLASH
+
+
+@pytest.mark.req("R-PDB-08")
+def test_influence_falls_as_the_spread_rises(db):
+    gaps = []
+    for spread in (0.01, 0.2, 0.6):
+        db.put([timed(FLASH, 50.0), timed(MATH, 20.0, spread=spread)])
+        decision = chosen(db)
+        scores = {item.kernel_id: item.score for item in decision.candidates if item.accepted}
+        gaps.append(scores[MATH] - scores[FLASH])
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 2 * gaps[2] > 0
+    db.put([timed(MATH, 20.0, spread=2.0)])
+    assert chosen(db).candidate(MATH).measured_us is None
+
+
+def test_a_new_measurement_is_a_new_world(db):
+    db.put([timed(FLASH, 20.0), timed(MATH, 50.0)])
+    assert chosen(db).chosen == FLASH
+    db.put([timed(FLASH, 50.0, measured_at=2.0), timed(MATH, 20.0, measured_at=2.0)])
+    assert chosen(db).chosen == MATH
+
+
+def test_a_damaged_database_only_costs_its_measurements(db):
+    db.put([timed(MATH, 1.0)])
+    db.close()
+    db.path.write_bytes(b"\0" * 4096)
+    assert chosen(db).chosen == FLASH
