@@ -30,7 +30,8 @@ def timed(kernel_id, us, *, spread=0.01, **changes):
     given = {
         "op": "attention", "bucket": bucket_of(ctx), "kernel_id": kernel_id, "kernel_version": kernel_version,
         "backend_version": backend_version, "platform": platform_of(probe_device("cpu")), "median_us": us,
-        "p95_us": us, "p99_us": us, "variance": (spread * us) ** 2, "samples": 30, "max_error": 1e-7, "measured_at": 1.0,
+        "p95_us": us, "p99_us": us, "variance": (spread * us) ** 2, "samples": 30, "max_error": 1e-7,
+        "measured_at": 1.0,
     }  # fmt: skip
     return Measurement(**{**given, **changes})
 
