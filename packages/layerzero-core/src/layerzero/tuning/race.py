@@ -1,0 +1,155 @@
+"""Head-to-head timing: all contestants in every round, so that drift hits them alike, until the winner is clear."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.errors import InvalidInputError
+
+__all__ = ["Race", "Times", "race"]
+
+_LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
+_DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What one contestant took, in µs a call."""
+
+    median_us: float
+    p95_us: float
+    p99_us: float
+    variance: float
+    samples: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Times:
+        """Summarise samples; none gives an error, since a time that was never taken is no time."""
+        if not samples:
+            raise InvalidInputError("no samples", code="VALUE_INVALID", value=0, limit="at least 1")
+        ordered = sorted(samples)
+        return Times(
+            statistics.median(ordered), _percentile(ordered, 0.95), _percentile(ordered, 0.99),
+            statistics.pvariance(ordered), len(ordered),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """The outcome: times by name, the winner, and whether it was clear before the rounds ran out."""
+
+    times: Mapping[str, Times]
+    winner: str
+    clear: bool
+    rounds: int
+    seconds: float
+
+    def speedup(self, name: str) -> float:
+        """How many times faster the winner is."""
+        return self.times[name].median_us / self.times[self.winner].median_us
+
+
+def race(
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    device: torch.device | str = "cpu",
+    least: int = 12,
+    most: int = 120,
+    warmup: int = 3,
+    seconds: float = 5.0,
+    noise: float = 0.02,
+) -> Race:
+    """Time callables against each other.
+
+    Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
+    leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
+    Inside the noise band the name decides, so that two runs agree.
+    """
+    if not contestants:
+        raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
+    clock = _cuda_clock if torch.device(device).type == "cuda" else _cpu_clock
+    start = time.perf_counter()
+    batch = {name: _batch(clock, call, warmup) for name, call in contestants.items()}
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    running, done, clear = list(contestants), 0, False
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for done in range(1, most + 1):
+            for name in running if done % 2 else running[::-1]:
+                samples[name].append(clock(contestants[name], batch[name]))
+            if done < least:
+                continue
+            medians = {name: statistics.median(found) for name, found in samples.items()}
+            best = min(medians.values())
+            running = [name for name in running if medians[name] <= _DROP_AT * best]
+            clear = _clear(samples, medians, noise)
+            if clear or time.perf_counter() - start > seconds:
+                break
+    finally:
+        if was_on:
+            gc.enable()
+    times = {name: Times.of(found) for name, found in samples.items()}
+    return Race(
+        times, leader({n: t.median_us for n, t in times.items()}, noise), clear, done, time.perf_counter() - start
+    )
+
+
+def leader(medians: Mapping[str, float], noise: float) -> str:
+    """The fastest; of those within the noise band of the fastest, the first by name."""
+    best = min(medians.values())
+    return min(name for name, us in medians.items() if us <= best * (1.0 + noise))
+
+
+def _clear(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
+    """Whether three quarters of the leader's samples are faster than three quarters of anyone else's."""
+    if len(samples) == 1:
+        return True
+    first = min(medians, key=lambda name: medians[name])
+    slow_end = _percentile(sorted(samples[first]), 0.75)
+    others = [name for name in samples if name != first]
+    return all(
+        _percentile(sorted(samples[name]), 0.25) > slow_end and medians[name] > medians[first] * (1.0 + noise)
+        for name in others
+    )
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _batch(clock: Callable[[Callable[[], Any], int], float], call: Callable[[], Any], warmup: int) -> int:
+    """Warm up, and how many calls make one sample long enough."""
+    for _ in range(max(1, warmup)):
+        call()
+    us = min(clock(call, 1) for _ in range(2))
+    return max(1, min(1000, round(_LEAST_SAMPLE_US / max(us, 0.01))))
+
+
+def _cpu_clock(call: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter_ns()
+    for _ in range(count):
+        call()
+    return (time.perf_counter_ns() - begin) / 1e3 / count
+
+
+def _cuda_clock(call: Callable[[], Any], count: int) -> float:
+    make: Any = torch.cuda.Event
+    first, last = make(enable_timing=True), make(enable_timing=True)
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e3 / count
