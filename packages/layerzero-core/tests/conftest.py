@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import sys
 import threading
@@ -172,3 +173,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """Attention in float64, written apart from the reference (`attention_oracle.py`)."""
+    spec = importlib.util.spec_from_file_location("attention_oracle", Path(__file__).with_name("attention_oracle.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

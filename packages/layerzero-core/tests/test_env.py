@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -36,6 +37,7 @@ GOOD = {
     "LAYERZERO_PERFDB": ("/var/times.db", "perfdb", "/var/times.db"),
     "LAYERZERO_DISPATCH_TABLE": ("/etc/table.json", "dispatch_table", "/etc/table.json"),
     "LAYERZERO_JIT_CACHE_DIR": ("/var/jit", "jit_cache_dir", "/var/jit"),
+    "LAYERZERO_TRUSTED_DEFINITIONS": (f"/srv/a{os.pathsep} /srv/b ", "trusted_definitions", ("/srv/a", "/srv/b")),
     "LAYERZERO_DEBUG": ("1", "debug", True),
     "LAYERZERO_VERBOSE": ("1", "verbose", True),
     "LAYERZERO_PROVE": ("1", "prove", True),
@@ -74,6 +76,7 @@ def test_every_documented_variable_is_tried_above():
         ("LAYERZERO_MEMORY_HEADROOM_MB", "inf", "MiB"),
         ("LAYERZERO_ON_FAULT", "explode", "raise or fallback"),
         ("LAYERZERO_ISOLATION", "thread", "in_process or subprocess"),
+        ("LAYERZERO_TRUSTED_DEFINITIONS", "here/below", "absolute paths"),
         ("LAYERZERO_LOCK_ATTENTION", "flash", "kernel id"),
         ("LAYERZERO_LOCK_ATTENTION", "sdpa.attention.*", "kernel id"),
         ("LAYERZERO_BOOST_SDPA", "much", "score points"),

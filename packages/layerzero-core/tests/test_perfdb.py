@@ -233,6 +233,7 @@ def writer(path, name):
         os._exit(1)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.req("R-PDB-07")
 def test_no_acknowledged_row_is_lost_when_writers_are_killed(tmp_path):
     rounds, writers = (300, 8) if PROVE else (10, 3)
@@ -283,6 +284,7 @@ def look(path, known):
     return bool(db.problems)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.req("R-PDB-07")
 def test_no_flipped_bit_is_believed(tmp_path):
     known = truth(tmp_path / "good.db")

@@ -177,3 +177,15 @@ def test_an_unknown_op_is_an_attribute_error():
 
     with pytest.raises(AttributeError):
         torch.ops.layerzero.no_such_op  # noqa: B018
+
+
+def test_the_twins_come_although_torchs_own_biases_are_imported_first():
+    """`torch.nn.attention.bias` imports Dynamo half way through itself, which calls us while it is incomplete."""
+    run(
+        """
+        import layerzero as lz
+        from torch.nn.attention.bias import causal_lower_right
+        from torch._dynamo.trace_rules import is_polyfilled_callable
+        assert is_polyfilled_callable(lz.attention)
+        """
+    )

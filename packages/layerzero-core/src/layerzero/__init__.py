@@ -37,8 +37,25 @@ from layerzero.torch_ops import install as _install
 from layerzero.version import __version__
 
 if TYPE_CHECKING:
+    from layerzero.integrations.tensor_parallel import column_linear, row_linear, shard_weight
+    from layerzero.model.bias import relative_bias
     from layerzero.model.context import Context
     from layerzero.model.device import DeviceSpec
+    from layerzero.model.masks import block_mask, chunk_mask
+    from layerzero.model.rope_tables import rope_tables
+    from layerzero.ops.conversion import cast
+    from layerzero.ops.feed_forward import mlp
+    from layerzero.ops.gemma import gemma_add_rms_norm, gemma_rms_norm
+    from layerzero.ops.grouped import grouped_attention, grouped_batch
+    from layerzero.ops.loss import cross_entropy
+    from layerzero.ops.kv_cache import kv_cache
+    from layerzero.ops.mla import mla_paged_attention
+    from layerzero.ops.packing import pack_weight
+    from layerzero.ops.rotary import xpos
+    from layerzero.ops.speculative import sample_speculative, sample_tree, sampling_probs
+    from layerzero.ops.trees import tree_mask, tree_positions
+    from layerzero.ops.moe import grouped_gemm, moe, topk_gate
+    from layerzero.ops.varlen import varlen_attention
     from layerzero.public.checks import doctor, readiness_check
     from layerzero.public.control import (
         configure,
@@ -52,6 +69,7 @@ if TYPE_CHECKING:
         reset,
         scoped,
         unlock,
+        use_table,
     )
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
@@ -70,7 +88,12 @@ __all__ = [
     "add_rms_norm",
     "alibi_slopes",
     "attention",
+    "block_mask",
+    "cast",
+    "chunk_mask",
+    "column_linear",
     "configure",
+    "cross_entropy",
     "dequantize",
     "disabled",
     "doctor",
@@ -78,44 +101,77 @@ __all__ = [
     "embedding",
     "explain",
     "gelu_and_mul",
+    "gemma_add_rms_norm",
+    "gemma_rms_norm",
     "get_config",
     "get_locks",
+    "grouped_attention",
+    "grouped_batch",
+    "grouped_gemm",
+    "kv_cache",
     "layer_norm",
     "linear",
     "list_kernels",
     "list_ops",
     "load_config",
     "lock",
+    "mla_paged_attention",
+    "mlp",
+    "moe",
+    "pack_weight",
     "paged_attention",
     "paged_batch",
     "plan",
     "prefer",
     "quantize",
     "readiness_check",
+    "relative_bias",
     "reload_config",
     "relu_and_mul",
     "reset",
     "rms_norm",
     "rope",
+    "rope_tables",
+    "row_linear",
     "sample",
+    "sample_speculative",
     "sample_topk",
     "sample_topp",
+    "sample_tree",
+    "sampling_probs",
     "scoped",
     "select",
+    "shard_weight",
     "silu_and_mul",
+    "topk_gate",
+    "tree_mask",
+    "tree_positions",
     "unlock",
+    "use_table",
     "validate",
+    "varlen_attention",
     "which",
+    "xpos",
 ]
 
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
 _LAZY = {
     **_LATE_OPS,
+    **dict.fromkeys(("column_linear", "row_linear", "shard_weight"), "layerzero.integrations.tensor_parallel"),
     "Context": "layerzero.model.context",
     "DeviceSpec": "layerzero.model.device",
+    "block_mask": "layerzero.model.masks",
+    "chunk_mask": "layerzero.model.masks",
     "doctor": "layerzero.public.checks",
+    "grouped_batch": "layerzero.ops.grouped",
+    "kv_cache": "layerzero.ops.kv_cache",
+    "pack_weight": "layerzero.ops.packing",
     "plan": "layerzero.public.planning",
     "readiness_check": "layerzero.public.checks",
+    "relative_bias": "layerzero.model.bias",
+    "rope_tables": "layerzero.model.rope_tables",
+    "tree_mask": "layerzero.ops.trees",
+    "tree_positions": "layerzero.ops.trees",
     **dict.fromkeys(
         (
             "configure",
@@ -129,6 +185,7 @@ _LAZY = {
             "reset",
             "scoped",
             "unlock",
+            "use_table",
         ),
         "layerzero.public.control",
     ),

@@ -12,7 +12,18 @@ from typing import Any
 
 import click
 
-from layerzero.cli import completing, doctor, explaining, listing, plugins, policies, readiness, touring
+from layerzero.cli import (
+    completing,
+    definitions,
+    doctor,
+    explaining,
+    listing,
+    plugins,
+    policies,
+    readiness,
+    touring,
+    verifying,
+)
 from layerzero.cli.verbs import OK, USAGE, failed
 
 __all__ = ["cli"]
@@ -103,5 +114,6 @@ def cli() -> None:
     """
 
 
-for _module in (doctor, listing, explaining, policies, plugins, readiness, touring, completing):
+_VERBS = (doctor, listing, explaining, verifying, policies, plugins, readiness, definitions, touring, completing)
+for _module in _VERBS:
     _module.add(cli)

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch.pages import casting_pages
 from layerzero.model.context import Context
+from layerzero.model.masks import dense_mask
 
 __all__ = ["adapt"]
 
 Step = Callable[[list[Any]], None]
 Finish = Callable[[Any], Any]
 
+_QKV_FIRST = frozenset({"attention", "varlen_attention"})
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIBI, _LSE = range(11)
 
 
@@ -27,7 +30,7 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
     before: list[Step] = []
     after: list[Finish] = []
     # A mask may be float32 beside half-precision inputs and slopes are always precise: only q, k, v are cast.
-    count = 3 if ctx.op == "attention" else None
+    count = 3 if ctx.op in _QKV_FIRST else None
     if ctx.autocast is not None and follow_autocast:
         before.append(_casting(_dtype(ctx.autocast), count, only_floating_below_double=True))
     wanted = set(names)
@@ -36,7 +39,9 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
             target = name.rpartition("->")[2]
             before.append(_casting(_dtype(target), count))
             if not name.startswith("cast:mixed"):
-                after.append(_cast_back(_dtype(ctx.dtype), only_first=ctx.op == "attention"))
+                after.append(_cast_back(_dtype(ctx.dtype), only_first=ctx.op in _QKV_FIRST))
+        elif name.startswith("cast_kv:"):
+            before.append(casting_pages(_dtype(name.rpartition("->")[2])))
     if ctx.op == "attention":
         _adapt_attention(ctx, wanted, before, after)
     if "contiguous" in wanted:
@@ -148,7 +153,7 @@ def _aligned_copy(values: list[Any]) -> None:
 def _unsqueeze(values: list[Any]) -> None:
     for i in (_QUERY, _KEY, _VALUE):
         values[i] = values[i].unsqueeze(1)
-    if values[_MASK] is not None and values[_MASK].ndim == 3:  # [B, Sq, Sk]
+    if getattr(values[_MASK], "ndim", 0) == 3:  # [B, Sq, Sk]
         values[_MASK] = values[_MASK].unsqueeze(1)
 
 
@@ -183,7 +188,7 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
         query, key = values[_QUERY], values[_KEY]
         rows, cols = query.shape[seq_axis], key.shape[seq_axis]
         keep, bias = _positional(values, what, rows, cols, query)
-        given = values[_MASK]
+        given = dense_mask(values[_MASK], rows, cols, query.device)
         if given is not None:
             if given.dtype is torch.bool:
                 keep = given if keep is None else keep & given

@@ -64,6 +64,7 @@ def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str |
             parts.append(item)
         elif hasattr(item, "hot_key"):
             parts.append(item.hot_key())
+            grad = grad or getattr(item, "requires_grad", False)
         else:
             return None
     parts.append(mode_key(grad and _grad_enabled()))

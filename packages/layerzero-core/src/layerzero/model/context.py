@@ -98,6 +98,8 @@ class Context:
     backend: str | None = None
     quant_format: str | None = None
     granularity: str | None = None
+    # How a packed weight lies; None for one as it is.
+    weight_layout: str | None = None
     kv_cache_dtype: str | None = None
     kv_cache_layout: Layout | None = None
     index_dtype: str | None = None

@@ -13,6 +13,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind
+from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.reasons import Reason, reason
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def attention_context(
     value: Tensor | None = None,
     *,
     layout: Layout | str | None = None,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | ChunkMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool | str = False,
     scale: float | None = None,
@@ -299,10 +300,12 @@ def attention_context(
     value = key if value is None else value
     for name, item in (("query", query), ("key", key), ("value", value)):
         _check_tensor(item, name)
-    for name, given in (("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
+    special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
+    tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
+    for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes)):
         if given is not None:
             _check_tensor(given, name)
-    check_devices(query=query, key=key, value=value, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
+    check_devices(query=query, key=key, value=value, attn_mask=tensor_mask, alibi_slopes=alibi_slopes)
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     notes: tuple[Reason, ...] = ()
     if layout is None:
@@ -319,8 +322,13 @@ def attention_context(
     causal = parse_causal(is_causal)
     if attn_mask is not None and causal is not Causal.NONE:
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
-    mask = _mask_kind(attn_mask, dims, words, query.ndim)
     sides = parse_window(window)
+    if special is None:
+        mask = _mask_kind(tensor_mask, dims, words, query.ndim)
+    else:
+        special.check(dims, query.ndim, sides)
+        dims |= special.dims()
+        mask = MaskKind.BOOL  # what it is written out as
     check_scale(scale)
     check_dropout(dropout_p)
     check_softcap(softcap)
@@ -339,10 +347,10 @@ def attention_context(
         grad = any(t.requires_grad for t in (query, key, value))
     needs = {
         "gqa": dims["num_heads"] != dims["num_kv_heads"],
-        "mask_bool": mask is MaskKind.BOOL,
+        "mask_bool": mask is MaskKind.BOOL and special is None,
         "mask_float": mask is MaskKind.FLOAT,
         # Slopes are a bias too: a kernel without a gradient for its mask has none for them.
-        "mask_grad": grad and any(t is not None and t.requires_grad for t in (attn_mask, alibi_slopes)),
+        "mask_grad": grad and any(t is not None and t.requires_grad for t in (tensor_mask, alibi_slopes)),
         "dropout": dropout_p > 0,
         "window": sides is not None,
         "softcap": softcap is not None,
@@ -354,6 +362,8 @@ def attention_context(
         "causal_top_left": causal is Causal.TOP_LEFT,
         "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
     }
+    if special is not None:
+        needs[special.feature] = True
     seq_q, seq_k = dims["seq_len_q"], dims["seq_len_k"]
     return Context(
         op=op,

@@ -40,6 +40,7 @@ _FEATURE_CODES: Mapping[str, ReasonCode] = {
     "causal_bottom_right": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
     "nested": ReasonCode.RAGGED_UNSUPPORTED,
     "block_mask": ReasonCode.BLOCK_MASK_UNSUPPORTED,
+    "chunk_mask": ReasonCode.CHUNK_MASK_UNSUPPORTED,
 }
 _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # below min, above max, not a multiple
     "head_dim": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
@@ -49,6 +50,7 @@ _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # bel
     "batch": (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.BATCH_TOO_LARGE, ReasonCode.DIM_NOT_MULTIPLE),
     "batch_heads": (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.CUDA_BLOCK_LIMIT_EXCEEDED, ReasonCode.DIM_NOT_MULTIPLE),
     "page_size": (ReasonCode.PAGE_SIZE_UNSUPPORTED,) * 3,
+    "block": (ReasonCode.QUANT_SCALE_LAYOUT,) * 3,
 }
 _LIMIT_DEFAULT = (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_NOT_MULTIPLE)
 
@@ -122,6 +124,8 @@ class KernelSpec:
     index_dtypes: frozenset[str] = frozenset()
     quant_formats: frozenset[str] = frozenset()
     granularities: frozenset[str] = frozenset()
+    weight_layout: str | None = None
+    packer: str | None = None
     mixed_dtypes: bool = False
     stride_last_dim: int | None = None
     contiguous: bool = False
@@ -142,6 +146,7 @@ class KernelSpec:
     doc: str = ""
     _limit_map: dict[str, Limit] = field(init=False, repr=False, compare=False)
     _careful_order: bool = field(init=False, repr=False, compare=False)
+    _careful_weight: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not _ID.match(self.kernel_id) or self.kernel_id.split(".")[1] != self.op.split(".")[-1]:
@@ -169,6 +174,8 @@ class KernelSpec:
             )
         object.__setattr__(self, "_limit_map", dict(self.limits))
         object.__setattr__(self, "_careful_order", self.contiguous or self.aligned_strides)
+        quantized_only = bool(self.quant_formats) and "unquantized" not in self.features
+        object.__setattr__(self, "_careful_weight", quantized_only or self.weight_layout is not None)
 
     # -- constraints -----------------------------------------------------------------------------
     def check(self, ctx: Context) -> list[Reason]:
@@ -179,7 +186,7 @@ class KernelSpec:
     def check_call(self, ctx: Context) -> list[Reason]:
         """Reasons that depend on the call and not on the device alone. The common case touches few fields."""
         found: list[Reason] = []
-        if ctx._rare_dtype or ctx.dtype not in self.dtypes:
+        if ctx._rare_dtype or self._careful_weight or ctx.dtype not in self.dtypes:
             found += self._dtypes(ctx)
         if self.square or not ctx.needs <= self.features:
             found += self._features(ctx)
@@ -234,14 +241,30 @@ class KernelSpec:
             found.append(reason("BF16_UNSUPPORTED", ctx.device.sm_version, 80))
         if ctx.dtype.startswith("float8") and ctx.device.platform is Platform.CUDA and not ctx.device.supports_fp8:
             found.append(reason("FP8_UNSUPPORTED", ctx.device.sm_version, 89))
-        if ctx.quant_format is not None and ctx.quant_format not in self.quant_formats:
-            found.append(reason("QUANT_FORMAT_UNSUPPORTED", ctx.quant_format, self.quant_formats))
+        found += self._quantization(ctx)
         if ctx.granularity is not None and ctx.granularity not in self.granularities:
-            found.append(reason("QUANT_GRANULARITY_UNSUPPORTED", ctx.granularity, self.granularities))
+            found.append(reason("QUANT_GRANULARITY_UNSUPPORTED", ctx.granularity, self.granularities or "none"))
         if ctx.index_dtype is not None and self.index_dtypes and ctx.index_dtype not in self.index_dtypes:
             found.append(reason("BLOCK_TABLE_DTYPE", ctx.index_dtype, self.index_dtypes))
         if ctx.kv_cache_dtype not in (None, ctx.dtype) and "kv_" + str(ctx.kv_cache_dtype) not in self.features:
             found.append(reason("KV_CACHE_DTYPE_MISMATCH", ctx.kv_cache_dtype, ctx.dtype))
+        return found
+
+    def _quantization(self, ctx: Context) -> list[Reason]:
+        """Format, the hardware it needs, and how a weight is packed."""
+        found: list[Reason] = []
+        if ctx.quant_format is None:
+            if self.quant_formats and "unquantized" not in self.features:
+                found.append(reason("QUANT_FORMAT_UNSUPPORTED", "none", self.quant_formats))
+        elif ctx.quant_format not in self.quant_formats:
+            found.append(reason("QUANT_FORMAT_UNSUPPORTED", ctx.quant_format, self.quant_formats or "none"))
+        elif "quant_native" in self.features:
+            from layerzero.model.quant import native_reason
+
+            why = native_reason(ctx.quant_format, ctx.device)
+            found += [] if why is None else [why]
+        if self.weight_layout is not None and ctx.weight_layout != self.weight_layout:
+            found.append(reason("WEIGHT_NOT_PACKED", ctx.weight_layout or "plain", self.weight_layout))
         return found
 
     def _features(self, ctx: Context) -> list[Reason]:
@@ -261,6 +284,10 @@ class KernelSpec:
                 limit = [f.removeprefix("causal_") for f in self.features if f.startswith("causal_")] or "none"
             elif need == "window":
                 value = ctx.window
+            elif need == "block_mask" and ctx.dim("mask_block_q") is not None:
+                value = f"{ctx.dim('mask_block_q')}x{ctx.dim('mask_block_k')}"
+            elif need == "chunk_mask":
+                value = ctx.dim("mask_chunk")
             elif need == "autocast":
                 value = ctx.autocast
             found.append(reason(code, value, limit))

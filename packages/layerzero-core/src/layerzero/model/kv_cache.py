@@ -57,6 +57,27 @@ class PagedBatch:
         """Whether every sequence has exactly one new token."""
         return all(length == 1 for length in self.query_lens_host)
 
+    def page_indices(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same batch as FlashInfer plans it: (indptr [B + 1], indices, last_page_len [B]), int32.
+
+        Page numbers of all sequences one after another, where each begins, and how full each last page is (0 for a
+        sequence without tokens).
+        """
+        import torch
+
+        counts = [-(-length // page_size) for length in self.context_lens_host]
+        starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+        last = [(length - 1) % page_size + 1 if length else 0 for length in self.context_lens_host]
+        device = self.block_tables.device
+        columns = torch.arange(self.block_tables.shape[1], device=device)
+        inside = columns < torch.tensor(counts, device=device).unsqueeze(-1)
+        indices = self.block_tables[inside].to(torch.int32)
+        return (
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            indices,
+            torch.tensor(last, dtype=torch.int32, device=device),
+        )
+
     def tensors(self) -> tuple[Tensor, ...]:
         """The device tensors inside, for device and mode checks."""
         extra = () if self.query_lens is None else (self.query_lens,)

@@ -51,6 +51,8 @@ class OperationSpec:
     random        draws random numbers (its RNG state is restored before a retry)
     mutates       says for canonical args whether the call writes into its inputs
     autocast      under autocast the floating inputs are cast to the autocast dtype first (matmul-like ops)
+    stands_for    for a plugin's own op: the built-in op whose canonical arguments it takes and whose place it can take
+                  in a model; `lz verify` checks it there
     """
 
     op_id: str
@@ -66,6 +68,7 @@ class OperationSpec:
     random: Callable[[tuple[Any, ...]], bool] | None = field(default=None, compare=False)
     mutates: Callable[[tuple[Any, ...]], bool] | None = field(default=None, compare=False)
     autocast: bool = False
+    stands_for: str = ""
 
     def __post_init__(self) -> None:
         if not self.op_id or not self.op_id.replace("_", "").replace(".", "").isalnum():

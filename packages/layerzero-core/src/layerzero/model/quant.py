@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layerzero.errors import InvalidInputError
-from layerzero.model.enums import QuantFormat
-from layerzero.reasons import ReasonCode
+from layerzero.model.enums import Platform, QuantFormat
+from layerzero.reasons import Reason, ReasonCode, reason
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from layerzero.model.device import DeviceSpec
+
 __all__ = [
     "FORMATS",
     "GRANULARITIES",
     "FormatTraits",
+    "QuantScheme",
     "QuantizedTensor",
     "format_traits",
+    "native_reason",
     "resolve_granularity",
     "scale_shape",
 ]
@@ -29,7 +33,10 @@ GRANULARITIES = ("tensor", "channel", "block")
 
 @dataclass(frozen=True, slots=True)
 class FormatTraits:
-    """How a format is stored. `packed`: two 4-bit codes a byte, the even element in the low half."""
+    """How a format is stored. `packed`: two 4-bit codes a byte, the even element in the low half.
+
+    `min_sm` is the first NVIDIA generation whose matrix units compute in the format; None: none does.
+    """
 
     data_dtype: str
     scale_dtype: str
@@ -38,16 +45,17 @@ class FormatTraits:
     block_only: bool = False
     tensor_scale: bool = False
     zero_point: bool = False
+    min_sm: int | None = None
 
 
 FORMATS: dict[QuantFormat, FormatTraits] = {
-    QuantFormat.INT8: FormatTraits("int8", "float32", packed=False, block_size=128, zero_point=True),
-    QuantFormat.INT4: FormatTraits("uint8", "float32", packed=True, block_size=128, zero_point=True),
-    QuantFormat.FP8_E4M3: FormatTraits("float8_e4m3fn", "float32", packed=False, block_size=128),
-    QuantFormat.FP8_E5M2: FormatTraits("float8_e5m2", "float32", packed=False, block_size=128),
-    QuantFormat.MXFP4: FormatTraits("uint8", "float8_e8m0fnu", packed=True, block_size=32, block_only=True),
+    QuantFormat.INT8: FormatTraits("int8", "float32", packed=False, block_size=128, zero_point=True, min_sm=80),
+    QuantFormat.INT4: FormatTraits("uint8", "float32", packed=True, block_size=128, zero_point=True, min_sm=80),
+    QuantFormat.FP8_E4M3: FormatTraits("float8_e4m3fn", "float32", packed=False, block_size=128, min_sm=89),
+    QuantFormat.FP8_E5M2: FormatTraits("float8_e5m2", "float32", packed=False, block_size=128, min_sm=89),
+    QuantFormat.MXFP4: FormatTraits("uint8", "float8_e8m0fnu", packed=True, block_size=32, block_only=True, min_sm=100),
     QuantFormat.NVFP4: FormatTraits(
-        "uint8", "float8_e4m3fn", packed=True, block_size=16, block_only=True, tensor_scale=True
+        "uint8", "float8_e4m3fn", packed=True, block_size=16, block_only=True, tensor_scale=True, min_sm=100
     ),
     QuantFormat.NF4: FormatTraits("uint8", "float32", packed=True, block_size=64),
 }
@@ -74,6 +82,74 @@ def resolve_granularity(fmt: QuantFormat | str, granularity: str) -> str:
         limit = f"block (for {known.value})" if traits.block_only else ", ".join(GRANULARITIES)
         raise InvalidInputError(code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=granularity, limit=limit)
     return "block" if traits.block_only else granularity
+
+
+def native_reason(fmt: QuantFormat | str, device: DeviceSpec) -> Reason | None:
+    """Why the matrix units of a device cannot compute in a format; None when they can, or when it is no NVIDIA GPU.
+
+    For kernels that declare `quant_native`: those that widen the codes first run anywhere.
+    """
+    known, traits = format_traits(fmt)
+    if device.platform is not Platform.CUDA:
+        return None
+    if traits.min_sm is None:
+        return reason("GENERATION_UNSUPPORTED", device.gpu_generation.name, f"no GPU: none computes in {known.value}")
+    if device.sm_version is None:
+        return reason("SM_UNKNOWN", device.name)
+    if device.sm_version >= traits.min_sm:
+        return None
+    if known in (QuantFormat.FP8_E4M3, QuantFormat.FP8_E5M2):
+        return reason("FP8_UNSUPPORTED", device.sm_version, traits.min_sm)
+    return reason("SM_TOO_OLD", device.sm_version, traits.min_sm, detail=f"{known.value} arithmetic")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantScheme:
+    """What to quantize to, resolved and checked: format, granularity, block size, and whether around zero.
+
+    The block size is the format's own unless another is given; MXFP4 and NVFP4 define theirs. Asymmetric scaling
+    (integers only) spends all codes between the smallest and the largest number of a group, with a zero point.
+    """
+
+    fmt: QuantFormat
+    granularity: str = "tensor"
+    block_size: int | None = None
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        known, traits = format_traits(self.fmt)
+        granularity = resolve_granularity(known, self.granularity)
+        block = self.block_size
+        if granularity != "block":
+            if block is not None:
+                raise _scale_layout(f"block size {block}", f"granularity 'block', not {granularity!r}")
+        elif block is None:
+            block = traits.block_size
+        elif isinstance(block, bool) or not isinstance(block, int) or block < 1:
+            raise _scale_layout(f"block size {block!r}", "a positive size")
+        elif traits.block_only and block != traits.block_size:
+            raise _scale_layout(f"block size {block}", f"{traits.block_size} for {known.value}")
+        elif traits.packed and block % 2:
+            raise _scale_layout(f"block size {block}", f"an even size: {known.value} keeps two codes a byte")
+        if not self.symmetric and not traits.zero_point:
+            raise _scale_layout("asymmetric scaling", f"{known.value}, which takes no zero point")
+        object.__setattr__(self, "fmt", known)
+        object.__setattr__(self, "granularity", granularity)
+        object.__setattr__(self, "block_size", block)
+
+    @property
+    def traits(self) -> FormatTraits:
+        """How the format is stored."""
+        return FORMATS[self.fmt]
+
+    def scales_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of a tensor of `shape`. Raises DIM_NOT_MULTIPLE where it cannot be stored so."""
+        _check_packable(shape, self.traits)
+        return scale_shape(shape, self.granularity, self.block_size)
+
+    def hot_key(self) -> tuple[object, ...]:
+        """What a kernel choice may depend on: all of it."""
+        return (self.fmt.value, self.granularity, self.block_size, self.symmetric)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,11 +198,20 @@ class QuantizedTensor:
             self.block_size, self.zero_point is None, data.is_contiguous() or data.stride(),
         )  # fmt: skip
 
+    @property
+    def traits(self) -> FormatTraits:
+        """How the format is stored."""
+        return FORMATS[self.fmt]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient of the scales is wanted; codes have none."""
+        return self.scale.requires_grad or (self.tensor_scale is not None and self.tensor_scale.requires_grad)
+
     def _check_data(self, traits: FormatTraits) -> None:
         _check_dtype("data", self.data, traits.data_dtype)
+        _check_packable(self.shape, traits)
         width = self.shape[-1] if self.shape else 1
-        if traits.packed and (not self.shape or width % 2):
-            raise InvalidInputError(code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {self.shape}", limit=2)
         expected = (*self.shape[:-1], width // 2) if traits.packed else self.shape
         if tuple(self.data.shape) != expected:
             raise InvalidInputError(
@@ -138,24 +223,16 @@ class QuantizedTensor:
         expected = scale_shape(self.shape, self.granularity, self.block_size)
         _check_scale_shape("scale", self.scale, expected)
         if traits.block_only and self.block_size != traits.block_size:
-            raise InvalidInputError(
-                code=ReasonCode.QUANT_SCALE_LAYOUT,
-                value=f"block size {self.block_size}",
-                limit=f"{traits.block_size} for {self.fmt.value}",
-            )
+            raise _scale_layout(f"block size {self.block_size}", f"{traits.block_size} for {self.fmt.value}")
         if traits.tensor_scale != (self.tensor_scale is not None):
             verb = "needs" if traits.tensor_scale else "takes no"
-            raise InvalidInputError(
-                code=ReasonCode.QUANT_SCALE_LAYOUT, value="tensor_scale", limit=f"{self.fmt.value}, which {verb} one"
-            )
+            raise _scale_layout("tensor_scale", f"{self.fmt.value}, which {verb} one")
         if self.tensor_scale is not None:
             _check_dtype("tensor_scale", self.tensor_scale, "float32")
             _check_scale_shape("tensor_scale", self.tensor_scale, ())
         if self.zero_point is not None:
             if not traits.zero_point:
-                raise InvalidInputError(
-                    code=ReasonCode.QUANT_SCALE_LAYOUT, value="zero_point", limit=f"{self.fmt.value}, which takes none"
-                )
+                raise _scale_layout("zero_point", f"{self.fmt.value}, which takes none")
             _check_scale_shape("zero_point", self.zero_point, expected)
 
     @property
@@ -174,14 +251,17 @@ def scale_shape(shape: tuple[int, ...], granularity: str, block_size: int | None
     if granularity == "channel":
         return (*shape[:-1], 1)
     if block_size is None or block_size <= 0:
-        raise InvalidInputError(
-            code=ReasonCode.QUANT_SCALE_LAYOUT, value=f"block size {block_size}", limit="a positive size"
-        )
+        raise _scale_layout(f"block size {block_size}", "a positive size")
     if shape[-1] % block_size:
         raise InvalidInputError(
             code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=f"the block size {block_size}"
         )
     return (*shape[:-1], shape[-1] // block_size)
+
+
+def _check_packable(shape: tuple[int, ...], traits: FormatTraits) -> None:
+    if traits.packed and (not shape or shape[-1] % 2):
+        raise InvalidInputError(code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=2)
 
 
 def _check_dtype(name: str, tensor: Tensor, expected: str) -> None:
@@ -192,6 +272,8 @@ def _check_dtype(name: str, tensor: Tensor, expected: str) -> None:
 
 def _check_scale_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
-        raise InvalidInputError(
-            code=ReasonCode.QUANT_SCALE_LAYOUT, value=f"{name} {tuple(tensor.shape)}", limit=f"shape {expected}"
-        )
+        raise _scale_layout(f"{name} {tuple(tensor.shape)}", f"shape {expected}")
+
+
+def _scale_layout(value: str, limit: str) -> InvalidInputError:
+    return InvalidInputError(code=ReasonCode.QUANT_SCALE_LAYOUT, value=value, limit=limit)

@@ -29,10 +29,24 @@ class ErrorLocation:
     abs_error: float
     rel_error: float
 
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; NaN and infinities are written as words."""
+        return {
+            "index": list(self.index),
+            "actual": _number(self.actual),
+            "expected": _number(self.expected),
+            "abs_error": _number(self.abs_error),
+            "rel_error": _number(self.rel_error),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What a comparison found. Metrics cover the elements that are finite on both sides."""
+    """What a comparison found. Metrics cover the elements that are finite on both sides.
+
+    `worst` are the five largest errors, `first` is the first element in memory order that misses the bounds: the
+    worst say how bad it is, the first where it begins.
+    """
 
     ok: bool
     tolerance: Tolerance
@@ -50,6 +64,7 @@ class ErrorReport:
     nan_mismatches: int = 0
     inf_mismatches: int = 0
     worst: tuple[ErrorLocation, ...] = field(default=())
+    first: ErrorLocation | None = None
 
     @property
     def shape_ok(self) -> bool:
@@ -71,6 +86,29 @@ class ErrorReport:
         """Whether the same infinities stand in the same places."""
         return self.inf_mismatches == 0
 
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; NaN and infinities are written as words."""
+        return {
+            "ok": self.ok,
+            "shape": list(self.shape),
+            "expected_shape": list(self.expected_shape),
+            "dtype": self.dtype,
+            "expected_dtype": self.expected_dtype,
+            "rtol": self.tolerance.rtol,
+            "atol": self.tolerance.atol,
+            "max_abs": _number(self.max_abs),
+            "mean_abs": _number(self.mean_abs),
+            "max_rel": _number(self.max_rel),
+            "mean_rel": _number(self.mean_rel),
+            "cosine": _number(self.cosine),
+            "mse": _number(self.mse),
+            "hit_ratio": _number(self.hit_ratio),
+            "nan_mismatches": self.nan_mismatches,
+            "inf_mismatches": self.inf_mismatches,
+            "worst": [spot.to_json() for spot in self.worst],
+            "first": None if self.first is None else self.first.to_json(),
+        }
+
     def __str__(self) -> str:
         if not self.shape_ok:
             return f"FAIL: shape {list(self.shape)}, expected {list(self.expected_shape)}"
@@ -86,6 +124,9 @@ class ErrorReport:
             lines.append(f"  NaN in different places: {self.nan_mismatches} elements")
         if not self.inf_agree:
             lines.append(f"  infinities in different places: {self.inf_mismatches} elements")
+        if self.first is not None:
+            spot = self.first
+            lines.append(f"  first miss at {list(spot.index)}: {spot.actual:.6g}, expected {spot.expected:.6g}")
         lines += [
             f"  at {list(spot.index)}: {spot.actual:.6g}, expected {spot.expected:.6g}, off by {spot.abs_error:.3e}"
             for spot in self.worst
@@ -137,6 +178,7 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         nan_mismatches=nan_count,
         inf_mismatches=inf_count,
         worst=_worst(a, e, gap.masked_fill(nan_wrong | inf_wrong, math.inf), shapes[1]),
+        first=None if hit_ratio == 1.0 else _first(a, e, gap.masked_fill(nan_wrong | inf_wrong, math.inf), hits),
     )
 
 
@@ -212,6 +254,16 @@ def _worst(a: Tensor, e: Tensor, gap: Tensor, shape: tuple[int, ...]) -> tuple[E
         got, want = a.flatten()[position].item(), e.flatten()[position].item()
         spots.append(ErrorLocation(_unravel(position, shape), got, want, error, error / (abs(want) + _REL_EPS)))
     return tuple(spots)
+
+
+def _first(a: Tensor, e: Tensor, gap: Tensor, hits: Tensor) -> ErrorLocation:
+    position = int((~hits).flatten().int().argmax())
+    got, want, error = (x.flatten()[position].item() for x in (a, e, gap))
+    return ErrorLocation(_unravel(position, tuple(e.shape)), got, want, error, error / (abs(want) + _REL_EPS))
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def _unravel(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.hot import HOT_LIMIT, autocast_key, describe_tensor
+from layerzero.dispatch.hot import HOT_LIMIT, autocast_key, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -21,13 +21,14 @@ from layerzero.model.describe import (
     parse_window,
 )
 from layerzero.model.enums import Causal, Layout, OpKind, Platform
+from layerzero.model.masks import MASK_VALUES, ChunkMask
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.near import near_key, remember_edges
 from layerzero.ops.signature import PublicOp, reference, register
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
-    pass
+    from layerzero.model.masks import BlockMask
 
 __all__ = ["ATTENTION", "attention"]
 
@@ -41,7 +42,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | ChunkMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool | str = False,
     scale: float | None = None,
@@ -59,8 +60,9 @@ def attention(
     query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D] with `layout="BHSD"`; `"BSHD"` swaps axes 1 and 2; 3-D
     inputs are one head. GQA follows from the head counts. `is_causal=True` is top-left aligned as in SDPA,
     `"bottom_right"` as in FlashAttention. `window` is (left, right) keys around the query's position, an int
-    means (window, 0). A fully masked row gives zeros. `return_lse=True` gives (out, lse): natural log,
-    float32, [B, Hq, Sq]. `backend` restricts the choice to one backend or kernel id.
+    means (window, 0). `attn_mask` is a tensor, an `lz.block_mask` or an `lz.chunk_mask`. A fully masked row gives
+    zeros. `return_lse=True` gives (out, lse): natural log, float32, [B, Hq, Sq]. `backend` restricts the choice to
+    one backend or kernel id. Nested tensors of layout torch.jagged go to `lz.varlen_attention`; the result is one too.
     """
     if scale is not None:
         check_scale(scale)
@@ -83,7 +85,7 @@ def attention(
             value.dtype,
             value.is_cpu or ~value.get_device(),
             value.is_contiguous() or value.stride(),
-            attn_mask if attn_mask is None else describe_tensor(attn_mask),
+            attn_mask if attn_mask is None else describe_tensor(attn_mask),  # type: ignore[arg-type] # values raise
             alibi_slopes if alibi_slopes is None else describe_tensor(alibi_slopes),
             # 1 == True, but only True itself is a flag; anything else is checked on the cold path.
             is_causal is True or (is_causal is not False and (is_causal,)),
@@ -117,7 +119,8 @@ def attention(
                     world.hot[hot_key] = bound
                 else:
                     now.last_near = hot_key
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, an unhashable option, a nested tensor
+    # Not tensors, a mask value, an unhashable option, a nested tensor (a ragged length cannot be compared).
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         hot_key = bound = None
         world = current_world()
     if bound is not None and (bound.guard is None or bound.guard()):
@@ -147,16 +150,42 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, Tensor):
             raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(item).__name__}", limit="a torch.Tensor")
+    if query.is_nested or key.is_nested or value.is_nested:
+        from layerzero.ops.varlen import varlen_attention
+        from layerzero.torch_ops.nested import nested_attention
+
+        return nested_attention(varlen_attention, given, layout, backend)
     if type(attn_mask).__name__ == "CausalBias":
         hot_key = None  # it shares its key with every bias of its shape, whatever its alignment
         attn_mask, is_causal = _causal_bias(attn_mask, is_causal, query, key, layout)
     sides = parse_window(window)
     args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
+    if isinstance(attn_mask, MASK_VALUES):
+        return _with_mask_value(args, layout, backend)
     world = current_world()
     if hot_key is None:
         return miss(ATTENTION, world, None, args, layout, backend)
     remember_edges(world)
     return miss(ATTENTION, world, hot_key, args, layout, backend, near_key(world, hot_key))
+
+
+def _with_mask_value(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+    """A call whose mask is a value has a key of its own, looked up here: calls without one never see it."""
+    world = current_world()
+    try:
+        key = generic_key("attention", args, layout, backend)
+        key = None if key is None else (*key, args[4] != 0.0)
+        bound = world.hot.get(key)
+    except (RuntimeError, TypeError):  # an option that cannot be hashed
+        key = bound = None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        check_dropout(args[4])
+        check_softcap(args[8])
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(ATTENTION, world, key, bound, args, layout, backend, error)
+    return miss(ATTENTION, world, key, args, layout, backend)
 
 
 def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout: Any) -> tuple[Any, bool | str]:
@@ -201,9 +230,7 @@ def _describe(call: Call) -> Context:
     return ctx
 
 
-def _vetoed(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, ctx: Context
-) -> frozenset[str]:
+def _vetoed(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: float, ctx: Context) -> frozenset[str]:
     """Which of torch's fused kernels refuse these tensors by torch's own checks; asked on the cold path only.
 
     Not asked for a causal call with Sq != Sk: torch refuses those for alignment alone, which we handle ourselves.
@@ -217,7 +244,8 @@ def _vetoed(
     gqa = ctx.enable_gqa
     params = torch.backends.cuda.SDPAParams(query, key, value, None, dropout_p, ctx.causal is not Causal.NONE, gqa)
     found = set()
-    if mask is None and not torch.backends.cuda.can_use_flash_attention(params, False):
+    # Chunk by chunk the flash kernel sees no mask.
+    if (mask is None or isinstance(mask, ChunkMask)) and not torch.backends.cuda.can_use_flash_attention(params, False):
         found.add("sdp_flash")
     if not gqa and mask is None and not torch.backends.cuda.can_use_efficient_attention(params, False):
         found.add("sdp_mem_efficient")

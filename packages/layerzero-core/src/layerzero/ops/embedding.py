@@ -9,14 +9,17 @@ from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["EMBEDDING", "embedding"]
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Tensor:
-    """weight[ids]; the row of `padding_idx` receives no gradient."""
+    """weight[ids]; the row of `padding_idx` (negative: counted from the end) receives no gradient.
+
+    On the CPU an id outside the table is refused; other devices do not look (CUDA asserts on the device).
+    """
     return dispatch(EMBEDDING, (ids, weight, padding_idx), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -31,10 +34,14 @@ def _describe(call: Call) -> Context:
             "ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64"
         )
     vocab = weight.shape[0]
-    if padding_idx is not None and (not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab):
+    if padding_idx is not None and (type(padding_idx) is not int or not -vocab <= padding_idx < vocab):
         raise InvalidInputError(
-            "padding_idx is outside the table", code="VALUE_INVALID", value=str(padding_idx), limit=f"below {vocab}"
+            f"padding_idx {padding_idx} is no row of the table",
+            code="VALUE_INVALID",
+            value=str(padding_idx),
+            limit=f"an int from {-vocab} to {vocab - 1}",
         )
+    expect_below(ids, "ids", vocab)
     needs = {"padding_idx"} if padding_idx is not None else set()
     if call.needs_grad:
         needs.add("backward")

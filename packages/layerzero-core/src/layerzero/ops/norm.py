@@ -17,7 +17,7 @@ from layerzero.ops.describe import expect_shape, expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 from layerzero.runtime.current import now, scope
 
-__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]
 
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -77,7 +77,8 @@ def layer_norm(
     return dispatch(LAYER_NORM, (x, weight, bias, eps), backend=backend)  # type: ignore[no-any-return]
 
 
-def _describe_norm(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
+def norm_context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
+    """The Context of a norm over the last axis; shapes that do not fit are refused."""
     x = expect_tensor(x, "x")
     eps = call.args[-1]
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
@@ -97,16 +98,16 @@ def _describe_norm(op: str, call: Call, x: Any, others: dict[str, Tensor | None]
 
 
 def _rms(call: Call) -> Context:
-    return _describe_norm("rms_norm", call, call.args[0], {"weight": call.args[1]})
+    return norm_context("rms_norm", call, call.args[0], {"weight": call.args[1]})
 
 
 def _add_rms(call: Call) -> Context:
     expect_tensor(call.args[1], "residual")
-    return _describe_norm("add_rms_norm", call, call.args[0], {"residual": call.args[1], "weight": call.args[2]})
+    return norm_context("add_rms_norm", call, call.args[0], {"residual": call.args[1], "weight": call.args[2]})
 
 
 def _layer(call: Call) -> Context:
-    return _describe_norm("layer_norm", call, call.args[0], {"weight": call.args[1], "bias": call.args[2]})
+    return norm_context("layer_norm", call, call.args[0], {"weight": call.args[1], "bias": call.args[2]})
 
 
 RMS_NORM = register(

@@ -80,6 +80,7 @@ def paged_attention(
         batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
     check_scale(scale)
     check_softcap(softcap)
+    _check_index_dtypes(batch)
     _check_pages(key_cache, batch, layout)
     args = (
         query,
@@ -118,6 +119,19 @@ def _check_pages(key_cache: Any, batch: PagedBatch, layout: Any) -> None:
             value=f"context of {batch.max_context_len}",
             limit=f"{batch.block_tables.shape[1]} pages of {page}",
         )
+
+
+def _check_index_dtypes(batch: PagedBatch) -> None:
+    """One integer dtype for all metadata: kernels read the tensors side by side."""
+    dtype, new = batch.block_tables.dtype, batch.query_lens
+    if batch.context_lens.dtype is dtype and (new is None or new.dtype is dtype):
+        return
+    words = {"block_tables": batch.block_tables, "context_lens": batch.context_lens, "query_lens": batch.query_lens}
+    found = {name: dtype_name(tensor) for name, tensor in words.items() if tensor is not None}
+    shown = ", ".join(f"{name} {word}" for name, word in found.items())
+    raise InvalidInputError(
+        "the metadata has different dtypes", code="BLOCK_TABLE_DTYPE", value=shown, limit="one of int32, int64"
+    )
 
 
 def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
@@ -212,6 +226,9 @@ def _describe(call: Call) -> Context:
         "softcap": softcap is not None,
         "alibi": slopes is not None,
         "lse": return_lse,
+        # As in attention: most kernels have no gradient for slopes, nor one through the log-sum-exp.
+        "mask_grad": call.needs_grad and slopes is not None and slopes.requires_grad,
+        "lse_backward": bool(return_lse) and call.needs_grad,
         "backward": call.needs_grad,
         "paged_prefill": not batch.is_decode,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
 from layerzero.model.enums import Layout, OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
-__all__ = ["ROPE", "alibi_slopes", "rope"]
+__all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
 
 
 def rope(
@@ -32,8 +33,9 @@ def rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by position: rotate-half pairs (i, i + D/2), or (2i, 2i + 1) when interleaved.
 
-    cos and sin are tables [S, rotary/2] (one angle a pair) or [B, S, rotary]; a rotary width below head_dim
-    leaves the rest of each head as it is. `position_ids` [B, S] picks rows. `inplace=True` writes into q and k.
+    cos and sin are tables [S, rotary/2] (one angle a pair; `lz.rope_tables` makes them) or [B, S, rotary]; a rotary
+    width below head_dim leaves the rest of each head as it is. `position_ids` [S] or [B, S] picks rows.
+    `inplace=True` writes into q and k.
     """
     return dispatch(ROPE, (q, k, cos, sin, interleaved, layout, position_ids, inplace), layout, backend)  # type: ignore[no-any-return]
 
@@ -56,7 +58,22 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _describe(call: Call) -> Context:
-    q, k, cos, sin, interleaved, layout, position_ids, inplace = call.args
+    return rotary_context("rope", call, *call.args)
+
+
+def rotary_context(
+    op: str,
+    call: Call,
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    interleaved: bool,
+    layout: str,
+    position_ids: Any,
+    inplace: bool = False,
+) -> Context:
+    """The Context of an op that turns q and k by position; what does not fit together is refused."""
     q, cos, sin = expect_tensor(q, "q"), expect_tensor(cos, "cos"), expect_tensor(sin, "sin")
     expect_rank(q, "q", (4,))
     for name, item in (("k", k), ("position_ids", position_ids)):
@@ -68,21 +85,22 @@ def _describe(call: Call) -> Context:
     if order not in (Layout.BHSD, Layout.BSHD):
         raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="BHSD, BSHD")
     heads_axis, seq_axis = (1, 2) if order is Layout.BHSD else (2, 1)
-    dim, seq = q.shape[3], q.shape[seq_axis]
+    batch, dim, seq = q.shape[0], q.shape[3], q.shape[seq_axis]
     if k is not None:
         expect_rank(expect_tensor(k, "k"), "k", (4,))
-        if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != q.shape[0]:
+        if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != batch:
             raise InvalidInputError(
                 "q and k disagree", code="SHAPE_INVALID", value=str(tuple(k.shape)), limit=str(tuple(q.shape))
             )
-    if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3):
+    batched = cos.ndim == 3
+    if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3) or (batched and cos.shape[0] not in (1, batch)):
         raise InvalidInputError(
             "cos and sin do not fit",
             code="SHAPE_INVALID",
             value=f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
-            limit="[S, rotary/2] or [B, S, rotary], both alike",
+            limit=f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike",
         )
-    rotary = cos.shape[-1] * (2 if cos.ndim == 2 else 1)
+    rotary = cos.shape[-1] * (1 if batched else 2)
     if rotary > dim or rotary % 2 or rotary == 0:
         raise InvalidInputError(
             "the tables are too wide", code="SHAPE_INVALID", value=rotary, limit=f"an even rotary width up to {dim}"
@@ -90,14 +108,7 @@ def _describe(call: Call) -> Context:
     if position_ids is None and cos.shape[-2] < seq:
         raise InvalidInputError("the tables are too short", code="SEQ_LEN_TOO_LONG", value=seq, limit=cos.shape[-2])
     if position_ids is not None:
-        expect_rank(position_ids, "position_ids", (1, 2))
-        if dtype_name(position_ids) not in ("int32", "int64"):
-            raise InvalidInputError(
-                "position_ids must be int32 or int64",
-                code="DTYPE_UNSUPPORTED",
-                value=dtype_name(position_ids),
-                limit="int32, int64",
-            )
+        _check_positions(position_ids, batch, seq, cos.shape[-2])
     if inplace and any(t is not None and _overlaps(t) for t in (q, k)):
         raise InvalidInputError("an expanded tensor cannot be rotated in place", code="INPLACE_UNSUPPORTED")
     if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
@@ -109,12 +120,12 @@ def _describe(call: Call) -> Context:
         "inplace": inplace,
         "partial_rotary": rotary < dim,
         "backward": call.needs_grad,
-        "batched_tables": cos.ndim == 3,
+        "batched_tables": batched,
         "no_key": k is None,
         "mixed_tables": dtype_name(cos) != word,
     }
     return Context(
-        op="rope",
+        op=op,
         device=call.device,
         dtype=word,
         dims=(
@@ -132,6 +143,24 @@ def _describe(call: Call) -> Context:
         needs_grad=call.needs_grad,
         backend=call.backend,
     )
+
+
+def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> None:
+    expect_rank(position_ids, "position_ids", (1, 2))
+    if dtype_name(position_ids) not in ("int32", "int64"):
+        raise InvalidInputError(
+            "position_ids must be int32 or int64",
+            code="DTYPE_UNSUPPORTED",
+            value=dtype_name(position_ids),
+            limit="int32, int64",
+        )
+    if position_ids.shape[-1] != seq or (position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch)):
+        raise InvalidInputError(
+            code="SHAPE_INVALID",
+            value=f"position_ids {tuple(position_ids.shape)}",
+            limit=f"[{seq}] or [{batch} or 1, {seq}]",
+        )
+    expect_below(position_ids, "position_ids", rows, code="SEQ_LEN_TOO_LONG")
 
 
 ROPE = register(

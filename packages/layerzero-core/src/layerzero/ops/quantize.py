@@ -9,26 +9,38 @@ from torch import Tensor
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
-from layerzero.model.describe import dtype_name
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 if TYPE_CHECKING:
-    from layerzero.model.quant import QuantizedTensor
+    from layerzero.model.quant import QuantizedTensor, QuantScheme
 
 __all__ = ["DEQUANTIZE", "QUANTIZE", "dequantize", "quantize"]
 
 
-def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str | None = None) -> QuantizedTensor:
-    """Quantize to int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4 or nf4; scales per tensor, channel or block."""
-    from layerzero.model.quant import format_traits, resolve_granularity
+def quantize(
+    x: Tensor,
+    fmt: str,
+    *,
+    granularity: str = "tensor",
+    block_size: int | None = None,
+    symmetric: bool = True,
+    backend: str | None = None,
+) -> QuantizedTensor:
+    """Quantize to int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4 or nf4; scales per tensor, channel or block.
 
-    known, _ = format_traits(fmt)
-    if known in ("mxfp4", "nvfp4") and granularity == "tensor":
-        granularity = "block"  # these formats are defined by their block scales
-    return dispatch(QUANTIZE, (x, known.value, resolve_granularity(known, granularity)), backend=backend)  # type: ignore[no-any-return]
+    A channel is a row along the last axis; `block_size` elements of it make a block (default: the format's own size,
+    which MXFP4 and NVFP4 fix). `symmetric=False`, for integers, adds a zero point.
+    """
+    return dispatch(QUANTIZE, (x, _scheme(fmt, granularity, block_size, symmetric)), backend=backend)  # type: ignore[no-any-return]
+
+
+def _scheme(fmt: str, granularity: str, block_size: int | None, symmetric: bool) -> QuantScheme:
+    from layerzero.model.quant import QuantScheme
+
+    return QuantScheme(fmt, granularity, block_size, symmetric)  # type: ignore[arg-type]
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Tensor:
@@ -41,14 +53,20 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend
 
 
 def _describe_quantize(call: Call) -> Context:
-    x, fmt, granularity = call.args
+    x, scheme = call.args
     x = expect_tensor(x, "x")
     if x.ndim == 0:
         raise InvalidInputError("x has no axis to scale along", code="RANK_INVALID", value=0, limit="1 or more")
+    scheme.scales_for(tuple(x.shape))
     width = x.shape[-1]
     dims = {"rows": x.numel() // width if width else 0, "hidden": width}
+    if scheme.block_size is not None:
+        dims["block"] = scheme.block_size
+    needs = () if scheme.symmetric else ("zero_point",)
     call = Call(call.args, call.device, call.layout, call.backend, False)  # codes carry no gradient
-    return simple_context(call, "quantize", x, {}, dims, quant_format=fmt, granularity=granularity)
+    return simple_context(
+        call, "quantize", x, {}, dims, needs, quant_format=scheme.fmt.value, granularity=scheme.granularity
+    )
 
 
 def _describe_dequantize(call: Call) -> Context:
@@ -57,17 +75,19 @@ def _describe_dequantize(call: Call) -> Context:
     rows = 1
     for size in qt.shape[:-1]:
         rows *= size
+    dims = [("rows", rows), ("hidden", width)]
+    if qt.block_size is not None:
+        dims.append(("block", qt.block_size))
     return Context(
         op="dequantize",
         device=call.device,
         dtype=str(call.args[1] or qt.dtype).removeprefix("torch."),
-        dims=(("rows", rows), ("hidden", width)),
+        dims=tuple(dims),
+        needs=frozenset() if qt.zero_point is None else frozenset({"zero_point"}),
         rank=len(qt.shape),
         backend=call.backend,
         quant_format=qt.fmt.value,
         granularity=qt.granularity,
-        kv_cache_dtype=None,
-        index_dtype=None if qt.data is None else dtype_name(qt.data),
     )
 
 
@@ -76,8 +96,8 @@ QUANTIZE = register(
         OperationSpec(
             op_id="quantize",
             op_kind=OpKind.TENSOR,
-            arguments=("x", "fmt", "granularity"),
-            input_kinds=("tensor", "text", "text"),
+            arguments=("x", "scheme"),
+            input_kinds=("tensor", "object"),
             output_kind="quantized",
             describe=_describe_quantize,
             fallback_impl=reference("layerzero.backends.reference.quantize:quantize"),
@@ -85,6 +105,10 @@ QUANTIZE = register(
             elastic=("rows",),
         ),
         quantize,
+        canonical=lambda given: (
+            given["x"],
+            _scheme(given["fmt"], given["granularity"], given["block_size"], given["symmetric"]),
+        ),
     )
 )
 DEQUANTIZE = register(

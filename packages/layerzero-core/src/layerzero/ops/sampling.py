@@ -16,7 +16,7 @@ from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_rank, expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
-__all__ = ["sample", "sample_topk", "sample_topp"]
+__all__ = ["check_filters", "check_param", "sample", "sample_topk", "sample_topp"]
 
 Number = float | Tensor
 
@@ -29,9 +29,13 @@ def sample_topk(
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Draw from the k largest logits of each row [B, V] → int64 [B]. Temperature 0 takes the largest."""
-    _check(k, "k", 1, math.inf)
-    _check(temperature, "temperature", 0.0, math.inf)
+    """Draw from the k largest logits of each row [B, V] → int64 [B]. Temperature 0 takes the largest.
+
+    A parameter is a number or a tensor of one value a row. See `lz.sample` for ties, seeds and logits that are not
+    finite.
+    """
+    check_param(k, "k", 1, math.inf)
+    check_param(temperature, "temperature", 0.0, math.inf)
     return dispatch(SAMPLE_TOPK, (logits, k, temperature, generator), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -43,9 +47,13 @@ def sample_topp(
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Draw from the smallest set of tokens whose probability reaches p, row by row [B, V] → int64 [B]."""
-    _check(p, "p", 0.0, 1.0)
-    _check(temperature, "temperature", 0.0, math.inf)
+    """Draw from the smallest set of tokens whose probability reaches p, row by row [B, V] → int64 [B].
+
+    A parameter is a number or a tensor of one value a row. See `lz.sample` for ties, seeds and logits that are not
+    finite.
+    """
+    check_param(p, "p", 0.0, 1.0)
+    check_param(temperature, "temperature", 0.0, math.inf)
     return dispatch(SAMPLE_TOPP, (logits, p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -59,19 +67,33 @@ def sample(
     generator: torch.Generator | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Temperature, then top-k, then top-p, then min-p, then one draw per row [B, V] → int64 [B]."""
+    """Temperature, then top-k, then top-p, then min-p, then one draw per row [B, V] → int64 [B].
+
+    Each parameter is a number or a tensor of one value a row. Temperature 0 takes the largest logit and draws nothing.
+    Among equal logits the lower id ranks first, so exactly k tokens stay. -inf bans a token; tokens at +inf share the
+    whole mass; a row with a NaN, or with nothing but -inf, has no distribution and gives -1.
+
+    The draw takes one uniform number a row from `generator`, or from torch's default generator of the device. Equal
+    generator states give equal tokens: at every call, for a number as for a tensor of the same number, with every
+    built-in kernel of the device, and whatever the other rows hold.
+    """
+    check_filters(top_k, top_p, min_p)
+    check_param(temperature, "temperature", 0.0, math.inf)
+    return dispatch(SAMPLE, (logits, top_k, top_p, min_p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
+
+
+def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
+    """Refuse filters that mean nothing; None leaves one out."""
     for value, name, low, high in (
         (top_k, "top_k", 1, math.inf),
         (top_p, "top_p", 0.0, 1.0),
         (min_p, "min_p", 0.0, 1.0),
     ):
         if value is not None:
-            _check(value, name, low, high)
-    _check(temperature, "temperature", 0.0, math.inf)
-    return dispatch(SAMPLE, (logits, top_k, top_p, min_p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
+            check_param(value, name, low, high)
 
 
-def _check(value: Any, name: str, low: float, high: float) -> None:
+def check_param(value: Any, name: str, low: float, high: float) -> None:
     """Values are not in hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
     if isinstance(value, Tensor):
         return

@@ -15,7 +15,23 @@ __all__ = ["LATE_OPS", "LateTable"]
 Value = TypeVar("Value")
 
 # op -> module of its public function; importing the module registers the op.
-LATE_OPS: dict[str, str] = {}
+LATE_OPS: dict[str, str] = {
+    "cast": "layerzero.ops.conversion",
+    "cross_entropy": "layerzero.ops.loss",
+    "gemma_add_rms_norm": "layerzero.ops.gemma",
+    "gemma_rms_norm": "layerzero.ops.gemma",
+    "xpos": "layerzero.ops.rotary",
+    "grouped_attention": "layerzero.ops.grouped",
+    "grouped_gemm": "layerzero.ops.moe",
+    "mlp": "layerzero.ops.feed_forward",
+    "moe": "layerzero.ops.moe",
+    "topk_gate": "layerzero.ops.moe",
+    "mla_paged_attention": "layerzero.ops.mla",
+    "varlen_attention": "layerzero.ops.varlen",
+    "sample_speculative": "layerzero.ops.speculative",
+    "sample_tree": "layerzero.ops.speculative",
+    "sampling_probs": "layerzero.ops.speculative",
+}
 
 
 class LateTable(MutableMapping[str, Value]):

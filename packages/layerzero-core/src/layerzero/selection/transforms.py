@@ -96,6 +96,17 @@ def _unify(kernel: KernelSpec, ctx: Context) -> Transform | None:
     return Transform(f"cast:mixed->{ctx.dtype}", copy_cost_us(ctx, _elements(ctx), 2))
 
 
+def _cast_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    """The cache in the dtype of the query: the pages in use, or all where that is less."""
+    if ctx.op != "paged_attention" or ctx.dtype not in kernel.dtypes:
+        return None
+    page, blocks = ctx.dim("page_size") or 1, ctx.dim("num_blocks") or 0
+    pages = min(blocks, (ctx.batch or 0) * -(-(ctx.seq_len_k or 0) // page))
+    widths = (ctx.head_dim or 0) + (ctx.dim("head_dim_v") or 0)
+    count = pages * page * (ctx.num_kv_heads or 0) * widths
+    return Transform(f"cast_kv:{ctx.kv_cache_dtype}->{ctx.dtype}", copy_cost_us(ctx, count, 6))
+
+
 def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.op != "attention":
         return None
@@ -127,6 +138,7 @@ _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | 
     ReasonCode.POINTER_UNALIGNED: ("contiguous", _aligned),
     ReasonCode.DTYPE_UNSUPPORTED: ("dtype", _cast),
     ReasonCode.DTYPE_MIXED: ("dtype", _unify),
+    ReasonCode.KV_CACHE_DTYPE_MISMATCH: ("kv_dtype", _cast_kv),
     ReasonCode.GQA_UNSUPPORTED: ("gqa", _expand_kv),
     ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED: ("mask", _fold("causal")),
     ReasonCode.WINDOW_UNSUPPORTED: ("mask", _fold("window")),

@@ -6,6 +6,8 @@ A group of cases belongs to one op and to the features it needs. `@group` regist
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from layerzero.model.kernel import KernelSpec, Limit
 
-__all__ = ["GROUPS", "Case", "Draw", "Group", "Maker", "cases_of", "dtypes_of", "fit", "group"]
+__all__ = ["GROUPS", "Case", "Draw", "Group", "Maker", "cases_of", "dtypes_of", "fit", "group", "load_cases"]
 
 # dtypes the kit can draw and compare; the most exact first.
 _TESTABLE = ("float32", "float64", "float16", "bfloat16")
@@ -99,6 +101,15 @@ def group(name: str, op: str, *requires: str, every_dtype: bool = False) -> Call
         return generate
 
     return register
+
+
+def load_cases() -> dict[str, list[Group]]:
+    """Import every `cases_*` module of the kit, whose groups register themselves, and return them by name."""
+    package = importlib.import_module("layerzero.testing")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.startswith("cases_"):
+            importlib.import_module(f"layerzero.testing.{module.name}")
+    return GROUPS
 
 
 def dtypes_of(spec: KernelSpec) -> tuple[str, ...]:

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.enums import QuantFormat
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.quant import QuantScheme
 from layerzero.testing.cases import Draw, Maker, edges, fit, group
+from layerzero.testing.weights import weight_for
 
 __all__: list[str] = []
 
@@ -141,24 +144,27 @@ _gated_group("gelu_and_mul", "erf", "none", requires=("gelu_none",))
 _gated_group("gelu_and_mul", "tanh", "tanh", requires=("gelu_tanh",))
 
 
-def _linear(bias: bool, activation: str | None) -> Maker:
+def _linear(spec: KernelSpec, bias: bool, activation: str | None) -> Maker:
+    rows, width, outputs = fit(spec, "rows", 5), fit(spec, "k", 64), fit(spec, "n", 48)
+
     def make(draw: Draw) -> tuple[Any, ...]:
-        return draw.normal(5, 64), draw.normal(48, 64, scale=0.1), draw.normal(48) if bias else None, activation
+        x, weight = draw.normal(rows, width), draw.normal(outputs, width, scale=0.1)
+        return x, weight_for(spec, weight), draw.normal(outputs) if bias else None, activation
 
     return make
 
 
 @group("result", "linear", every_dtype=True)
 def _linear_plain(spec: KernelSpec) -> Pairs:
-    yield "plain", _linear(False, None)
+    yield "plain", _linear(spec, False, None)
     if "bias" in spec.features:
-        yield "bias", _linear(True, None)
+        yield "bias", _linear(spec, True, None)
 
 
 def _activation_group(word: str) -> None:
     @group("activation", "linear", f"activation_{word}")
     def _activated(spec: KernelSpec) -> Pairs:
-        yield word, _linear("bias" in spec.features, word)
+        yield word, _linear(spec, "bias" in spec.features, word)
 
 
 for _word in ("gelu", "gelu_tanh", "silu", "relu"):
@@ -187,10 +193,12 @@ _GREEDY: dict[str, Maker] = {
     "sample_topp": lambda draw: (_logits(draw), 0.7, 0.0, None),
     "sample": lambda draw: (_logits(draw), 5, 0.9, None, 0.0, None),
 }
+# Steep enough (each token 1.7 times as likely as the next) that draws which follow another temperature stand out.
+_STEEPNESS = 0.2
 _DRAWN: dict[str, Maker] = {
-    "sample_topk": lambda draw: (_logits(draw).repeat(50, 1), 3, 1.0, _generator(draw)),
-    "sample_topp": lambda draw: (_logits(draw).repeat(50, 1), 0.5, 1.0, _generator(draw)),
-    "sample": lambda draw: (_logits(draw).repeat(50, 1), 4, 0.8, None, 1.0, _generator(draw)),
+    "sample_topk": lambda draw: (_logits(draw).repeat(400, 1), 3, _STEEPNESS, _generator(draw)),
+    "sample_topp": lambda draw: (_logits(draw).repeat(400, 1), 0.8, _STEEPNESS, _generator(draw)),
+    "sample": lambda draw: (_logits(draw).repeat(400, 1), 4, 0.9, None, _STEEPNESS, _generator(draw)),
 }
 
 
@@ -216,4 +224,5 @@ def _quantize(spec: KernelSpec) -> Pairs:
         for granularity in sorted(spec.granularities) or ["tensor"]:
             if fmt in ("mxfp4", "nvfp4") and granularity == "channel":
                 continue
-            yield f"{fmt}_{granularity}", lambda draw, f=fmt, g=granularity: (draw.normal(6, 256), f, g)  # type: ignore[misc]
+            scheme = QuantScheme(QuantFormat(fmt), granularity)
+            yield f"{fmt}_{granularity}", lambda draw, made=scheme: (draw.normal(6, 256), made)  # type: ignore[misc]

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from layerzero.model.kernel import KernelSpec
-from layerzero.testing import cases_attention, cases_ops  # noqa: F401 (importing them registers their groups)
-from layerzero.testing.cases import GROUPS, cases_of, dtypes_of
+from layerzero.testing.cases import GROUPS, cases_of, dtypes_of, load_cases
 from layerzero.testing.kit import Kit
 
 pytest.register_assert_rewrite("layerzero.testing.suite", "layerzero.testing.run")
+
+load_cases()
 
 _KIT = pytest.StashKey[Kit]()
 

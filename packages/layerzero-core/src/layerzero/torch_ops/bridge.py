@@ -14,9 +14,10 @@ from torch import Tensor
 
 from layerzero.model.describe import parse_causal
 from layerzero.model.enums import Causal
-from layerzero.model.quant import QuantizedTensor, format_traits
+from layerzero.model.masks import MASK_VALUES
+from layerzero.model.quant import QuantizedTensor
 from layerzero.torch_ops import library, plain
-from layerzero.torch_ops.calls import quant_parts
+from layerzero.torch_ops.calls import assembled
 from layerzero.torch_ops.more import bridge_of
 
 __all__ = ["call", "split"]
@@ -40,6 +41,8 @@ def split(value: Any, absent: float | None = None) -> tuple[Any, Tensor | None]:
 
 def _attention(ops: Any, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse = args
+    if isinstance(mask, MASK_VALUES):
+        mask = plain.written_out(mask, query, key, layout or "BHSD", window)
     flat: tuple[Any, ...] = (
         query,
         key,
@@ -101,12 +104,9 @@ def _sampling(name: str) -> Callable[..., Any]:
 
 
 def _quantize(ops: Any, args: tuple[Any, ...], layout: str | None, backend: str | None) -> QuantizedTensor:
-    x, fmt, granularity = args
-    resolved, block_size, _ = quant_parts(fmt, granularity)
-    data, scale, *rest = ops.quantize.default(x, fmt, resolved, backend)
-    known, _ = format_traits(fmt)
-    tensor_scale = rest[0] if rest else None
-    return QuantizedTensor(data, scale, known, resolved, tuple(x.shape), x.dtype, block_size, None, tensor_scale)
+    x, scheme = args
+    words = (scheme.fmt.value, scheme.granularity, scheme.block_size, not scheme.symmetric)
+    return assembled(ops.quantize.default(x, *words, backend), scheme, x)
 
 
 def _dequantize(ops: Any, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:

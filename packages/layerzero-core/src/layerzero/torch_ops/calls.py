@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
-from layerzero.model.quant import QuantizedTensor, format_traits, resolve_granularity
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["CAUSAL", "batch_of", "heads_inside", "quant_parts"]
+__all__ = ["CAUSAL", "assembled", "batch_of", "heads_inside", "scheme_of"]
 
 # The causal words of the schema, as the public functions spell them.
 CAUSAL: dict[str, bool | str] = {"none": False, "top_left": True, "bottom_right": "bottom_right"}
@@ -277,22 +277,33 @@ def sample(
     return out.contiguous()
 
 
-def quant_parts(fmt: str, granularity: str) -> tuple[str, int | None, bool]:
-    """Granularity, block size and whether there is a tensor scale: what a format fixes before any number is seen."""
-    known, traits = format_traits(fmt)
-    resolved = resolve_granularity(known, granularity)
-    return resolved, traits.block_size if resolved == "block" else None, traits.tensor_scale
+def scheme_of(fmt: str, granularity: str, block_size: int | None, asymmetric: bool | None) -> QuantScheme:
+    """The scheme that the schema's arguments name."""
+    known, _ = format_traits(fmt)
+    return QuantScheme(known, granularity, block_size, not asymmetric)
 
 
-def quantize(x: Tensor, fmt: str, granularity: str, backend: str | None) -> list[Tensor]:
-    """Codes, scales and, for NVFP4, the tensor scale."""
-    _, block_size, _ = quant_parts(fmt, granularity)
-    made: QuantizedTensor = functions["quantize"](x, fmt, granularity=granularity, backend=backend)
-    if made.zero_point is not None or made.block_size != block_size:
-        # A traced graph was promised the symmetric form with the format's own block size.
-        made = functions["quantize"](x, fmt, granularity=granularity, backend="reference")
-    parts = [made.data, made.scale] + ([] if made.tensor_scale is None else [made.tensor_scale])
-    return [part.contiguous() for part in parts]
+def assembled(parts: Sequence[Tensor], scheme: QuantScheme, like: Tensor) -> QuantizedTensor:
+    """The quantized tensor of the parts that `quantize` gives, in their order, made from `like`."""
+    zero_point = None if scheme.symmetric else parts[2]
+    tensor_scale = parts[-1] if scheme.traits.tensor_scale else None
+    shape, block = tuple(like.shape), scheme.block_size
+    return QuantizedTensor(
+        parts[0], parts[1], scheme.fmt, scheme.granularity, shape, like.dtype, block, zero_point, tensor_scale
+    )
+
+
+def quantize(
+    x: Tensor, fmt: str, granularity: str, block_size: int | None, asymmetric: bool | None, backend: str | None
+) -> list[Tensor]:
+    """Codes, scales, the zero points of an asymmetric scheme, and for NVFP4 the tensor scale."""
+    scheme = scheme_of(fmt, granularity, block_size, asymmetric)
+    words = {"granularity": scheme.granularity, "block_size": scheme.block_size, "symmetric": scheme.symmetric}
+    made: QuantizedTensor = functions["quantize"](x, fmt, backend=backend, **words)
+    if (made.zero_point is None) != scheme.symmetric or made.block_size != scheme.block_size:
+        # A traced graph was promised these very parts.
+        made = functions["quantize"](x, fmt, backend="reference", **words)
+    return [part.contiguous() for part in made.tensors()]
 
 
 def dequantize(

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.model.quant import format_traits
-from layerzero.torch_ops.calls import heads_inside, quant_parts
+from layerzero.torch_ops.calls import heads_inside, scheme_of
 
 __all__: list[str] = []
 
@@ -96,17 +95,21 @@ def ids(logits: Tensor, *rest: Any) -> Tensor:
     return _dense(logits, logits.shape[0], dtype=torch.int64)
 
 
-def quantize(x: Tensor, fmt: str, granularity: str, backend: Any) -> list[Tensor]:
-    """Codes, scales and, for NVFP4, the tensor scale."""
-    resolved, block_size, has_tensor_scale = quant_parts(fmt, granularity)
-    _, traits = format_traits(fmt)
+def quantize(
+    x: Tensor, fmt: str, granularity: str, block_size: Any, asymmetric: bool | None, backend: Any
+) -> list[Tensor]:
+    """Codes, scales, the zero points of an asymmetric scheme, and for NVFP4 the tensor scale."""
+    scheme = scheme_of(fmt, granularity, block_size, asymmetric)
+    traits, block = scheme.traits, scheme.block_size
     width = x.shape[-1]
     data = _dense(x, *x.shape[:-1], width // 2 if traits.packed else width, dtype=getattr(torch, traits.data_dtype))
     scales: tuple[Any, ...] = ()
-    if resolved != "tensor":
-        scales = (*x.shape[:-1], 1 if block_size is None else width // block_size)
+    if scheme.granularity != "tensor":
+        scales = (*x.shape[:-1], 1 if block is None else width // block)
     parts = [data, _dense(x, *scales, dtype=getattr(torch, traits.scale_dtype))]
-    return parts + ([_dense(x, dtype=torch.float32)] if has_tensor_scale else [])
+    if not scheme.symmetric:
+        parts.append(_dense(x, *scales, dtype=torch.int32))
+    return parts + ([_dense(x, dtype=torch.float32)] if traits.tensor_scale else [])
 
 
 def dequantize(

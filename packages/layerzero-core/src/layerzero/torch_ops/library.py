@@ -127,7 +127,8 @@ OPS: tuple[OpaqueOp, ...] = (
     OpaqueOp("sample", f"{_SAMPLE}{_TEMPERATURE}", calls.sample, fakes.ids, random=True),
     OpaqueOp(
         "quantize",
-        "(Tensor x, str fmt, str granularity, str? backend=None) -> Tensor[]",
+        "(Tensor x, str fmt, str granularity, SymInt? block_size=None, bool? asymmetric=None, str? backend=None) "
+        "-> Tensor[]",
         calls.quantize,
         fakes.quantize,
     ),

@@ -18,7 +18,14 @@ from layerzero.torch_ops.opaque import OpaqueOp
 
 __all__ = ["MORE", "bridge_of", "more_ops", "more_twins"]
 
-MORE: tuple[str, ...] = ()
+MORE: tuple[str, ...] = (
+    "layerzero.torch_ops.more_feed_forward",
+    "layerzero.torch_ops.more_grouped",
+    "layerzero.torch_ops.more_positional",
+    "layerzero.torch_ops.more_quant",
+    "layerzero.torch_ops.more_speculative",
+    "layerzero.torch_ops.more_varlen",
+)
 
 
 def more_ops() -> tuple[OpaqueOp, ...]:

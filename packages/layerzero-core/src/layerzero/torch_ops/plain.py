@@ -86,6 +86,17 @@ def attend(
     return (out, lse) if return_lse else out
 
 
+def written_out(mask: Any, query: Tensor, key: Tensor, layout: str, window: Any) -> Tensor:
+    """A mask value as a boolean mask, once it is known to fit: an opaque op takes tensors only."""
+    axis = 1 if layout == "BSHD" or query.dim() == 3 else 2
+    rows, cols = query.shape[axis], key.shape[axis]
+    heads = 1 if query.dim() == 3 else query.shape[3 - axis]
+    dims = {"batch": query.shape[0], "num_heads": heads, "seq_len_q": rows, "seq_len_k": cols}
+    mask.check(dims, query.dim(), window)
+    dense: Tensor = mask.dense(rows, cols, query.device)
+    return dense
+
+
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, scale: float | None
 ) -> Tensor:

@@ -20,13 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.nn.attention import bias as _bias  # not its names: this may run while that very module is imported
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
-from layerzero.model.quant import QuantizedTensor, format_traits
+from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
+from layerzero.model.quant import QuantizedTensor
 from layerzero.torch_ops import calls, library, plain
 from layerzero.torch_ops.bridge import split
+from layerzero.torch_ops.more_varlen import varlen_attention
+from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable
 
 __all__ = ["TWINS"]
@@ -66,7 +69,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | ChunkMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool | str = False,
     scale: float | None = None,
@@ -80,12 +83,17 @@ def attention(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
+        return nested_attention(varlen_attention, given, layout, backend)
     causal = _causal(is_causal)
-    if isinstance(attn_mask, CausalBias):
+    if isinstance(attn_mask, _bias.CausalBias):
         if causal != "none":
             raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
-        causal = "bottom_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "top_left"
+        causal = "bottom_right" if attn_mask.variant == _bias.CausalVariant.LOWER_RIGHT else "top_left"
         attn_mask = None
+    elif isinstance(attn_mask, MASK_VALUES):
+        attn_mask = plain.written_out(attn_mask, query, key, layout, window)
     args = (query, key, value, attn_mask, causal, scale, layout, _sides(window), softcap, alibi_slopes)
     if dropout_p != 0.0 or differentiable(backend, query, key, value, attn_mask, alibi_slopes):
         return plain.attend(*args, dropout_p=dropout_p, return_lse=return_lse)
@@ -277,13 +285,19 @@ def sample(
     return _SAMPLE(logits, *split(top_k), *split(top_p), *split(min_p), *split(temperature, 1.0), backend)
 
 
-def quantize(x: Tensor, fmt: str, *, granularity: str = "tensor", backend: str | None = None) -> QuantizedTensor:
+def quantize(
+    x: Tensor,
+    fmt: str,
+    *,
+    granularity: str = "tensor",
+    block_size: int | None = None,
+    symmetric: bool = True,
+    backend: str | None = None,
+) -> QuantizedTensor:
     """Twin of `lz.quantize`."""
-    known, _ = format_traits(fmt)
-    resolved, block_size, has_tensor_scale = calls.quant_parts(fmt, granularity)
-    parts = _QUANTIZE(x, known.value, resolved, backend)
-    tensor_scale = parts[2] if has_tensor_scale else None
-    return QuantizedTensor(parts[0], parts[1], known, resolved, tuple(x.shape), x.dtype, block_size, None, tensor_scale)
+    scheme = calls.scheme_of(fmt, granularity, block_size, not symmetric)
+    words = (scheme.fmt.value, scheme.granularity, scheme.block_size, not symmetric)
+    return calls.assembled(_QUANTIZE(x, *words, backend), scheme, x)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Any:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.model.masks import BlockMask, ChunkMask, dense_mask
 
 __all__ = ["attention"]
 
@@ -25,7 +26,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: Tensor | BlockMask | ChunkMask | None,
     dropout_p: float,
     is_causal: bool | str,
     scale: float | None,
@@ -39,14 +40,15 @@ def attention(
     A row that may attend nothing gives zeros, and -inf as its log-sum-exp. The log-sum-exp is natural, float32,
     [B, Hq, Sq]. Dropout draws from torch's global generator.
     """
+    mask: Tensor | None = dense_mask(attn_mask, query.shape[-2], key.shape[-2], query.device)
     dtype = compute_dtype(query, key, value)
     with no_autocast(query.device.type):
         scores = _scores(query.to(dtype), key.to(dtype), scale, softcap)
         if alibi_slopes is not None:
             scores = scores + _alibi_bias(alibi_slopes.to(dtype), query.shape[-2], key.shape[-2])
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            scores = scores + attn_mask.to(dtype)
-        allowed = _allowed(attn_mask, is_causal, window, query.shape[-2], key.shape[-2], query.device)
+        if mask is not None and mask.dtype != torch.bool:
+            scores = scores + mask.to(dtype)
+        allowed = _allowed(mask, is_causal, window, query.shape[-2], key.shape[-2], query.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
 

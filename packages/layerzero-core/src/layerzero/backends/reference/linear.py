@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.precision import compute_dtype
+from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.backends.reference.quantize import dequantize, quantize
 from layerzero.errors import InvalidInputError
+from layerzero.model.packed import PackedWeight, activation_scheme
+from layerzero.model.quant import QuantizedTensor
 from layerzero.reasons import ReasonCode
 
 __all__ = ["ACTIVATIONS", "embedding", "linear"]
@@ -14,29 +18,52 @@ __all__ = ["ACTIVATIONS", "embedding", "linear"]
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None
+) -> Tensor:
     """Matrix product, bias and activation: activation(x @ weight.T + bias).
 
-    The product is torch's own: it accumulates low-precision inputs in float32 and follows autocast, and widening a
-    whole weight matrix at every call would buy nothing. The activation is taken in float32.
+    The product of a plain weight is torch's own: it accumulates low-precision inputs in float32 and follows autocast,
+    and widening a whole weight matrix at every call would buy nothing. The activation is taken in float32.
+    A quantized weight is widened to float32 and everything is computed in that.
     """
+    if not isinstance(weight, Tensor):
+        return _quantized(x, weight, bias, activation)
     out = F.linear(x, weight, bias)
     if activation is None:
         return out
-    wide = out.to(compute_dtype(out))
+    return _activated(out.to(compute_dtype(out)), activation).to(out.dtype)
+
+
+def _quantized(
+    x: Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    source = weight if isinstance(weight, QuantizedTensor) else weight.source
+    act = None if isinstance(weight, QuantizedTensor) else weight.act
+    dtype = compute_dtype(x)
+    wide = x.to(dtype)
+    if act is not None:
+        # From float32 whatever the dtype: which of two codes is nearer must not depend on how wide x came in.
+        stored = dequantize(quantize(x.to(torch.float32), activation_scheme(source.fmt)), dtype)
+        # A gradient passes as if nothing had been rounded.
+        wide = wide + (stored - wide).detach() if x.requires_grad else stored
+    with no_autocast(x.device.type):
+        out = F.linear(wide, dequantize(source, dtype), None if bias is None else bias.to(dtype))
+    return (out if activation is None else _activated(out, activation)).to(x.dtype)
+
+
+def _activated(wide: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
-        wide = F.gelu(wide)
-    elif activation == "gelu_tanh":
-        wide = F.gelu(wide, approximate="tanh")
-    elif activation == "silu":
-        wide = F.silu(wide)
-    elif activation == "relu":
-        wide = F.relu(wide)
-    else:
-        raise InvalidInputError(
-            code=ReasonCode.VALUE_INVALID, value=f"activation {activation!r}", limit=f"one of {', '.join(ACTIVATIONS)}"
-        )
-    return wide.to(out.dtype)
+        return F.gelu(wide)
+    if activation == "gelu_tanh":
+        return F.gelu(wide, approximate="tanh")
+    if activation == "silu":
+        return F.silu(wide)
+    if activation == "relu":
+        return F.relu(wide)
+    raise InvalidInputError(
+        code=ReasonCode.VALUE_INVALID, value=f"activation {activation!r}", limit=f"one of {', '.join(ACTIVATIONS)}"
+    )
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, fused residual add + RMSNorm, LayerNorm, over the last axis.
+"""RMSNorm, fused residual add + RMSNorm, both as Gemma has them, and LayerNorm, over the last axis.
 
 Activations, residual and weight may differ in dtype; the result has the dtype of `x`.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype
 
-__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -27,6 +27,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     dtype = compute_dtype(x, residual)
     new_residual = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
     return _rms(new_residual, weight, eps).to(x.dtype), new_residual
+
+
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with the weight stored as its distance from one: x / sqrt(mean(x^2) + eps) * (1 + weight).
+
+    1 + weight is taken in the wide precision and the product rounded once, at the end: in bfloat16 a weight below
+    2^-8 would be lost in a sum of the stored precision.
+    """
+    return _gemma(x, weight, eps).to(x.dtype)
+
+
+def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add `x` to the residual stream, then `gemma_rms_norm` of the stream as it was rounded to its own dtype."""
+    dtype = compute_dtype(x, residual)
+    new_residual = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
+    return _gemma(new_residual, weight, eps).to(x.dtype), new_residual
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -48,3 +64,8 @@ def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.to(dtype)
     out = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return out if weight is None else out * weight.to(dtype)
+
+
+def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype = compute_dtype(x, weight)
+    return _rms(x.to(dtype), None, eps) * (1.0 + weight.to(dtype))

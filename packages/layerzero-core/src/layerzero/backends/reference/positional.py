@@ -1,4 +1,4 @@
-"""Rotary embedding in both conventions, and the ALiBi slopes."""
+"""Rotary embedding in both conventions, XPos, and the ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerzero.backends.reference.precision import compute_dtype
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["alibi_slopes", "rope"]
+__all__ = ["alibi_slopes", "rope", "xpos"]
 
 
 def rope(
@@ -30,22 +30,44 @@ def rope(
     element i, as transformers makes them). Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when `interleaved`.
     `position_ids` ([S] or [B, S]) picks rows of the tables; without it token s uses row s.
     """
+    full_cos, full_sin = _tables(q, cos, sin, interleaved, layout, position_ids)
+    rotated_q = _rotate(q, full_cos, full_sin, interleaved, inplace)
+    return rotated_q, None if k is None else _rotate(k, full_cos, full_sin, interleaved, inplace)
+
+
+def xpos(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    scale_base: float,
+    gamma: float,
+    origin: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate as `rope`, and let q shrink and k grow with the position, so that a score decays with the distance.
+
+    Pair i has the base zeta_i = (2i / rotary_dim + gamma) / (1 + gamma); at position n it multiplies q by
+    zeta_i ** ((n - origin) / scale_base) and divides k by the same.
+    """
+    full_cos, full_sin = _tables(q, cos, sin, interleaved, layout, position_ids)
+    dtype, rotary_dim = compute_dtype(q, cos), full_cos.shape[-1]
+    # A rounded exponent is felt in the power, the more the farther the position; MPS alone has no float64.
+    precise = torch.float32 if q.device.type == "mps" else torch.float64
+    zeta = (torch.arange(0, rotary_dim, 2, dtype=precise, device=q.device) / rotary_dim + gamma) / (1 + gamma)
     seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
-    full_cos = _rows(_full_width(cos, interleaved), position_ids, seq_len)
-    full_sin = _rows(_full_width(sin, interleaved), position_ids, seq_len)
-    rotary_dim = full_cos.shape[-1]
-    if rotary_dim > q.shape[-1]:
-        raise InvalidInputError(
-            code=ReasonCode.SHAPE_INVALID,
-            value=f"cos {tuple(cos.shape)}",
-            limit=f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]",
-        )
-    head_axis = -3 if layout == "BHSD" else -2
-    # A table of rank 2 in BHSD needs no head axis: [S, R] already lines up with [.., S, D].
-    if full_cos.dim() == 3 or layout != "BHSD":
-        full_cos, full_sin = full_cos.unsqueeze(head_axis), full_sin.unsqueeze(head_axis)
-    rotated_q = _rotate(q, full_cos, full_sin, rotary_dim, interleaved, inplace)
-    return rotated_q, None if k is None else _rotate(k, full_cos, full_sin, rotary_dim, interleaved, inplace)
+    positions = torch.arange(seq_len, device=q.device) if position_ids is None else position_ids
+    power = (positions.to(precise)[..., None] - origin) / scale_base
+    decay = (_full_width(zeta, interleaved) ** power).to(dtype)  # [S, R] or [B, S, R]
+    if decay.dim() == 3 or layout != "BHSD":
+        decay = decay.unsqueeze(-3 if layout == "BHSD" else -2)
+    wide_cos, wide_sin = full_cos.to(dtype), full_sin.to(dtype)
+    rotated_q = _rotate(q, wide_cos * decay, wide_sin * decay, interleaved, False)
+    if k is None:
+        return rotated_q, None
+    return rotated_q, _rotate(k, wide_cos / decay, wide_sin / decay, interleaved, False)
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -58,6 +80,26 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _tables(
+    q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, position_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin with a column for each element and a row for each token, ready to be multiplied with q."""
+    seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
+    full_cos = _rows(_full_width(cos, interleaved), position_ids, seq_len)
+    full_sin = _rows(_full_width(sin, interleaved), position_ids, seq_len)
+    if full_cos.shape[-1] > q.shape[-1]:
+        raise InvalidInputError(
+            code=ReasonCode.SHAPE_INVALID,
+            value=f"cos {tuple(cos.shape)}",
+            limit=f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]",
+        )
+    # A table of rank 2 in BHSD needs no head axis: [S, R] already lines up with [.., S, D].
+    if full_cos.dim() == 3 or layout != "BHSD":
+        head_axis = -3 if layout == "BHSD" else -2
+        full_cos, full_sin = full_cos.unsqueeze(head_axis), full_sin.unsqueeze(head_axis)
+    return full_cos, full_sin
 
 
 def _full_width(table: Tensor, interleaved: bool) -> Tensor:
@@ -79,8 +121,8 @@ def _rows(table: Tensor, position_ids: Tensor | None, seq_len: int) -> Tensor:
     return torch.gather(table, 1, ids.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inplace: bool) -> Tensor:
-    dtype = compute_dtype(x, cos)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inplace: bool) -> Tensor:
+    dtype, rotary_dim = compute_dtype(x, cos), cos.shape[-1]
     head = x[..., :rotary_dim].to(dtype)
     if interleaved:
         turned = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)

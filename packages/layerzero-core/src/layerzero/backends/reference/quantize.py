@@ -1,10 +1,14 @@
 """Quantize to and from INT8, INT4, FP8, MXFP4, NVFP4 and NF4.
 
-Scaling is symmetric: a group's largest magnitude maps to the largest code. A group of zeros gets scale 1. A NaN or
-infinity poisons the scale of its group, so that it stays visible after dequantization.
+Symmetric scaling maps a group's largest magnitude to the largest code, asymmetric scaling (integers only) its smallest
+and largest number to the ends of the codes. Rounding is to nearest, ties to even. A group of zeros gets scale 1, and no
+float32 scale is subnormal: a step of 2**-126 is exact enough for numbers that small. A NaN or infinity poisons the
+scale of its group, so that it stays visible after dequantization.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +16,10 @@ from torch import Tensor
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.errors import InvalidInputError
 from layerzero.model.enums import QuantFormat
-from layerzero.model.quant import QuantizedTensor, format_traits, resolve_granularity, scale_shape
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.reasons import ReasonCode
 
-__all__ = ["E2M1_VALUES", "NF4_VALUES", "dequantize", "quantize"]
+__all__ = ["E2M1_VALUES", "LARGEST", "NF4_VALUES", "Scales", "dequantize", "group_view", "quantize", "scales_of"]
 
 # Magnitudes of the codes 0..7 of E2M1; bit 3 is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,7 +33,7 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-_LARGEST = {
+LARGEST = {
     QuantFormat.INT8: 127.0,
     QuantFormat.INT4: 7.0,
     QuantFormat.FP8_E4M3: 448.0,
@@ -39,53 +43,80 @@ _LARGEST = {
 _E4M3_MAX = 448.0
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
+_TINY = 2.0**-126
 
 
-def quantize(x: Tensor, fmt: str, granularity: str) -> QuantizedTensor:
-    """Quantize along the last axis; scales per "tensor", "channel" (row) or "block"."""
-    known, traits = format_traits(fmt)
-    granularity = resolve_granularity(known, granularity)
+def quantize(x: Tensor, scheme: QuantScheme) -> QuantizedTensor:
+    """Quantize along the last axis; scales per tensor, per channel (row) or per block of a row."""
     if not x.dtype.is_floating_point:
         raise InvalidInputError(code=ReasonCode.DTYPE_UNSUPPORTED, value=x.dtype, limit="floating point")
     shape = tuple(x.shape)
-    if traits.packed and (not shape or shape[-1] % 2):
-        raise InvalidInputError(code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=2)
-    block_size = traits.block_size if granularity == "block" else None
-    groups = _grouped(x.detach().to(compute_dtype(x)).contiguous(), scale_shape(shape, granularity, block_size))
-    peak = groups.abs().amax(dim=-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
-
-    tensor_scale: Tensor | None = None
-    if known is QuantFormat.MXFP4:
-        scale, step = _e8m0_scale(peak)
-    elif known is QuantFormat.NVFP4:
-        scale, tensor_scale, step = _e4m3_scale(peak)
-    else:
-        scale = torch.where(peak == 0, 1.0, peak / _LARGEST[known]).to(torch.float32)
-        step = scale
-    # A scale that underflowed to zero stands for zeros; dividing by it would not.
-    divisor = torch.where(step == 0, 1.0, step).unsqueeze(-1)
-    data = _encode(groups / divisor, known).reshape(shape)
-    if traits.packed:
+    groups = group_view(x.detach().to(compute_dtype(x)).contiguous(), scheme.scales_for(shape))
+    found = scales_of(groups, scheme)
+    data = _encode(groups / found.divisor.unsqueeze(-1), scheme.fmt, found.zero_point).reshape(shape)
+    if scheme.traits.packed:
         data = data[..., 0::2] | (data[..., 1::2] << 4)
-    return QuantizedTensor(data, scale, known, granularity, shape, x.dtype, block_size, None, tensor_scale)
+    return QuantizedTensor(
+        data,
+        found.scale,
+        scheme.fmt,
+        scheme.granularity,
+        shape,
+        x.dtype,
+        scheme.block_size,
+        found.zero_point,
+        found.tensor_scale,
+    )
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-    """The values a quantized tensor stands for, in `dtype` (None: the dtype it was made from)."""
+    """The values a quantized tensor stands for, in `dtype` (None: the dtype it was made from).
+
+    Computed in float32, for a float64 result in float64.
+    """
+    target = dtype or qt.dtype
+    wide = torch.float64 if target is torch.float64 else torch.float32
     _, traits = format_traits(qt.fmt)
     codes = qt.data
     if traits.packed:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    values = _grouped(_decode(codes, qt.fmt), tuple(qt.scale.shape))
+    values = group_view(_decode(codes, qt.fmt), tuple(qt.scale.shape)).to(wide)
     if qt.zero_point is not None:
-        values = values - qt.zero_point.to(torch.float32).unsqueeze(-1)
-    scale = qt.scale.to(torch.float32)
+        values = values - qt.zero_point.to(wide).unsqueeze(-1)
+    scale = qt.scale.to(torch.float32).to(wide)  # float8 widens in one step only to float32
     if qt.tensor_scale is not None:
-        scale = scale * qt.tensor_scale
-    return (values * scale.unsqueeze(-1)).reshape(qt.shape).to(dtype or qt.dtype)
+        scale = scale * qt.tensor_scale.to(wide)
+    return (values * scale.unsqueeze(-1)).reshape(qt.shape).to(target)
 
 
-def _grouped(x: Tensor, scales: tuple[int, ...]) -> Tensor:
+class Scales(NamedTuple):
+    """What a group of numbers is stored with, and the number its members are divided by."""
+
+    scale: Tensor
+    divisor: Tensor
+    zero_point: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+
+def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
+    """The scales of [..., elements that share one]."""
+    if not scheme.symmetric:
+        scale, zero_point = _affine(groups, LARGEST[scheme.fmt])
+        return Scales(scale, scale, zero_point)
+    peak = groups.abs().amax(dim=-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
+    if scheme.fmt is QuantFormat.MXFP4:
+        stored = _e8m0_scale(peak)
+        return Scales(stored, stored.to(torch.float32))
+    if scheme.fmt is QuantFormat.NVFP4:
+        block, tensor_scale = _e4m3_scale(peak)
+        step = block.to(torch.float32) * tensor_scale
+        # A block scale that underflowed to zero stands for zeros; dividing by it would not.
+        return Scales(block, torch.where(step == 0, 1.0, step), None, tensor_scale)
+    scale = _at_least_tiny(peak / LARGEST[scheme.fmt])
+    return Scales(scale, scale)
+
+
+def group_view(x: Tensor, scales: tuple[int, ...]) -> Tensor:
     """View `x` as [*scales, elements that share a scale]."""
     if not scales:
         return x.reshape(-1)
@@ -93,40 +124,77 @@ def _grouped(x: Tensor, scales: tuple[int, ...]) -> Tensor:
     return x.reshape(*scales, x.shape[-1] // groups if groups else 0)
 
 
-def _e8m0_scale(peak: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that puts the peak's exponent at E2M1's largest (OCP MX): stored and as a number."""
-    exponent = torch.frexp(peak).exponent - 1 - E2M1_MAX_EXPONENT
+def _at_least_tiny(step: Tensor) -> Tensor:
+    return torch.where(step == 0, 1.0, step.clamp(min=_TINY)).to(torch.float32)
+
+
+def _affine(groups: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Scale and zero point that put the range of each group, zero included, on all codes from -largest - 1."""
+    empty = groups.shape[-1] == 0
+    low = groups.new_zeros(groups.shape[:-1]) if empty else groups.amin(dim=-1).clamp(max=0.0)
+    high = torch.zeros_like(low) if empty else groups.amax(dim=-1).clamp(min=0.0)
+    count = 2.0 * largest + 1.0
+    scale = _at_least_tiny(high / count - low / count)  # the difference itself may overflow
+    zero = (-largest - 1.0 - low / scale).round().clamp(-largest - 1.0, largest)
+    return scale, torch.nan_to_num(zero, nan=0.0).to(torch.int32)
+
+
+def _e8m0_scale(peak: Tensor) -> Tensor:
+    """The power of two that puts the peak's exponent at E2M1's largest (OCP MX)."""
+    exponent = torch.where(peak == 0, 0, torch.frexp(peak).exponent - 1 - E2M1_MAX_EXPONENT)
     stored = (exponent + _E8M0_BIAS).clamp(0, 2 * _E8M0_BIAS)
-    stored = torch.where(peak.isfinite(), stored, _E8M0_NAN).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return stored, stored.to(torch.float32)
+    return torch.where(peak.isfinite(), stored, _E8M0_NAN).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _e4m3_scale(peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4's two levels: E4M3 per block, float32 per tensor, and the step size they make together."""
-    largest = peak.amax() if peak.numel() else peak.new_zeros(())
-    tensor_scale = torch.where(largest == 0, 1.0, largest / (E2M1_VALUES[-1] * _E4M3_MAX)).to(torch.float32)
-    block = (peak / E2M1_VALUES[-1] / tensor_scale).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
-    return block, tensor_scale, block.to(torch.float32) * tensor_scale
+def _e4m3_scale(peak: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4's two levels: E4M3 per block, float32 per tensor. A step is their product.
+
+    The tensor scale follows the largest finite block; a poisoned block has a NaN for its scale.
+    """
+    finite = torch.where(peak.isfinite(), peak, 0.0)
+    largest = finite.amax() if peak.numel() else peak.new_zeros(())
+    tensor_scale = _at_least_tiny(largest / (E2M1_VALUES[-1] * _E4M3_MAX))
+    block = (finite / E2M1_VALUES[-1] / tensor_scale).clamp(max=_E4M3_MAX)
+    stored = _float32_to_odd(torch.where(peak.isfinite(), block, torch.nan)).to(torch.float8_e4m3fn)
+    return stored, tensor_scale
 
 
-def _encode(x: Tensor, fmt: QuantFormat) -> Tensor:
-    if fmt is QuantFormat.INT8:
-        return x.round().clamp(-127, 127).to(torch.int8)
-    if fmt is QuantFormat.INT4:
-        return x.round().clamp(-7, 7).to(torch.int8).view(torch.uint8) & 0xF
-    if fmt is QuantFormat.FP8_E4M3:
-        return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    if fmt is QuantFormat.FP8_E5M2:
-        return x.clamp(-57344.0, 57344.0).to(torch.float8_e5m2)
+def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
+    """Codes of numbers already divided by their step."""
+    if fmt in (QuantFormat.FP8_E4M3, QuantFormat.FP8_E5M2):
+        largest = LARGEST[fmt]
+        dtype = torch.float8_e4m3fn if fmt is QuantFormat.FP8_E4M3 else torch.float8_e5m2
+        return _float32_to_odd(x.clamp(-largest, largest)).to(dtype)
+    x = torch.nan_to_num(x, nan=0.0)  # of a poisoned group, whose scale says so; what NaN becomes as int is undefined
+    if fmt in (QuantFormat.INT8, QuantFormat.INT4):
+        largest = LARGEST[fmt]
+        whole = x.round()
+        if zero_point is None:
+            whole = whole.clamp(-largest, largest)
+        else:
+            whole = (whole + zero_point.unsqueeze(-1)).clamp(-largest - 1.0, largest)
+        codes = whole.to(torch.int8)
+        return codes if fmt is QuantFormat.INT8 else codes.view(torch.uint8) & 0xF
     if fmt is QuantFormat.NF4:
-        table = x.new_tensor(NF4_VALUES)
-        return torch.bucketize(x, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        table = _table(NF4_VALUES, x, torch.float64)  # in float32 the midpoints would be rounded
+        return torch.bucketize(x.to(torch.float64), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     return _encode_e2m1(x)
+
+
+def _float32_to_odd(x: Tensor) -> Tensor:
+    """float32 on the way to a narrower type: what does not fit leaves a 1 in the last bit, so no tie is made up."""
+    if x.dtype != torch.float64:
+        return x
+    near = x.to(torch.float32)
+    away = (near.to(torch.float64).abs() > x.abs()).to(torch.int32)
+    inexact = (near.to(torch.float64) != x).to(torch.int32)
+    odd = ((near.view(torch.int32) - away) | inexact).view(torch.float32)
+    return torch.where(near.isnan(), near, odd)
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:
     """Nearest E2M1 code, ties to the even code, saturating at 6."""
-    table = x.new_tensor(E2M1_VALUES)
+    table = _table(E2M1_VALUES, x, x.dtype)
     midpoints = (table[1:] + table[:-1]) / 2
     magnitude = x.abs()
     below = torch.bucketize(magnitude, midpoints)
@@ -139,8 +207,13 @@ def _decode(codes: Tensor, fmt: QuantFormat) -> Tensor:
     if fmt is QuantFormat.INT4:
         return (codes.to(torch.int32) ^ 8).to(torch.float32) - 8.0  # two's complement of four bits
     if fmt is QuantFormat.NF4:
-        return torch.tensor(NF4_VALUES, device=codes.device)[codes.long()]
+        return _table(NF4_VALUES, codes, torch.float32)[codes.long()]
     if fmt in (QuantFormat.MXFP4, QuantFormat.NVFP4):
         values = E2M1_VALUES + tuple(-value for value in E2M1_VALUES)
-        return torch.tensor(values, device=codes.device)[codes.long()]
+        return _table(values, codes, torch.float32)[codes.long()]
     return codes.to(torch.float32)
+
+
+def _table(values: tuple[float, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers on the device of `like`, written there: a copy from the host may not stand inside a CUDA graph."""
+    return torch.stack([like.new_full((), value, dtype=dtype) for value in values])

@@ -1,21 +1,31 @@
-"""Sampling one token per row of logits [B, V].
+"""Sampling one token per row of logits [B, V], and the distribution it is drawn from.
 
-All three functions sort the candidates by probability, keep a prefix, and pick from it by inverting the cumulative
-distribution with one uniform number per row. So equal parameters, given as a number or as a tensor, draw the same
-token from the same generator state; and a parameter tensor never makes the host wait for the device.
+Tokens are ranked by logit, the lower id first among equals, and every filter keeps a prefix of that ranking. Order of
+the filters: temperature, top-k, top-p (of the mass that top-k left), min-p (relative to the likeliest). The likeliest
+token always stays. Temperature 0 takes it outright.
 
-Order of the filters: temperature, top-k, top-p (of the mass that top-k left), min-p (relative to the likeliest).
-The likeliest token always stays. Temperature 0 takes it outright. Among equal logits the lower id comes first.
+The draw takes one uniform float64 a row and walks the kept tokens in the order of their ids until the cumulative
+weight exceeds that share of the total. So equal parameters, given as a number or as a tensor, draw the same token from
+the same generator state; a kernel that finds the kept tokens in another way draws it too; and a parameter tensor never
+makes the host wait for the device.
+
+Logits need not be finite: -inf bans a token; tokens at +inf share all the mass. A row with a NaN, or with nothing but
+-inf, has no distribution: its token is -1 and its probabilities are zeros.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["sample", "sample_topk", "sample_topp"]
+__all__ = ["sample", "sample_topk", "sample_topp", "sampling_probs"]
 
 Param = float | Tensor
+
+# Mass this close to p counts as reached: sums of the same numbers in another order must not keep another token.
+SLACK = 1e-9
 
 
 def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
@@ -38,60 +48,115 @@ def sample(
 ) -> Tensor:
     """Draw with all filters at once. None, and top_k <= 0, leave a filter out. Returns int64 [B]."""
     if not isinstance(temperature, Tensor) and temperature <= 0:
-        return logits.argmax(dim=-1)
-    ordered, token_ids = _sorted(logits, top_k)
-    probs = _tempered(ordered, temperature)
-    keep = torch.ones_like(probs, dtype=torch.bool)
-    if top_k is not None:
-        limit = _column(top_k, probs)
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        keep = keep & ((rank < limit) | (limit <= 0))
-        probs = _renormalised(probs, keep)
-    if top_p is not None:
-        mass = _column(top_p, probs)
-        before = probs.cumsum(dim=-1) - probs
-        keep = keep & ((before < mass) | (mass >= 1))  # p = 1 keeps all, whatever the rounding of the sum
-    if min_p is not None:
-        keep = keep & (probs >= _column(min_p, probs) * probs[:, :1])
-    keep[:, 0] = True
-    drawn = token_ids.gather(1, _invert_cdf(probs * keep, keep, generator)).squeeze(1)
+        return greedy(logits)
+    weights = _kept_weights(logits, top_k, top_p, min_p, temperature)
+    drawn = draw(weights, draw_uniform(weights, 1, generator)).squeeze(1)
     if not isinstance(temperature, Tensor):
         return drawn
-    return torch.where(temperature.to(drawn.device) > 0, drawn, token_ids[:, 0])
+    return torch.where(temperature.to(drawn.device) > 0, drawn, greedy(logits))
 
 
-def _sorted(logits: Tensor, top_k: int | Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits in float64 and token ids, likeliest first. With a plain k the tail is cut off."""
-    # The wide type is not a luxury: float32 cannot resolve the tail of a large vocabulary. (MPS has no float64.)
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+def sampling_probs(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> Tensor:
+    """The probabilities `sample` draws with, [B, V]; float64 for float64 logits, else float32."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    certain = None
+    if isinstance(temperature, Tensor) or temperature <= 0:
+        head = greedy(logits).unsqueeze(1)
+        certain = (torch.arange(logits.shape[-1], device=logits.device) == head).to(dtype)
+        if not isinstance(temperature, Tensor):
+            return certain
+    weights = _kept_weights(logits, top_k, top_p, min_p, temperature)
+    total = weights.sum(dim=-1, keepdim=True)
+    probs = torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), 0.0).to(dtype)
+    if certain is None:
+        return probs
+    assert isinstance(temperature, Tensor)
+    return torch.where(temperature.to(probs.device).unsqueeze(1) > 0, probs, certain)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, the lowest id among equals; -1 where there is none."""
+    ids = logits.argmax(dim=-1, keepdim=True)
+    return torch.where(logits.gather(-1, ids) > -math.inf, ids, -1).squeeze(-1)  # argmax takes a NaN for the largest
+
+
+def tempered(ordered: Tensor, head: Tensor, temperature: Param) -> Tensor:
+    """Weights exp((logit - head) / temperature), not normalised; `head` is the row's largest logit.
+
+    Rows at temperature 0 are computed at 1 (and not used).
+    """
+    # A tiny temperature then sends the tail to -inf, never the head to +inf; inf - inf counts as no distance.
+    shifted = torch.where(ordered == head, 0.0, ordered - head)
+    if isinstance(temperature, Tensor):
+        column = _column(temperature, shifted)
+        weights = torch.exp(shifted / torch.where(column > 0, column, 1.0))
+    else:
+        weights = torch.exp(shifted / temperature)
+    return torch.where(head > -math.inf, weights, 0.0)
+
+
+def draw_uniform(weights: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Uniform numbers [B, count], in the type of the weights, on their device."""
+    device = weights.device if generator is None else generator.device
+    drawn = torch.rand((weights.shape[0], count), generator=generator, device=device, dtype=weights.dtype)
+    return drawn.to(weights.device)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [B, 1] of the first entry whose cumulative weight exceeds a uniform share of the total; -1 without any."""
+    cdf = weights.cumsum(dim=-1).contiguous()
+    total = cdf[:, -1:].contiguous()
+    # Rounding must not carry the target up to the total, where no entry would exceed it.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[-1] - 1)
+    return torch.where(total > 0, index, -1)
+
+
+def _kept_weights(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> Tensor:
+    """Weights [B, V] of the tokens that the filters keep, zero for the others."""
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
         values, ids = values[:, :top_k], ids[:, :top_k]
-    return values.to(wide), ids
+    # The wide type is not a luxury: float32 cannot resolve the tail of a large vocabulary. (MPS has no float64.)
+    values = values.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    weights = tempered(values, values[:, :1], temperature)
+    keep = filtered(weights, top_k, top_p, min_p)
+    room = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
+    return room.scatter(1, ids, weights * keep)
 
 
-def _tempered(ordered: Tensor, temperature: Param) -> Tensor:
-    """Softmax of sorted logits at a temperature; rows at temperature 0 are left as they are (and not used)."""
-    shifted = ordered - ordered[:, :1]  # a tiny temperature then sends the tail to -inf, never the head to +inf
-    if isinstance(temperature, Tensor):
-        column = _column(temperature, shifted)
-        return torch.softmax(shifted / torch.where(column > 0, column, 1.0), dim=-1)
-    return torch.softmax(shifted / temperature, dim=-1)
+def filtered(
+    weights: Tensor,
+    top_k: int | Tensor | None,
+    top_p: Param | None,
+    min_p: Param | None,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Which of the ranked weights, likeliest first, the filters keep.
 
-
-def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
-    kept = probs * keep
-    return kept / kept.sum(dim=-1, keepdim=True)
-
-
-def _invert_cdf(weights: Tensor, keep: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Index [B, 1] of the first entry whose cumulative weight exceeds a uniform share of the total."""
-    cdf = weights.cumsum(dim=-1).contiguous()
-    device = weights.device if generator is None else generator.device
-    uniform = torch.rand((weights.shape[0], 1), generator=generator, device=device, dtype=weights.dtype)
-    target = uniform.to(weights.device) * cdf[:, -1:]
-    last = keep.sum(dim=-1, keepdim=True) - 1  # rounding must not carry the draw past the kept prefix
-    return torch.minimum(torch.searchsorted(cdf, target, right=True), last)
+    `total` is the sum over the vocabulary [B, 1] where the weights are only the head of the ranking.
+    """
+    keep = torch.ones_like(weights, dtype=torch.bool)
+    if top_k is not None:
+        limit = _column(top_k, weights)
+        rank = torch.arange(weights.shape[-1], device=weights.device)
+        keep = keep & ((rank < limit) | (limit <= 0))
+        if total is not None:
+            total = torch.where((limit <= 0).expand_as(total), total, (weights * keep).sum(dim=-1, keepdim=True))
+    if top_p is not None:
+        share = _column(top_p, weights)
+        left = weights * keep
+        whole = left.sum(dim=-1, keepdim=True) if total is None else total
+        before = left.cumsum(dim=-1) - left
+        keep = keep & ((before < (share - SLACK) * whole) | (share >= 1))  # p = 1 keeps all
+    if min_p is not None:
+        keep = keep & (weights >= _column(min_p, weights) * weights[:, :1])
+    keep[:, 0] = True
+    return keep
 
 
 def _column(value: Param, like: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.sdpa.chunked import by_chunk, lower_right
+from layerzero.model.masks import ChunkMask
+
 __all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "math"]
 
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
@@ -27,7 +30,7 @@ def flash_cpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: Tensor | ChunkMask | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -38,6 +41,8 @@ def flash_cpu(
 ) -> Any:
     """Blocked attention of the CPU build; reads GQA keys without expanding them."""
     if attn_mask is not None:
+        if isinstance(attn_mask, ChunkMask):
+            return _chunks_cpu(query, key, value, attn_mask, dropout_p, scale, return_lse)
         if attn_mask.ndim == 3:
             attn_mask = attn_mask.unsqueeze(0)  # the kernel takes 2 or 4 axes
         if query.dtype is torch.float64:
@@ -55,7 +60,7 @@ def flash_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
+    attn_mask: ChunkMask | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -65,6 +70,8 @@ def flash_cuda(
     return_lse: bool,
 ) -> Any:
     """FlashAttention-2 as built into torch."""
+    if attn_mask is not None:  # the only mask it takes is a ChunkMask
+        return _chunks_cuda(query, key, value, attn_mask, dropout_p, scale, return_lse)
     result = _flash(query, key, value, dropout_p, bool(is_causal), False, scale=scale)
     return (result[0], result[1]) if return_lse else result[0]
 
@@ -132,6 +139,38 @@ def math(
         # `F.scaled_dot_product_attention` does this before it calls the op, which itself would add True as 1.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -_INF)
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
+
+
+def _chunks_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: ChunkMask,
+    dropout_p: float,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        square = q.shape[2] == k.shape[2]
+        corner = None if square else lower_right(q, k)
+        return flash_cpu(q, k, v, corner, dropout_p, square, scale, None, None, None, return_lse)
+
+    return by_chunk(attend, query, key, value, mask, return_lse)
+
+
+def _chunks_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: ChunkMask,
+    dropout_p: float,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_cuda(q, k, v, None, dropout_p, True, scale, None, None, None, return_lse)
+
+    return by_chunk(attend, query, key, value, mask, return_lse)
 
 
 def _full_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

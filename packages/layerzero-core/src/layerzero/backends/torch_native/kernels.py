@@ -14,7 +14,6 @@ __all__ = [
     "linear",
     "relu_and_mul",
     "rms_norm",
-    "sample_topk",
     "silu_and_mul",
 ]
 
@@ -68,12 +67,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """`F.embedding`; the row of padding_idx gets no gradient."""
     return F.embedding(ids, weight, padding_idx)
-
-
-def sample_topk(logits: Tensor, k: int, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """Take the k largest first, then draw among them: the vocabulary is never sorted."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    values, ids = logits.float().topk(min(int(k), logits.shape[-1]), dim=-1)
-    weights = torch.softmax(values / temperature, dim=-1)
-    return ids.gather(-1, torch.multinomial(weights, 1, generator=generator)).squeeze(-1)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import Layout, OpKind
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import assert_close, tolerance
+from layerzero.reasons import ReasonCode
 from layerzero.testing.cases import GROUPS, Case, cases_of, dtypes_of
 from layerzero.testing.kit import Kit
 from layerzero.testing.run import bounds, call, context, expected, place, tensors
@@ -55,6 +57,25 @@ def test_inputs_are_not_changed(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
         call(lz_kit, case, args)
     for index, (old, new) in enumerate(zip(before, tensors(args), strict=True)):
         assert torch.equal(old, new), f"tensor argument {index} was changed"
+
+
+def test_a_changed_weight_is_seen(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
+    """A weight that is written to between two calls counts with its new numbers; a stale pack may only be refused."""
+    if lz_kernel.op != "linear":
+        pytest.skip("only linear layers keep a weight that might be packed")
+    case = _plain_case(lz_kit, lz_kernel)
+    args = case.arguments(place(lz_kit, lz_kernel))
+    weight = args[1]
+    with torch.no_grad():
+        call(lz_kit, case, args)
+        written = weight if isinstance(weight, Tensor) else getattr(weight, "source", weight).data
+        written.copy_(written.flip(0))
+        try:
+            got = call(lz_kit, case, args)
+        except InvalidInputError as error:
+            assert error.code is ReasonCode.WEIGHT_PACK_STALE, error
+            return
+    assert_close(got, expected(lz_kit, case, args), bounds(case))
 
 
 def test_same_inputs_give_the_same_bits(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
