@@ -338,13 +338,58 @@ def peers(rounds: int, batch: int) -> dict[str, Any]:
         {"custom_op": lambda: custom(x), "body": lambda: torch.empty_like(x)}, rounds=rounds, batch=batch
     )
     found["torch.library.custom_op"] = (result["custom_op"] - result["body"]) / 1e3
-    for name in ("flashinfer_bench", "xformers"):
+    for name, measure_peer in (("flashinfer_bench", flashinfer_bench_apply), ("xformers", xformers_dispatch)):
         try:
-            __import__(name)
-            found[name] = "installed, no CPU kernel to dispatch to"
+            found[name] = measure_peer(rounds, batch)
         except Exception as error:
             found[name] = f"not measured: {type(error).__name__}"
     return found
+
+
+def flashinfer_bench_apply(rounds: int, batch: int) -> float:
+    """µs of flashinfer-bench's `apply` around a function that does nothing: key, look-up, call."""
+    import contextlib
+    import io
+
+    import flashinfer_bench
+    from flashinfer_bench.apply import ApplyConfig, ApplyRuntime
+    from flashinfer_bench.data import Definition, TraceSet
+
+    spec = {"shape": ["rows", "hidden"], "dtype": "float32"}
+    definition = Definition(
+        name="lz_nothing",
+        op_type="rmsnorm",
+        axes={"rows": {"type": "var"}, "hidden": {"type": "const", "value": 64}},
+        inputs={"x": spec},
+        outputs={"y": spec},
+        reference="def run(x):\n    return x\n",
+    )
+    x = torch.randn(1, 64)
+    with contextlib.redirect_stdout(io.StringIO()):
+        runtime = ApplyRuntime(TraceSet(definitions={definition.name: definition}), ApplyConfig())
+    with runtime:
+        result = interleaved(
+            {
+                "apply": lambda: flashinfer_bench.apply("lz_nothing", args=(x,), fallback=_nothing),
+                "bare": lambda: _nothing(x),
+            },
+            rounds=rounds,
+            batch=batch,
+        )
+    return (result["apply"] - result["bare"]) / 1e3
+
+
+def xformers_dispatch(rounds: int, batch: int) -> float:
+    """µs of xFormers' choice among its own attention operators; they need a GPU."""
+    from xformers.ops import fmha
+    from xformers.ops.fmha.dispatch import _dispatch_fw
+
+    q = torch.randn(1, 16, 8, 64, device="cuda", dtype=torch.float16)
+    inputs = fmha.Inputs(q, q, q)
+    result = interleaved(
+        {"choose": lambda: _dispatch_fw(inputs, False), "nothing": lambda: None}, rounds=rounds, batch=batch
+    )
+    return (result["choose"] - result["nothing"]) / 1e3
 
 
 def calibration() -> dict[str, float]:
