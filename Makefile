@@ -23,7 +23,7 @@ QUICK := not slow and not stress and not benchmark and not memray
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
-	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-coverage bench wheels lock clean
+	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tokenizers prove-coverage bench wheels lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -46,6 +46,7 @@ $(VENV)/.run-stamp: constraints.txt tools/workspace.py $(MANIFESTS) | $(PY)
 $(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
 	$(PY) -m tools.workspace requirements dev > build/requirements-dev.txt
 	$(PIP) install -qq -c constraints.txt -r build/requirements-dev.txt
+	$(PIP) install -qq --no-deps $$($(PY) -m tools.workspace requirements bare)
 	@touch $@
 
 setup-run: $(VENV)/.run-stamp ## virtual environment with the packages only
@@ -96,11 +97,15 @@ prove-stress: setup ## threads, forks, leaks, long counts
 prove-truth: setup ## what explain names is what ran, over many contexts
 	$(PROVE) truth -- $(PY) -m pytest -k truth --junitxml=build/prove/truth.xml
 
-prove-correctness: setup ## kernels against the reference, whole grid
+prove-correctness: setup ## kernels against the reference, whole grid; the parity ladder, full lane
 	$(PROVE) correctness -- $(PY) -m pytest -m "correctness or slow" --junitxml=build/prove/correctness.xml
+	$(PROVE) verify -- $(BIN)/lz verify --lane full --html build/prove/verify.html
 
 prove-perfdb: setup ## kill writers, flip bits, truncate: no acknowledged row lost, no wrong value served
 	$(PROVE) perfdb -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_perfdb.py --junitxml=build/prove/perfdb.xml
+
+prove-tokenizers: setup ## 20 000 texts exact to each library; 100 000 prompts through the prefix cache from 16 threads
+	$(PROVE) tokenizers -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-tokenizers/tests --junitxml=build/prove/tokenizers.xml
 
 prove-coverage: setup ## coverage of the core, at least 80 %
 	@mkdir -p build/coverage
@@ -109,6 +114,8 @@ prove-coverage: setup ## coverage of the core, at least 80 %
 bench: setup ## benchmarks, results as JSON under build/bench
 	@mkdir -p build/bench
 	$(PY) benchmarks/overhead.py --json build/bench/overhead.json
+	$(PY) benchmarks/grouped.py --json build/bench/grouped.json
+	$(PY) benchmarks/tokenization.py --json build/bench/tokenizers.json
 
 # --- making things ------------------------------------------------------------------------------------------------------------
 

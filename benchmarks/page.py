@@ -79,10 +79,44 @@ def section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tokenizers_section(name: str, data: dict[str, Any]) -> str:
+    """`lz.tokenize` against each library called directly."""
+    machine = data["machine"]
+    lines = [
+        f"## {name}: tokenization",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']}); Python {machine['python']}; load before the "
+        f"run {machine['load']}; commit `{data['commit']}`. Ratios to the library called directly, its own kernel "
+        "locked; for the repeated system prompt how many times faster. Small vocabularies trained on the spot.",
+        "",
+        "| library | single short text | batch of 1 000 | system prompt | selection, µs | selected for a short text |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for library, item in data["libraries"].items():
+        ratios, tokens = item["ratios"], item["system_tokens"]
+        lines.append(
+            f"| {library} | {ratios['single short text']:.2f} | {ratios['batch of 1 000']:.2f} | "
+            f"{ratios['system prompt']:.0f}× ({tokens} tokens) | {ratios['selection µs']:.2f} | "
+            f"`{item['selected']}`, {ratios['selected, short text']:.2f} |"
+        )
+    limits, cache = data["limits"], data["cache"]
+    lines += [
+        "",
+        f"Limits: {limits['single short text']} for a single text, {limits['batch of 1 000']} for a batch, "
+        f"{limits['system prompt']:.0f}× for the prompt, {limits['selection µs']:.0f} µs. The prefix cache held "
+        f"{cache['bytes']:,} of {cache['max_bytes']:,} bytes.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
         section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/overhead.json"))
+    ]
+    found += [
+        tokenizers_section(path.parent.name, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/tokenizers.json"))
     ]
     return "\n".join([INTRO, *found])
 

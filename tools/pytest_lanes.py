@@ -1,4 +1,4 @@
-"""What a test says it needs (a GPU, two, a program, more time), checked in one place.
+"""What a test says it needs (a GPU, two, a program, a package, more time), checked in one place.
 
 A test whose tool is missing is skipped by name. Where the tools are meant to be there (LAYERZERO_REQUIRE=1, as in
 `.ci/run`) the same situation is a failure, so that nothing is skipped unseen. Absent hardware is never a failure.
@@ -6,12 +6,13 @@ A test whose tool is missing is skipped by name. Where the tools are meant to be
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
 import pytest
 
-__all__ = ["missing_tools", "pytest_collection_modifyitems", "pytest_runtest_setup"]
+__all__ = ["missing_packages", "missing_tools", "pytest_collection_modifyitems", "pytest_runtest_setup"]
 
 _TIMEOUTS = {"stress": 1800, "slow": 600}
 
@@ -26,6 +27,15 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 def missing_tools(names: tuple[str, ...]) -> list[str]:
     """The programs among `names` that are not on PATH."""
     return [name for name in names if not any(shutil.which(alias) for alias in _ALIASES.get(name, (name,)))]
+
+
+def missing_packages(names: tuple[str, ...]) -> list[str]:
+    """The modules among `names` that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def _named(item: pytest.Item, marker: str) -> tuple[str, ...]:
+    return tuple(str(name) for mark in item.iter_markers(marker) for name in mark.args)
 
 
 def _gpu_count() -> int:
@@ -44,9 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, or fail where a skip is not allowed, before any fixture of the test is made."""
-    names = tuple(str(name) for mark in item.iter_markers("needs_tool") for name in mark.args)
-    if missing := missing_tools(names):
-        message = f"missing tool: {', '.join(missing)}"
+    tools, packages = missing_tools(_named(item, "needs_tool")), missing_packages(_named(item, "needs_package"))
+    if tools or packages:
+        message = f"missing {'tool' if tools else 'package'}: {', '.join(tools or packages)}"
         if os.environ.get("LAYERZERO_REQUIRE") == "1":
             pytest.fail(f"{message} (LAYERZERO_REQUIRE=1 allows no skip)", pytrace=False)
         pytest.skip(message)

@@ -5,6 +5,7 @@ Read straight from the pyproject files with the standard library alone, so that 
     python -m tools.workspace packages             folders of all packages, core first
     python -m tools.workspace requirements run     what the packages and their build need, torch left out
     python -m tools.workspace requirements dev     the root's dependency group `dev` and core's extras
+    python -m tools.workspace requirements bare    what is installed without its own dependencies
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def main(argv: Sequence[str]) -> int:
             lines = run_requirements()
         case ["requirements", "dev"]:
             lines = dev_requirements()
+        case ["requirements", "bare"]:
+            lines = group("bare")
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -25,12 +25,14 @@ SURFACE = {
     "varlen_attention", "block_mask", "chunk_mask", "relative_bias",
     "sample_speculative", "sample_tree", "sampling_probs", "tree_mask", "tree_positions",
     "kv_cache", "pack_weight",
+    "detokenize", "tokenize",
+    "column_linear", "grouped_gemm", "mlp", "moe", "row_linear", "shard_weight", "topk_gate",
     # control
     "configure", "disabled", "get_config", "get_locks", "load_config", "lock", "prefer", "reload_config", "reset",
     "scoped", "unlock", "use_table",
     # inspection
     "Context", "DeviceSpec", "doctor", "dry_run", "explain", "list_kernels", "list_ops", "readiness_check", "select",
-    "validate", "which",
+    "validate", "verify", "which",
     # planning
     "plan", "__version__",
 }  # fmt: skip
@@ -68,24 +70,39 @@ SIGNATURES = {
     "sampling_probs": "(logits, *, top_k=None, top_p=None, min_p=None, temperature=1.0, backend=None)",
     "sample_speculative": "(draft_ids, draft_probs, target_probs, *, greedy=False, generator=None, backend=None)",
     "sample_tree": "(draft_ids, draft_probs, target_probs, parents, *, greedy=False, generator=None, backend=None)",
+    "tokenize": "(text, tokenizer, *, add_special_tokens=True, return_offsets=False, parse_special=True, "
+    "max_length=None, truncation_side='right', padding=None, padding_side='right', pad_id=None, backend=None)",
+    "detokenize": "(ids, tokenizer, *, skip_special_tokens=False, backend=None)",
     "tree_mask": "(parents, prefix_len=0, *, capacity=None, device=None)",
     "tree_positions": "(parents, prefix_len=0, *, device=None)",
     "quantize": "(x, fmt, *, granularity='tensor', block_size=None, symmetric=True, backend=None)",
     "linear": "(x, weight, bias=None, activation=None, *, backend=None)",
     "pack_weight": "(weight, *, rows=1, dtype=None, act=None, layout=None, on_change='refuse', backend=None)",
+    "mlp": "(x, up_weight, down_weight, gate_weight=None, activation='silu', *, up_bias=None, gate_bias=None, "
+    "down_bias=None, backend=None)",
+    "topk_gate": "(router_logits, k, *, scoring='softmax', renormalize=True, bias=None, num_groups=1, top_groups=1, "
+    "scale=1.0, backend=None)",
+    "grouped_gemm": "(x, weights, group_sizes, *, backend=None)",
+    "moe": "(x, gate_up, down, topk_weights, topk_ids, *, activation='silu', expert_offset=0, backend=None)",
+    "column_linear": "(x, weight, bias=None, activation=None, *, group=None, gather_output=False, out_features=None, "
+    "backend=None)",
+    "row_linear": "(x, weight, bias=None, *, group=None, split_input=False, reduce_dtype=None, backend=None)",
+    "shard_weight": "(weight, dim, rank, world, *, parts=1)",
     "lock": "(op, kernel_id)",
     "unlock": "(op=None)",
     "use_table": "(path)",
     "plan": "(op, *args, check=False, **kwargs)",
     "explain": "(op, *args, **kwargs)",
     "which": "(op, *args, **kwargs)",
+    "verify": "(*, lane='quick', op=None, kernel=None, backend=None, level=None, config=None, dtype=None, device=None, "
+    "model=None, seed=0, progress=None)",
 }
 
 
 @pytest.mark.req(
-    "R-API-01", "R-API-02", "R-API-03", "R-API-04", "R-API-05", "R-API-06", "R-API-07", "R-API-08", "R-API-10",
-    "R-API-11", "R-API-12", "R-API-13", "R-API-14", "R-API-15", "R-API-16", "R-API-17", "R-API-18", "R-API-19",
-    "R-API-20", "R-API-21", "R-API-22", "R-API-24",
+    "R-API-01", "R-API-02", "R-API-03", "R-API-04", "R-API-05", "R-API-06", "R-API-07", "R-API-08", "R-API-09",
+    "R-API-10", "R-API-11", "R-API-12", "R-API-13", "R-API-14", "R-API-15", "R-API-16", "R-API-17", "R-API-18",
+    "R-API-19", "R-API-20", "R-API-21", "R-API-22", "R-API-24",
 )  # fmt: skip
 def test_the_public_names_are_these():
     assert set(lz.__all__) == SURFACE

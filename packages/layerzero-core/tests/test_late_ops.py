@@ -31,16 +31,20 @@ def test_names_are_known_before_the_module_is():
         table["never"]
 
 
+TEXT_OPS = {"tokenize", "detokenize"}  # their kernels are a package's own, and no tensor goes through them
+
+
 @pytest.mark.parametrize("name", sorted(LATE_OPS))
 def test_a_late_op_is_complete(name):
     op = PUBLIC[name]
     assert op.spec.op_id == name
     assert getattr(lz, name) is op.function
     assert op.spec in lz.list_ops()
-    assert any(kernel.kernel_id == op.spec.fallback_id for kernel in lz.list_kernels(name))
+    if name not in TEXT_OPS:
+        assert any(kernel.kernel_id == op.spec.fallback_id for kernel in lz.list_kernels(name))
 
 
-@pytest.mark.parametrize("name", sorted(LATE_OPS))
+@pytest.mark.parametrize("name", sorted(set(LATE_OPS) - TEXT_OPS))
 def test_a_late_op_has_an_opaque_op_and_a_twin(name):
     assert name in {op.name for op in more_ops()}
     assert name in more_twins()

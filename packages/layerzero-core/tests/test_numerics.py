@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 
 import pytest
 import torch
 
-from layerzero.numerics import HitMode, Tolerance, assert_close, compare, definition_tolerance, tolerance
+from layerzero.numerics import (
+    HitMode,
+    Tolerance,
+    assert_close,
+    compare,
+    definition_tolerance,
+    full_float32,
+    tolerance,
+)
 from layerzero.numerics.tolerances import dtype_name
 
 LOOSE = Tolerance(rtol=1e-3, atol=1e-3)
@@ -64,6 +74,25 @@ def test_the_float32_gemm_bound_grows_with_sqrt_k_and_no_other_does():
     assert tolerance("rms_norm", "fp32", k=4096) == tolerance("rms_norm", "fp32")
 
 
+@pytest.mark.req("R-TOL-03")
+def test_a_product_of_quantized_weights_is_held_to_what_its_backend_declares():
+    assert bounds(tolerance("linear", "int8", declared=0.02)) == (0.02, 0.02)
+    assert bounds(tolerance("linear", "nvfp4", declared=0.1)) == (0.1, 0.1)
+    assert tolerance("linear", "nvfp4").hit_ratio == 0.85
+    # A declaration widens nothing that the table bounds itself.
+    assert tolerance("linear", "fp32", declared=0.5) == tolerance("linear", "fp32")
+    assert tolerance("attention", "int8", declared=0.5) == tolerance("attention", "int8")
+
+
+@pytest.mark.req("R-DEF-09")
+def test_the_evaluators_own_rule_has_its_own_numbers():
+    either = definition_tolerance("bfloat16", mode=HitMode.EITHER)
+    assert (either.rtol, either.atol, either.hit_ratio, either.mode) == (1e-2, 1e-2, 1.0, HitMode.EITHER)
+    assert definition_tolerance("fp8", mode=HitMode.EITHER, op_type="moe").hit_ratio == 0.95
+    assert definition_tolerance("fp8", mode=HitMode.EITHER, op_type="gemm").hit_ratio == 1.0
+    assert definition_tolerance("int32", mode=HitMode.EITHER).exact
+
+
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol", "ratio"),
     [
@@ -116,6 +145,44 @@ def test_the_five_worst_places_carry_their_index_in_every_axis():
     report = compare(actual, expected, LOOSE)
     assert [spot.index for spot in report.worst] == places[:5]
     assert "[2, 3, 4]" in str(report)
+
+
+def test_the_first_miss_is_the_first_in_memory_not_the_worst():
+    expected = torch.zeros(2, 3, 4)
+    actual = expected.clone()
+    actual[0, 1, 2], actual[1, 0, 0], actual[0, 0, 1] = 0.5, 7.0, 1e-4  # the last one is within the bounds
+    report = compare(actual, expected, LOOSE)
+    assert report.first is not None
+    assert (report.first.index, report.first.actual, report.first.expected) == ((0, 1, 2), 0.5, 0.0)
+    assert report.worst[0].index == (1, 0, 0)
+    assert "first miss at [0, 1, 2]" in str(report)
+    assert compare(expected, expected.clone(), LOOSE).first is None
+
+
+@pytest.mark.req("R-DEF-08")
+def test_a_report_is_json_with_every_metric():
+    expected = torch.tensor([1.0, 2.0, 3.0])
+    data = json.loads(
+        json.dumps(compare(torch.tensor([1.0, 2.5, math.nan]), expected, LOOSE).to_json(), allow_nan=False)
+    )
+    assert data["max_abs"] == 0.5 and data["nan_mismatches"] == 1 and data["ok"] is False
+    assert data["first"]["index"] == [1] and data["worst"][0] == {
+        "index": [2], "actual": "nan", "expected": 3.0, "abs_error": "inf", "rel_error": "inf"
+    }  # fmt: skip
+    assert {"mean_abs", "max_rel", "mean_rel", "cosine", "mse", "hit_ratio", "rtol", "atol"} <= set(data)
+
+
+@pytest.mark.req("R-TOL-01", "R-TOL-03")
+def test_float32_products_are_full_precision_inside_the_block_and_settings_return():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with contextlib.suppress(KeyError), full_float32():
+            assert torch.get_float32_matmul_precision() == "highest"
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_equal_tensors_are_close_with_clean_metrics():

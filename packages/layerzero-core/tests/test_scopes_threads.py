@@ -332,3 +332,14 @@ def test_a_forked_child_goes_on_with_the_same_choices(three: Any) -> None:
     with os.fdopen(read) as pipe:
         assert pipe.read() == f"{C} {B} {A}"
     assert winner(three) == C
+
+
+def test_what_ran_in_one_scope_is_not_told_of_another():
+    x = torch.randn(3, 48)
+    lz.rms_norm(x)
+    usual = lz.explain("rms_norm", x).ran
+    with lz.scoped(allow=["reference*"]):
+        assert lz.explain("rms_norm", x).ran is None
+        lz.rms_norm(x)
+        assert lz.explain("rms_norm", x).ran == "reference.rms_norm.plain"
+    assert lz.explain("rms_norm", x).ran == usual != "reference.rms_norm.plain"

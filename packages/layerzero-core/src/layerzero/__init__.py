@@ -47,14 +47,15 @@ if TYPE_CHECKING:
     from layerzero.ops.feed_forward import mlp
     from layerzero.ops.gemma import gemma_add_rms_norm, gemma_rms_norm
     from layerzero.ops.grouped import grouped_attention, grouped_batch
-    from layerzero.ops.loss import cross_entropy
     from layerzero.ops.kv_cache import kv_cache
+    from layerzero.ops.loss import cross_entropy
     from layerzero.ops.mla import mla_paged_attention
+    from layerzero.ops.moe import grouped_gemm, moe, topk_gate
     from layerzero.ops.packing import pack_weight
     from layerzero.ops.rotary import xpos
     from layerzero.ops.speculative import sample_speculative, sample_tree, sampling_probs
+    from layerzero.ops.tokenize import detokenize, tokenize
     from layerzero.ops.trees import tree_mask, tree_positions
-    from layerzero.ops.moe import grouped_gemm, moe, topk_gate
     from layerzero.ops.varlen import varlen_attention
     from layerzero.public.checks import doctor, readiness_check
     from layerzero.public.control import (
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     )
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
+    from layerzero.verification.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
 # call. Both have a budget, and this split keeps both.
@@ -95,6 +97,7 @@ __all__ = [
     "configure",
     "cross_entropy",
     "dequantize",
+    "detokenize",
     "disabled",
     "doctor",
     "dry_run",
@@ -143,6 +146,7 @@ __all__ = [
     "select",
     "shard_weight",
     "silu_and_mul",
+    "tokenize",
     "topk_gate",
     "tree_mask",
     "tree_positions",
@@ -150,6 +154,7 @@ __all__ = [
     "use_table",
     "validate",
     "varlen_attention",
+    "verify",
     "which",
     "xpos",
 ]
@@ -168,6 +173,7 @@ _LAZY = {
     "pack_weight": "layerzero.ops.packing",
     "plan": "layerzero.public.planning",
     "readiness_check": "layerzero.public.checks",
+    "verify": "layerzero.verification.ladder",
     "relative_bias": "layerzero.model.bias",
     "rope_tables": "layerzero.model.rope_tables",
     "tree_mask": "layerzero.ops.trees",

@@ -147,6 +147,13 @@ _TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "WEIGHT_PACK_STALE": (_C.QUANT, "the weight was written to {value} after it was packed as {limit}", "call lz.pack_weight again, or pack with on_change='repack'"),
     "TOKENIZER_HASH_MISMATCH": (_C.TOKENIZER, "tokenizer hash {value} does not match {limit}", "rebuild the cache for this tokenizer"),
     "TOKENIZER_ID_MISSING": (_C.TOKENIZER, "tokenization needs a tokenizer_id", "pass the tokenizer"),
+    "TOKENIZER_UNKNOWN": (_C.TOKENIZER, "no tokenizer found: {value}", "expected {limit}"),
+    "TOKENIZER_NOT_PROVEN": (_C.TOKENIZER, "{value} is not proven to tokenize as {limit} does", "layerzero_tokenizers.load(source) tries to prove it"),
+    "TOKENIZER_DIFFERS": (_C.TOKENIZER, "differs from the tokenizer's own library on {value}", "use {limit}, the tokenizer's own library"),
+    "TOKENIZER_NOT_CONVERTIBLE": (_C.TOKENIZER, "cannot serve this tokenizer: {value}", "use {limit}, the tokenizer's own library"),
+    "TOKENIZER_LIVE": (_C.TOKENIZER, "the tokenizer object may still change, so only {limit} serves it", "freeze it with layerzero_tokenizers.load(object)"),
+    "TOKEN_ID_INVALID": (_C.TOKENIZER, "token id {value} is not in the vocabulary of {limit}", "pass ids that this tokenizer gave"),
+    "TEXT_INVALID": (_C.TOKENIZER, "lone surrogate {value} at {limit}: not Unicode text", "decode with errors='replace', or remove it"),
     "VOCAB_HASH_MISSING": (_C.TOKENIZER, "tokenization needs a vocab_hash", "pass the tokenizer, or its hash"),
     # policy
     "POLICY_DENIED": (_C.POLICY, "denied by rule {value}", "remove the deny rule"),
@@ -314,6 +321,13 @@ class ReasonCode(enum.StrEnum):
     WEIGHT_PACK_STALE = "WEIGHT_PACK_STALE"
     TOKENIZER_HASH_MISMATCH = "TOKENIZER_HASH_MISMATCH"
     TOKENIZER_ID_MISSING = "TOKENIZER_ID_MISSING"
+    TOKENIZER_UNKNOWN = "TOKENIZER_UNKNOWN"
+    TOKENIZER_NOT_PROVEN = "TOKENIZER_NOT_PROVEN"
+    TOKENIZER_DIFFERS = "TOKENIZER_DIFFERS"
+    TOKENIZER_NOT_CONVERTIBLE = "TOKENIZER_NOT_CONVERTIBLE"
+    TOKENIZER_LIVE = "TOKENIZER_LIVE"
+    TOKEN_ID_INVALID = "TOKEN_ID_INVALID"
+    TEXT_INVALID = "TEXT_INVALID"
     VOCAB_HASH_MISSING = "VOCAB_HASH_MISSING"
     POLICY_DENIED = "POLICY_DENIED"
     POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED"

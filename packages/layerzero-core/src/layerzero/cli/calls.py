@@ -6,7 +6,7 @@ can be asked about. On an accelerator that is here, real ones are made: torch's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ import click
 import torch
 from torch import Tensor
 
+from layerzero.cli import calls_more
 from layerzero.cli.words import device as device_of
 from layerzero.cli.words import dtype as dtype_of
 from layerzero.cli.words import is_here
 from layerzero.dispatch.run import current_world, describe
 from layerzero.model.context import Context
 from layerzero.model.kv_cache import make_paged_batch
-from layerzero.model.quant import QuantizedTensor, format_traits, resolve_granularity, scale_shape
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits, resolve_granularity
 from layerzero.ops.signature import public_op
 
 __all__ = ["BUILDERS", "context"]
@@ -118,12 +119,35 @@ def _paged(made: Made) -> Args:
     return (made.tensor(tokens, heads, dim, grad=grad), made.tensor(*cache), made.tensor(*cache), tables), options
 
 
+def _varlen(made: Made) -> Args:
+    query_shape = made.shape("q", (3,), "TOKENS,H,D", made.take("shape"))
+    key_shape = made.shape("k", (3,), "TOKENS,HKV,D", query_shape)
+    value_shape = made.shape("v", (3,), "TOKENS,HKV,D", key_shape)
+    grad = bool(made.take("grad"))
+    query, key, value = (made.tensor(*shape, grad=grad) for shape in (query_shape, key_shape, value_shape))
+    length = made.take("context", key_shape[0])  # of the longest sequence; one sequence unless it is said
+    count = max(1, -(-key_shape[0] // length)) if length else 1
+    offsets = made.tensor(count + 1, dtype=torch.int32)
+    options = {
+        "max_seqlen_q": min(length, query_shape[0]),
+        "max_seqlen_k": length,
+        "is_causal": {None: False, "top_left": True}.get(made.take("causal"), "bottom_right"),
+        "window": _window(made.take("window")),
+        "softcap": made.take("softcap"),
+        "return_lse": bool(made.take("lse")),
+    }
+    if made.take("alibi"):
+        options["alibi_slopes"] = made.tensor(query_shape[1], dtype=torch.float32)
+    same = query_shape[0] == key_shape[0]
+    return (query, key, value, offsets, offsets if same else made.tensor(count + 1, dtype=torch.int32)), options
+
+
 def _norm(made: Made) -> Args:
     shape = made.shape("shape", (), "ROWS,HIDDEN")
     grad = bool(made.take("grad"))
     x = made.tensor(*shape, grad=grad)
     weight = None if made.take("no_weight") else made.tensor(shape[-1], grad=grad)
-    if made.op == "add_rms_norm":
+    if made.op in ("add_rms_norm", "gemma_add_rms_norm"):
         return (x, made.tensor(*shape), weight), {}
     if made.op == "layer_norm":
         return (x, weight, made.tensor(shape[-1], grad=grad) if made.take("bias") else None), {}
@@ -152,7 +176,10 @@ def _linear(made: Made) -> Args:
     shape, weight_shape = made.shape("shape", (), "ROWS,K"), made.shape("weight", (2,), "N,K")
     grad = bool(made.take("grad"))
     bias = made.tensor(weight_shape[0], grad=grad) if made.take("bias") else None
-    x, weight = made.tensor(*shape, grad=grad), made.tensor(*weight_shape, grad=grad)
+    x, fmt = made.tensor(*shape, grad=grad), made.take("format")
+    weight: Any = made.tensor(*weight_shape, grad=grad)
+    if fmt is not None:
+        weight = _stored(made, weight_shape, fmt, made.take("granularity", "channel"))
     return (x, weight, bias, made.take("activation")), {}
 
 
@@ -171,6 +198,25 @@ def _sampling(made: Made) -> Args:
     return (logits,), {"top_k": made.take("top_k"), "top_p": made.take("top_p")}
 
 
+def _speculative(made: Made) -> Args:
+    batch, length, vocab = made.shape("shape", (3,), "B,LENGTH,VOCAB")
+    ids = made.tensor(batch, length, dtype=torch.int64)
+    judged = (ids, made.tensor(batch, length, vocab), made.tensor(batch, length + 1, vocab))
+    return (*judged, list(range(-1, length - 1))) if made.op == "sample_tree" else judged, {}
+
+
+def _cross_entropy(made: Made) -> Args:
+    shape = made.shape("shape", (), "ROWS,VOCAB")
+    logits = made.tensor(*shape, grad=bool(made.take("grad")))
+    labels = made.tensor(*shape[:-1], dtype=torch.int64)
+    return (logits, labels), {"softcap": made.take("softcap"), "return_lse": bool(made.take("lse"))}
+
+
+def _cast(made: Made) -> Args:
+    x = made.tensor(*made.shape("shape", (), "any sizes"), grad=bool(made.take("grad")))
+    return (x, getattr(torch, dtype_of(made.take("format", "float8_e4m3fn")))), {}
+
+
 def _quantize(made: Made) -> Args:
     x = made.tensor(*made.shape("shape", (), "ROWS,HIDDEN"))
     fmt, _ = format_traits(made.take("format", "int8"))
@@ -179,29 +225,40 @@ def _quantize(made: Made) -> Args:
 
 def _dequantize(made: Made) -> Args:
     shape = made.shape("shape", (), "ROWS,HIDDEN")
-    fmt, traits = format_traits(made.take("format", "int8"))
-    granularity = resolve_granularity(fmt, made.take("granularity", "tensor"))
-    block = traits.block_size if granularity == "block" else None
-    stored = (*shape[:-1], (shape[-1] + 1) // 2) if traits.packed else shape
-    scales = scale_shape(shape, granularity, block)
-    quantized = QuantizedTensor(
-        made.tensor(*stored, dtype=getattr(torch, traits.data_dtype)),
-        made.tensor(*scales, dtype=getattr(torch, traits.scale_dtype)),
-        fmt, granularity, tuple(shape), made.dtype, block,
+    return (_stored(made, shape, made.take("format", "int8"), made.take("granularity", "tensor")),), {}
+
+
+def _stored(made: Made, shape: Sequence[int], word: str, granularity: str) -> QuantizedTensor:
+    fmt, traits = format_traits(word)
+    scheme = QuantScheme(fmt, "block" if traits.block_only else granularity)
+    codes = (*shape[:-1], (shape[-1] + 1) // 2) if traits.packed else shape
+    return QuantizedTensor(
+        made.tensor(*codes, dtype=getattr(torch, traits.data_dtype)),
+        made.tensor(*scheme.scales_for(tuple(shape)), dtype=getattr(torch, traits.scale_dtype)),
+        fmt, scheme.granularity, tuple(shape), made.dtype, scheme.block_size,
         tensor_scale=made.tensor(dtype=torch.float32) if traits.tensor_scale else None,
     )  # fmt: skip
-    return (quantized,), {}
 
 
 BUILDERS: Mapping[str, Callable[[Made], Args]] = {
     "attention": _attention,
     "paged_attention": _paged,
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), _norm),
-    "rope": _rope,
+    "varlen_attention": _varlen,
+    "grouped_attention": calls_more.grouped_attention,
+    "mla_paged_attention": calls_more.latent,
+    "mlp": calls_more.mlp,
+    "topk_gate": calls_more.gate,
+    "grouped_gemm": calls_more.grouped_gemm,
+    "moe": calls_more.moe,
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"), _norm),
+    **dict.fromkeys(("rope", "xpos"), _rope),
+    "cross_entropy": _cross_entropy,
+    "cast": _cast,
     **dict.fromkeys(("silu_and_mul", "gelu_and_mul", "relu_and_mul"), _gated),
     "linear": _linear,
     "embedding": _embedding,
-    **dict.fromkeys(("sample", "sample_topk", "sample_topp"), _sampling),
+    **dict.fromkeys(("sample", "sample_topk", "sample_topp", "sampling_probs"), _sampling),
+    **dict.fromkeys(("sample_speculative", "sample_tree"), _speculative),
     "quantize": _quantize,
     "dequantize": _dequantize,
 }

@@ -32,19 +32,24 @@ def run(html: Path | None = None, json: bool = False, device: str | None = None,
     except LayerZeroError as error:
         print(f"lz demo: the block could not run: {error}", file=sys.stderr)
         return 1
+    from layerzero.cli.demo_words import text_lines, text_round_trip
+
+    text = text_round_trip()
     written, problem = _write_page(html, tour) if html is not None else (None, "")
     if json:
         page = None if written is None else str(written)
-        print(json_module.dumps({**tour.to_json(), "page": page}, indent=2))
+        print(json_module.dumps({**tour.to_json(), "text": text, "page": page}, indent=2))
     elif not is_plain(sys.stdout):
         _print_rich(tour, written)
     else:
         from layerzero.cli.demo_text import plain_lines
 
         print("\n".join(plain_lines(tour, written)))
+    if not json and text is not None:
+        print("\n".join(("", *text_lines(text))))
     if problem:
         print(f"lz demo: {problem}", file=sys.stderr)
-    return 0 if tour.ok and not problem else 1
+    return 0 if tour.ok and not problem and (text is None or text.get("round_trip", True)) else 1
 
 
 def _take(device: str | None, *, quick: bool, quiet: bool) -> Tour:

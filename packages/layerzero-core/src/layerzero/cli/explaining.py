@@ -24,7 +24,7 @@ _OPTIONS = (
     click.option("--q", type=_SHAPE, help="Query, where it differs from the key."),
     click.option("--k", type=_SHAPE, help="Key; for paged_attention the cache BLOCKS,PAGE,HKV,D."),
     click.option("--v", type=_SHAPE, help="Value, where it differs from the key."),
-    click.option("--weight", type=_SHAPE, help="N,K (linear) or VOCAB,HIDDEN (embedding)."),
+    click.option("--weight", type=_SHAPE, help="N,K (linear), VOCAB,HIDDEN (embedding), EXPERTS,2*INNER,HIDDEN (moe)."),
     click.option("--dtype", help="bf16 (default), fp16, fp32, float8_e4m3fn, …"),
     click.option("--device", help="cpu, cuda:0, or a name: h100, a100, b200, mi300x, zen4, …",
                  shell_complete=complete_device),
@@ -47,10 +47,10 @@ _OPTIONS = (
     click.option("--bias", is_flag=True, help="layer_norm, linear: with a bias."),
     click.option("--activation", help="linear: gelu, gelu_tanh, silu or relu."),
     click.option("--approximate", help="gelu_and_mul: none or tanh."),
-    click.option("--top-k", type=int, help="Sampling."),
+    click.option("--top-k", type=int, help="Sampling; experts of a token."),
     click.option("--top-p", type=float, help="Sampling."),
-    click.option("--format", help="quantize: int8, int4, fp8_e4m3, mxfp4, …"),
-    click.option("--granularity", help="quantize: tensor, channel or block."),
+    click.option("--format", help="quantize; weight of linear: int8, int4, fp8_e4m3, mxfp4, …; cast: a dtype."),
+    click.option("--granularity", help="Scales per tensor, channel or block."),
 )  # fmt: skip
 
 

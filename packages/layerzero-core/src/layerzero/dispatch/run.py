@@ -285,7 +285,7 @@ def _on_reference(spec: OperationSpec, ctx: Context, world: World, args: tuple[A
 def _remember(bound: Bound, kernel_id: str) -> None:
     if len(state.ran) >= _RAN_LIMIT:
         state.ran.clear()
-    state.ran[bound.decision.context] = kernel_id
+    state.ran[bound.decision.context, bound.decision.policy_hash] = kernel_id
 
 
 def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:

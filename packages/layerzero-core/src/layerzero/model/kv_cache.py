@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError
@@ -66,7 +67,7 @@ class PagedBatch:
         import torch
 
         counts = [-(-length // page_size) for length in self.context_lens_host]
-        starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+        starts = [0, *accumulate(counts)]
         last = [(length - 1) % page_size + 1 if length else 0 for length in self.context_lens_host]
         device = self.block_tables.device
         columns = torch.arange(self.block_tables.shape[1], device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from layerzero.errors import InvalidInputError
@@ -185,6 +185,17 @@ class QuantizedTensor:
         parts = [part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None]
         if len({part.device for part in parts}) > 1:
             raise InvalidInputError(code=ReasonCode.DEVICE_MIXED, value=[str(part.device) for part in parts])
+
+    def to(self, device: torch.device | str) -> QuantizedTensor:
+        """The same numbers on another device."""
+        point, overall = self.zero_point, self.tensor_scale
+        return replace(
+            self,
+            data=self.data.to(device),
+            scale=self.scale.to(device),
+            zero_point=None if point is None else point.to(device),
+            tensor_scale=None if overall is None else overall.to(device),
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors inside, for device and mode checks."""

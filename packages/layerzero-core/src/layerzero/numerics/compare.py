@@ -152,17 +152,22 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
     act = actual.detach().to(device=device)
     exp = expected.detach().to(device=device)
     a, e = act.to(torch.float64), exp.to(torch.float64)
-    nan_wrong = a.isnan() != e.isnan()
-    inf_wrong = (a.isinf() | e.isinf()) & (a != e) & ~nan_wrong
-    finite = a.isfinite() & e.isfinite()
-
-    gap = torch.where(finite, _difference(act, exp, a, e).abs(), 0.0)
-    rel = torch.where(finite, gap / (e.abs() + _REL_EPS), 0.0)
-    hits = torch.where(finite, _hits(gap, rel, e, tol, actual.dtype), ~(nan_wrong | inf_wrong))
+    gap = _difference(act, exp, a, e).abs()
+    rel = gap / (e.abs() + _REL_EPS)
+    hits = _hits(gap, rel, e, tol, actual.dtype)
+    a0, e0, shown = a, e, gap
+    nan_count, inf_count, counted = 0, 0, gap.numel()
+    if not bool(gap.isfinite().all()):  # rare: NaN and infinities take part in no metric, only in the verdict
+        nan_wrong = a.isnan() != e.isnan()
+        inf_wrong = (a.isinf() | e.isinf()) & (a != e) & ~nan_wrong
+        finite = a.isfinite() & e.isfinite()
+        gap, rel = torch.where(finite, gap, 0.0), torch.where(finite, rel, 0.0)
+        hits = torch.where(finite, hits, ~(nan_wrong | inf_wrong))
+        a0, e0 = torch.where(finite, a, 0.0), torch.where(finite, e, 0.0)
+        shown = gap.masked_fill(nan_wrong | inf_wrong, math.inf)
+        nan_count, inf_count = int(nan_wrong.sum()), int(inf_wrong.sum())
+        counted = max(int(finite.sum()), 1)
     hit_ratio = hits.double().mean().item()
-    nan_count, inf_count = int(nan_wrong.sum()), int(inf_wrong.sum())
-    a0, e0 = torch.where(finite, a, 0.0).flatten(), torch.where(finite, e, 0.0).flatten()
-    counted = max(int(finite.sum()), 1)
     return ErrorReport(
         nan_count == 0 and inf_count == 0 and hit_ratio >= tol.hit_ratio,
         tol,
@@ -172,13 +177,13 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         mean_abs=gap.sum().item() / counted,
         max_rel=rel.max().item(),
         mean_rel=rel.sum().item() / counted,
-        cosine=_cosine(a0, e0),
+        cosine=_cosine(a0.flatten(), e0.flatten()),
         mse=gap.square().sum().item() / counted,
         hit_ratio=hit_ratio,
         nan_mismatches=nan_count,
         inf_mismatches=inf_count,
-        worst=_worst(a, e, gap.masked_fill(nan_wrong | inf_wrong, math.inf), shapes[1]),
-        first=None if hit_ratio == 1.0 else _first(a, e, gap.masked_fill(nan_wrong | inf_wrong, math.inf), hits),
+        worst=_worst(a, e, shown, shapes[1]),
+        first=None if hit_ratio == 1.0 else _first(a, e, shown, hits),
     )
 
 

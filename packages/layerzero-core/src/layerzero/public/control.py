@@ -96,7 +96,8 @@ def use_table(path: str | os.PathLike[str] | None) -> None:
     table, world = load_table(path), state.world
     wrong = [objections(table, world, device) for device in probe_devices()]
     if wrong and all(wrong):
-        raise DispatchTableError(reasons=min(wrong, key=len))
+        least = min(wrong, key=len)
+        raise DispatchTableError(reasons=least)
     state.obey(table, os.fspath(path))
 
 

@@ -46,7 +46,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> SelectionReport:
     """Which kernel a call would run, and why not the others. Nothing is executed; a refusal is reported, not raised."""
     spec, ctx = _context(op, args, kwargs)
     decision = decide(spec, ctx, current_world())
-    return SelectionReport(decision, ctx, state.ran.get(decision.context))
+    return SelectionReport(decision, ctx, state.ran.get((decision.context, decision.policy_hash)))
 
 
 def which(op: str, *args: Any, **kwargs: Any) -> str:

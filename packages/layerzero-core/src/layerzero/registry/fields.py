@@ -30,9 +30,11 @@ FLAG_FEATURES = ("gqa", "dropout", "window", "softcap", "alibi", "lse", "varlen"
 FEATURES = frozenset({
     *FLAG_FEATURES, "mask_bool", "mask_float", "paged", "causal_top_left", "causal_bottom_right", "autocast", "inplace",
     "interleaved", "rotate_half", "position_ids", "partial_rotary", "no_weight", "bias", "activation", "padding_idx",
-    "generator", "tensor_params", "nested", "block_mask", "chunk_mask", "head_dim_v", "tp_invariant", "mask_grad", "mixed_weight",
+    "generator", "tensor_params", "nested", "block_mask", "chunk_mask", "head_dim_v", "tp_invariant", "mask_grad",
+    "mixed_weight",
     "gelu_none", "gelu_tanh", "activation_gelu", "activation_gelu_tanh", "activation_silu", "activation_relu",
-    "sample_top_k", "sample_top_p", "sample_min_p", "greedy", "no_draft_probs", "paged_prefill", "batched_tables", "no_key", "mixed_tables",
+    "sample_top_k", "sample_top_p", "sample_min_p", "greedy", "no_draft_probs", "paged_prefill", "batched_tables",
+    "no_key", "mixed_tables",
     "causal_square", "lse_backward", "gated", "split_gate", "ungated", "scoring_softmax", "scoring_sigmoid",
     "choice_bias", "expert_groups", "zero_point", "unquantized", "weight_only", "act_dynamic", "quant_native",
     "label_smoothing", "z_loss", "saturate", "float_to_integer", "to_e4m3", "one_rounding", "from_float8",

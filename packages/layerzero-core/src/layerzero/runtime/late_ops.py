@@ -31,6 +31,8 @@ LATE_OPS: dict[str, str] = {
     "sample_speculative": "layerzero.ops.speculative",
     "sample_tree": "layerzero.ops.speculative",
     "sampling_probs": "layerzero.ops.speculative",
+    "tokenize": "layerzero.ops.tokenize",
+    "detokenize": "layerzero.ops.tokenize",
 }
 
 

@@ -75,6 +75,10 @@ def _plain(spec: KernelSpec) -> Pairs:
 def _scale(spec: KernelSpec) -> Pairs:
     yield "explicit", attention_call(spec, scale=0.37)
     yield "default", attention_call(spec, head_dim=max((fit(spec, "head_dim", 32), fit(spec, "head_dim", 128))))
+    if spec.features & {"causal_top_left", "causal_bottom_right", "causal_square"}:
+        # A kernel that scales after masking turns -inf into something else.
+        yield "negative_causal", attention_call(spec, scale=-0.37, causal=True)
+        yield "zero_causal", attention_call(spec, scale=0.0, causal=True)
 
 
 @group("gqa", "attention", "gqa")

@@ -98,11 +98,12 @@ def bounds(case: Case, factor: float = 1.0) -> Tolerance:
 
 def check(kit: Kit, case: Case) -> None:
     """The kernel accepts the call and its result is the reference's."""
-    args = case.arguments(place(kit, case.spec))
+    device = place(kit, case.spec)
+    args = case.arguments(device)
     reasons = case.spec.check(context(kit, case, args))
     assert not reasons, (
         f"{case.spec.kernel_id} declares this, but its constraints refuse it: {[str(r) for r in reasons]}"
     )
     with torch.no_grad():
         result = call(kit, case, args)
-    assert_close(result, expected(kit, case, case.arguments(args[0].device)), bounds(case))
+    assert_close(result, expected(kit, case, case.arguments(device)), bounds(case))

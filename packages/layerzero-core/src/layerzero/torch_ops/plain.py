@@ -71,6 +71,8 @@ def attend(
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     aligned = causal != "bottom_right" or query.shape[2] == key.shape[2]
     fused = aligned and window is None and softcap is None and alibi_slopes is None and not return_lse
+    if causal != "none" and scale is not None and scale <= 0:
+        fused = False  # torch's fused kernels mask before they scale
     if fused and query.dtype == key.dtype and query.dtype == value.dtype:
         out, lse = _sdpa(query, key, value, attn_mask, dropout_p, causal != "none", scale), None
     else:

@@ -28,6 +28,7 @@ from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.quant import QuantizedTensor
 from layerzero.torch_ops import calls, library, plain
 from layerzero.torch_ops.bridge import split
+from layerzero.torch_ops.more_quant import linear
 from layerzero.torch_ops.more_varlen import varlen_attention
 from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable
@@ -40,7 +41,7 @@ _PAGED, _PAGED_LSE = _OPS.paged_attention.default, _OPS.paged_attention_lse.defa
 _RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM = _OPS.rms_norm.default, _OPS.add_rms_norm.default, _OPS.layer_norm.default
 _ROPE, _ROPE_QUERY = _OPS.rope.default, _OPS.rope_query.default
 _SILU, _GELU, _RELU = _OPS.silu_and_mul.default, _OPS.gelu_and_mul.default, _OPS.relu_and_mul.default
-_LINEAR, _EMBEDDING = _OPS.linear.default, _OPS.embedding.default
+_EMBEDDING = _OPS.embedding.default
 _TOPK, _TOPP, _SAMPLE = _OPS.sample_topk.default, _OPS.sample_topp.default, _OPS.sample.default
 _QUANTIZE, _DEQUANTIZE = _OPS.quantize.default, _OPS.dequantize.default
 
@@ -221,15 +222,6 @@ def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = 
 def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.relu_and_mul`."""
     return plain.relu_and_mul(x, backend) if differentiable(backend, x) else _RELU(x, backend)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, backend: str | None = None
-) -> Any:
-    """Twin of `lz.linear`."""
-    if differentiable(backend, x, weight, bias):
-        return plain.linear(x, weight, bias, activation, backend)
-    return _LINEAR(x, weight, bias, activation, backend)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Any:

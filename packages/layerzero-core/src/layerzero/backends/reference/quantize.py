@@ -110,8 +110,8 @@ def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
     if scheme.fmt is QuantFormat.NVFP4:
         block, tensor_scale = _e4m3_scale(peak)
         step = block.to(torch.float32) * tensor_scale
-        # A block scale that underflowed to zero stands for zeros; dividing by it would not.
-        return Scales(block, torch.where(step == 0, 1.0, step), None, tensor_scale)
+        # A block scale that underflowed to zero stands for zeros, so its codes are zeros too.
+        return Scales(block, torch.where(step == 0, torch.inf, step), None, tensor_scale)
     scale = _at_least_tiny(peak / LARGEST[scheme.fmt])
     return Scales(scale, scale)
 

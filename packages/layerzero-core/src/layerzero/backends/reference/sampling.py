@@ -129,30 +129,19 @@ def _kept_weights(
     return room.scatter(1, ids, weights * keep)
 
 
-def filtered(
-    weights: Tensor,
-    top_k: int | Tensor | None,
-    top_p: Param | None,
-    min_p: Param | None,
-    total: Tensor | None = None,
-) -> Tensor:
-    """Which of the ranked weights, likeliest first, the filters keep.
-
-    `total` is the sum over the vocabulary [B, 1] where the weights are only the head of the ranking.
-    """
+def filtered(weights: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None) -> Tensor:
+    """Which of the ranked weights, likeliest first, the filters keep."""
     keep = torch.ones_like(weights, dtype=torch.bool)
     if top_k is not None:
         limit = _column(top_k, weights)
         rank = torch.arange(weights.shape[-1], device=weights.device)
         keep = keep & ((rank < limit) | (limit <= 0))
-        if total is not None:
-            total = torch.where((limit <= 0).expand_as(total), total, (weights * keep).sum(dim=-1, keepdim=True))
     if top_p is not None:
         share = _column(top_p, weights)
         left = weights * keep
-        whole = left.sum(dim=-1, keepdim=True) if total is None else total
         before = left.cumsum(dim=-1) - left
-        keep = keep & ((before < (share - SLACK) * whole) | (share >= 1))  # p = 1 keeps all
+        goal = (share - SLACK) * left.sum(dim=-1, keepdim=True)
+        keep = keep & ((before < goal) | (share >= 1))  # p = 1 keeps all
     if min_p is not None:
         keep = keep & (weights >= _column(min_p, weights) * weights[:, :1])
     keep[:, 0] = True

@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.backends.sdpa.chunked import by_chunk, lower_right
 from layerzero.model.masks import ChunkMask
 
-__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "math"]
+__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "math", "upright"]
 
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 _flash = torch._scaled_dot_product_flash_attention
@@ -47,6 +47,8 @@ def flash_cpu(
             attn_mask = attn_mask.unsqueeze(0)  # the kernel takes 2 or 4 axes
         if query.dtype is torch.float64:
             attn_mask = attn_mask.to(torch.float64)  # beside float64 it reads a float32 mask as garbage
+    if scale is not None and scale <= 0.0:
+        query, scale = upright(query, scale)
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
     if not return_lse:
         return out
@@ -72,6 +74,8 @@ def flash_cuda(
     """FlashAttention-2 as built into torch."""
     if attn_mask is not None:  # the only mask it takes is a ChunkMask
         return _chunks_cuda(query, key, value, attn_mask, dropout_p, scale, return_lse)
+    if scale is not None and scale <= 0.0:
+        query, scale = upright(query, scale)
     result = _flash(query, key, value, dropout_p, bool(is_causal), False, scale=scale)
     return (result[0], result[1]) if return_lse else result[0]
 
@@ -92,6 +96,8 @@ def efficient_cuda(
     """Memory-efficient attention. Its bias must span batch and heads and start rows on 16-byte boundaries."""
     needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
     bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
+    if scale is not None and scale <= 0.0:
+        query, scale = upright(query, scale)
     result = _efficient(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), scale=scale)
     # The kernel pads its log-sum-exp to a multiple of 32 rows.
     return (result[0], result[1][..., : query.shape[2]]) if return_lse else result[0]
@@ -113,6 +119,8 @@ def cudnn_cuda(
     """cuDNN's fused attention; its log-sum-exp comes with a trailing axis of one."""
     needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
     bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
+    if scale is not None and scale <= 0.0:
+        query, scale = upright(query, scale)
     result = _cudnn(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), False, scale=scale)
     if not return_lse:
         return result[0]
@@ -139,6 +147,11 @@ def math(
         # `F.scaled_dot_product_attention` does this before it calls the op, which itself would add True as 1.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -_INF)
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
+
+
+def upright(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale, for kernels that scale after masking: -inf times -1 is no mask."""
+    return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
 
 
 def _chunks_cpu(

@@ -73,7 +73,8 @@ def test_a_changed_weight_is_seen(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
         try:
             got = call(lz_kit, case, args)
         except InvalidInputError as error:
-            assert error.code is ReasonCode.WEIGHT_PACK_STALE, error
+            if error.code is not ReasonCode.WEIGHT_PACK_STALE:
+                raise
             return
     assert_close(got, expected(lz_kit, case, args), bounds(case))
 

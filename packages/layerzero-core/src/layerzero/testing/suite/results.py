@@ -243,6 +243,12 @@ def test_speculation_keeps_the_distribution_of_the_target(lz_kit: Kit, lz_case: 
         assert chance > UNLIKELY, f"place {depth}: {drawn.numel()} tokens, chi-square probability {chance:.1e}"
 
 
+@pytest.mark.lz_group("dequantized")
+def test_dequantized_values_match_the_reference(lz_kit: Kit, lz_case: Case) -> None:
+    """What the codes of every declared format stand for, in every declared dtype."""
+    check(lz_kit, lz_case)
+
+
 @pytest.mark.lz_group("quantized")
 def test_quantized_values_match_the_reference(lz_kit: Kit, lz_case: Case) -> None:
     """What the codes stand for is within the declared bound (one step of the format by default) of the reference."""

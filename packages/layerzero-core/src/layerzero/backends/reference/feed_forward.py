@@ -1,0 +1,82 @@
+"""The feed-forward block of a transformer: one product, an activation (gated or not), one product back."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.errors import InvalidInputError
+from layerzero.reasons import ReasonCode
+
+__all__ = ["ACTIVATIONS", "activate", "feed_forward", "mlp"]
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """One of the four activations, in the dtype of `x`."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    if activation not in ("gelu", "gelu_tanh"):
+        raise InvalidInputError(
+            code=ReasonCode.VALUE_INVALID, value=f"activation {activation!r}", limit=f"one of {', '.join(ACTIVATIONS)}"
+        )
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def feed_forward(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None,
+    activation: str,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """The block in the dtype of its arguments, which all have the same one.
+
+    With twice as many rows in `up_weight` as `down_weight` has columns, the first half of the rows is the gate.
+    """
+    up = F.linear(x, up_weight, up_bias)
+    if gate_weight is not None:
+        inner = activate(F.linear(x, gate_weight, gate_bias), activation) * up
+    elif up_weight.shape[0] == 2 * down_weight.shape[1]:
+        gate, value = up.chunk(2, dim=-1)
+        inner = activate(gate, activation) * value
+    else:
+        inner = activate(up, activation)
+    return F.linear(inner, down_weight, down_bias)
+
+
+def mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None,
+    activation: str,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Computed in float32 from end to end; only the result is rounded."""
+    wide = compute_dtype(x, up_weight, down_weight, gate_weight)
+
+    def widened(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(wide)
+
+    with no_autocast(x.device.type):
+        out = feed_forward(
+            x.to(wide),
+            up_weight.to(wide),
+            down_weight.to(wide),
+            widened(gate_weight),
+            activation,
+            widened(up_bias),
+            widened(gate_bias),
+            widened(down_bias),
+        )
+    return out.to(x.dtype)

@@ -1,0 +1,123 @@
+"""Mixture of experts: routing, a product with one weight per group of rows, and the experts themselves.
+
+Every expert sees every token and keeps its own: no shape depends on what the router chose, so all of it can be traced
+and captured. That costs a product per expert; the kernels that sort by expert are in the backend `torch`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference.feed_forward import feed_forward
+from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.errors import InvalidInputError
+from layerzero.reasons import ReasonCode
+
+__all__ = ["check_groups", "grouped_gemm", "moe", "topk_gate"]
+
+
+# -- routing -----------------------------------------------------------------------------------------
+def topk_gate(
+    logits: Tensor,
+    choice: tuple[int, int, int],
+    scoring: str,
+    renormalize: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids of each token's experts, best first; `choice` is (k, num_groups, top_groups).
+
+    Without a bias the experts are ranked by logit, which orders them as their score does: no rounding of a softmax
+    can make two of them equal. Equal ones go by id, the lowest first.
+    """
+    k, num_groups, top_groups = choice
+    wide = logits.to(compute_dtype(logits))
+    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
+    ranked = (wide if bias is None else scores + bias.to(wide.dtype)).detach()
+    if num_groups == 1:
+        ids = _best(ranked, k)
+    else:
+        experts = _of_best_groups(ranked, num_groups, top_groups, pairs=bias is not None)
+        ids = experts.gather(-1, _best(ranked.gather(-1, experts), k))
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return weights * scale, ids
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Places of the largest values, best first; a stable sort keeps equal ones in order."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _of_best_groups(ranked: Tensor, num_groups: int, top_groups: int, *, pairs: bool) -> Tensor:
+    """Ids, ascending, of the experts in the best groups; a group counts by its best expert, or by its best two."""
+    size = ranked.shape[-1] // num_groups
+    grouped = ranked.reshape(ranked.shape[0], num_groups, size)
+    value = grouped.topk(min(2, size), dim=-1).values.sum(dim=-1) if pairs else grouped.amax(dim=-1)
+    groups = _best(value, top_groups).sort(dim=-1).values
+    experts = groups.unsqueeze(-1) * size + torch.arange(size, device=ranked.device)
+    return experts.reshape(ranked.shape[0], top_groups * size)
+
+
+# -- one weight per group of rows --------------------------------------------------------------------
+def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
+    """Rows of x, group after group, each times its group's weight transposed; rows that are left over give zeros."""
+    if not torch.compiler.is_compiling() and _readable(group_sizes):
+        check_groups(group_sizes.tolist(), x.shape[0])
+    wide = compute_dtype(x, weights)
+    ends = group_sizes.cumsum(0)
+    starts = ends - group_sizes
+    row = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
+    with no_autocast(x.device.type):
+        rows = x.to(wide)
+        out = rows.new_zeros(x.shape[0], weights.shape[1])
+        for group, weight in enumerate(weights.unbind(0)):
+            inside = (row >= starts[group]) & (row < ends[group])
+            # Blanked on the way in as well: what the rows of others hold must not reach this weight's gradient.
+            product = torch.where(inside, rows, 0.0) @ weight.to(wide).T
+            out = torch.where(inside, product, out)
+    return out.to(x.dtype)
+
+
+def check_groups(sizes: list[int], rows: int) -> None:
+    """Refuse sizes that are negative or that name more rows than there are."""
+    if any(size < 0 for size in sizes) or sum(sizes) > rows:
+        raise InvalidInputError(
+            "group_sizes do not fit the rows of x",
+            code=ReasonCode.VALUE_INVALID,
+            value=f"group_sizes {sizes if len(sizes) <= 16 else f'with sum {sum(sizes)}'}",
+            limit=f"sizes of 0 or more that add up to at most {rows}",
+        )
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether its numbers can be read without waiting for a device and outside of any transform."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and torch._C._functorch.maybe_current_level() is None
+
+
+# -- the experts ---------------------------------------------------------------------------------------
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_offset: int,
+) -> Tensor:
+    """The weighted sum of each token's experts, in float32; ids that are not of these experts add nothing."""
+    wide = compute_dtype(x, gate_up, down)
+    ids = topk_ids.to(torch.int64) - expert_offset
+    with no_autocast(x.device.type):
+        tokens, shares = x.to(wide), topk_weights.to(wide)
+        out = torch.zeros_like(tokens)
+        for expert, (first, second) in enumerate(zip(gate_up.unbind(0), down.unbind(0), strict=True)):
+            named = ids == expert
+            mine = named.any(dim=-1, keepdim=True)
+            share = torch.where(named, shares, 0.0).sum(dim=-1, keepdim=True)
+            inputs = torch.where(mine, tokens, 0.0)
+            result = feed_forward(inputs, first.to(wide), second.to(wide), None, activation, None, None, None)
+            out = out + torch.where(mine, result * share, 0.0)
+    return out.to(x.dtype)

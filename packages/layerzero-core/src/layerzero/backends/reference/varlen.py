@@ -1,0 +1,113 @@
+"""Attention over packed sequences: each one alone, then put together; or all tokens at once behind a mask.
+
+Sequence s of the queries is rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], and likewise for keys and values. Positions
+count from the start of each sequence; alignment is that of plain attention, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference.attention import attention
+
+__all__ = ["varlen_attention", "varlen_masked"]
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed queries [Tq, Hq, D] over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
+
+    A query whose sequence has no key gives zeros, and -inf as its log-sum-exp, which is [Tq, Hq]. Where the host
+    cannot read the offsets (a captured graph, a transform) the masked form computes the same in more memory.
+    """
+    if not _readable(cu_seqlens_q, cu_seqlens_k):
+        return varlen_masked(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, window, softcap, alibi_slopes, return_lse
+        )
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    for row, ((first, last), (start, stop)) in enumerate(spans):
+        if first == last:
+            continue
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[first:last], key[start:stop], value[start:stop]))
+        slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        found = attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        outs.append(out[0].transpose(0, 1))
+        if lse is not None:
+            lses.append(lse[0].transpose(0, 1))
+    packed = torch.cat(outs) if outs else query.new_zeros((0, query.shape[1], value.shape[2]))
+    if not return_lse:
+        return packed
+    return packed, torch.cat(lses) if lses else query.new_zeros((0, query.shape[1]), dtype=torch.float32)
+
+
+def _readable(*offsets: Tensor) -> bool:
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(item) for item in offsets):
+        return False
+    return not (offsets[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def varlen_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host."""
+    seq_q, own_q = _places(cu_seqlens_q, query.shape[0])
+    seq_k, own_k = _places(cu_seqlens_k, key.shape[0])
+    lengths = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    ends = own_q + lengths[seq_q]  # positions aligned to the end of the keys
+    starts = own_q if is_causal is True else ends
+    ahead = own_k - starts.unsqueeze(-1)
+    keep = seq_q.unsqueeze(-1) == seq_k
+    left, right = window if window is not None else (-1, -1)
+    if is_causal:
+        keep = keep & (ahead <= 0)
+    if left >= 0:
+        keep = keep & (ahead >= -left)
+    if right >= 0:
+        keep = keep & (ahead <= right)
+    mask = keep
+    if alibi_slopes is not None:
+        slopes = alibi_slopes[seq_q].t() if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(-1)
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        bias = -slopes.to(wide).unsqueeze(-1) * (own_k - ends.unsqueeze(-1)).abs()
+        mask = bias.masked_fill(~keep, -torch.inf).unsqueeze(0)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse)
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    packed = out[0].transpose(0, 1)
+    return packed if lse is None else (packed, lse[0].transpose(0, 1))
+
+
+def _places(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """For each token its sequence, and its position there."""
+    index = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+    return sequence, index - offsets[sequence]

@@ -1,0 +1,106 @@
+"""Packed sequences and paged caches on the FlashAttention-2 inside torch: one launch for the whole batch.
+
+Through `torch.ops.aten`, since the packed form has no binding of its own. The kernel aligns causal and window to the
+bottom right and writes +inf as the log-sum-exp of a row that attends nothing, where ours is -inf.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.sdpa.kernels import upright
+from layerzero.model.kv_cache import PagedBatch
+
+__all__ = ["paged_flash", "varlen_flash"]
+
+
+def varlen_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """FlashAttention-2 over packed sequences; no value is read by the host."""
+    if max_seqlen_k == 0:  # no sequence has a key
+        out = query.new_zeros((*query.shape[:2], value.shape[2]))
+        return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+    if scale is not None and scale <= 0.0:
+        query, scale = upright(query, scale)
+    left, right = (-1, -1) if window is None else window
+    found = torch.ops.aten._flash_attention_forward.default(
+        query,
+        key,
+        value,
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        max_seqlen_q,
+        max_seqlen_k,
+        0.0,
+        bool(is_causal),
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0 if is_causal else right,
+    )
+    if not return_lse:
+        return found[0]
+    lse = found[1].transpose(0, 1)  # [Hq, Tq]
+    return found[0], lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def paged_flash(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+    layout: str,
+) -> Any:
+    """Gather the tokens of all sequences into one packed buffer, then FlashAttention-2 over it."""
+    device = query.device
+    contexts, queries = batch.context_lens_host, batch.query_lens_host
+    page = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+        for lengths in (queries, contexts)
+    )
+    lengths = cu_k.diff()
+    total = sum(contexts)
+    row = torch.repeat_interleave(torch.arange(len(contexts), device=device), lengths, output_size=total)
+    place = torch.arange(total, device=device) - cu_k[row]
+    pages, slot = batch.block_tables[row, place // page], place % page
+    keys, values = (
+        cache[pages, slot] if layout == "NHD" else cache[pages, :, slot] for cache in (key_cache, value_cache)
+    )
+    return varlen_flash(
+        query,
+        keys,
+        values,
+        cu_q,
+        cu_k,
+        batch.max_query_len,
+        batch.max_context_len,
+        "bottom_right",
+        scale,
+        window,
+        None,
+        None,
+        return_lse,
+    )

@@ -1,0 +1,171 @@
+"""Grouped attention over torch's flash kernels: one call or two for each group of queries and each sequence.
+
+No score matrix is ever held, forward or backward, so 128K tokens fit. The CPU's kernel knows only the triangle that
+starts at the top left; a bottom-right one is cut into the keys before it, which every query sees, and a square. The
+two halves are joined by their log-sum-exp, and the backward of each half is given the joined output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from layerzero.model.grouped import GroupedBatch, Segment
+
+__all__ = ["grouped_attention"]
+
+_forward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_forward_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
+_backward_cuda = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+
+class _Piece(NamedTuple):
+    """Rows of the packed queries, rows of the packed keys, and whether a triangle is cut out of their scores."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: GroupedBatch,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+) -> Any:
+    """Blocked attention of the CPU build, or torch's FlashAttention-2 on CUDA, segment by segment."""
+    if scale is not None and scale <= 0:
+        # The kernels scale after they mask, and -inf times such a scale is not -inf.
+        query, scale = (query * 0.0, 1.0) if scale == 0 else (-query, -scale)
+    out, lse = _Grouped.apply(query, key, value, batch, causal, scale)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+def _pieces(segment: Segment, causal: bool, split: bool) -> Iterator[_Piece]:
+    """What a segment asks of the kernel; `split` for one that cannot align a triangle to the bottom right.
+
+    The first queries of a causal segment with more queries than keys see nothing and are left out.
+    """
+    rows = min(segment.q_len, segment.kv_len) if causal else segment.q_len
+    if rows == 0 or segment.kv_len == 0:
+        return
+    stop_q, stop_k = segment.q_start + segment.q_len, segment.k_start + segment.kv_len
+    queries = slice(stop_q - rows, stop_q)
+    if not causal or not split:
+        yield _Piece(queries, slice(segment.k_start, stop_k), causal)
+        return
+    if segment.kv_len > rows:
+        yield _Piece(queries, slice(segment.k_start, stop_k - rows), False)
+    yield _Piece(queries, slice(stop_k - rows, stop_k), True)
+
+
+class _Grouped(torch.autograd.Function):
+    """Forward and backward over all pieces. The log-sum-exp that is returned carries no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _computable(query, key, value)
+        wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide)
+        kept: list[tuple[_Piece, tuple[Any, ...]]] = []
+        for segment in batch.segments():
+            seen: tuple[Tensor, Tensor] | None = None
+            for piece in _pieces(segment, causal, split=not query.is_cuda):
+                found, logs, rest = _run(q, k, v, piece, scale)
+                kept.append((piece, rest))
+                seen = (found, logs) if seen is None else _joined(*seen, found, logs)
+            if seen is not None:
+                out[piece.queries] = seen[0][0].transpose(0, 1)
+                lse[:, piece.queries] = seen[1][0]
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.pieces, ctx.scale = kept, scale
+        shown = lse.t().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        ctx.mark_non_differentiable(shown)
+        return out, shown
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *given, lse = ctx.saved_tensors
+        dtype = given[0].dtype
+        q, k, v, out, grad = _computable(*given, grad.contiguous())
+        # Prefixes overlap: what several groups and halves give to one key or query is summed wide, rounded once.
+        sums = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)]
+        for piece, rest in ctx.pieces:
+            found = _run_backward(grad, q, k, v, out, lse, piece, rest, ctx.scale)
+            for total, part, rows in zip(sums, found, (piece.queries, piece.keys, piece.keys), strict=True):
+                total[rows] += part[0].transpose(0, 1)
+        return (*(total.to(dtype) for total in sums), None, None, None)
+
+
+def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the precision to compute in: float32 on a CPU that has no fast product of their own dtype.
+
+    Without one the blocked kernel multiplies number by number, ten to a hundred times slower than after widening. Few
+    CPUs multiply float16 matrices fast, so that one is always widened.
+    """
+    dtype = tensors[0].dtype
+    if tensors[0].is_cuda or dtype.itemsize > 2 or (dtype is torch.bfloat16 and _bf16_products()):
+        return tensors
+    return tuple(tensor.float() for tensor in tensors)
+
+
+def _bf16_products() -> bool:
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _heads_first(tokens: Tensor, rows: slice) -> Tensor:
+    """Some rows of [tokens, H, D] as [1, H, rows, D]."""
+    return tokens[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, piece: _Piece, scale: float | None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Output and log-sum-exp of one piece, and what else its backward asks for."""
+    q, k, v = _heads_first(query, piece.queries), _heads_first(key, piece.keys), _heads_first(value, piece.keys)
+    if not query.is_cuda:
+        out, lse = _forward_cpu(q, k, v, 0.0, piece.causal, scale=scale)
+        return out, lse, ()
+    out, lse, *rest, _ = _forward_cuda(q, k, v, 0.0, piece.causal, False, scale=scale)
+    return out, lse, tuple(rest)
+
+
+def _run_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    piece: _Piece,
+    rest: tuple[Any, ...],
+    scale: float | None,
+) -> Any:
+    """Gradients of q, k and v of one piece, from the whole segment's output and log-sum-exp."""
+    q, k, v = _heads_first(query, piece.queries), _heads_first(key, piece.keys), _heads_first(value, piece.keys)
+    logs = lse[:, piece.queries].contiguous().unsqueeze(0)  # CUDA's kernel does not look at its strides
+    args = (_heads_first(grad, piece.queries), q, k, v, _heads_first(out, piece.queries), logs)
+    if not query.is_cuda:
+        return _backward_cpu(*args, 0.0, piece.causal, scale=scale)
+    cum_q, cum_k, max_q, max_k, state, unused = rest
+    return _backward_cuda(*args, cum_q, cum_k, max_q, max_k, 0.0, piece.causal, state, unused, scale=scale)
+
+
+def _joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two softmax averages over different keys as one over both."""
+    total = torch.logaddexp(lse, more_lse)
+    left, right = ((part - total).exp().unsqueeze(-1) for part in (lse, more_lse))
+    return (out * left + more * right).to(out.dtype), total

@@ -1,0 +1,184 @@
+"""Mixture of experts on torch's own products: tokens sorted by expert, so that each expert is one product.
+
+Two forms. `segments` reads on the host how many tokens each expert has and multiplies slice by slice, in any dtype.
+`grouped` leaves the counts on the device and calls `F.grouped_mm`: nothing waits, so it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerzero.backends.torch_native.feed_forward import gated
+from layerzero.errors import InvalidInputError
+
+__all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk_gate"]
+
+# Rows from which building keys pays.
+_FEW = 16
+
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+# -- routing -----------------------------------------------------------------------------------------
+def topk_gate(
+    logits: Tensor, choice: tuple[int, int, int], scoring: str, renormalize: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The best of each token without a sort of all experts, where that is quicker; equal ones go by id."""
+    k, num_groups, top_groups = choice
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
+    ranked = wide.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)
+    if num_groups == 1:
+        ids = _largest(ranked, k)
+    else:
+        size = ranked.shape[-1] // num_groups
+        inside = ranked.reshape(ranked.shape[0], num_groups, size)
+        value = inside.amax(dim=-1) if bias is None else inside.topk(min(2, size), dim=-1).values.sum(dim=-1)
+        groups = _largest(value, top_groups).sort(dim=-1).values
+        experts = (groups.unsqueeze(-1) * size + torch.arange(size, device=logits.device)).flatten(-2)
+        ids = experts.gather(-1, _largest(ranked.gather(-1, experts), k))
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return weights * scale, ids
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Places of the largest values, NaN above all, equal ones lowest place first.
+
+    On a CPU `torch.topk` over keys that no two places share is up to four times as fast as a stable sort. The bits of
+    a float, read as an integer, order positive numbers; flipping those of negative ones orders all. The place, counted
+    from the end, fills the lower half of the key.
+    """
+    if values.device.type != "cpu" or values.dtype != torch.float32 or values.shape[0] < _FEW:
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    bits = torch.where(values.isnan(), 0x7FFFFFFF, bits)
+    last = values.shape[-1] - 1
+    places = last - torch.arange(last + 1, device=values.device)
+    keys = (bits.to(torch.int64) << 32) | places
+    return last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+# -- one weight per group of rows --------------------------------------------------------------------
+def grouped_gemm_segments(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
+    """One product per group that has rows."""
+    sizes = group_sizes.tolist()
+    left = _left_over(sizes, x.shape[0])
+    groups = zip(torch.split(x, [*sizes, left]), weights, strict=False)
+    # The first group is kept even if it is empty: through it x and the weights always have a gradient.
+    pieces = [rows @ weight.T for group, (rows, weight) in enumerate(groups) if rows.shape[0] or group == 0]
+    if left:
+        pieces.append(x.new_zeros(left, weights.shape[1]))
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def _left_over(sizes: list[int], rows: int) -> int:
+    """Rows beyond the last group; sizes that do not fit are refused."""
+    left = rows - sum(sizes)
+    if left < 0 or min(sizes) < 0:
+        raise InvalidInputError(
+            "group_sizes do not fit the rows of x",
+            code="VALUE_INVALID",
+            value=f"group_sizes with sum {sum(sizes)}, smallest {min(sizes)}",
+            limit=f"sizes of 0 or more that add up to at most {rows}",
+        )
+    return left
+
+
+def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
+    """`F.grouped_mm`. Rows of no group are kept out of it both ways: it neither writes them nor their gradient."""
+    if not torch.compiler.is_compiling() and type(group_sizes) is Tensor and group_sizes.device.type == "cpu":
+        _left_over(group_sizes.tolist(), x.shape[0])
+    ends = group_sizes.cumsum(0, dtype=torch.int32)
+    inside = torch.arange(x.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
+    out = _grouped_mm(torch.where(inside, x, 0.0), weights.transpose(1, 2), offs=ends)
+    return torch.where(inside, out, 0.0)
+
+
+# -- the experts ---------------------------------------------------------------------------------------
+def _by_expert(topk_ids: Tensor, expert_offset: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Slots (token * k + place) sorted by expert, those of no expert here at the end; and where each expert ends."""
+    ids = topk_ids.flatten().to(torch.int64) - expert_offset
+    ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    found = ids.sort(stable=True)
+    ends = torch.searchsorted(found.values, torch.arange(experts, device=ids.device), right=True)
+    return found.indices, ends
+
+
+def _combined(results: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_offset: int, experts: int) -> Tensor:
+    """The weighted sum over each token's slots, in float32."""
+    here = (topk_ids >= expert_offset) & (topk_ids < expert_offset + experts)
+    shares = torch.where(here, topk_weights, 0.0).to(torch.promote_types(results.dtype, torch.float32))
+    tokens, top_k = topk_ids.shape
+    rows = results.view(tokens, top_k, results.shape[-1])
+    total = rows[:, 0] * shares[:, 0, None]
+    for place in range(1, top_k):
+        total = total + rows[:, place] * shares[:, place, None]
+    return total.to(results.dtype)
+
+
+def moe_segments(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_offset: int,
+) -> Tensor:
+    """Expert by expert, at most as many rows at a time as there are tokens: that bounds the scratch memory."""
+    experts, inner = down.shape[0], down.shape[2]
+    tokens, top_k = topk_ids.shape
+    slots, ends = _by_expert(topk_ids, expert_offset, experts)
+    bounds = ends.tolist()
+
+    def computed(mine: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return F.linear(gated(F.linear(x[mine // top_k], first), activation, inner), second)
+
+    results = x.new_zeros(tokens * top_k, x.shape[1])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, topk_weights)):
+        # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
+        # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
+        parts = zip(_ranges(bounds), gate_up.unbind(0), down.unbind(0), strict=True)
+        rows = [computed(slots[start:end], first, second) for (start, end), first, second in parts]
+        results = results.index_copy(0, slots[: bounds[-1]], torch.cat(rows))
+    else:
+        for expert, (start, end) in enumerate(_ranges(bounds)):
+            for first in range(start, end, tokens):
+                mine = slots[first : min(first + tokens, end)]
+                results[mine] = computed(mine, gate_up[expert], down[expert])
+    return _combined(results, topk_weights, topk_ids, expert_offset, experts)
+
+
+def _ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
+    return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_offset: int,
+) -> Tensor:
+    """All experts in two calls of `F.grouped_mm`."""
+    experts, inner = down.shape[0], down.shape[2]
+    slots, ends = _by_expert(topk_ids, expert_offset, experts)
+    ends = ends.to(torch.int32)
+    # Slots of no expert here lie behind the last group, where nothing is computed: blank both ways, as above.
+    inside = torch.arange(slots.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
+    rows = torch.where(inside, x[slots // topk_ids.shape[1]], 0.0)
+    # Nested, so that what stands between the products is given back as soon as it was used.
+    middle = gated(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), activation, inner)
+    rows = torch.where(inside, _grouped_mm(middle, down.transpose(1, 2), offs=ends), 0.0)
+    back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
+    return _combined(rows[back], topk_weights, topk_ids, expert_offset, experts)

@@ -1,0 +1,132 @@
+"""RoPE without the copies of the textbook form: no concatenation of halves, no table of double width.
+
+Both kernels take the canonical arguments of `lz.rope` and compute in float32 (float64 where anything is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["rope_complex", "rope_halves"]
+
+
+def rope_halves(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Pairs (i, i + rotary/2): each half is written where it belongs."""
+    return _both(_halves, q, k, cos, sin, layout, position_ids, inplace)
+
+
+def rope_complex(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Pairs (2i, 2i + 1) as complex numbers, turned by one multiplication; tables [S, rotary/2] only."""
+    return _both(_complex, q, k, cos, sin, layout, position_ids, inplace)
+
+
+def _both(
+    turn: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor],
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    full = cos.ndim == 3  # [B, S, rotary]: the two elements of a pair have entries of their own
+    wide = torch.float64 if torch.float64 in (q.dtype, cos.dtype) else torch.float32
+    seq_axis = 2 if layout == "BHSD" else 1
+    cos, sin = (_rows(table.to(wide), position_ids, q.shape[seq_axis]) for table in (cos, sin))
+    if cos.ndim == 3 or seq_axis == 1:
+        head_axis = 1 if layout == "BHSD" else -2
+        cos, sin = cos.unsqueeze(head_axis), sin.unsqueeze(head_axis)
+    return turn(q, cos, sin, full, inplace), None if k is None else turn(k, cos, sin, full, inplace)
+
+
+def _rows(table: Tensor, position_ids: Tensor | None, seq_len: int) -> Tensor:
+    """The rows of each token: [S, width] or [B, S, width]."""
+    if position_ids is None:
+        return table.narrow(-2, 0, seq_len)
+    if table.ndim == 2:
+        return table[position_ids]
+    if table.shape[0] == 1:
+        return table[0][position_ids]
+    ids = position_ids.expand(table.shape[0], -1).to(torch.int64)
+    return table.gather(1, ids.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
+
+
+def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> Tensor:
+    half = cos.shape[-1] // 2 if full else cos.shape[-1]
+    tables = (cos, sin, cos, sin)
+    if full:
+        tables = tuple(t.narrow(-1, start, half) for start in (0, half) for t in (cos, sin))  # type: ignore[assignment]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, cos, sin)):
+        return _recorded_halves(x, tables, half, inplace)
+    cos_one, sin_one, cos_two, sin_two = tables
+    out = x if inplace else torch.empty_like(x)
+    to_one, to_two = out.narrow(-1, 0, half), out.narrow(-1, half, half)
+    one, two = x.narrow(-1, 0, half), x.narrow(-1, half, half)
+    if x.dtype == cos.dtype:
+        if inplace:
+            one, two = one.clone(), two.clone()
+        torch.mul(one, cos_one, out=to_one).addcmul_(two, sin_one, value=-1)
+        torch.mul(two, cos_two, out=to_two).addcmul_(one, sin_two)
+    else:
+        one, two = one.to(cos.dtype), two.to(cos.dtype)
+        to_one.copy_((one * cos_one).addcmul_(two, sin_one, value=-1))
+        to_two.copy_((two * cos_two).addcmul_(one, sin_two))
+    if not inplace and 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def _recorded_halves(x: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor], half: int, inplace: bool) -> Tensor:
+    """The same for a call whose gradient is recorded, which knows no results written into parts of a tensor."""
+    cos_one, sin_one, cos_two, sin_two = tables
+    one, two = (x.narrow(-1, start, half).to(cos_one.dtype) for start in (0, half))
+    turned = [
+        torch.addcmul(one * cos_one, two, sin_one, value=-1).to(x.dtype),
+        torch.addcmul(two * cos_two, one, sin_two).to(x.dtype),
+    ]
+    if inplace:
+        x.narrow(-1, 0, 2 * half).copy_(torch.cat(turned, dim=-1))
+        return x
+    if 2 * half < x.shape[-1]:
+        turned.append(x.narrow(-1, 2 * half, x.shape[-1] - 2 * half))
+    return torch.cat(turned, dim=-1)
+
+
+def _complex(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> Tensor:
+    rotary = 2 * cos.shape[-1]
+    head = x if rotary == x.shape[-1] else x.narrow(-1, 0, rotary)
+    pairs = torch.view_as_complex(_even(head.to(cos.dtype).reshape(*head.shape[:-1], -1, 2)))
+    turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    if inplace:
+        head.copy_(turned)
+        return x
+    turned = turned.to(x.dtype)
+    return turned if rotary == x.shape[-1] else torch.cat((turned, x.narrow(-1, rotary, x.shape[-1] - rotary)), dim=-1)
+
+
+def _even(x: Tensor) -> Tensor:
+    """The tensor, copied where its pairs cannot be read as complex numbers in place."""
+    fits = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
+    return x if fits else x.contiguous()

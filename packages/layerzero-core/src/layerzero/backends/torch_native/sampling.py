@@ -1,0 +1,199 @@
+"""Sampling without a sort of the vocabulary.
+
+Same tokens as the reference for the same generator state: the kept tokens, their weights and the order of the draw are
+the reference's; only the way to the kept tokens differs.
+
+* top-k needs the k largest and nothing else.
+* min-p alone, and no filter at all, need no ranking: a threshold on the weights says it all.
+* top-p needs to know only how the tokens around the cut rank: the mass is summed up in buckets of like weight, and the
+  one bucket in which it reaches p is sorted.
+
+The last, and one k a row, look at numbers before they go on, which is free on the CPU only: elsewhere the reference
+sorts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference import sampling as reference
+
+__all__ = ["sample", "sample_topk", "sample_topp", "sampling_probs"]
+
+Param = float | Tensor
+
+_BUCKETS = 2048  # of weights, each a factor of 2**(1/64) below the one before; the last holds the rest
+_SMALL = 4096  # a vocabulary that is sorted as fast
+
+
+def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
+    """Take the k largest first, then draw among them."""
+    return sample(logits, k, None, None, temperature, generator)
+
+
+def sample_topp(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
+    """Draw from the smallest set of likeliest tokens whose probabilities reach p."""
+    return sample(logits, None, p, None, temperature, generator)
+
+
+def sample(
+    logits: Tensor,
+    top_k: int | Tensor | None,
+    top_p: Param | None,
+    min_p: Param | None,
+    temperature: Param,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Draw with all filters at once; the parameters are the reference's."""
+    if not isinstance(temperature, Tensor) and temperature <= 0:
+        return reference.greedy(logits)
+    found = _kept(logits, top_k, top_p, min_p, temperature)
+    if found is None:
+        return reference.sample(logits, top_k, top_p, min_p, temperature, generator)
+    weights, ids = found
+    index = reference.draw(weights, reference.draw_uniform(weights, 1, generator))
+    drawn = (index if ids is None else torch.where(index < 0, -1, ids.gather(1, index.clamp(min=0)))).squeeze(1)
+    if not isinstance(temperature, Tensor):
+        return drawn
+    return torch.where(temperature.to(drawn.device) > 0, drawn, reference.greedy(logits))
+
+
+def sampling_probs(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> Tensor:
+    """The probabilities `sample` draws with."""
+    found = None
+    if isinstance(temperature, Tensor) or temperature > 0:
+        found = _kept(logits, top_k, top_p, min_p, temperature)
+    if found is None:
+        return reference.sampling_probs(logits, top_k, top_p, min_p, temperature)
+    weights, ids = found
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    total = weights.sum(dim=-1, keepdim=True)
+    probs = torch.where(total > 0, weights / total, 0.0).to(dtype)
+    if ids is not None:
+        probs = torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter(1, ids, probs)
+    if not isinstance(temperature, Tensor):
+        return probs
+    head = reference.greedy(logits).unsqueeze(1)
+    certain = (torch.arange(logits.shape[-1], device=logits.device) == head).to(dtype)
+    return torch.where(temperature.to(probs.device).unsqueeze(1) > 0, probs, certain)
+
+
+def _kept(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weights of the kept tokens in the order of ids, and those ids (None: all of them); None when it takes a sort."""
+    vocab = logits.shape[-1]
+    if isinstance(top_k, int) and not 0 < top_k < vocab:
+        top_k = None
+    if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
+        top_p = None
+    if top_k is not None:
+        head = _longest(top_k, logits) if isinstance(top_k, Tensor) else top_k
+        if not 0 < head < vocab:
+            return None
+        values, ids = _head(logits, head)
+        weights = reference.tempered(values, values[:, :1], temperature)
+        keep = reference.filtered(weights, top_k if isinstance(top_k, Tensor) else None, top_p, min_p)
+        return _by_id(weights * keep, ids)
+    if top_p is None:
+        weights = _weights(logits, temperature)
+    elif logits.device.type == "cpu" and vocab >= _SMALL and bool(logits.amax(dim=-1).isfinite().all()):
+        weights = _nucleus(logits, top_p, temperature)
+    else:
+        return None
+    if min_p is not None:
+        weights = torch.where(weights >= _column(min_p, weights).clamp(max=1), weights, 0.0)
+    return weights, None
+
+
+def _longest(top_k: Tensor, logits: Tensor) -> int:
+    """The largest k of all rows; 0 where that cannot be used."""
+    if logits.device.type != "cpu" or top_k.device.type != "cpu" or not top_k.numel() or int(top_k.min()) <= 0:
+        return 0
+    return int(top_k.max())
+
+
+def _weights(logits: Tensor, temperature: Param) -> Tensor:
+    """The reference's weights of every token, [B, V]; the likeliest has 1."""
+    wide = logits.to(_wide(logits), copy=True)
+    top = wide.amax(dim=-1, keepdim=True)
+    if logits.device.type != "cpu" or not bool(top.isfinite().all()):
+        return reference.tempered(wide, top, temperature)
+    if isinstance(temperature, Tensor):
+        column = _column(temperature, wide)
+        return wide.sub_(top).div_(torch.where(column > 0, column, 1.0)).exp_()
+    return wide.sub_(top).div_(temperature).exp_()
+
+
+def _nucleus(logits: Tensor, top_p: Param, temperature: Param) -> Tensor:
+    """The weights without those beyond the smallest set that reaches top_p."""
+    weights = _weights(logits, temperature)
+    bucket = _buckets(logits, temperature)
+    sums = torch.zeros(len(weights), _BUCKETS, dtype=weights.dtype).scatter_add_(1, bucket, weights)
+    mass = sums.cumsum(dim=-1)
+    shares = _column(top_p, weights).expand(len(weights), 1)
+    goals = ((shares - reference.SLACK) * mass[:, -1:]).contiguous()
+    crossings = torch.searchsorted(mass, goals).clamp_(max=_BUCKETS - 1)
+    crossings = torch.where(shares >= 1, _BUCKETS, crossings)  # p = 1 keeps all
+    beyond = bucket >= crossings
+    for row, place in enumerate(crossings.squeeze(1).tolist()):
+        if place == _BUCKETS:
+            continue
+        ids = (bucket[row] == place).nonzero().squeeze(1)  # ascending
+        ids = ids[logits[row, ids].sort(descending=True, stable=True).indices]
+        inside = weights[row, ids]
+        before = inside.cumsum(0) - inside + (mass[row, place] - sums[row, place])
+        count = int((before < goals[row]).sum())
+        beyond[row, ids[: max(count, int(place == 0))]] = False  # the likeliest stays
+    return weights.masked_fill_(beyond, 0.0)
+
+
+def _buckets(logits: Tensor, temperature: Param) -> Tensor:
+    """The bucket of each token: the same for equal logits, and never lower for a smaller one."""
+    narrow = logits if logits.dtype == torch.float64 else logits.float()
+    step = 64.0 / math.log(2.0) / _column(temperature, narrow)
+    step = torch.where(step > 0, step, 1.0).clamp_(max=1e30)  # no 0 * inf at a tiny temperature
+    distance = narrow.amax(dim=-1, keepdim=True) - narrow
+    return distance.mul_(step).clamp_(max=_BUCKETS - 1).long()
+
+
+def _head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` of the ranking: wide values and ids, the lower id first among equals."""
+    vocab = logits.shape[-1]
+    more = min(count + 1, vocab)
+    values, ids = logits.topk(more, dim=-1)
+    cut = values[:, count - 1 : count]
+    # torch.topk takes any of several equal logits. Where the cut goes through equals, the lowest ids are looked for;
+    # on an accelerator always, since asking would make the host wait.
+    if logits.device.type != "cpu" or (more > count and not bool((cut > values[:, count:]).all())):
+        above = (~(values[:, :count] <= cut)).sum(dim=-1, keepdim=True)  # a NaN is above, as it is to torch.topk
+        every = torch.arange(vocab, device=logits.device, dtype=torch.int32)
+        equals = -torch.where(logits == cut, -every, -vocab).topk(count, dim=-1).values.long()
+        place = torch.arange(count, device=logits.device).expand_as(equals)
+        shifted = equals.gather(1, (place - above).clamp(min=0))
+        ids = torch.where(place < above, ids[:, :count], shifted.clamp(max=vocab - 1))
+    else:
+        ids = ids[:, :count]
+    ids = ids.sort(dim=-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values.to(_wide(logits)), ids.gather(1, order)
+
+
+def _by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    ids, order = ids.sort(dim=-1)
+    return weights.gather(1, order), ids
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float32 if logits.device.type == "mps" else torch.float64
+
+
+def _column(value: Param, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device=like.device, dtype=like.dtype).reshape(-1, 1)
+    return torch.full((), value, device=like.device, dtype=like.dtype)

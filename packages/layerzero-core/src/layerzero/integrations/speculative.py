@@ -1,0 +1,265 @@
+"""Speculative decoding: a small model drafts, the target verifies several tokens at once; the text is the target's.
+
+    decoder = SpeculativeDecoder(draft, target, SpeculativeConfig(draft_len=4, temperature=0.8, top_p=0.95))
+    made = decoder.generate(prompt, max_new_tokens=128)
+    made.tokens, made.stats.acceptance_rate
+
+Drawn tokens are distributed as if the target alone had drawn them; at temperature 0 they are the target's own greedy
+text (as far as its logits do not depend on how many tokens it is fed at once). Verification is one call of the target
+on draft_len + 1 tokens a row: kernels are selected for that query length, and another draft_len may get others.
+
+The draft's calls, the target's and the verification's are three roles, each with settings of its own (those of
+`lz.configure`): `SpeculativeConfig(draft={"locks": {"attention": "sdpa.attention.math"}})` ties the draft to a kernel
+and leaves the target free. `decoder.explain("draft", "attention", q, k, v)` says what a role would run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.integrations.roles import Role
+from layerzero.integrations.speculative_stats import Clock, SpeculativeStats
+from layerzero.ops.sampling import check_filters, check_param, sample
+from layerzero.ops.speculative import sample_speculative, sampling_probs
+from layerzero.public.inspection import explain
+from layerzero.telemetry.report import SelectionReport
+
+__all__ = ["CachedModel", "Generation", "SpeculativeConfig", "SpeculativeDecoder", "decode", "last_tokens"]
+
+ROLES = ("draft", "target", "verify")
+
+
+class CachedModel(Protocol):
+    """A causal language model that holds a KV cache of its own, with as many rows as the prompt has."""
+
+    def __call__(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Logits [B, S, V] of ids [B, S], which follow the first lengths[b] tokens of row b.
+
+        Their keys and values go to the places from lengths[b] on; what the cache held there and after is stale. So a
+        smaller length rolls a row back. There must be room for prompt + max_new_tokens + draft_len tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How to draft, how to draw, and under which settings each role selects its kernels.
+
+    draft_len     tokens drafted before each verification
+    temperature, top_k, top_p, min_p    as in `lz.sample`; both models draw with them
+    eos_id        a row ends with this token
+    draft, target, verify               settings of `lz.configure` for each role's calls
+    """
+
+    draft_len: int = 4
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    eos_id: int | None = None
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    target: Mapping[str, Any] = field(default_factory=dict)
+    verify: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft_len, int) or isinstance(self.draft_len, bool) or self.draft_len < 1:
+            raise InvalidInputError(
+                f"draft_len is {self.draft_len}", code="VALUE_INVALID", value=str(self.draft_len), limit="1 or more"
+            )
+        check_filters(self.top_k, self.top_p, self.min_p)
+        check_param(self.temperature, "temperature", 0.0, float("inf"))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """What tokens are drawn from."""
+        return sampling_probs(
+            logits, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, temperature=self.temperature
+        )
+
+    def drawn(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One token a row of logits [B, V]."""
+        return sample(
+            logits,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            temperature=self.temperature,
+            generator=generator,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """New tokens [B, max_new_tokens], -1 after a row's end, and what it took to make them."""
+
+    tokens: Tensor
+    stats: SpeculativeStats
+
+
+class SpeculativeDecoder:
+    """A draft and a target in one loop. Not for use by several threads at once: the models' caches are not."""
+
+    def __init__(self, draft: CachedModel, target: CachedModel, config: SpeculativeConfig | None = None) -> None:
+        self.draft = draft
+        self.target = target
+        self.config = config if config is not None else SpeculativeConfig()
+        self._roles = {name: Role(name, getattr(self.config, name)) for name in ROLES}
+
+    @property
+    def width(self) -> int:
+        """Tokens drafted a round."""
+        return self.config.draft_len
+
+    def scope(self, role: str) -> AbstractContextManager[None]:
+        """The settings of a role ("draft", "target", "verify"), for calls made inside the block."""
+        if role not in self._roles:
+            raise InvalidInputError(f"unknown role {role!r}", code="VALUE_INVALID", value=str(role), limit=ROLES)
+        return self._roles[role].entered()
+
+    def explain(self, role: str, op: str, *args: Any, **kwargs: Any) -> SelectionReport:
+        """`lz.explain` under the settings of a role."""
+        with self.scope(role):
+            return explain(op, *args, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, max_new_tokens: int, *, generator: torch.Generator | None = None) -> Generation:
+        """Continue prompt [B, S] by max_new_tokens tokens a row."""
+        ids, known, limit = _start(prompt, max_new_tokens, self.width)
+        start = prompt.shape[1]
+        clock = Clock(prompt.device)
+        fed = torch.zeros_like(known)
+        if start > 1:
+            with clock.phase("prefill"):
+                for role, model in (("draft", self.draft), ("target", self.target)):
+                    with self.scope(role):
+                        model(prompt[:, :-1], fed)
+        rounds = drafted = accepted = emitted = 0
+        active = known < limit
+        while bool(active.any()):
+            # The draft has not seen a candidate that was kept last; fed again, all rows fit one shape.
+            recent = 2 if start > 1 or rounds else 1
+            tokens, kept = self._round(ids, known, recent, clock, generator)
+            _check_drawn(tokens, kept, active)
+            advance = torch.minimum(kept + 1, limit - known).where(active, 0)
+            _write(ids, known, tokens, advance)
+            rounds += 1
+            drafted += int(active.sum()) * self.width
+            accepted += int(kept.where(active, 0).sum())
+            emitted += int(advance.sum())
+            known = known + advance
+            active = (known < limit) & ~_ended(ids, start, known, self.config.eos_id)
+        tokens = _finished(ids[:, start:limit], self.config.eos_id)
+        return Generation(tokens, clock.stats(rounds, drafted, accepted, emitted))
+
+    def _round(
+        self, ids: Tensor, known: Tensor, recent: int, clock: Clock, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Draft, run the target on the draft, and judge it: tokens [B, width + 1] and how many were kept."""
+        config = self.config
+        with clock.phase("draft"), self.scope("draft"):
+            logits = self.draft(last_tokens(ids, known, recent), known - recent)[:, -1]
+            found: list[Tensor] = []
+            probs: list[Tensor] = []
+            for step in range(config.draft_len):
+                found.append(config.drawn(logits, generator).unsqueeze(1))
+                if not config.greedy:
+                    probs.append(config.probs(logits).unsqueeze(1))
+                if step < config.draft_len - 1:
+                    logits = self.draft(found[-1].clamp(min=0), known + step)[:, -1]
+            candidates = torch.cat(found, dim=1)
+        with clock.phase("target"), self.scope("target"):
+            # A draft without a distribution gave -1: no candidate, and any token will do in its place.
+            logits = self.target(torch.cat((last_tokens(ids, known, 1), candidates.clamp(min=0)), dim=1), known - 1)
+        with clock.phase("verify"), self.scope("verify"):
+            if config.greedy:
+                return sample_speculative(candidates, None, logits, greedy=True)
+            return sample_speculative(candidates, torch.cat(probs, dim=1), config.probs(logits), generator=generator)
+
+
+@torch.no_grad()
+def decode(
+    model: CachedModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    config: SpeculativeConfig | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One model alone, token by token, with the same settings: what speculation is measured by. [B, max_new_tokens]."""
+    config = config if config is not None else SpeculativeConfig()
+    ids, known, limit = _start(prompt, max_new_tokens, 0)
+    start = prompt.shape[1]
+    active = known < limit
+    fresh, fed = prompt, torch.zeros_like(known)
+    while bool(active.any()):
+        drawn = config.drawn(model(fresh, fed)[:, -1], generator).unsqueeze(1)
+        _check_drawn(drawn, torch.zeros_like(known), active)
+        _write(ids, known, drawn, active.long())
+        fed, fresh = known, drawn.clamp(min=0)
+        known = known + 1
+        active = active & (known < limit) & ~_ended(ids, start, known, config.eos_id)
+    return _finished(ids[:, start:limit], config.eos_id)
+
+
+def _start(prompt: Tensor, max_new_tokens: int, width: int) -> tuple[Tensor, Tensor, int]:
+    """Room for the text, how much of it each row has, and where it ends."""
+    if prompt.ndim != 2 or prompt.shape[1] == 0 or prompt.dtype != torch.int64:
+        raise InvalidInputError(
+            "the prompt", code="SHAPE_INVALID", value=f"{prompt.dtype} {tuple(prompt.shape)}", limit="int64 [B, S >= 1]"
+        )
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"max_new_tokens={max_new_tokens}", limit="1 or more")
+    batch, start = prompt.shape
+    limit = start + max_new_tokens
+    ids = torch.cat((prompt, prompt.new_zeros(batch, max_new_tokens + width + 1)), dim=1)
+    return ids, torch.full((batch,), start, dtype=torch.int64, device=prompt.device), limit
+
+
+def last_tokens(ids: Tensor, known: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of each row."""
+    return ids.gather(1, known.unsqueeze(1) + torch.arange(-count, 0, device=ids.device))
+
+
+def _write(ids: Tensor, known: Tensor, tokens: Tensor, advance: Tensor) -> None:
+    """Put the first advance[b] tokens of each row behind what it has."""
+    step = torch.arange(tokens.shape[1], device=ids.device)
+    place = known.unsqueeze(1) + step
+    ids.scatter_(1, place, torch.where(step < advance.unsqueeze(1), tokens, ids.gather(1, place)))
+
+
+def _ended(ids: Tensor, start: int, known: Tensor, eos_id: int | None) -> Tensor:
+    if eos_id is None:
+        return torch.zeros_like(known, dtype=torch.bool)
+    place = torch.arange(ids.shape[1], device=ids.device)
+    return ((ids == eos_id) & (place >= start) & (place < known.unsqueeze(1))).any(dim=1)
+
+
+def _finished(tokens: Tensor, eos_id: int | None) -> Tensor:
+    """-1 after the first end-of-text token."""
+    if eos_id is None:
+        return tokens.clone()
+    over = (tokens == eos_id).long().cumsum(dim=1)
+    return torch.where((over > 1) | ((over == 1) & (tokens != eos_id)), -1, tokens)
+
+
+def _check_drawn(tokens: Tensor, kept: Tensor, active: Tensor) -> None:
+    missing = active & (tokens.gather(1, kept.unsqueeze(1)).squeeze(1) < 0)
+    if bool(missing.any()):
+        row = int(missing.nonzero()[0])
+        raise InvalidInputError(
+            f"row {row}: the target's logits have no distribution",
+            code="VALUE_INVALID",
+            value="a NaN, or nothing but -inf",
+            limit="logits with at least one finite value and no NaN",
+        )

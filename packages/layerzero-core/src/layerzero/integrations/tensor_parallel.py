@@ -1,0 +1,221 @@
+"""`lz.column_linear`, `lz.row_linear`, `lz.shard_weight`: linear layers split over the ranks of a process group.
+
+The usual pair: the first layer splits its output (columns), what follows works on each rank's part, and the second
+layer splits its input (rows) and sums. Each rank calls `lz.linear` on its own shard, so the kernel is selected as
+ever; the collectives around it are differentiable. Without an initialised process group the world is this process.
+
+A weight is split as evenly as it goes: of `size` rows over `world` ranks the first `size % world` have one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.ops.describe import expect_shape, expect_tensor
+from layerzero.ops.linear import linear
+
+__all__ = ["column_linear", "row_linear", "shard_weight"]
+
+
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    group: Any = None,
+    gather_output: bool = False,
+    out_features: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`lz.linear` whose output is split: x [..., K] is the same on every rank, `weight` [N / world, K] is a shard.
+
+    The result is this rank's part of the output, or all of it [..., N] on every rank with `gather_output`; where N does
+    not divide evenly, `out_features` has to say what it is. The gradient of x is summed over the ranks.
+    """
+    rank, world = _place(group)
+    width = expect_tensor(weight, "weight").shape[0]
+    widths = [width] * world if out_features is None else _widths(out_features, world, "out_features")
+    if widths[rank] != width:
+        raise InvalidInputError(
+            f"rank {rank} of {world} holds {width} of {out_features} output features",
+            code="SHAPE_INVALID",
+            value=width,
+            limit=f"{widths[rank]} rows, as lz.shard_weight cuts them",
+        )
+    if world == 1:
+        return linear(x, weight, bias, activation, backend=backend)
+    part = linear(_apply(_Copied, x, group), weight, bias, activation, backend=backend)
+    return _apply(_Gathered, part, group, widths, rank) if gather_output else part
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Any = None,
+    split_input: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`lz.linear` whose input is split: x [..., K / world] and `weight` [N, K / world] are this rank's shards.
+
+    The products of all ranks are summed, then `bias` [N], the same on every rank, is added once: [..., N] everywhere.
+    With `split_input` x is whole on every rank and each takes its part. 16-bit products are summed in float32 unless
+    `reduce_dtype` says otherwise: their own dtype halves the traffic and costs a rounding per rank.
+    """
+    rank, world = _place(group)
+    expect_shape(bias, "bias", (expect_tensor(weight, "weight").shape[0],))
+    if world == 1:
+        return linear(x, weight, bias, backend=backend)
+    if split_input:
+        x = _apply(_Split, x, group, _widths(expect_tensor(x, "x").shape[-1], world, "the last axis of x"), rank)
+    total = _apply(_Summed, linear(x, weight, backend=backend), group, reduce_dtype)
+    return total if bias is None else total + bias.to(total.dtype)
+
+
+def shard_weight(weight: Tensor, dim: int, rank: int, world: int, *, parts: int | Sequence[int] = 1) -> Tensor:
+    """The shard of one rank, in memory of its own: `dim` 0 for `lz.column_linear`, 1 for `lz.row_linear`.
+
+    A weight that packs several along `dim` is cut within each: `parts` says how many equal ones there are (2 for gate
+    and up), or how long each is ((q, k, v) of a fused projection).
+    """
+    expect_tensor(weight, "weight")
+    for name, value in (("dim", dim), ("rank", rank), ("world", world)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="an int")
+    if not -weight.ndim <= dim < weight.ndim:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"dim={dim}", limit=f"an axis of {tuple(weight.shape)}")
+    if world < 1 or not 0 <= rank < world:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"rank {rank} of {world}", limit="0 <= rank < world")
+    size = weight.shape[dim]
+    sizes = [size // parts] * parts if isinstance(parts, int) and parts > 0 else list(_lengths(parts))
+    if sum(sizes) != size:
+        raise InvalidInputError(
+            f"the parts do not make up axis {dim}", code="SHAPE_INVALID", value=f"parts={parts}", limit=f"{size} in all"
+        )
+    pieces = [torch.split(part, _widths(length, world, f"axis {dim}"), dim)[rank]
+              for part, length in zip(torch.split(weight, sizes, dim), sizes, strict=True)]  # fmt: skip
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def _lengths(parts: Any) -> Sequence[int]:
+    if isinstance(parts, Sequence) and parts and all(isinstance(n, int) and n > 0 for n in parts):
+        return parts
+    raise InvalidInputError(code="VALUE_INVALID", value=f"parts={parts}", limit="a count, or the lengths of the parts")
+
+
+def _widths(size: Any, world: int, name: str) -> list[int]:
+    """How many of `size` each rank holds; none may hold nothing."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < world:
+        raise InvalidInputError(
+            f"{name} cannot be split over {world} ranks", code="SHAPE_INVALID", value=size, limit=f"{world} or more"
+        )
+    each, more = divmod(size, world)
+    return [each + (rank < more) for rank in range(world)]
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """Rank and size of the group; 0 and 1 where no process group was initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise InvalidInputError(
+                "a group was given, but torch.distributed is not initialised",
+                code="VALUE_INVALID",
+                value="group",
+                limit="None before init_process_group",
+            )
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidInputError(
+            f"rank {dist.get_rank()} is not in the group",
+            code="VALUE_INVALID",
+            value=f"rank {dist.get_rank()}",
+            limit=f"one of {dist.get_process_group_ranks(group)}",
+        )
+    return rank, dist.get_world_size(group)
+
+
+# -- collectives with a gradient -----------------------------------------------------------------------
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _sum(x: Tensor, group: Any, dtype: torch.dtype | None) -> Tensor:
+    """The sum over the group; 16-bit addends in float32 unless another dtype is given."""
+    wide = dtype or (torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype)
+    total = x.to(wide, memory_format=torch.contiguous_format, copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(x.dtype)
+
+
+def _gather(x: Tensor, group: Any, widths: Sequence[int]) -> Tensor:
+    """The parts of all ranks side by side on the last axis; a collective wants equal ones, so the short are padded."""
+    widest = max(widths)
+    mine = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+    found = [torch.empty_like(mine) for _ in widths]
+    dist.all_gather(found, mine, group=group)
+    return torch.cat([part[..., :width] for part, width in zip(found, widths, strict=True)], dim=-1)
+
+
+def _part(x: Tensor, widths: Sequence[int], rank: int) -> Tensor:
+    return torch.split(x, list(widths), dim=-1)[rank].contiguous()
+
+
+class _Copied(torch.autograd.Function):
+    """The same tensor on every rank; its gradient is the sum of what each rank finds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _sum(grad, ctx.group, None), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks, the same everywhere; each addend's gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, dtype: torch.dtype | None) -> Tensor:
+        return _sum(x, group, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All parts on every rank; each part's gradient is its own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, widths: list[int], rank: int) -> Tensor:
+        ctx.widths, ctx.rank = widths, rank
+        return _gather(x, group, widths)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _part(grad, ctx.widths, ctx.rank), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's part of what is whole everywhere; the whole's gradient is gathered from all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, widths: list[int], rank: int) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return _part(x, widths, rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gather(grad, ctx.group, ctx.widths), None, None, None

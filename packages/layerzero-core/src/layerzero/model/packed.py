@@ -1,0 +1,119 @@
+"""A quantized weight packed for a kernel once and reused call after call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.enums import QuantFormat
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
+from layerzero.reasons import ReasonCode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["PLAIN", "PackedWeight", "Packer", "activation_scheme", "write_counts"]
+
+PLAIN = "plain"
+
+Packer: TypeAlias = "Callable[[QuantizedTensor], tuple[Tensor, ...]]"
+
+
+def write_counts(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+    """torch's count of in-place writes to each tensor; None where torch keeps none (tensors of inference mode)."""
+    try:
+        return tuple(tensor._version for tensor in tensors)
+    except RuntimeError:
+        return None
+
+
+def activation_scheme(fmt: QuantFormat | str) -> QuantScheme:
+    """How activations are quantized beside a weight of a format: the same one, a scale for each row or block.
+
+    Raises QUANT_FORMAT_UNSUPPORTED for INT4 and NF4: nothing computes with activations of theirs.
+    """
+    known, traits = format_traits(fmt)
+    if known in (QuantFormat.INT4, QuantFormat.NF4):
+        raise InvalidInputError(
+            code=ReasonCode.QUANT_FORMAT_UNSUPPORTED,
+            value=f"{known.value} for activations",
+            limit="int8, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4",
+        )
+    return QuantScheme(known, "block" if traits.block_only else "channel")
+
+
+class PackedWeight:
+    """What `lz.pack_weight` gives and `lz.linear` takes as a weight.
+
+    source    the quantized weight itself: what the reference reads, and any kernel that wants another layout
+    layout    how the parts lie: the `weight_layout` of the kernels that take them; "plain" when nothing was packed
+    parts     the packed tensors, unchecked; kernels read them through `ready`
+    act       None, or "dynamic": each row of the activations is quantized too, to the weight's own format
+    packs     how often the parts were made
+
+    A write in place to the source makes the parts stale. `ready` sees it by torch's own write counter, and refuses or
+    packs anew, as the maker chose. Writes that torch does not count (through `.data`, or to tensors made in inference
+    mode) are not seen; `tracked` tells.
+    """
+
+    __slots__ = ("_counts", "_repack", "act", "layout", "packs", "parts", "source")
+
+    def __init__(
+        self,
+        source: QuantizedTensor,
+        layout: str = PLAIN,
+        parts: tuple[Tensor, ...] = (),
+        act: str | None = None,
+        repack: Packer | None = None,
+    ) -> None:
+        self.source = source
+        self.layout = layout
+        self.parts = parts
+        self.act = act
+        self.packs = 1 if parts else 0
+        self._repack = repack
+        self._counts = write_counts(source.tensors())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight it stands for."""
+        return self.source.shape
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient of the scales is wanted."""
+        return self.source.requires_grad
+
+    @property
+    def tracked(self) -> bool:
+        """Whether torch counts writes to the source."""
+        return self._counts is not None
+
+    @property
+    def stale(self) -> bool:
+        """Whether the source was written to after it was packed."""
+        return bool(self.parts) and self._counts != write_counts(self.source.tensors())
+
+    def ready(self) -> tuple[Tensor, ...]:
+        """The parts, which are those of the source as it is now. Raises WEIGHT_PACK_STALE."""
+        if self.stale:
+            if self._repack is None:
+                now = write_counts(self.source.tensors()) or ()
+                times = sum(now) - sum(self._counts or ())
+                raise InvalidInputError(
+                    code=ReasonCode.WEIGHT_PACK_STALE,
+                    value=f"{times} times" if times > 1 else "once",
+                    limit=self.layout,
+                )
+            counts = write_counts(self.source.tensors())
+            self.parts, self._counts, self.packs = self._repack(self.source), counts, self.packs + 1
+        return self.parts
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors inside, for device and mode checks."""
+        return (*self.source.tensors(), *self.parts)
+
+    def hot_key(self) -> tuple[object, ...]:
+        """What a kernel choice may depend on."""
+        return (self.layout, self.act, self.source.hot_key())

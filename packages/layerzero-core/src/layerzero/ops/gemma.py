@@ -1,0 +1,81 @@
+"""`lz.gemma_rms_norm`, `lz.gemma_add_rms_norm`: RMSNorm whose stored weight is the distance from one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_tensor
+from layerzero.ops.norm import norm_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
+
+
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (1 + weight) over the last axis, as in Gemma; returned in x's dtype.
+
+    1 + weight and the product are taken in float32 and rounded once, at the end. (Llama rounds the normalised row to
+    x's dtype before its weight; `lz.rms_norm` rounds once as well.) x and weight may differ in dtype.
+    """
+    return dispatch(GEMMA_RMS_NORM, (x, weight, eps), backend=backend)  # type: ignore[no-any-return]
+
+
+def gemma_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """(gemma_rms_norm(x + residual), x + residual): the norm of a residual stream and the new stream.
+
+    The sum is rounded to the dtype of `residual` and the norm taken of that, so the pair equals the two ops apart.
+    """
+    return dispatch(GEMMA_ADD_RMS_NORM, (x, residual, weight, eps), backend=backend)  # type: ignore[no-any-return]
+
+
+def _plain(call: Call) -> Context:
+    x, weight, _ = call.args
+    return norm_context("gemma_rms_norm", call, x, {"weight": expect_tensor(weight, "weight")})
+
+
+def _added(call: Call) -> Context:
+    x, residual, weight, _ = call.args
+    others: dict[str, Tensor | None] = {
+        "residual": expect_tensor(residual, "residual"),
+        "weight": expect_tensor(weight, "weight"),
+    }
+    return norm_context("gemma_add_rms_norm", call, x, others)
+
+
+GEMMA_RMS_NORM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="gemma_rms_norm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "weight", "eps"),
+            input_kinds=("tensor", "tensor", "number"),
+            output_kind="tensor",
+            describe=_plain,
+            fallback_impl=reference("layerzero.backends.reference.norm:gemma_rms_norm"),
+            fallback_id="reference.gemma_rms_norm.plain",
+            elastic=("rows",),
+        ),
+        gemma_rms_norm,
+    )
+)
+GEMMA_ADD_RMS_NORM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="gemma_add_rms_norm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "residual", "weight", "eps"),
+            input_kinds=("tensor", "tensor", "tensor", "number"),
+            output_kind="tensors",
+            describe=_added,
+            fallback_impl=reference("layerzero.backends.reference.norm:gemma_add_rms_norm"),
+            fallback_id="reference.gemma_add_rms_norm.plain",
+            elastic=("rows",),
+        ),
+        gemma_add_rms_norm,
+    )
+)

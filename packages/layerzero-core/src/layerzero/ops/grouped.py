@@ -1,0 +1,229 @@
+"""`lz.grouped_attention`: groups of queries over prefixes of shared keys, and `lz.grouped_batch`, planned once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.hot import describe_tensor, mode_key
+from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
+from layerzero.model.enums import Causal, OpKind
+from layerzero.model.grouped import GroupedBatch, make_grouped_batch
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.signature import PublicOp, reference, register
+
+__all__ = ["GROUPED_ATTENTION", "grouped_attention", "grouped_batch"]
+
+_grad_enabled = torch.is_grad_enabled
+
+
+def grouped_batch(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    kv_lens: Tensor,
+    *,
+    host_lens: tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]] | None = None,
+) -> GroupedBatch:
+    """Plan a grouped batch once, for all layers.
+
+    For G groups over B sequences: `cu_seqlens_q` [G * B + 1] holds the offsets of the query segments, group-major
+    (segment g * B + b is group g of sequence b), `cu_seqlens_k` [B + 1] the offsets of the sequences in the packed
+    keys, `kv_lens` [G, B] how many of a sequence's first keys a group attends. int32 or int64. `host_lens` gives the
+    three as Python numbers where the caller has them already, which saves a copy from the device.
+    """
+    return make_grouped_batch(cu_seqlens_q, cu_seqlens_k, kv_lens, host_lens)
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: GroupedBatch | Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of query [total_q, Hq, D] in groups, each over its own prefix of the keys [total_k, Hkv, D].
+
+    Groups of the same sequence read overlapping prefixes of the same keys and values, as in zigzag context
+    parallelism; a call for each group would read the early keys again and again. `batch` is a `lz.grouped_batch`; the
+    form `(…, cu_seqlens_q, cu_seqlens_k, kv_lens)` also works and plans at every call.
+
+    `causal` is bottom-right aligned, as in FlashAttention: query i of a segment of n queries over m keys sees the
+    keys up to m - n + i. A query that sees none gives zeros. GQA follows from the head counts. `return_lse=True` gives
+    (out, lse): natural log, float32, [total_q, Hq]. Gradients: those of key and value are summed over the groups in
+    float32.
+    """
+    if not isinstance(batch, GroupedBatch):
+        batch = _planned(batch, cu_seqlens_k, kv_lens)
+    check_scale(scale)
+    args = (query, key, value, batch, causal, scale, return_lse)
+    world = current_world()
+    try:
+        hot = _key(world, args, backend)
+        bound = world.hot.get(hot) if hot is not None else None
+    except (RuntimeError, TypeError):  # a nested tensor, an option that cannot be hashed
+        hot = bound = None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(GROUPED_ATTENTION, world, hot, bound, args, None, backend, error)
+    return miss(GROUPED_ATTENTION, world, hot, args, None, backend)
+
+
+def _planned(cu_seqlens_q: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
+    if cu_seqlens_k is None or kv_lens is None:
+        missing = "cu_seqlens_k" if cu_seqlens_k is None else "kv_lens"
+        raise InvalidInputError(
+            f"{missing} is missing",
+            code="TYPE_INVALID",
+            value="None",
+            limit="a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens",
+        )
+    return make_grouped_batch(cu_seqlens_q, cu_seqlens_k, kv_lens)
+
+
+def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
+    """Tensors by metadata; lengths enter as buckets, since a decision holds for a whole bucket."""
+    from layerzero.selection.buckets import boundaries
+
+    query, key, value, batch, causal, _, return_lse = args
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return None
+    # The key stands for a call that was checked: these two depend on lengths, which are not in it.
+    if query.shape[0] != batch.total_q or key.shape[0] != batch.total_k or not isinstance(causal, bool):
+        return None
+    edges_q = boundaries(world, "grouped_attention", "seq_len_q")
+    edges_k = boundaries(world, "grouped_attention", "seq_len_k")
+    grad = _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return (
+        "grouped_attention",
+        describe_tensor(query),
+        describe_tensor(key),
+        describe_tensor(value),
+        batch.hot_key(),
+        batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
+        batch.max_kv_len if edges_k is None else bisect_left(edges_k, batch.max_kv_len),
+        causal,
+        return_lse,
+        backend,
+        mode_key(grad),
+    )
+
+
+def _describe(call: Call) -> Context:
+    query, key, value, batch, causal, scale, return_lse = call.args
+    named = (("query", query), ("key", key), ("value", value))
+    for name, item in named:
+        expect_rank(expect_tensor(item, name), name, (3,))
+    check_devices(query=query, key=key, value=value, kv_lens=batch.kv_lens)
+    words = tuple(check_floating(item, name) for name, item in named)
+    if not isinstance(causal, bool):
+        raise InvalidInputError(
+            f"causal is {causal!r}", code="VALUE_INVALID", value=str(causal), limit="True (bottom-right) or False"
+        )
+    check_scale(scale)
+    tokens, heads, dim = query.shape
+    total_k, kv_heads, key_dim = key.shape
+    if dim != key_dim:
+        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {key_dim}", limit="equal")
+    if tuple(value.shape[:2]) != (total_k, kv_heads):
+        raise InvalidInputError(
+            "key and value disagree",
+            code="SHAPE_INVALID",
+            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit="equal tokens and heads",
+        )
+    if 0 in (heads, kv_heads, dim):
+        raise InvalidInputError(
+            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
+        )
+    if heads % kv_heads:
+        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    for name, given, planned, source in (
+        ("query", tokens, batch.total_q, "cu_seqlens_q"),
+        ("key", total_k, batch.total_k, "cu_seqlens_k"),
+    ):
+        if given != planned:
+            raise InvalidInputError(
+                f"{name} does not fit the batch",
+                code="SHAPE_INVALID",
+                value=f"{given} {name} tokens",
+                limit=f"{planned} from {source}",
+            )
+    needs = {
+        "gqa": heads != kv_heads,
+        "lse": return_lse,
+        # A gradient through the log-sum-exp itself, which most kernels return without one.
+        "lse_backward": return_lse and call.needs_grad,
+        "backward": call.needs_grad,
+        "causal_bottom_right": causal,
+    }
+    return Context(
+        op="grouped_attention",
+        device=call.device,
+        dtype=words[0],
+        dims=(
+            ("batch", batch.batch_size),
+            ("num_groups", batch.num_groups),
+            ("num_heads", heads),
+            ("num_kv_heads", kv_heads),
+            ("seq_len_q", batch.max_query_len),
+            ("seq_len_k", batch.max_kv_len),
+            ("head_dim", dim),
+            ("head_dim_v", value.shape[2]),
+        ),
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        dtypes=words,
+        rank=3,
+        strides=stride_class((query, key, value)),
+        causal=Causal.BOTTOM_RIGHT if causal else Causal.NONE,
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        index_dtype=dtype_name(batch.kv_lens),
+        # Segments differ, so a kernel may never count on queries and keys of equal length.
+        seq_relation="shorter",
+        scale=scale,
+    )
+
+
+def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
+    batch = given["batch"]
+    if not isinstance(batch, GroupedBatch):
+        batch = _planned(batch, given["cu_seqlens_k"], given["kv_lens"])
+    return (
+        given["query"], given["key"], given["value"], batch, given["causal"], given["scale"], given["return_lse"],
+    )  # fmt: skip
+
+
+GROUPED_ATTENTION = register(
+    PublicOp(
+        OperationSpec(
+            op_id="grouped_attention",
+            op_kind=OpKind.TENSOR,
+            arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
+            input_kinds=("tensor", "tensor", "tensor", "object", "flag", "number", "flag"),
+            output_kind="tensor",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.grouped:grouped_attention"),
+            fallback_id="reference.grouped_attention.plain",
+            elastic=("seq_len_q", "seq_len_k"),
+            autocast=True,
+        ),
+        grouped_attention,
+        canonical=_canonical,
+    )
+)

@@ -1,0 +1,106 @@
+"""How a KV cache stores a token: as it is, or quantized with its scales beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.enums import QuantFormat
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
+from layerzero.ops.quantize import dequantize, quantize
+
+__all__ = ["Codec", "Plane", "make_codec"]
+
+_FP8 = {QuantFormat.FP8_E4M3: torch.float8_e4m3fn, QuantFormat.FP8_E5M2: torch.float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One stored number array of each token and head: `width` numbers of `dtype`."""
+
+    width: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """From tokens [T, H, D] to the planes that are stored, and back.
+
+    scheme   None stores tokens as they are; else each head of each token is quantized with scales of its own
+    fixed    one scale for the whole cache instead (FP8): known beforehand, so that a kernel may read the codes
+    """
+
+    width: int
+    dtype: torch.dtype
+    scheme: QuantScheme | None = None
+    fixed: float | None = None
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """What is stored for each token and head."""
+        if self.scheme is None:
+            return (Plane(self.width, self.dtype),)
+        traits = self.scheme.traits
+        codes = Plane(self.width // 2 if traits.packed else self.width, getattr(torch, traits.data_dtype))
+        if self.fixed is not None:
+            return (codes,)
+        count = 1 if self.scheme.block_size is None else self.width // self.scheme.block_size
+        return codes, Plane(count, getattr(torch, traits.scale_dtype))
+
+    def encode(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """The planes of tokens [T, H, D], each [T, H, width]."""
+        if self.scheme is None:
+            return (tokens,)
+        if self.fixed is not None:
+            kind = _FP8[self.scheme.fmt]
+            largest = torch.finfo(kind).max
+            wide = tokens.to(torch.float32).masked_fill(tokens.isinf(), torch.nan)  # clamped, it would look sound
+            return ((wide / self.fixed).clamp(-largest, largest).to(kind),)
+        made = quantize(
+            tokens,
+            self.scheme.fmt.value,
+            granularity=self.scheme.granularity,
+            block_size=self.scheme.block_size,
+        )
+        return made.data, made.scale
+
+    def decode(self, planes: tuple[Tensor, ...]) -> Tensor:
+        """Tokens from planes of any leading shape, in the dtype of the cache."""
+        if self.scheme is None:
+            return planes[0]
+        data = planes[0]
+        shape = (*data.shape[:-1], self.width)
+        if self.fixed is not None:
+            return (data.to(torch.float32) * self.fixed).to(self.dtype)
+        fmt, granularity, block = self.scheme.fmt, self.scheme.granularity, self.scheme.block_size
+        return dequantize(QuantizedTensor(data, planes[1], fmt, granularity, shape, self.dtype, block))
+
+
+def make_codec(width: int, dtype: torch.dtype, quant: str | None, fixed: float | None) -> Codec:
+    """The codec of keys or values. Raises QUANT_FORMAT_UNSUPPORTED, QUANT_SCALE_LAYOUT, DIM_NOT_MULTIPLE."""
+    if not dtype.is_floating_point:
+        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(dtype), limit="a floating dtype")
+    if quant is None:
+        if fixed is not None:
+            raise InvalidInputError(
+                code="QUANT_SCALE_LAYOUT", value="k_scale or v_scale", limit="a cache without quant"
+            )
+        return Codec(width, dtype)
+    known, traits = format_traits(quant)
+    if traits.tensor_scale:
+        raise InvalidInputError(
+            code="QUANT_FORMAT_UNSUPPORTED",
+            value=f"{known.value} (its tensor scale must be known before the first token)",
+            limit="int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nf4",
+        )
+    scheme = QuantScheme(known, "block" if traits.block_only else "channel")
+    scheme.scales_for((1, width))
+    if fixed is not None:
+        if known not in _FP8:
+            raise InvalidInputError(code="QUANT_SCALE_LAYOUT", value="one scale for the cache", limit="an FP8 cache")
+        if not isinstance(fixed, (int, float)) or not 0.0 < fixed < float("inf"):
+            raise InvalidInputError(code="SCALE_INVALID", value=str(fixed))
+    return Codec(width, dtype, scheme, fixed)

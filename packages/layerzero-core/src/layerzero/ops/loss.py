@@ -1,0 +1,118 @@
+"""`lz.cross_entropy`: the loss of next-token prediction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_softcap, dtype_name
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_below, expect_shape, expect_tensor, simple_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["CROSS_ENTROPY", "cross_entropy"]
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """logsumexp(logits) - logits[label]; logits are [..., vocab] (the classes stand last), labels [...] integers.
+
+    The loss is accumulated and returned in float32 (float64 for float64 logits), also for bfloat16 logits. Rows whose
+    label is `ignore_index` cost nothing and have no gradient; the mean is over the others, and 0 where there are none.
+    `label_smoothing` gives its share of the target to all classes alike; `softcap` first makes logits
+    softcap * tanh(logits / softcap), as Gemma does; `z_loss` adds z_loss * logsumexp² to every row that counts.
+    `reduction` is "mean", "sum" or "none" (one loss a row). With `return_lse` the result is (loss, logsumexp of each
+    row), which is what a vocabulary split over several devices is put together from.
+    """
+    args = (logits, labels, ignore_index, *_absent(label_smoothing, z_loss, softcap), reduction, return_lse)
+    return dispatch(CROSS_ENTROPY, args, backend=backend)  # type: ignore[no-any-return]
+
+
+def _absent(label_smoothing: Any, z_loss: Any, softcap: Any) -> tuple[float | None, float | None, float | None]:
+    """(label_smoothing, softcap, z_loss) with None for what is not asked for: keys know None, but no values."""
+    for name, value, high in (("label_smoothing", label_smoothing, 1.0), ("z_loss", z_loss, math.inf)):
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not numeric or not 0.0 <= value <= high or value == math.inf:
+            limit = "a number in [0, 1]" if high == 1.0 else "a finite number >= 0"
+            raise InvalidInputError(code="VALUE_INVALID", value=f"{name} {value!r}", limit=limit)
+    return label_smoothing or None, check_softcap(softcap), z_loss or None
+
+
+def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
+    options = _absent(given["label_smoothing"], given["z_loss"], given["softcap"])
+    return (
+        given["logits"],
+        given["labels"],
+        given["ignore_index"],
+        *options,
+        given["reduction"],
+        given["return_lse"],
+    )
+
+
+def _describe(call: Call) -> Context:
+    logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction, return_lse = call.args
+    logits, labels = expect_tensor(logits, "logits"), expect_tensor(labels, "labels")
+    vocab = logits.shape[-1] if logits.ndim else 0
+    if vocab == 0:
+        raise InvalidInputError(code="SHAPE_INVALID", value=f"logits {tuple(logits.shape)}", limit="[..., vocab]")
+    if dtype_name(labels) not in ("int32", "int64"):
+        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=f"labels {dtype_name(labels)}", limit="int32, int64")
+    expect_shape(labels, "labels", tuple(logits.shape[:-1]))
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"ignore_index: {type(ignore_index).__name__}", limit="an integer"
+        )
+    if reduction not in _REDUCTIONS:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"reduction {reduction!r}", limit="mean, sum or none")
+    expect_below(labels, "labels", vocab, but=ignore_index)
+    needs = {
+        "label_smoothing": label_smoothing is not None,
+        "softcap": softcap is not None,
+        "z_loss": z_loss is not None,
+        "lse": bool(return_lse),
+        "lse_backward": bool(return_lse) and call.needs_grad,
+    }
+    dims = {"rows": labels.numel(), "vocab": vocab}
+    wanted = [name for name, needed in needs.items() if needed]
+    return simple_context(
+        call, "cross_entropy", logits, {"labels": labels}, dims, wanted, index_dtype=dtype_name(labels)
+    )
+
+
+CROSS_ENTROPY = register(
+    PublicOp(
+        OperationSpec(
+            op_id="cross_entropy",
+            op_kind=OpKind.TENSOR,
+            arguments=(
+                "logits", "labels", "ignore_index", "label_smoothing", "softcap", "z_loss", "reduction", "return_lse",
+            ),
+            input_kinds=("tensor", "tensor", "number", "number", "number", "number", "text", "flag"),
+            output_kind="tensors",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.loss:cross_entropy"),
+            fallback_id="reference.cross_entropy.plain",
+            elastic=("rows",),
+        ),
+        cross_entropy,
+        _canonical,
+    )
+)  # fmt: skip

@@ -1,0 +1,263 @@
+"""`lz.topk_gate`, `lz.grouped_gemm` and `lz.moe`: routing tokens to experts, and the experts' work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.ops.feed_forward import check_activation, gating
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["GROUPED_GEMM", "MOE", "TOPK_GATE", "grouped_gemm", "moe", "topk_gate"]
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+def topk_gate(
+    router_logits: Tensor,
+    k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k experts of each token: (weights [T, k] in float32, ids [T, k] in int64), best first.
+
+    `router_logits` [T, E] become scores by softmax over the experts or sigmoid, in float32. The k best are taken; of
+    equal ones the lowest id. `bias` [E] is added to the scores for that choice only, never to the weights (the
+    correction bias of DeepSeek-V3). With `num_groups` > 1 the experts of the `top_groups` best groups alone may be
+    chosen; a group counts by its best expert, or by the sum of its best two where there is a bias. `renormalize`
+    divides the weights by their sum; `scale` multiplies them last. Nothing is drawn at random: a router with jitter
+    adds it to the logits.
+    """
+    choice = (k, num_groups, top_groups)
+    return dispatch(  # type: ignore[no-any-return]
+        TOPK_GATE, (router_logits, choice, scoring, renormalize, bias, scale), backend=backend
+    )
+
+
+def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor, *, backend: str | None = None) -> Tensor:
+    """Rows of x [T, K], group after group, times weights [E, N, K] transposed: [T, N].
+
+    The first `group_sizes[0]` rows meet `weights[0]`, the next `group_sizes[1]` meet `weights[1]`, and so on; a group
+    may be empty. Rows beyond the last group give zeros. Sizes that are negative or add up to more than T rows are
+    refused on the CPU; on other devices they are not read, and the result is undefined.
+    """
+    return dispatch(GROUPED_GEMM, (x, weights, group_sizes), backend=backend)  # type: ignore[no-any-return]
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    expert_offset: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """x [T, H] through each token's experts, weighted and summed: [T, H].
+
+    `gate_up` [E, 2 I, H] holds gate and up of every expert, the gate first ([E, I, H]: experts without a gate), `down`
+    is [E, H, I]; `topk_weights` and `topk_ids` [T, k] come from `lz.topk_gate`. These E experts have the ids from
+    `expert_offset` on; any other id (another rank's, or -1 for none) adds nothing, so the results of all ranks of an
+    expert-parallel group add up to the whole. An id named twice by one token counts twice. The sum is taken in float32;
+    autocast casts every floating input, the router's weights among them.
+    """
+    return dispatch(  # type: ignore[no-any-return]
+        MOE, (x, gate_up, down, topk_weights, topk_ids, activation, expert_offset), backend=backend
+    )
+
+
+# -- what a call must be -------------------------------------------------------------------------------
+def _whole(value: Any, name: str, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="an int")
+    if not low <= value <= high:
+        raise InvalidInputError(
+            f"{name} is {value}", code="VALUE_INVALID", value=f"{name}={value}", limit=f"{low} to {high}"
+        )
+
+
+def _describe_gate(call: Call) -> Context:
+    logits, (k, num_groups, top_groups), scoring, renormalize, bias, scale = call.args
+    logits = expect_tensor(logits, "router_logits")
+    expect_rank(logits, "router_logits", (2,))
+    tokens, experts = logits.shape
+    if experts == 0:
+        raise InvalidInputError(
+            "there are no experts", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[T, E >= 1]"
+        )
+    _whole(num_groups, "num_groups", 1, experts)
+    if experts % num_groups:
+        raise InvalidInputError(
+            f"{experts} experts do not split into {num_groups} equal groups",
+            code="VALUE_INVALID",
+            value=f"num_groups={num_groups}",
+            limit=f"a divisor of {experts}",
+        )
+    _whole(top_groups, "top_groups", 1, num_groups)
+    _whole(k, "k", 1, experts // num_groups * top_groups)
+    if scoring not in SCORINGS:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"scoring {scoring!r}", limit=SCORINGS)
+    if not isinstance(renormalize, bool):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"renormalize: {type(renormalize).__name__}", limit="True or False"
+        )
+    if not isinstance(scale, (int, float)):
+        raise InvalidInputError(code="TYPE_INVALID", value=f"scale: {type(scale).__name__}", limit="a number")
+    if not math.isfinite(scale):
+        raise InvalidInputError(code="SCALE_INVALID", value=str(scale))
+    expect_shape(bias, "bias", (experts,))
+    needs = {f"scoring_{scoring}"}
+    if bias is not None:
+        check_floating(bias, "bias")
+        check_devices(router_logits=logits, bias=bias)
+        needs.add("choice_bias")
+    if num_groups > 1:
+        needs.add("expert_groups")
+    dims = {"tokens": tokens, "experts": experts, "top_k": k, "groups": num_groups}
+    return simple_context(call, "topk_gate", logits, {}, dims, needs)
+
+
+def _indices(tensor: Any, name: str) -> str:
+    word = dtype_name(expect_tensor(tensor, name))
+    if word not in ("int32", "int64"):
+        raise InvalidInputError(
+            f"{name} must be int32 or int64", code="DTYPE_UNSUPPORTED", value=word, limit="int32, int64"
+        )
+    return word
+
+
+def _describe_grouped(call: Call) -> Context:
+    x, weights, sizes = call.args
+    x, weights = expect_tensor(x, "x"), expect_tensor(weights, "weights")
+    expect_rank(x, "x", (2,))
+    expect_rank(weights, "weights", (3,))
+    experts, n, k = weights.shape
+    if x.shape[1] != k or not experts:
+        raise InvalidInputError(
+            "x and weights disagree",
+            code="SHAPE_INVALID",
+            value=str(tuple(x.shape)),
+            limit=f"[T, {k}], 1 group or more",
+        )
+    index = _indices(sizes, "group_sizes")
+    expect_shape(sizes, "group_sizes", (experts,))
+    check_devices(x=x, weights=weights, group_sizes=sizes)
+    dims = {"tokens": x.shape[0], "experts": experts, "n": n, "k": k}
+    made = simple_context(call, "grouped_gemm", x, {"weights": weights}, dims, index_dtype=index)
+    return replace(made, strides=stride_class((x, weights)))
+
+
+def _describe_moe(call: Call) -> Context:
+    x, gate_up, down, shares, ids, activation, expert_offset = call.args
+    x, gate_up, down = expect_tensor(x, "x"), expect_tensor(gate_up, "gate_up"), expect_tensor(down, "down")
+    expect_rank(x, "x", (2,))
+    expect_rank(gate_up, "gate_up", (3,))
+    expect_rank(down, "down", (3,))
+    tokens, hidden = x.shape
+    experts, rows, _ = gate_up.shape
+    inner = down.shape[2]
+    if not experts or gate_up.shape[2] != hidden:
+        raise InvalidInputError(
+            "x and gate_up disagree",
+            code="SHAPE_INVALID",
+            value=str(tuple(gate_up.shape)),
+            limit=f"[E >= 1, 2 I, {hidden}]",
+        )
+    expect_shape(down, "down", (experts, hidden, inner))
+    needs = {gating(rows, inner, "gate_up"), check_activation(activation)}
+    index = _indices(ids, "topk_ids")
+    expect_rank(ids, "topk_ids", (2,))
+    top_k = ids.shape[1]
+    if not top_k:
+        raise InvalidInputError(
+            "no expert per token", code="SHAPE_INVALID", value=str(tuple(ids.shape)), limit="k >= 1"
+        )
+    expect_shape(ids, "topk_ids", (tokens, top_k))
+    expect_shape(shares, "topk_weights", (tokens, top_k))
+    check_floating(expect_tensor(shares, "topk_weights"), "topk_weights")
+    if isinstance(expert_offset, bool) or not isinstance(expert_offset, int):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"expert_offset: {type(expert_offset).__name__}", limit="an int"
+        )
+    check_devices(x=x, gate_up=gate_up, down=down, topk_weights=shares, topk_ids=ids)
+    dims = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner": inner}
+    made = simple_context(call, "moe", x, {"gate_up": gate_up, "down": down}, dims, needs, index_dtype=index)
+    return replace(made, strides=stride_class((x, gate_up, down)))
+
+
+def _canonical_gate(given: dict[str, Any]) -> tuple[Any, ...]:
+    choice = (given["k"], given["num_groups"], given["top_groups"])
+    return (given["router_logits"], choice, given["scoring"], given["renormalize"], given["bias"], given["scale"])
+
+
+TOPK_GATE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="topk_gate",
+            op_kind=OpKind.TENSOR,
+            # `choice` is (k, num_groups, top_groups): whole numbers that a decision may depend on are keyed as a tuple
+            arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
+            input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
+            output_kind="tensors",
+            describe=_describe_gate,
+            fallback_impl=reference("layerzero.backends.reference.moe:topk_gate"),
+            fallback_id="reference.topk_gate.plain",
+            elastic=("tokens",),
+        ),
+        topk_gate,
+        _canonical_gate,
+    )
+)
+
+GROUPED_GEMM = register(
+    PublicOp(
+        OperationSpec(
+            op_id="grouped_gemm",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "weights", "group_sizes"),
+            input_kinds=("tensor", "tensor", "tensor"),
+            output_kind="tensor",
+            describe=_describe_grouped,
+            fallback_impl=reference("layerzero.backends.reference.moe:grouped_gemm"),
+            fallback_id="reference.grouped_gemm.plain",
+            elastic=("tokens",),
+            autocast=True,
+        ),
+        grouped_gemm,
+    )
+)
+
+MOE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="moe",
+            op_kind=OpKind.TENSOR,
+            arguments=("x", "gate_up", "down", "topk_weights", "topk_ids", "activation", "expert_offset"),
+            input_kinds=("tensor", "tensor", "tensor", "tensor", "tensor", "text", "number"),
+            output_kind="tensor",
+            describe=_describe_moe,
+            fallback_impl=reference("layerzero.backends.reference.moe:moe"),
+            fallback_id="reference.moe.plain",
+            elastic=("tokens",),
+            autocast=True,
+        ),
+        moe,
+    )
+)

@@ -1,0 +1,77 @@
+"""`lz.xpos`: rotary embedding whose scores decay with the distance."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.positional import rotary_context
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+
+__all__ = ["XPOS", "xpos"]
+
+
+def xpos(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    layout: str = "BHSD",
+    position_ids: Tensor | None = None,
+    scale_base: float = 512.0,
+    gamma: float = 0.4,
+    origin: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k as `lz.rope` does, and scale them so that q·k decays with the distance between them (XPos).
+
+    Pair i multiplies q at position n by zeta_i ** ((n - origin) / scale_base) and divides k by the same, with
+    zeta_i = (2i / rotary_dim + gamma) / (1 + gamma) < 1. Scores do not depend on `origin`; the numbers do: k grows with
+    the position, in float16 past its range after some 4000 positions at origin 0. Put the origin into the middle of the
+    context, at the same place for everything that meets in one KV cache.
+
+    Layouts, tables and `position_ids` are those of `lz.rope`. The published models turn pairs interleaved.
+    """
+    args = (q, k, cos, sin, interleaved, layout, position_ids, scale_base, gamma, origin)
+    return dispatch(XPOS, args, layout, backend)  # type: ignore[no-any-return]
+
+
+def _describe(call: Call) -> Context:
+    scale_base, gamma, origin = call.args[7:]
+    for name, value, low in (("scale_base", scale_base, 0.0), ("gamma", gamma, 0.0), ("origin", origin, -math.inf)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < math.inf:
+            raise InvalidInputError(
+                code="VALUE_INVALID",
+                value=f"{name} {value!r}",
+                limit="a finite number" if low else "a positive number",
+            )
+    return rotary_context("xpos", call, *call.args[:7])
+
+
+XPOS = register(
+    PublicOp(
+        OperationSpec(
+            op_id="xpos",
+            op_kind=OpKind.TENSOR,
+            arguments=(
+                "q", "k", "cos", "sin", "interleaved", "layout", "position_ids", "scale_base", "gamma", "origin",
+            ),
+            input_kinds=(
+                "tensor", "tensor?", "tensor", "tensor", "flag", "text", "tensor?", "number", "number", "number",
+            ),
+            output_kind="tensors",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.positional:xpos"),
+            fallback_id="reference.xpos.plain",
+            elastic=("seq_len_q",),
+        ),
+        xpos,
+    )
+)  # fmt: skip

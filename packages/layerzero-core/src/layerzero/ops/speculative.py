@@ -1,0 +1,245 @@
+"""`lz.sample_speculative`, `lz.sample_tree`: which drafted tokens a target model keeps. `lz.sampling_probs`: what
+`lz.sample` draws from, which is what they are judged by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import check_floating
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.ops.sampling import Number, check_filters, check_param
+from layerzero.ops.signature import PublicOp, dispatch, reference, register
+from layerzero.ops.trees import checked_parents
+
+__all__ = ["sample_speculative", "sample_tree", "sampling_probs"]
+
+
+def sampling_probs(
+    logits: Tensor,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: Number | None = None,
+    min_p: Number | None = None,
+    temperature: Number = 1.0,
+    backend: str | None = None,
+) -> Tensor:
+    """The probabilities `lz.sample` draws with, for logits [..., V]: filtered and renormalised, in the logits' shape.
+
+    A parameter tensor has one value for each row, or one for each entry of the first axis. Temperature 0 puts all on
+    the likeliest token. A row with a NaN, or with nothing but -inf, has no distribution and gives zeros. float64 for
+    float64 logits, else float32; differentiable, the choice of the kept tokens aside.
+    """
+    check_filters(top_k, top_p, min_p)
+    check_param(temperature, "temperature", 0.0, math.inf)
+    args = _rows(logits, top_k, top_p, min_p, temperature)
+    out: Tensor = dispatch(SAMPLING_PROBS, args, backend=backend)
+    return out if logits.ndim == 2 else out.reshape(logits.shape)
+
+
+def sample_speculative(
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    *,
+    greedy: bool = False,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keep the drafted tokens that the target would have drawn, and draw the token after them.
+
+    draft_ids [B, L] were drawn one after the other from draft_probs [B, L, V]; target_probs [B, L+1, V] is what the
+    target draws from after 0 … L of them (both from `lz.sampling_probs`, with the settings that the tokens are drawn
+    with). Gives (tokens [B, L+1], kept [B]): the first `kept` tokens of a row are the draft's, one more is the
+    target's, -1 fills the rest. The tokens are distributed exactly as if the target alone had drawn them, whatever the
+    draft is; its quality decides only how many are kept.
+
+    `draft_probs=None` is for tokens that were picked, not drawn (the draft's likeliest, or text that is looked up).
+    -1 ends a row's draft early. `greedy=True` keeps tokens as long as they are the target's likeliest, draws nothing,
+    and takes logits as well as probabilities.
+    """
+    args = (draft_ids, draft_probs, target_probs, greedy, generator)
+    return dispatch(SAMPLE_SPECULATIVE, args, backend=backend)  # type: ignore[no-any-return]
+
+
+def sample_tree(
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    parents: Tensor | Sequence[int],
+    *,
+    greedy: bool = False,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`lz.sample_speculative` for a tree of candidates: several for one place, of which at most one is kept.
+
+    Node i has the token draft_ids[:, i] [B, N] and the parent parents[i] (`[N]` or `[B, N]`; a lower index, or -1 below
+    the root); `lz.tree_mask` makes the attention mask of the same tree. target_probs [B, N+1, V] is what the target
+    draws from at the root and after each node. draft_probs [B, N, V] is what each node was drawn from, given the
+    siblings before it: the same row for each when they were drawn independently, a row without the earlier siblings
+    when they were drawn without replacement; None when they were picked.
+
+    Gives (tokens [B, N+1], kept [B], path [B, N]): the tokens as `lz.sample_speculative` gives them, and the nodes they
+    came from, -1 after the last. The tokens are distributed as the target's own.
+    """
+    args = (draft_ids, draft_probs, target_probs, _on_device(parents, draft_ids), greedy, generator)
+    return dispatch(SAMPLE_TREE, args, backend=backend)  # type: ignore[no-any-return]
+
+
+# -- canonical arguments ---------------------------------------------------------------------------
+def _rows(logits: Any, *params: Any) -> tuple[Any, ...]:
+    """Logits as [rows, V], and parameter tensors of the first axis repeated for its rows."""
+    if not isinstance(logits, Tensor) or logits.ndim <= 2:
+        return (logits, *params)
+    lead = tuple(logits.shape[:-1])
+
+    def spread(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        if tuple(item.shape) == lead:
+            return item.reshape(-1)
+        if tuple(item.shape) == lead[:1]:
+            return item.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead).reshape(-1)
+        raise InvalidInputError(
+            "a parameter does not fit the logits",
+            code="SHAPE_INVALID",
+            value=str(tuple(item.shape)),
+            limit=f"{lead} or {lead[:1]}",
+        )
+
+    return (logits.reshape(-1, logits.shape[-1]), *(spread(item) for item in params))
+
+
+def _on_device(parents: Any, like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return parents
+    if not isinstance(parents, Tensor):
+        return checked_parents(parents).to(like.device)
+    return parents.to(like.device)
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+def _describe_probs(call: Call) -> Context:
+    logits = expect_tensor(call.args[0], "logits")
+    expect_rank(logits, "logits", (2,))
+    rows, vocab = logits.shape
+    _expect_vocabulary(logits, "logits")
+    names = ("top_k", "top_p", "min_p", "temperature")
+    params = {name: item for name, item in zip(names, call.args[1:], strict=True) if isinstance(item, Tensor)}
+    for name, item in params.items():
+        expect_shape(item, name, (rows,))
+    needs = {f"sample_{name}" for name, item in zip(names[:3], call.args[1:4], strict=True) if item is not None}
+    if params:
+        needs.add("tensor_params")
+    dims = {"batch": rows, "vocab": vocab}
+    return simple_context(call, "sampling_probs", logits, dict(params), dims, needs, mixed=True)
+
+
+def _describe_judged(op: str) -> Any:
+    def describe(call: Call) -> Context:
+        draft_ids, draft_probs, target = call.args[0], call.args[1], call.args[2]
+        parents = call.args[3] if op == "sample_tree" else None
+        ids = expect_tensor(draft_ids, "draft_ids")
+        expect_rank(ids, "draft_ids", (2,))
+        if str(ids.dtype) not in ("torch.int64", "torch.int32"):
+            raise InvalidInputError(
+                "draft_ids are not ids", code="DTYPE_UNSUPPORTED", value=str(ids.dtype), limit="int32 or int64"
+            )
+        batch, length = ids.shape
+        expect_rank(expect_tensor(target, "target_probs"), "target_probs", (3,))
+        vocab = target.shape[-1]
+        _expect_vocabulary(target, "target_probs")
+        expect_shape(target, "target_probs", (batch, length + 1, vocab))
+        expect_shape(draft_probs, "draft_probs", (batch, length, vocab))
+        if draft_probs is not None:
+            check_floating(draft_probs, "draft_probs")
+        greedy, generator = call.args[-2:]
+        if not isinstance(greedy, bool):
+            raise InvalidInputError(code="VALUE_INVALID", value=f"greedy={greedy!r}", limit="True or False")
+        if parents is not None:
+            checked_parents(parents, (batch, length))
+        needs = {"greedy"} if greedy else set()
+        if draft_probs is None:
+            needs.add("no_draft_probs")
+        if generator is not None:
+            needs.add("generator")
+        others = {"draft_ids": ids, "draft_probs": draft_probs, "parents": parents}
+        call = Call(call.args, call.device, call.layout, call.backend, False)  # a token has no gradient
+        dims = {"batch": batch, "draft_len": length, "vocab": vocab}
+        return simple_context(call, op, target, others, dims, needs, kind=OpKind.SAMPLING, mixed=True)
+
+    return describe
+
+
+def _expect_vocabulary(tensor: Tensor, name: str) -> None:
+    if tensor.shape[-1] == 0:
+        raise InvalidInputError(
+            f"{name} have no vocabulary", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit="[…, V >= 1]"
+        )
+
+
+SAMPLING_PROBS = register(
+    PublicOp(
+        OperationSpec(
+            op_id="sampling_probs",
+            op_kind=OpKind.TENSOR,
+            arguments=("logits", "top_k", "top_p", "min_p", "temperature"),
+            input_kinds=("tensor", "number", "number", "number", "number"),
+            output_kind="tensor",
+            describe=_describe_probs,
+            fallback_impl=reference("layerzero.backends.reference.sampling:sampling_probs"),
+            fallback_id="reference.sampling_probs.plain",
+        ),
+        sampling_probs,
+        canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
+    )
+)
+SAMPLE_SPECULATIVE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="sample_speculative",
+            op_kind=OpKind.SAMPLING,
+            arguments=("draft_ids", "draft_probs", "target_probs", "greedy", "generator"),
+            input_kinds=("tensor", "tensor?", "tensor", "flag", "object"),
+            output_kind="ids",
+            describe=_describe_judged("sample_speculative"),
+            fallback_impl=reference("layerzero.backends.reference.speculative:sample_speculative"),
+            fallback_id="reference.sample_speculative.plain",
+            random=lambda args: not args[3],
+        ),
+        sample_speculative,
+    )
+)
+SAMPLE_TREE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="sample_tree",
+            op_kind=OpKind.SAMPLING,
+            arguments=("draft_ids", "draft_probs", "target_probs", "parents", "greedy", "generator"),
+            input_kinds=("tensor", "tensor?", "tensor", "tensor", "flag", "object"),
+            output_kind="ids",
+            describe=_describe_judged("sample_tree"),
+            fallback_impl=reference("layerzero.backends.reference.speculative:sample_tree"),
+            fallback_id="reference.sample_tree.plain",
+            random=lambda args: not args[4],
+        ),
+        sample_tree,
+        canonical=lambda a: (
+            a["draft_ids"],
+            a["draft_probs"],
+            a["target_probs"],
+            _on_device(a["parents"], a["draft_ids"]),
+            a["greedy"],
+            a["generator"],
+        ),
+    )
+)

@@ -1,0 +1,205 @@
+"""`lz.tokenize` and `lz.detokenize`: text to token ids and back, exactly as the tokenizer's own library does it.
+
+The tokenizer is a handle (`layerzero_tokenizers.load`), an object of one of the libraries, or the name of one: a model
+folder, a file, an encoding. Which library runs is selected like any other kernel; one that is not the tokenizer's own
+may run only where it was proven to give the same ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.enums import OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.signature import PublicOp, reference, register
+from layerzero.ops.tokenize_results import TokenBatch, Tokens, cut, pad
+from layerzero.ops.tokenize_sources import canonical_ids, check_text, handle_of
+from layerzero.runtime.current import now, scope
+
+__all__ = ["DETOKENIZE", "TOKENIZE", "TokenBatch", "Tokens", "detokenize", "tokenize"]
+
+_scope = scope.get
+
+
+def tokenize(
+    text: Any,
+    tokenizer: Any,
+    *,
+    add_special_tokens: bool = True,
+    return_offsets: bool = False,
+    parse_special: bool = True,
+    max_length: int | None = None,
+    truncation_side: Literal["left", "right"] = "right",
+    padding: Literal["longest"] | int | None = None,
+    padding_side: Literal["left", "right"] = "right",
+    pad_id: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Token ids of a text (a list of int), or of a sequence of texts (a list of such lists).
+
+    tokenizer           a handle, a library's own object, a model folder or file, or an id; see docs/tokenizers.md
+    add_special_tokens  what the tokenizer puts around a text (BOS, [CLS], ...)
+    parse_special       special tokens written in the text count as such; False reads them as plain text
+    return_offsets      `Tokens(ids, offsets)` instead of ids; offsets are the (start, end) of each token in characters
+    max_length          at most so many ids, special tokens included; `truncation_side` says which end is cut
+    padding             "longest" or a length: the texts come as one `TokenBatch` of tensors, filled with `pad_id`
+
+    Long texts that begin alike are tokenized once up to where they differ, where that provably changes nothing.
+    """
+    key = getattr(tokenizer, "lz_key", None)
+    if key is None:
+        tokenizer = handle_of(tokenizer)
+        key = tokenizer.lz_key
+    try:
+        hot_key = ("tokenize", key, type(text), add_special_tokens, return_offsets, parse_special, backend)
+        active = _scope()
+        world = now.world if active is None else active.world()
+        bound = world.hot.get(hot_key)
+    except TypeError:
+        raise _unhashable(add_special_tokens, return_offsets, parse_special, backend) from None
+    args = (text, tokenizer, add_special_tokens, return_offsets, parse_special)
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            out = bound.run(*args)
+        except Exception as error:
+            out = recover(TOKENIZE, world, hot_key, bound, args, None, backend, error)
+    else:
+        if type(text) is not str and type(text) is not list:
+            args = (check_text(text), *args[1:])
+            hot_key = (*hot_key[:2], type(args[0]), *hot_key[3:])
+        out = miss(TOKENIZE, current_world(), hot_key, args, None, backend)
+    if max_length is None and padding is None:
+        return out
+    around = tokenizer.around if add_special_tokens else (0, 0)
+    if max_length is not None:
+        out = cut(out, max_length, truncation_side, around)
+    return out if padding is None else pad(out, padding, padding_side, tokenizer.pad_id if pad_id is None else pad_id)
+
+
+def detokenize(
+    ids: Any, tokenizer: Any, *, skip_special_tokens: bool = False, backend: str | None = None
+) -> str | list[str]:
+    """The text of token ids (a list or a one-dimensional tensor), or the texts of several lists or of a matrix.
+
+    `skip_special_tokens` leaves special tokens out. For a stream of tokens use `layerzero_tokenizers.TextStream`:
+    a token may hold half a character.
+    """
+    if type(ids) is not list:
+        ids = canonical_ids(ids)
+    many = bool(ids) and type(ids[0]) is not int
+    if many:
+        ids = [item if type(item) is list else canonical_ids(item) for item in ids]
+    key = getattr(tokenizer, "lz_key", None)
+    if key is None:
+        tokenizer = handle_of(tokenizer)
+        key = tokenizer.lz_key
+    try:
+        hot_key = ("detokenize", key, many, skip_special_tokens, backend)
+        active = _scope()
+        world = now.world if active is None else active.world()
+        bound = world.hot.get(hot_key)
+    except TypeError:
+        raise _unhashable(skip_special_tokens, backend) from None
+    args = (ids, tokenizer, skip_special_tokens)
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)  # type: ignore[no-any-return]
+        except Exception as error:
+            return recover(DETOKENIZE, world, hot_key, bound, args, None, backend, error)  # type: ignore[no-any-return]
+    return miss(DETOKENIZE, current_world(), hot_key, args, None, backend)  # type: ignore[no-any-return]
+
+
+def _unhashable(*options: Any) -> InvalidInputError:
+    """A flag that is no flag, as one clear error."""
+    wrong = next(item for item in options if not isinstance(item, (bool, str, type(None))))
+    return InvalidInputError(code="TYPE_INVALID", value=type(wrong).__name__, limit="a flag, or the name of a backend")
+
+
+def _context(call: Call, op: str, tokenizer: Any, needs: set[str], *, return_offsets: bool = False) -> Context:
+    tokenizer = handle_of(tokenizer)
+    if tokenizer.live:
+        needs.add("live_tokenizer")
+    return Context(
+        op=op,
+        device=call.device,
+        dtype="text",
+        needs=frozenset(needs),
+        kind=OpKind.TOKENIZATION,
+        dtypes=("text",),
+        backend=call.backend,
+        tokenizer=tokenizer.identity_for(return_offsets),
+    )
+
+
+def _describe_encode(call: Call) -> Context:
+    text, tokenizer, _, return_offsets, parse_special = call.args
+    check_text(text)
+    needs = {"text_batch"} if isinstance(text, list) else set()
+    if return_offsets:
+        needs.add("offsets")
+    if not parse_special:
+        needs.add("plain_special")
+    return _context(call, "tokenize", tokenizer, needs, return_offsets=bool(return_offsets))
+
+
+def _describe_decode(call: Call) -> Context:
+    ids, tokenizer, _ = call.args
+    handle = handle_of(tokenizer)
+    many = bool(ids) and not isinstance(ids[0], int)
+    for row in ids if many else (ids,):
+        wrong = handle.unknown_id(row)
+        if wrong is not None:
+            raise InvalidInputError(code="TOKEN_ID_INVALID", value=str(wrong), limit=handle.vocab_size)
+    return _context(call, "detokenize", handle, {"text_batch"} if many else set())
+
+
+def _canonical_encode(given: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        check_text(given["text"]), handle_of(given["tokenizer"]), given["add_special_tokens"], given["return_offsets"],
+        given["parse_special"],
+    )  # fmt: skip
+
+
+def _canonical_decode(given: dict[str, Any]) -> tuple[Any, ...]:
+    ids = given["ids"]
+    ids = ids if isinstance(ids, list) else canonical_ids(ids)
+    if ids and not isinstance(ids[0], int):
+        ids = [canonical_ids(item) for item in ids]
+    return ids, handle_of(given["tokenizer"]), given["skip_special_tokens"]
+
+
+TOKENIZE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="tokenize",
+            op_kind=OpKind.TOKENIZATION,
+            arguments=("text", "tokenizer", "add_special_tokens", "return_offsets", "parse_special"),
+            input_kinds=("text", "object", "flag", "flag", "flag"),
+            output_kind="ids",
+            describe=_describe_encode,
+            fallback_impl=reference("layerzero_tokenizers.kernels:own_encode"),
+            fallback_id="own.tokenize.library",
+        ),
+        tokenize,
+        _canonical_encode,
+    )
+)
+DETOKENIZE = register(
+    PublicOp(
+        OperationSpec(
+            op_id="detokenize",
+            op_kind=OpKind.TOKENIZATION,
+            arguments=("ids", "tokenizer", "skip_special_tokens"),
+            input_kinds=("object", "object", "flag"),
+            output_kind="text",
+            describe=_describe_decode,
+            fallback_impl=reference("layerzero_tokenizers.kernels:own_decode"),
+            fallback_id="own.detokenize.library",
+        ),
+        detokenize,
+        _canonical_decode,
+    )
+)

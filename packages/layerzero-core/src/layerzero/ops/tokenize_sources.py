@@ -1,0 +1,87 @@
+"""From what a caller passes to what an op takes: tokenizer handles, texts and ids, each refused in one clear way.
+
+The libraries live in the package layerzero-tokenizers, which is imported by name when a tokenizer is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from layerzero.errors import BackendNotAvailableError, InvalidInputError
+
+__all__ = ["canonical_ids", "check_text", "handle_of"]
+
+_PACKAGE = "layerzero_tokenizers"
+_resolve: Callable[[Any], Any] | None = None
+
+
+def handle_of(tokenizer: Any) -> Any:
+    """The handle of a tokenizer: itself, or what layerzero-tokenizers makes of an object, a folder, a file or an id."""
+    if hasattr(tokenizer, "lz_key"):
+        return tokenizer
+    if tokenizer is None or tokenizer == "":
+        raise InvalidInputError(code="TOKENIZER_ID_MISSING")
+    global _resolve
+    if _resolve is not None:
+        return _resolve(tokenizer)
+    try:
+        sources = importlib.import_module(f"{_PACKAGE}.sources")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith(_PACKAGE):
+            raise
+        raise BackendNotAvailableError(
+            "tokenization needs the package layerzero-tokenizers",
+            code="BACKEND_NOT_INSTALLED",
+            value="layerzero-tokenizers",
+            limit="'layerzero-tokenizers[hf]'",
+        ) from None
+    _resolve = sources.resolve
+    return _resolve(tokenizer)
+
+
+def check_text(text: Any) -> Any:
+    """A str, or a list of them; what cannot be text is refused, a lone surrogate with its place."""
+    if isinstance(text, str):
+        _check_unicode(text, "")
+        return text
+    if isinstance(text, Sequence) and not isinstance(text, (bytes, bytearray)):
+        for index, item in enumerate(text):
+            if not isinstance(item, str):
+                raise InvalidInputError(
+                    code="TYPE_INVALID", value=f"text[{index}]: {type(item).__name__}", limit="a str"
+                )
+            _check_unicode(item, f"text[{index}], ")
+        return text if isinstance(text, list) else list(text)
+    raise InvalidInputError(
+        code="TYPE_INVALID", value=f"text: {type(text).__name__}", limit="a str or a sequence of them"
+    )
+
+
+def _check_unicode(text: str, where: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}"
+        raise InvalidInputError(code="TEXT_INVALID", value=found, limit=f"{where}character {error.start}") from None
+
+
+def canonical_ids(ids: Any) -> list[Any]:
+    """A list of int (or of lists of them) from lists, tuples, arrays and integer tensors."""
+    if isinstance(ids, Tensor):
+        if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2):
+            raise InvalidInputError(
+                code="TYPE_INVALID", value=f"ids: {ids.dtype} of rank {ids.ndim}", limit="integers of rank 1 or 2"
+            )
+        return ids.tolist()
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"ids: {type(ids).__name__}", limit="a list or tensor of token ids"
+        )
+    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    return found

@@ -1,0 +1,317 @@
+"""`lz.varlen_attention`: attention over sequences of different lengths, packed one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from layerzero.dispatch.hot import describe_tensor, mode_key
+from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.describe import (
+    check_devices,
+    check_floating,
+    check_scale,
+    check_softcap,
+    dtype_name,
+    parse_causal,
+    parse_window,
+    stride_class,
+)
+from layerzero.model.enums import Causal, OpKind
+from layerzero.model.op import Call, OperationSpec
+from layerzero.ops.describe import expect_rank, expect_tensor
+from layerzero.ops.signature import PublicOp, reference, register
+
+__all__ = ["VARLEN_ATTENTION", "varlen_attention"]
+
+_grad_enabled = torch.is_grad_enabled
+_PLAIN = (Tensor, Parameter)
+_ELASTIC = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    window: int | Sequence[int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of packed query [Tq, Hq, D] over packed key [Tk, Hkv, D] and value [Tk, Hkv, Dv], sequence by sequence.
+
+    Sequence s is rows cu_seqlens[s] to cu_seqlens[s + 1] of its tensor: offsets [B + 1], int32 or int64, from 0 to T,
+    ascending; a sequence may be empty. `max_seqlen_q` and `max_seqlen_k` are upper bounds of the lengths; on an
+    accelerator giving both saves a wait for the device, and the offsets are then trusted. Options mean what they mean
+    in `lz.attention`, in each sequence by itself. A query without any key gives zeros. `return_lse=True` gives
+    (out, lse) with lse [Tq, Hq].
+    """
+    check_scale(scale)
+    check_softcap(softcap)
+    longest_q, longest_k, equal = _lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sides = parse_window(window)
+    args = (
+        query, key, value, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, is_causal, scale, sides, softcap,
+        alibi_slopes, return_lse,
+    )  # fmt: skip
+    world = current_world()
+    try:
+        hot_key = _key(world, args, equal, backend)
+        bound = world.hot.get(hot_key)
+    except (RuntimeError, TypeError, AttributeError):  # a nested tensor, an unhashable option, what is no tensor
+        hot_key = bound = None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(VARLEN_ATTENTION, world, hot_key, bound, args, None, backend, error)
+    return miss(VARLEN_ATTENTION, world, hot_key, args, None, backend)
+
+
+def _lengths(
+    query: Any, key: Any, cu_q: Any, cu_k: Any, max_q: int | None, max_k: int | None
+) -> tuple[int | None, int | None, bool]:
+    """Upper bounds of both lengths, and whether every sequence has as many queries as keys.
+
+    Offsets are read and checked where that costs no wait: always on the CPU, elsewhere only when a bound is missing.
+    Where they cannot be read (a capture) the number of tokens is a bound; in a traced graph a missing one stays None.
+    """
+    for name, given in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+            raise InvalidInputError(code="VALUE_INVALID", value=f"{name}={given}", limit="a length, or None")
+    same = cu_q is cu_k
+    if not (_packed(query) and _packed(key)):
+        return max_q, max_k, same
+    if not (_readable(cu_q) and _readable(cu_k)):
+        if type(query) in _PLAIN and type(key) in _PLAIN:
+            max_q = query.shape[0] if max_q is None else max_q
+            max_k = key.shape[0] if max_k is None else max_k
+        return max_q, max_k, same
+    if not cu_q.is_cpu and max_q is not None and max_k is not None:
+        return max_q, max_k, same
+    offsets_q = _checked(cu_q, "cu_seqlens_q", query, max_q)
+    offsets_k = _checked(cu_k, "cu_seqlens_k", key, max_k)
+    found_q = _longest(offsets_q) if max_q is None else max_q
+    found_k = _longest(offsets_k) if max_k is None else max_k
+    return found_q, found_k, same or offsets_q == offsets_k
+
+
+def _readable(offsets: Any) -> bool:
+    """Whether these are offsets whose values the host may look at; anything odd is refused on the cold path."""
+    if type(offsets) not in _PLAIN or offsets.ndim != 1 or offsets.is_floating_point():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(offsets) or offsets.is_meta:
+        return False
+    return offsets.is_cpu or not (offsets.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _packed(tokens: Any) -> bool:
+    """Whether these are packed tokens; anything else is refused on the cold path, in its own words."""
+    return isinstance(tokens, Tensor) and tokens.ndim == 3 and not tokens.is_nested
+
+
+def _longest(offsets: list[int]) -> int:
+    return max((stop - start for start, stop in itertools.pairwise(offsets)), default=0)
+
+
+def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -> list[int]:
+    offsets: list[int] = cu_seqlens.tolist()
+    total = packed.shape[0]
+    if not offsets or offsets[0] != 0 or offsets[-1] != total:
+        shown = f"{offsets[0]} … {offsets[-1]}" if offsets else "nothing"
+        raise InvalidInputError(code="VALUE_INVALID", value=f"{name} from {shown}", limit=f"0 … {total}, the tokens")
+    for place, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        if stop < start:
+            raise InvalidInputError(
+                code="VALUE_INVALID", value=f"{name}[{place + 1}] = {stop} after {start}", limit="ascending offsets"
+            )
+    if bound is not None and bound < _longest(offsets):
+        short = name.replace("cu_seqlens", "max_seqlen")
+        raise InvalidInputError(
+            code="VALUE_INVALID", value=f"{short}={bound}", limit=f">= {_longest(offsets)}, the longest sequence"
+        )
+    return offsets
+
+
+def _key(world: Any, args: tuple[Any, ...], equal: bool, backend: str | None) -> Any:
+    """Lengths and token counts enter as buckets, so that changing batches stay hot."""
+    from layerzero.selection.buckets import boundaries
+
+    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, _, window, softcap, slopes, return_lse = args
+    if max_q is None or max_k is None:
+        return None
+    sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
+    places: list[int] = []
+    for axis, size in zip(_ELASTIC, sizes, strict=True):
+        edges = boundaries(world, "varlen_attention", axis)
+        places.append(size if edges is None else bisect_left(edges, size))
+    grad = _grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (slopes is not None and slopes.requires_grad)
+    )
+    return (
+        "varlen_attention",
+        *((type(t), t.shape[1:], t.dtype, t.is_cpu or ~t.get_device(), t.is_contiguous() or t.stride())
+          for t in (query, key, value)),
+        value.shape[0] == key.shape[0],
+        *((type(t), t.dtype, t.ndim, t.is_cpu or ~t.get_device(), t.is_contiguous()) for t in (cu_q, cu_k)),
+        cu_q.shape == cu_k.shape,
+        tuple(places),
+        equal,
+        # 1 == True, but only True itself is a flag; anything else is checked on the cold path.
+        is_causal is True or (is_causal is not False and (is_causal,)),
+        window,
+        softcap is None,
+        None if slopes is None else describe_tensor(slopes),
+        return_lse,
+        backend,
+        mode_key(grad),
+    )  # fmt: skip
+
+
+def _describe(call: Call) -> Context:
+    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window, softcap, slopes, return_lse = call.args
+    for name, item, rank in (
+        ("query", query, 3), ("key", key, 3), ("value", value, 3), ("cu_seqlens_q", cu_q, 1), ("cu_seqlens_k", cu_k, 1),
+    ):  # fmt: skip
+        expect_rank(expect_tensor(item, name), name, (rank,))
+    if slopes is not None:
+        expect_tensor(slopes, "alibi_slopes")
+    check_devices(query=query, key=key, value=value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes)
+    words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
+    _check_offsets(cu_q, cu_k)
+    tokens, heads, dim = query.shape
+    tokens_k, kv_heads, dim_k = key.shape
+    if tuple(value.shape[:2]) != (tokens_k, kv_heads):
+        raise InvalidInputError(
+            "key and value disagree",
+            code="SHAPE_INVALID",
+            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit="equal tokens and heads",
+        )
+    if dim != dim_k:
+        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
+    if 0 in (dim, heads, kv_heads):
+        raise InvalidInputError(
+            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
+        )
+    if heads % kv_heads:
+        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    batch = cu_q.shape[0] - 1
+    if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise InvalidInputError(
+            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(slopes.shape)), limit=f"[{heads}]"
+        )
+    causal = parse_causal(is_causal)
+    check_scale(scale)
+    check_softcap(softcap)
+    equal = _lengths(query, key, cu_q, cu_k, max_q, max_k)[2]
+    needs = {
+        "gqa": heads != kv_heads,
+        "mask_grad": call.needs_grad and slopes is not None and slopes.requires_grad,
+        "window": window is not None,
+        "softcap": softcap is not None,
+        "alibi": slopes is not None,
+        "lse": bool(return_lse),
+        "lse_backward": bool(return_lse) and call.needs_grad,
+        "backward": call.needs_grad,
+        "causal_top_left": causal is Causal.TOP_LEFT,
+        "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
+    }
+    return Context(
+        op="varlen_attention",
+        device=call.device,
+        dtype=words[0],
+        dims=(
+            ("batch", batch),
+            ("tokens", tokens),
+            ("tokens_k", tokens_k),
+            ("num_heads", heads),
+            ("num_kv_heads", kv_heads),
+            ("head_dim", dim),
+            ("head_dim_v", value.shape[2]),
+            ("seq_len_q", tokens if max_q is None else max_q),
+            ("seq_len_k", tokens_k if max_k is None else max_k),
+        ),
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        dtypes=words,
+        rank=3,
+        strides=stride_class((query, key, value)),
+        causal=causal,
+        window=window,
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        index_dtype=dtype_name(cu_q),
+        seq_relation="equal" if equal else "ragged",
+        scale=scale,
+    )
+
+
+def _check_offsets(cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, item in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if dtype_name(item) not in ("int32", "int64"):
+            raise InvalidInputError(
+                code="DTYPE_UNSUPPORTED", value=f"{name} {dtype_name(item)}", limit="int32, int64 for offsets"
+            )
+        if item.shape[0] < 1:
+            raise InvalidInputError(code="SHAPE_INVALID", value=f"{name} {tuple(item.shape)}", limit="[B + 1]")
+    if cu_q.dtype != cu_k.dtype:
+        shown = f"cu_seqlens_q {dtype_name(cu_q)}, cu_seqlens_k {dtype_name(cu_k)}"
+        raise InvalidInputError(code="DTYPE_MIXED", value=shown)
+    if cu_q.shape != cu_k.shape:
+        raise InvalidInputError(
+            code="SHAPE_INVALID",
+            value=f"cu_seqlens_q {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}",
+            limit="one number of sequences",
+        )
+
+
+def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
+    first = [given[name] for name in ("query", "key", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    longest_q, longest_k, _ = _lengths(*first)
+    return (
+        given["query"], given["key"], given["value"], given["cu_seqlens_q"], given["cu_seqlens_k"], longest_q,
+        longest_k, given["is_causal"], given["scale"], parse_window(given["window"]), given["softcap"],
+        given["alibi_slopes"], given["return_lse"],
+    )  # fmt: skip
+
+
+VARLEN_ATTENTION = register(
+    PublicOp(
+        OperationSpec(
+            op_id="varlen_attention",
+            op_kind=OpKind.TENSOR,
+            arguments=(
+                "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal",
+                "scale", "window", "softcap", "alibi_slopes", "return_lse",
+            ),
+            input_kinds=(
+                "tensor", "tensor", "tensor", "tensor", "tensor", "number", "number", "flag", "number", "object",
+                "number", "tensor?", "flag",
+            ),
+            output_kind="tensor",
+            describe=_describe,
+            fallback_impl=reference("layerzero.backends.reference.varlen:varlen_attention"),
+            fallback_id="reference.varlen_attention.plain",
+            elastic=_ELASTIC,
+            autocast=True,
+        ),
+        varlen_attention,
+        canonical=_canonical,
+    )
+)  # fmt: skip

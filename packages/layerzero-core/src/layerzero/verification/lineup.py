@@ -1,0 +1,163 @@
+"""What is verified: the kernels under test on one device, and the line-ups in which they meet a layer or a model.
+
+At level 1 an op is locked to each kernel in turn. Above it several ops work together, so a line-up names one kernel for
+each op that has one under test and leaves the other ops to the reference; a call that such a kernel does not declare is
+the reference's too, and the report says which kernels were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.device.probe import probe_device
+from layerzero.dispatch.run import current_world
+from layerzero.errors import UnknownNameError
+from layerzero.model.device import DeviceSpec
+from layerzero.model.kernel import KernelSpec
+from layerzero.ops.signature import public_op
+from layerzero.plugin.vendor import hardware_reasons
+from layerzero.public.control import scoped
+
+__all__ = ["LineUp", "Target", "resolve"]
+
+# More than any preference, priority or measurement can say.
+_BOOST = 1e6
+
+
+@dataclass(frozen=True)
+class LineUp:
+    """Kernels that work together; none named means: whatever selection chooses on this machine.
+
+    `stand_ins` are ops of plugins that take the place of a built-in op in a layer, as (built-in op, plugin's op).
+    `without` are kernels that were found wrong already.
+    """
+
+    name: str
+    kernels: tuple[str, ...] = ()
+    stand_ins: tuple[tuple[str, str], ...] = ()
+    without: tuple[str, ...] = ()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Calls inside the block are selected from this line-up."""
+        settings: dict[str, Any] = {}
+        if self.kernels:
+            settings |= {"allow": self.kernels, "boosts": dict.fromkeys(self.kernels, _BOOST)}
+        if self.without:
+            settings["deny"] = self.without
+        with scoped(**settings):
+            yield
+
+
+@dataclass(frozen=True)
+class Target:
+    """The kernels under test, those that cannot run here with the reason, and where they run."""
+
+    name: str
+    device: torch.device
+    spec: DeviceSpec
+    kernels: tuple[KernelSpec, ...]
+    absent: tuple[tuple[str, str], ...]
+    everything: bool
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """Ops that have a kernel under test."""
+        return frozenset(kernel.op for kernel in self.kernels)
+
+    def line_ups(self, *, thorough: bool, without: frozenset[str] = frozenset()) -> tuple[LineUp, ...]:
+        """One line-up as selected, then, where asked, each backend's kernels in turn; only the latter if restricted.
+
+        Kernels in `without` take part in none: what they would break above is known already.
+        """
+        found = [LineUp("as selected", without=tuple(sorted(without)))] if self.everything else []
+        if thorough or not self.everything:
+            kept = [kernel for kernel in self.kernels if kernel.kernel_id not in without]
+            for backend in sorted({kernel.backend for kernel in kept}):
+                found += _combinations(backend, [kernel for kernel in kept if kernel.backend == backend])
+        return tuple(found)
+
+
+def resolve(
+    *, op: str | None = None, kernel: str | None = None, backend: str | None = None, device: str | None = None
+) -> Target:
+    """The kernels that a request names, on a device of this machine (the first accelerator unless one is named)."""
+    spec = probe_device(device)
+    world = current_world()
+    if op is not None and op not in world.ops:
+        public_op(op)  # raises with the nearest names
+    known = world.registry.kernels
+    if kernel is not None and kernel not in known:
+        raise _unknown("kernel", kernel, list(known), "KERNEL_UNKNOWN")
+    backends = {item.backend for item in known.values()} | set(world.registry.backends)
+    if backend is not None and backend not in backends:
+        raise _unknown("backend", backend, sorted(backends), "BACKEND_UNKNOWN")
+    chosen = [
+        item
+        for item in known.values()
+        if (op is None or item.op == op)
+        and (kernel is None or item.kernel_id == kernel)
+        and (backend is None or item.backend == backend)
+    ]
+    usable, absent = [], []
+    for item in sorted(chosen, key=lambda item: (item.op, -item.priority, item.kernel_id)):
+        why = _absent(item, spec)
+        if why:
+            absent.append((item.kernel_id, why))
+        else:
+            usable.append(item)
+    words = [
+        f"{label} {value}"
+        for label, value in (("backend", backend), ("kernel", kernel), ("op", op))
+        if value is not None
+    ]
+    return Target(
+        ", ".join(words) or "every kernel",
+        torch.device(spec.device_type, spec.index) if spec.device_type != "cpu" else torch.device("cpu"),
+        spec,
+        tuple(usable),
+        tuple(absent),
+        everything=not words,
+    )
+
+
+def _unknown(kind: str, name: str, known: list[str], code: str) -> UnknownNameError:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, 3) or sorted(known)[:8]
+    return UnknownNameError(f"no {kind} {name!r} is registered", code=code, value=name, limit=", ".join(near))
+
+
+def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
+    world = current_world()
+    backend = world.registry.backends.get(kernel.backend)
+    if backend is not None and not backend.available:
+        return "; ".join(item.message for item in backend.reasons) or "its backend is not available"
+    if kernel.kernel_id in world.unbindable:
+        return world.unbindable[kernel.kernel_id].message
+    blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
+    if blocked is not None:
+        return blocked.message
+    found = hardware_reasons(kernel, device)
+    return found[0].message if found else ""
+
+
+def _combinations(backend: str, kernels: list[KernelSpec]) -> list[LineUp]:
+    """So many line-ups that each kernel is in one: the first of every op, then the second, and so on."""
+    by_op: dict[str, list[KernelSpec]] = {}
+    for item in kernels:
+        by_op.setdefault(item.op, []).append(item)
+    ops = current_world().ops
+    stand_ins = tuple(
+        (spec.stands_for, name) for name in sorted(by_op) if (spec := ops.get(name)) is not None and spec.stands_for
+    )
+    found = []
+    for turn in range(max(map(len, by_op.values()))):
+        chosen = tuple(items[min(turn, len(items) - 1)].kernel_id for items in by_op.values())
+        found.append(LineUp(backend if turn == 0 else f"{backend} ({turn + 1})", chosen, stand_ins))
+    return found

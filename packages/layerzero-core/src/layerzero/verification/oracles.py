@@ -1,0 +1,218 @@
+"""Formulas of the basic ops, written apart from the reference: the truth that the reference itself is held against.
+
+Each takes the canonical arguments of its op, in float64. They are made to be read, not to be fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ORACLES"]
+
+
+def _visible(row: int, column: int, seq_q: int, seq_k: int, causal: Any, window: Any) -> bool:
+    """Whether query `row` may see key `column`: positions are counted from the end, but for a top-left triangle."""
+    position = row if causal is True else row + seq_k - seq_q
+    if causal and column > position:
+        return False
+    left, right = window if window is not None else (-1, -1)
+    return not (0 <= left < position - column or 0 <= right < column - position)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: Any,
+    scale: float | None,
+    window: Any,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    if not (attn_mask is None or isinstance(attn_mask, Tensor)) or dropout_p:
+        return NotImplemented
+    heads, seq_q, seq_k = query.shape[1], query.shape[2], key.shape[2]
+    share = torch.arange(heads, device=query.device) // (heads // key.shape[1])
+    keys, values = key[:, share], value[:, share]
+    scores = torch.einsum("bhid,bhjd->bhij", query, keys)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        ends = torch.arange(seq_k - seq_q, seq_k, device=query.device)
+        gap = (ends[:, None] - torch.arange(seq_k, device=query.device)[None]).abs().double()
+        slopes = alibi_slopes if alibi_slopes.ndim == 2 else alibi_slopes[None]
+        scores = scores - slopes.double()[:, :, None, None] * gap
+    seen = torch.tensor(
+        [[_visible(i, j, seq_q, seq_k, is_causal, window) for j in range(seq_k)] for i in range(seq_q)],
+        device=query.device,
+    ).expand_as(scores)
+    if attn_mask is not None:
+        seen, scores = (
+            (seen & attn_mask, scores) if attn_mask.dtype is torch.bool else (seen, scores + attn_mask.double())
+        )
+    powers = torch.where(seen, scores, -math.inf)
+    top = powers.amax(-1, keepdim=True).clamp_min(-1e300)
+    parts = torch.exp(powers - top)
+    total = parts.sum(-1, keepdim=True)
+    out = torch.einsum("bhij,bhjd->bhid", parts / total.clamp_min(1e-300), values)
+    if not return_lse:
+        return out
+    return out, (torch.log(total) + top).squeeze(-1).masked_fill(total.squeeze(-1) == 0, -math.inf)
+
+
+def _paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Any,
+    scale: float | None,
+    window: Any,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    layout: str,
+    *rest: Any,
+) -> Any:
+    if key_cache.dtype is not torch.float64 or any(item is not None for item in rest):
+        return NotImplemented  # a cache with scales is another formula
+    page = key_cache.shape[1 if layout == "NHD" else 2]
+
+    def token(cache: Tensor, row: int, position: int) -> Tensor:
+        block = cache[int(batch.block_tables[row, position // page])]
+        return block[position % page] if layout == "NHD" else block[:, position % page]
+
+    outs, lses, start = [], [], 0
+    for row, (context, new) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
+        if new == 0:
+            continue
+        k, v = (
+            torch.stack([token(cache, row, position) for position in range(context)], dim=1)[None]
+            for cache in (key_cache, value_cache)
+        )
+        q = query[start : start + new].transpose(0, 1)[None]
+        slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        out, lse = _attention(q, k, v, None, 0.0, "bottom_right", scale, window, softcap, slopes, True)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+        start += new
+    return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / x.shape[-1]
+    out = x / torch.sqrt(size + eps)
+    return out if weight is None else out * weight
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return _rms_norm(x + residual, weight, eps), x + residual
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    out = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, correction=0) + eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, *rest: Any) -> Any:
+    """Each pair (a, b) of a head becomes (a cos - b sin, b cos + a sin)."""
+    layout, position_ids, inplace = rest
+    if inplace:
+        return NotImplemented
+    length = q.shape[2 if layout == "BHSD" else 1]
+
+    def pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+        half = x.shape[-1] // 2
+        return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+
+    def columns(table: Tensor) -> tuple[Tensor, Tensor]:
+        """The table's entries for the first and for the second of each pair, a row for each token."""
+        first, second = pairs(table) if table.ndim == 3 else (table[None], table[None])
+        found = []
+        for side in (first, second):
+            if position_ids is not None:
+                ids = position_ids if position_ids.ndim == 2 else position_ids[None]
+                rows = max(len(side), len(ids))
+                side = torch.stack([side[i % len(side)][ids[i % len(ids)].long()] for i in range(rows)])
+            found.append(side[:, None, :length] if layout == "BHSD" else side[:, :length, None])
+        return found[0].double(), found[1].double()
+
+    cosines, sines = columns(cos), columns(sin)
+    width = 2 * cosines[0].shape[-1]
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = pairs(x[..., :width])
+        first, second = a * cosines[0] - b * sines[0], b * cosines[1] + a * sines[1]
+        out = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+        return torch.cat((out, x[..., width:]), dim=-1)
+
+    return rotated(q), None if k is None else rotated(k)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    if approximate == "tanh":
+        inner = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    else:
+        inner = torch.special.erf(x / math.sqrt(2))
+    return x / 2 * (1 + inner)
+
+
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "gelu": lambda x: _gelu(x, "none"),
+    "gelu_tanh": lambda x: _gelu(x, "tanh"),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu": lambda x: x.clamp_min(0),
+}
+
+
+def _gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    half = x.shape[-1] // 2
+    return activation(x[..., :half]) * x[..., half:]
+
+
+def _linear(x: Tensor, weight: Any, bias: Tensor | None, activation: str | None, *rest: Any) -> Any:
+    if not isinstance(weight, Tensor) or any(item is not None for item in rest):
+        return NotImplemented
+    out = torch.einsum("...k,nk->...n", x, weight)
+    return _ACTIVATIONS[activation](out if bias is None else out + bias)
+
+
+def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Any:
+    if padding_idx is not None:
+        return NotImplemented  # its gradient is not that of a product
+    return torch.nn.functional.one_hot(ids.long(), weight.shape[0]).to(weight.dtype) @ weight
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, *rest: Any) -> Any:
+    if any(item not in (None, -100, "mean", 0.0, False) for item in rest):
+        return NotImplemented
+    log_probs = logits - torch.logsumexp(logits, -1, keepdim=True)
+    kept = targets != -100
+    chosen = log_probs.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * kept).sum() / kept.sum().clamp_min(1)
+
+
+ORACLES: dict[str, Callable[..., Any]] = {
+    "attention": _attention,
+    "paged_attention": _paged,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "layer_norm": _layer_norm,
+    "rope": _rope,
+    "silu_and_mul": lambda x: _gated(x, _ACTIVATIONS["silu"]),
+    "gelu_and_mul": lambda x, approximate: _gated(x, lambda gate: _gelu(gate, approximate)),
+    "relu_and_mul": lambda x: _gated(x, _ACTIVATIONS["relu"]),
+    "linear": _linear,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+}

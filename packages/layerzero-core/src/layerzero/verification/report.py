@@ -1,0 +1,291 @@
+"""What a run of the ladder found, as values: checks, levels, the verdict, the report."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.numerics import ErrorLocation, ErrorReport
+
+__all__ = [
+    "LEVELS",
+    "Check",
+    "Level",
+    "StageDiff",
+    "Status",
+    "Verdict",
+    "VerifyReport",
+    "failed",
+    "of_error",
+    "skipped",
+]
+
+SCHEMA_VERSION = "1.0"
+
+LEVELS = {
+    0: "preflight",
+    1: "kernels",
+    2: "layer",
+    3: "stages",
+    4: "model",
+    5: "training",
+}
+
+
+class Status(enum.StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class StageDiff:
+    """One stage of a layer or model against the truth, and the kernel that computed it."""
+
+    stage: str
+    op: str
+    kernel: str
+    max_abs: float
+    threshold: float
+    ok: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "stage": self.stage,
+            "op": self.op,
+            "kernel": self.kernel,
+            "max_abs": _number(self.max_abs),
+            "threshold": self.threshold,
+            "ok": self.ok,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison. A failed one names level, op, kernel, stage and the first element that differs.
+
+    `served` are all kernels that took part where several did.
+    """
+
+    level: int
+    name: str
+    status: Status
+    op: str = ""
+    kernel: str = ""
+    stage: str = ""
+    subject: str = ""
+    dtype: str = ""
+    max_abs: float | None = None
+    mean_abs: float | None = None
+    threshold: float | None = None
+    first: ErrorLocation | None = None
+    component: str = ""
+    detail: str = ""
+    flags: tuple[str, ...] = ()
+    stages: tuple[StageDiff, ...] = ()
+    figures: tuple[tuple[str, float], ...] = ()
+    served: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; fields without a value are left out."""
+        found: dict[str, Any] = {"level": self.level, "name": self.name, "status": self.status.value}
+        for key in ("op", "kernel", "stage", "subject", "dtype", "component", "detail"):
+            if value := getattr(self, key):
+                found[key] = value
+        for key in ("max_abs", "mean_abs", "threshold"):
+            value = getattr(self, key)
+            if value is not None:
+                found[key] = _number(value)
+        if self.first is not None:
+            found["first_difference"] = self.first.to_json()
+        if self.flags:
+            found["red_flags"] = list(self.flags)
+        if self.stages:
+            found["stages"] = [item.to_json() for item in self.stages]
+        if self.served:
+            found["served"] = list(self.served)
+        if self.figures:
+            found["figures"] = {name: _number(value) for name, value in self.figures}
+        return found
+
+    def __str__(self) -> str:
+        """One line: what, where, and the first element that differs."""
+        where = " ".join(part for part in (self.op, self.kernel, self.stage) if part)
+        parts = [f"level {self.level} {self.name}", where, " ".join(x for x in (self.subject, self.dtype) if x)]
+        if self.first is not None:
+            spot = self.first
+            parts.append(f"first at {list(spot.index)}: got {spot.actual:.6g}, want {spot.expected:.6g}")
+        if self.max_abs is not None and self.threshold is not None:
+            parts.append(f"max {self.max_abs:.2e} (limit {self.threshold:.0e})")
+        if self.component:
+            parts.append(f"component: {self.component}")
+        parts += [self.detail, *self.flags]
+        return " · ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One rung: its checks, and why it was left out where it was."""
+
+    number: int
+    checks: tuple[Check, ...] = ()
+    skipped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What it compares."""
+        return LEVELS[self.number]
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(item for item in self.checks if item.status is Status.FAIL)
+
+    @property
+    def passed(self) -> int:
+        """How many checks passed."""
+        return sum(item.status is Status.OK for item in self.checks)
+
+    @property
+    def status(self) -> Status:
+        """Fail if any check failed; skip where nothing was compared."""
+        if self.failures:
+            return Status.FAIL
+        return Status.OK if self.passed else Status.SKIP
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "level": self.number,
+            "name": self.name,
+            "status": self.status.value,
+            "passed": self.passed,
+            "failed": len(self.failures),
+            "skipped": sum(item.status is Status.SKIP for item in self.checks),
+            "reason": self.skipped,
+            "seconds": round(self.seconds, 3),
+            "checks": [item.to_json() for item in self.checks],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The pyramid rule applied: the lowest rung that fails, and what that means."""
+
+    ok: bool
+    kind: str  # pass, contract, kernel, layer, integration, training
+    level: int | None
+    text: str
+    component: str = ""
+    op: str = ""
+    kernel: str = ""
+    stage: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "ok": self.ok,
+            "kind": self.kind,
+            "level": self.level,
+            "text": self.text,
+            "component": self.component,
+            "op": self.op,
+            "kernel": self.kernel,
+            "stage": self.stage,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """A whole run."""
+
+    lane: str
+    target: str
+    device: str
+    dtype: str
+    seed: int
+    kernels: tuple[str, ...]
+    absent: tuple[tuple[str, str], ...]
+    levels: tuple[Level, ...]
+    verdict: Verdict
+    seconds: float
+    versions: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return self.verdict.ok
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """Every failed check, lowest rung first."""
+        return tuple(item for level in self.levels for item in level.failures)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; docs/verify.md describes it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "ok": self.ok,
+            "lane": self.lane,
+            "target": self.target,
+            "device": self.device,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 2),
+            "versions": dict(self.versions),
+            "kernels": list(self.kernels),
+            "absent": [{"kernel": name, "why": why} for name, why in self.absent],
+            "verdict": self.verdict.to_json(),
+            "levels": [level.to_json() for level in self.levels],
+            "notes": list(self.notes),
+        }
+
+
+def _number(value: float) -> float | str:
+    return value if value == value and abs(value) != float("inf") else str(value)
+
+
+def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
+    """A check from a comparison of tensors."""
+    detail = where.pop("detail", "")
+    if not report.shape_ok:
+        detail = f"shape {list(report.shape)}, expected {list(report.expected_shape)}"
+    elif not report.nan_agree or not report.inf_agree:
+        count = report.nan_mismatches + report.inf_mismatches
+        detail = f"NaN or infinity in different places: {count} elements"
+    return Check(
+        level,
+        name,
+        Status.OK if report.ok else Status.FAIL,
+        max_abs=report.max_abs,
+        mean_abs=report.mean_abs,
+        threshold=max(report.tolerance.atol, report.tolerance.rtol),
+        first=None if report.ok else report.first,
+        detail=detail if not report.ok else "",
+        **where,
+    )
+
+
+def failed(level: int, name: str, error: BaseException | str, **where: Any) -> Check:
+    """A check that could not be made because something raised."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    if isinstance(error, BaseException) and error.__cause__ is not None:
+        text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"
+    return Check(level, name, Status.FAIL, detail=" ".join(text.split())[:500], **where)
+
+
+def skipped(level: int, name: str, why: str, **where: Any) -> Check:
+    """A check that was left out, and why."""
+    return Check(level, name, Status.SKIP, detail=why, **where)
+
+
+def worst(checks: Iterable[Check]) -> float:
+    """The largest absolute error among checks that measured one."""
+    return max((item.max_abs for item in checks if item.max_abs is not None), default=0.0)

@@ -1,0 +1,139 @@
+"""Who a tokenizer is: SHA-256 over everything that can change an id, part by part and as a whole.
+
+The parts are what the libraries themselves call them. A digest depends on content alone, so it is the same in every
+process and on every platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from layerzero.model.context import TokenizerIdentity
+from layerzero.reasons import Reason, reason
+
+__all__ = ["Fingerprint", "changes", "fingerprint", "of_hf", "of_sentencepiece", "of_tiktoken"]
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The digests of a tokenizer's parts; `digest` is over all of them."""
+
+    family: str
+    vocab: str
+    merges: str
+    normalizer: str
+    pre_tokenizer: str
+    post_processor: str
+    added_tokens: str
+    special_tokens: str
+    rest: str
+
+    @property
+    def digest(self) -> str:
+        """One SHA-256 over every part."""
+        return _sha(*(getattr(self, field.name) for field in fields(self)))
+
+    def identity(self, namespace: str = "", *, return_offsets: bool = False) -> TokenizerIdentity:
+        """What selection sees. The id names the whole digest, and the namespace it is used in."""
+        name = f"{self.family}:{self.digest}"
+        return TokenizerIdentity(
+            tokenizer_id=f"{namespace}/{name}" if namespace else name,
+            vocab_hash=self.vocab,
+            normalizer_id=self.normalizer,
+            pretokenizer_id=self.pre_tokenizer,
+            merges_hash=self.merges,
+            special_tokens_hash=_sha(self.added_tokens, self.special_tokens, self.post_processor),
+            return_offsets=return_offsets,
+        )
+
+
+def changes(before: Fingerprint, after: Fingerprint) -> tuple[Reason, ...]:
+    """A TOKENIZER_HASH_MISMATCH for each part that differs, naming it; empty when nothing does."""
+    return tuple(
+        reason("TOKENIZER_HASH_MISMATCH", f"{field.name} {getattr(after, field.name)}", getattr(before, field.name))
+        for field in fields(before)
+        if getattr(before, field.name) != getattr(after, field.name)
+    )
+
+
+def fingerprint(family: str, **parts: bytes | str | None) -> Fingerprint:
+    """A Fingerprint from the canonical bytes of each part; what a library does not have is "none"."""
+    given = {name: NONE if content is None else _sha(name, content) for name, content in parts.items()}
+    missing = {field.name: NONE for field in fields(Fingerprint) if field.name not in given and field.name != "family"}
+    return Fingerprint(family, **given, **missing)
+
+
+def of_hf(document: Mapping[str, Any]) -> Fingerprint:
+    """From the content of a tokenizer.json (`Tokenizer.to_str`)."""
+    model = dict(document["model"])
+    vocab, merges = model.pop("vocab"), model.pop("merges", None)
+    added = list(document.get("added_tokens") or ())
+    if isinstance(vocab, Mapping):
+        vocab = sorted(vocab.items(), key=lambda item: item[1])
+    # A merge is written "a b" by older releases and ["a", "b"] by newer ones.
+    pairs = None if merges is None else [m.split(" ", 1) if isinstance(m, str) else list(m) for m in merges]
+    return fingerprint(
+        "tokenizers",
+        vocab=_canonical([model, vocab]),
+        merges=None if pairs is None else _canonical(pairs),
+        normalizer=_part(document.get("normalizer")),
+        pre_tokenizer=_part(document.get("pre_tokenizer")),
+        post_processor=_part(document.get("post_processor")),
+        added_tokens=_canonical([item for item in added if not item.get("special")]),
+        special_tokens=_canonical([item for item in added if item.get("special")]),
+        rest=_canonical([document.get(name) for name in ("decoder", "truncation", "padding")]),
+    )
+
+
+def of_tiktoken(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str) -> Fingerprint:
+    """From the parts of a tiktoken Encoding. Its ranks are vocabulary and merges in one."""
+    ordered = sorted(ranks.items(), key=lambda item: item[1])
+    return fingerprint(
+        "tiktoken",
+        vocab=_framed(part for token, rank in ordered for part in (token, str(rank).encode())),
+        merges=_framed(token for token, _ in ordered),
+        pre_tokenizer=pattern,
+        special_tokens=_canonical(sorted(special.items())),
+    )
+
+
+def of_sentencepiece(parsed: Any, *, add_bos: bool, add_eos: bool) -> Fingerprint:
+    """From a parsed model file (`sp_model.parse`) and what the processor puts around a text."""
+    ordinary = [piece for piece in parsed.pieces if piece.type in ("normal", "unused", "byte")]
+    special = [piece for piece in parsed.pieces if piece.type in ("unknown", "control")]
+    added = [piece for piece in parsed.pieces if piece.type == "user_defined"]
+    rows = [(piece.text, piece.score, piece.type) for piece in parsed.pieces]
+    return fingerprint(
+        "sentencepiece",
+        vocab=_canonical([parsed.model_type, rows]),
+        merges=_canonical([(piece.text, piece.score) for piece in ordinary]) if parsed.model_type == "bpe" else None,
+        normalizer=parsed.normalizer_bytes,
+        pre_tokenizer=parsed.trainer_bytes,
+        post_processor=_canonical([add_bos, add_eos]),
+        added_tokens=_canonical([piece.text for piece in added]),
+        special_tokens=_canonical([(piece.text, piece.type) for piece in special]),
+        rest=parsed.rest_bytes,
+    )
+
+
+def _part(item: Any) -> bytes | None:
+    return None if item is None else _canonical(item)
+
+
+def _canonical(item: Any) -> bytes:
+    return json.dumps(item, ensure_ascii=True, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _framed(items: Iterable[bytes]) -> bytes:
+    """Bytes that tell ("ab", "c") from ("a", "bc")."""
+    return b"".join(len(item).to_bytes(8, "little") + item for item in items)
+
+
+def _sha(*parts: bytes | str) -> str:
+    return hashlib.sha256(_framed(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()

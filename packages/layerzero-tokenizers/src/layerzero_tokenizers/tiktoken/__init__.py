@@ -1,0 +1,1 @@
+"""tiktoken, and the encodings its plugins bring."""
