@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["activated", "gated", "mlp"]
+__all__ = ["activated", "gated", "mlp", "narrow_on_cpu"]
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -15,6 +15,11 @@ def activated(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def narrow_on_cpu(x: Tensor) -> bool:
+    """Whether x is of 16 bits and on a CPU, most of which multiply such numbers slower than wide ones."""
+    return x.device.type == "cpu" and x.element_size() == 2
 
 
 def gated(x: Tensor, activation: str, inner: int) -> Tensor:
@@ -35,7 +40,16 @@ def mlp(
     gate_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:
-    """`F.linear`, activation, `F.linear`; what stands between them is rounded to the dtype of x."""
+    """`F.linear`, activation, `F.linear`.
+
+    On a CPU 16-bit numbers are widened first, so that nothing is rounded between the two products: with it some
+    results would leave the bounds. On a GPU what stands between them is rounded to the dtype of x, as everywhere.
+    """
+    if narrow_on_cpu(x):
+        given = (x, up_weight, down_weight, gate_weight)
+        wide = (None if item is None else item.float() for item in given)
+        biases = (None if item is None else item.float() for item in (up_bias, gate_bias, down_bias))
+        return mlp(*wide, activation, *biases).to(x.dtype)  # type: ignore[arg-type]
     up = F.linear(x, up_weight, up_bias)
     if gate_weight is None:
         inner = gated(up, activation, down_weight.shape[1])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.torch_native.feed_forward import gated
+from layerzero.backends.torch_native.feed_forward import gated, narrow_on_cpu
 from layerzero.errors import InvalidInputError
 
 __all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk_gate"]
@@ -139,10 +139,15 @@ def moe_segments(
     slots, ends = _by_expert(topk_ids, expert_offset, experts)
     bounds = ends.tolist()
 
-    def computed(mine: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return F.linear(gated(F.linear(x[mine // top_k], first), activation, inner), second)
+    narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
 
-    results = x.new_zeros(tokens * top_k, x.shape[1])
+    def computed(mine: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        rows = x[mine // top_k]
+        if narrow:
+            rows, first, second = rows.float(), first.float(), second.float()
+        return F.linear(gated(F.linear(rows, first), activation, inner), second)
+
+    results = x.new_zeros(tokens * top_k, x.shape[1], dtype=torch.float32 if narrow else x.dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, topk_weights)):
         # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
@@ -154,7 +159,7 @@ def moe_segments(
             for first in range(start, end, tokens):
                 mine = slots[first : min(first + tokens, end)]
                 results[mine] = computed(mine, gate_up[expert], down[expert])
-    return _combined(results, topk_weights, topk_ids, expert_offset, experts)
+    return _combined(results, topk_weights, topk_ids, expert_offset, experts).to(x.dtype)
 
 
 def _ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
