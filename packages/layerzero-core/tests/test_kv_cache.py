@@ -88,7 +88,8 @@ def test_prefill_and_decode_attend_what_the_cache_holds(strategy, layout, quant,
         assert got.dtype == dtype and lse.dtype == torch.float32
         assert_close(got.double().cpu(), want, bound)
         assert_close(lse.double().cpu(), want_lse, bound)
-        assert torch.equal(cache.attend(query, lens=lens), got)
+        # Without the log-sum-exp another kernel may be the best one.
+        assert_close(cache.attend(query, lens=lens).double().cpu(), want, bound)
         for call in cache.calls(query, lens=lens):
             assert lz.which(call.op, *call.args, **call.kwargs)  # explainable, by normal selection
 

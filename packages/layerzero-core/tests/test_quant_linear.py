@@ -389,7 +389,7 @@ def test_gpu_kernels_in_the_formats_own_arithmetic(fmt, granularity, dtype):
     want = oracle.matmul(torch.from_numpy(oracle.value_of(rows_of(x, fmt))), qt) + bias.double().cpu().numpy()
     kernels = [c.kernel_id for c in lz.explain("linear", x, packed, bias).decision.candidates if c.accepted]
     sm = torch.cuda.get_device_capability()
-    if sm >= (8, 9):
+    if sm >= (8, 9) and (fmt == "int8" or dtype != torch.float32):  # eight-bit floats are summed too coarsely for it
         assert any(k.startswith(("torch.linear.int8_dynamic", "torch.linear.fp8_")) for k in kernels)
     for kernel in kernels:
         close(lz.linear(x, packed, bias, backend=kernel), want, dtype, 128)

@@ -70,7 +70,8 @@ def test_verified_tokens_follow_the_target(tree: bool) -> None:
     rows, vocab = 40_000, 9
     target = torch.softmax(randn(3, vocab) / 3, dim=-1).cuda()
     draft = torch.softmax(randn(2, vocab, seed=1) / 3, dim=-1).cuda()
-    ids = torch.stack([torch.multinomial(row.expand(rows, -1), 1, generator=seeded(7))[:, 0] for row in draft], dim=1)
+    numbers = seeded(7)  # one stream for all: siblings that share their numbers were not drawn from these rows
+    ids = torch.stack([torch.multinomial(row.expand(rows, -1), 1, generator=numbers)[:, 0] for row in draft], dim=1)
     given = (ids, draft.expand(rows, -1, -1), target.expand(rows, -1, -1))
     if tree:  # two candidates for the first place
         tokens = lz.sample_tree(*given, [-1, -1], generator=seeded(2))[0]

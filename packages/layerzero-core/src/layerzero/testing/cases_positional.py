@@ -48,8 +48,8 @@ def _rotary(
         cos, sin = _tables(32 if ids else 7, dim // (4 if partial else 2), interleaved, batched, draw.device)
         positions = draw.integers(32, 2, 7) if ids else None
         given = tensor(4), tensor(2) if keys else None, cos, sin, interleaved, chosen, positions
-        # A base so small that seven positions show the decay.
-        return (*given, 8.0, 0.4, 2.5) if spec.op == "xpos" else (*given, inplace)
+        # A base so small that seven positions show the decay, and so large that no pair of large numbers cancels.
+        return (*given, 64.0, 0.4, 2.5) if spec.op == "xpos" else (*given, inplace)
 
     return make
 

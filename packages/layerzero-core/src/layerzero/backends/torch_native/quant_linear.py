@@ -21,9 +21,9 @@ Weight = QuantizedTensor | PackedWeight
 
 
 def dequantized(x: Tensor, weight: Weight, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Widen the weight, then one product: in float32 on a CPU, in the dtype of x where that has matrix units."""
+    """Widen the weight, then one product, in float32: a weight rounded to 16 bits would take results out of bounds."""
     source = _source(weight)
-    dtype = torch.float32 if x.is_cpu else x.dtype
+    dtype = torch.float32
     rows = x.to(dtype)
     if isinstance(weight, PackedWeight) and weight.act is not None:
         stored = dequantize(quantize(x, activation_scheme(source.fmt)), dtype)
