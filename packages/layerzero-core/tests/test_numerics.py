@@ -159,6 +159,17 @@ def test_the_first_miss_is_the_first_in_memory_not_the_worst():
     assert compare(expected, expected.clone(), LOOSE).first is None
 
 
+def test_how_much_of_the_bounds_was_used():
+    tol = Tolerance(rtol=0.5, atol=1.0)
+    expected = torch.tensor([4.0, 0.0])
+    assert compare(torch.tensor([5.5, 0.0]), expected, tol).used == pytest.approx(0.5)  # 1.5 of 1 + 0.5 * 4
+    assert compare(torch.tensor([4.0, 2.0]), expected, tol).used == pytest.approx(2.0)
+    assert compare(expected, expected.clone(), Tolerance(0.0, 0.0)).used == 0.0
+    assert compare(torch.tensor([4.0, 1e-9]), expected, Tolerance(0.0, 0.0)).used == math.inf
+    loose = Tolerance(0.1, 0.1, hit_ratio=0.5)
+    assert compare(torch.tensor([4.0, 9.0]), expected, loose).used == pytest.approx(1.0)  # the one miss that may be
+
+
 @pytest.mark.req("R-DEF-08")
 def test_a_report_is_json_with_every_metric():
     expected = torch.tensor([1.0, 2.0, 3.0])

@@ -23,7 +23,7 @@ from layerzero.verification.report import Check, Level, StageDiff, Status, Verdi
 
 pytestmark = pytest.mark.usefixtures("clean")
 
-QUICK = ("--lane", "quick", "--op", "relu_and_mul", "--level", "1")
+QUICK = ("--lane", "quick", "--op", "relu_and_mul", "--level", "1", "--device", "cpu")
 
 
 def run(*args: str) -> Result:
@@ -43,7 +43,8 @@ def report(*, ok: bool = False, name: str = "backend toy") -> VerifyReport:
     )
     failed = Check(
         2, "forward", Status.FAIL, "linear", "toy.linear.x", "layer 0 attn_out", "tiny [toy]", "float32", float("inf"),
-        0.1, 1e-4, spot, "attention", "<b>q & k</b>", ("a red flag",), stages, (("loss", 1.5),), ("toy.linear.x",),
+        0.1, 1e-4, float("inf"), spot, "attention", "<b>q & k</b>", ("a red flag",), stages, (("loss", 1.5),),
+        ("toy.linear.x",),
     )  # fmt: skip
     passed = Check(1, "forward", Status.OK, "linear", "toy.linear.x", "result: plain", "", "float32", 1e-6, 1e-7, 1e-5)
     checks = (replace(failed, status=Status.OK, first=None),) if ok else (failed,)
@@ -120,10 +121,12 @@ def test_the_checklist_is_shown() -> None:
 
 
 def test_the_public_function_is_the_same_ladder() -> None:
-    found = lz.verify(op="relu_and_mul", level=1)
+    found = lz.verify(op="relu_and_mul", level=1, device="cpu")
     assert found.ok and found.to_json()["target"] == "op relu_and_mul"
     seen: list[tuple[int, int, str]] = []
-    lz.verify(op="relu_and_mul", level=1, progress=lambda done, total, label: seen.append((done, total, label)))
+    lz.verify(
+        op="relu_and_mul", level=1, device="cpu", progress=lambda done, total, label: seen.append((done, total, label))
+    )
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == len(seen) - 1
     assert "torch.relu_and_mul.native" in {label for _, _, label in seen}
 

@@ -54,7 +54,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def verify(*args: str) -> tuple[int, dict[str, Any]]:
-    result = CliRunner().invoke(cli, ["verify", *args, "--json"])
+    result = CliRunner().invoke(cli, ["verify", *args, "--device", "cpu", "--json"])
     return result.exit_code, json.loads(result.stdout)
 
 
@@ -149,7 +149,7 @@ def test_without_level_1_the_layer_finds_it_and_points_at_the_component(name: st
 
 
 def test_the_text_for_people_says_the_same() -> None:
-    result = CliRunner().invoke(cli, ["verify", "--lane", "quick", "--backend", "rope_pairs"])
+    result = CliRunner().invoke(cli, ["verify", "--lane", "quick", "--backend", "rope_pairs", "--device", "cpu"])
     assert result.exit_code == 1
     text = result.stdout
     assert "rope rope_pairs.rope.fast result: rotate_half_BHSD" in text

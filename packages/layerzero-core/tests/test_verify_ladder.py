@@ -151,7 +151,7 @@ def level(number: int, *, fails: bool = False, skips: bool = False) -> Level:
 
 
 def target() -> Target:
-    return replace(resolve(op="rope"), name="backend x")
+    return replace(resolve(op="rope", device="cpu"), name="backend x")
 
 
 @pytest.mark.req("R-PAR-16")
@@ -347,7 +347,7 @@ def test_loss_curves_are_compared_beyond_twenty_steps() -> None:
 # -- the whole --------------------------------------------------------------------------------------------
 @pytest.mark.req("R-PAR-13")
 def test_a_short_run_of_the_quick_lane_is_green() -> None:
-    report = verify(lane="quick", op="silu_and_mul", level=(1, 2), config="tiny")
+    report = verify(lane="quick", op="silu_and_mul", level=(1, 2), config="tiny", device="cpu")
     assert report.ok, report.verdict.text
     assert [item.number for item in report.levels] == [0, 1, 2]
     assert set(report.kernels) == {"reference.silu_and_mul.plain", "torch.silu_and_mul.native"}
@@ -358,7 +358,7 @@ def test_a_short_run_of_the_quick_lane_is_green() -> None:
 def test_what_was_there_before_is_there_afterwards() -> None:
     torch.manual_seed(3)
     state, threads, policy = torch.get_rng_state(), torch.get_num_threads(), lz.get_config()
-    verify(op="embedding", level=1)
+    verify(op="embedding", level=1, device="cpu")
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads and lz.get_config() == policy
 
@@ -391,7 +391,7 @@ def test_without_transformers_level_4_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else real(name, *a)
     )
-    report = verify(op="rms_norm", level=(3, 4))
+    report = verify(op="rms_norm", level=(3, 4), device="cpu")
     found = {item.number: item for item in report.levels}
     assert found[4].status is Status.SKIP and "layerzero-core[verify]" in found[4].skipped
     assert found[3].status is Status.OK and "made weights" in found[3].checks[0].subject
@@ -404,7 +404,7 @@ def test_the_preflight_refuses_what_is_declared_wrongly(lab) -> None:
     lost = replace(orphan, kernel_id="toy.rms_norm.lost", function="layerzero_no_such_module:f")
     greedy = lab.kernel("toy.layer_norm.greedy")
     lab.use(lost, replace(greedy, limits=(), features=greedy.features - {"bias"}))
-    report = verify(backend="toy", level=(1, 2))
+    report = verify(backend="toy", level=(1, 2), device="cpu")
     preflight = report.levels[0]
     assert report.verdict.kind == "contract" and not report.ok
     assert [check.kernel for check in preflight.failures] == ["toy.rms_norm.lost"]
@@ -416,10 +416,10 @@ def test_the_preflight_refuses_what_is_declared_wrongly(lab) -> None:
 def test_a_kernel_found_wrong_takes_no_part_above(lab) -> None:
     wrong = lab.kernel("toy.rms_norm.wrong", function=lambda x, weight, eps: x * 2)
     lab.use(wrong)
-    report = verify(backend="toy", level=(1, 2, 5))
+    report = verify(backend="toy", level=(1, 2, 5), device="cpu")
     assert report.verdict.level == 1
     assert all(item.status is Status.SKIP for item in report.levels if item.number >= 2)
-    found = verify(op="rms_norm", level=(1, 2), config="tiny")
+    found = verify(op="rms_norm", level=(1, 2), config="tiny", device="cpu")
     assert found.verdict.kernel == "toy.rms_norm.wrong"
     above = next(item for item in found.levels if item.number == 2)
     assert above.status is Status.OK
@@ -431,3 +431,26 @@ def test_numbers_made_here_are_of_the_size_a_trained_layer_has() -> None:
         x = torch.randn(2, 5, config.hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         out = Truth().layer(made(config, 0, 0).to(torch.float64), x, None)["output"]
         assert 0.5 < out.std().item() < 3 and math.isfinite(out.sum().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_built_in_kernels_are_right_on_a_gpu() -> None:
+    for backend in ("reference", "sdpa", "torch"):
+        report = verify(device="cuda", backend=backend)
+        assert report.ok, "\n".join(map(str, report.failures))
+
+
+@pytest.mark.slow
+@pytest.mark.req("R-PAR-13")
+def test_the_quick_lane_is_green_for_every_built_in_kernel() -> None:
+    report = verify(lane="quick", device="cpu")
+    assert report.ok, "\n".join(map(str, report.failures))
+    assert [item.status for item in report.levels if item.number != 4] == [Status.OK] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.req("R-PAR-13", "R-PAR-09")
+def test_the_full_lane_is_green_for_every_built_in_kernel() -> None:
+    report = verify(lane="full", device="cpu")
+    assert report.ok, "\n".join(map(str, report.failures))

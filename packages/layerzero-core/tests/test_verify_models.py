@@ -173,7 +173,7 @@ def test_stage_diffs_with_a_models_own_weights() -> None:
 @pytest.mark.req("R-PAR-05", "R-PAR-15")
 def test_a_saved_model_is_verified_with_its_real_weights(tmp_path: Path) -> None:
     models.made("llama").module.save_pretrained(tmp_path / "my_model")
-    report = lz.verify(level=(3, 4), model=str(tmp_path / "my_model"), op="attention", backend="sdpa")
+    report = lz.verify(level=(3, 4), model=str(tmp_path / "my_model"), op="attention", backend="sdpa", device="cpu")
     assert report.ok, report.verdict.text
     subjects = {check.subject.split(" [")[0] for level in report.levels for check in level.checks if level.number >= 3}
     assert subjects == {str(tmp_path / "my_model")}

@@ -16,6 +16,7 @@ import torch
 
 from layerzero.verification.definitions import Options, Status, check, open_dataset, parse_definition, workloads_for
 from layerzero.verification.definitions import truths as truths_module
+from layerzero.verification.definitions import vendors as calls
 from layerzero.verification.definitions.inputs import make_inputs
 from layerzero.verification.definitions.truths import find_truths
 
@@ -179,7 +180,17 @@ class Vendors:
 def vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Vendors:
     folder = tmp_path / "vendors"
     folder.mkdir()
+    # The stand-ins compute any width; the definitions here are small.
+    monkeypatch.setattr(calls, "_expect_width", lambda width, known: None)
     return Vendors(monkeypatch, folder)
+
+
+@pytest.mark.parametrize("width", [16, 96, 512])
+def test_flashinfers_attention_is_not_asked_for_widths_it_was_not_written_for(width: int) -> None:
+    """On an H200 it compiled for head_dim 16 and then read out of bounds, which no process survives."""
+    with pytest.raises(NotImplementedError, match=str(width)):
+        calls._expect_width(width, calls._WIDTHS)
+    calls._expect_width(128, calls._WIDTHS)
 
 
 def sources(definition: Any) -> list[str]:

@@ -152,11 +152,7 @@ def _by_kernel(level: Level) -> str:
     for kernel, checks in found.items():
         failed = sum(check.status is Status.FAIL for check in checks)
         passed = sum(check.status is Status.OK for check in checks)
-        shares = [
-            check.max_abs / check.threshold
-            for check in checks
-            if check.max_abs is not None and check.threshold and math.isfinite(check.max_abs)
-        ]
+        shares = [check.used for check in checks if check.used is not None]
         share = max(shares, default=0.0)
         state = "fail" if failed else "ok" if passed else "skip"
         rows.append(
@@ -170,7 +166,7 @@ def _by_kernel(level: Level) -> str:
 def _bar(share: float) -> str:
     """How much of its limit the worst check of a kernel used."""
     width = min(100.0, 100.0 * share)
-    word = f"{share:.0%}" if share < 10 else f"{share:.0f} times the limit"
+    word = f"{share:.0%}" if share < 10 else f"{share:.3g} times the limit"
     return f'<div class="bar"><i style="width:{width:.1f}%"></i></div><small>{word}</small>'
 
 

@@ -117,9 +117,7 @@ def _blocks(report: VerifyReport) -> list[Block]:
 def _level_row(level: Level) -> tuple[str | Cell, ...]:
     status = level.status.value
     # The largest error as a share of what its own check allows: errors of different ops cannot stand side by side.
-    shares = [
-        check.max_abs / check.threshold for check in level.checks if check.max_abs is not None and check.threshold
-    ]
+    shares = [check.used for check in level.checks if check.used is not None]
     return (
         f"{level.number} {level.name}",
         Cell(status, STYLES[status]),

@@ -44,8 +44,8 @@ class ErrorLocation:
 class ErrorReport:
     """What a comparison found. Metrics cover the elements that are finite on both sides.
 
-    `worst` are the five largest errors, `first` is the first element in memory order that misses the bounds: the
-    worst say how bad it is, the first where it begins.
+    `used` is how much of its bounds the comparison used: 1.0 is all of it. `worst` are the five largest errors, `first`
+    is the first element in memory order that misses the bounds: the worst say how bad it is, the first where it begins.
     """
 
     ok: bool
@@ -61,6 +61,7 @@ class ErrorReport:
     cosine: float = 1.0
     mse: float = 0.0
     hit_ratio: float = 1.0
+    used: float = 0.0
     nan_mismatches: int = 0
     inf_mismatches: int = 0
     worst: tuple[ErrorLocation, ...] = field(default=())
@@ -103,6 +104,7 @@ class ErrorReport:
             "cosine": _number(self.cosine),
             "mse": _number(self.mse),
             "hit_ratio": _number(self.hit_ratio),
+            "used": _number(self.used),
             "nan_mismatches": self.nan_mismatches,
             "inf_mismatches": self.inf_mismatches,
             "worst": [spot.to_json() for spot in self.worst],
@@ -154,14 +156,15 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
     a, e = act.to(torch.float64), exp.to(torch.float64)
     gap = _difference(act, exp, a, e).abs()
     rel = gap / (e.abs() + _REL_EPS)
-    hits = _hits(gap, rel, e, tol, actual.dtype)
+    share = _share(gap, rel, e, tol, actual.dtype)
+    hits = share <= 1.0
     a0, e0, shown = a, e, gap
     nan_count, inf_count, counted = 0, 0, gap.numel()
     if not bool(gap.isfinite().all()):  # rare: NaN and infinities take part in no metric, only in the verdict
         nan_wrong = a.isnan() != e.isnan()
         inf_wrong = (a.isinf() | e.isinf()) & (a != e) & ~nan_wrong
         finite = a.isfinite() & e.isfinite()
-        gap, rel = torch.where(finite, gap, 0.0), torch.where(finite, rel, 0.0)
+        gap, rel, share = (torch.where(finite, item, 0.0) for item in (gap, rel, share))
         hits = torch.where(finite, hits, ~(nan_wrong | inf_wrong))
         a0, e0 = torch.where(finite, a, 0.0), torch.where(finite, e, 0.0)
         shown = gap.masked_fill(nan_wrong | inf_wrong, math.inf)
@@ -180,6 +183,7 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         cosine=_cosine(a0.flatten(), e0.flatten()),
         mse=gap.square().sum().item() / counted,
         hit_ratio=hit_ratio,
+        used=share.max().item() if tol.hit_ratio == 1.0 else (1.0 - hit_ratio) / (1.0 - tol.hit_ratio),
         nan_mismatches=nan_count,
         inf_mismatches=inf_count,
         worst=_worst(a, e, shown, shapes[1]),
@@ -229,16 +233,21 @@ def _difference(act: Tensor, exp: Tensor, a: Tensor, e: Tensor) -> Tensor:
     return (act.to(torch.int64) - exp.to(torch.int64)).to(torch.float64)
 
 
-def _hits(gap: Tensor, rel: Tensor, expected: Tensor, tol: Tolerance, dtype: torch.dtype) -> Tensor:
+def _share(gap: Tensor, rel: Tensor, expected: Tensor, tol: Tolerance, dtype: torch.dtype) -> Tensor:
+    """Each error as a share of what is allowed there: up to 1 is a hit. No error is 0 even where none is allowed."""
     import torch
 
     if tol.mode is HitMode.EITHER:
-        hits = (gap <= tol.atol) | (rel <= tol.rtol)
+        share = torch.minimum(_over(gap, tol.atol), _over(rel, tol.rtol))
     else:
-        hits = gap <= tol.atol + tol.rtol * expected.abs()
+        share = _over(gap, tol.atol + tol.rtol * expected.abs())
     if tol.ulps and dtype.is_floating_point:
-        hits = hits | (gap <= tol.ulps * torch.finfo(dtype).eps * expected.abs())
-    return hits
+        share = torch.minimum(share, _over(gap, tol.ulps * torch.finfo(dtype).eps * expected.abs()))
+    return share
+
+
+def _over(error: Tensor, allowed: Tensor | float) -> Tensor:
+    return (error / allowed).masked_fill_(error == 0.0, 0.0)
 
 
 def _cosine(a: Tensor, e: Tensor) -> float:

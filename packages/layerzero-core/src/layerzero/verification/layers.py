@@ -178,8 +178,16 @@ def _judged(
     worst = max(rows, key=lambda row: row.max_abs)
     wrong = next((row for row in rows if not row.ok), None)
     if wrong is None:
+        used = max(report.used for report in reports.values())
         return Check(
-            level, name, Status.OK, max_abs=worst.max_abs, threshold=worst.threshold, stages=tuple(rows), **where
+            level,
+            name,
+            Status.OK,
+            max_abs=worst.max_abs,
+            threshold=worst.threshold,
+            used=used,
+            stages=tuple(rows),
+            **where,
         )
     finding = localise(rows)
     assert finding is not None

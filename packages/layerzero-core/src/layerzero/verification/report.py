@@ -69,7 +69,7 @@ class StageDiff:
 class Check:
     """One comparison. A failed one names level, op, kernel, stage and the first element that differs.
 
-    `served` are all kernels that took part where several did.
+    `used` is the share of its bounds that was used up, `served` are all kernels that took part where several did.
     """
 
     level: int
@@ -83,6 +83,7 @@ class Check:
     max_abs: float | None = None
     mean_abs: float | None = None
     threshold: float | None = None
+    used: float | None = None
     first: ErrorLocation | None = None
     component: str = ""
     detail: str = ""
@@ -97,7 +98,7 @@ class Check:
         for key in ("op", "kernel", "stage", "subject", "dtype", "component", "detail"):
             if value := getattr(self, key):
                 found[key] = value
-        for key in ("max_abs", "mean_abs", "threshold"):
+        for key in ("max_abs", "mean_abs", "threshold", "used"):
             value = getattr(self, key)
             if value is not None:
                 found[key] = _number(value)
@@ -267,6 +268,7 @@ def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
         max_abs=report.max_abs,
         mean_abs=report.mean_abs,
         threshold=max(report.tolerance.atol, report.tolerance.rtol),
+        used=report.used,
         first=None if report.ok else report.first,
         detail=detail if not report.ok else "",
         **where,

@@ -45,14 +45,15 @@ def mlp(
     On a CPU 16-bit numbers are widened first, so that nothing is rounded between the two products: with it some
     results would leave the bounds. On a GPU what stands between them is rounded to the dtype of x, as everywhere.
     """
+    dtype = x.dtype
     if narrow_on_cpu(x):
-        given = (x, up_weight, down_weight, gate_weight)
-        wide = (None if item is None else item.float() for item in given)
-        biases = (None if item is None else item.float() for item in (up_bias, gate_bias, down_bias))
-        return mlp(*wide, activation, *biases).to(x.dtype)  # type: ignore[arg-type]
+        x, up_weight, down_weight = x.float(), up_weight.float(), down_weight.float()
+        gate_weight, up_bias, gate_bias, down_bias = (
+            None if item is None else item.float() for item in (gate_weight, up_bias, gate_bias, down_bias)
+        )
     up = F.linear(x, up_weight, up_bias)
     if gate_weight is None:
         inner = gated(up, activation, down_weight.shape[1])
     else:
         inner = activated(F.linear(x, gate_weight, gate_bias), activation) * up
-    return F.linear(inner, down_weight, down_bias)
+    return F.linear(inner, down_weight, down_bias).to(dtype)

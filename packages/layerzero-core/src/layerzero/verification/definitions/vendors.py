@@ -22,6 +22,7 @@ __all__ = ["FLASHINFER", "SGLANG"]
 Inputs = Mapping[str, Any]
 
 _WORKSPACE_BYTES = 128 * 1024 * 1024
+_WIDTHS = (64, 128, 256)
 
 
 def _main(i: Inputs) -> Tensor:
@@ -71,6 +72,12 @@ def _sampling(module: str) -> Callable[[Definition, Inputs], Any]:
 
 
 # -- FlashInfer's attention: planned for the batch, then run ---------------------------------------
+def _expect_width(width: int, known: tuple[int, ...]) -> None:
+    """FlashInfer compiles its attention for any width and then reads out of bounds in those it was not written for."""
+    if width not in known:
+        raise NotImplementedError(f"head_dim {width}; FlashInfer's kernels are for {', '.join(map(str, known))}")
+
+
 def _workspace(like: Tensor) -> Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=like.device)
 
@@ -79,6 +86,7 @@ def _gqa_paged(definition: Definition, i: Inputs) -> Any:
     flashinfer = import_module("flashinfer")
     q, k, v = i["q"], i["k_cache"], i["v_cache"]
     page, kv_heads, dim = k.shape[1:]
+    _expect_width(dim, _WIDTHS)
     plan = {"sm_scale": i.get("sm_scale"), "q_data_type": q.dtype, "kv_data_type": k.dtype}
     pages = (i["kv_indptr"], i["kv_indices"], last_page_len(i, page), q.shape[1], kv_heads, dim, page)
     if "qo_indptr" in i:
@@ -92,6 +100,7 @@ def _gqa_paged(definition: Definition, i: Inputs) -> Any:
 
 def _gqa_ragged(definition: Definition, i: Inputs) -> Any:
     q, k = i["q"], i["k"]
+    _expect_width(q.shape[2], (*_WIDTHS, 192))
     wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(_workspace(q), "NHD")
     wrapper.plan(
         i["qo_indptr"], i["kv_indptr"], q.shape[1], k.shape[1], q.shape[2], i["v"].shape[2],
@@ -103,6 +112,7 @@ def _gqa_ragged(definition: Definition, i: Inputs) -> Any:
 def _mla_paged(definition: Definition, i: Inputs) -> Any:
     q, q_pe, ckv, kpe = (i[name] for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache"))
     page = ckv.shape[1]
+    _expect_width(q.shape[2], (512,))
     counts = lengths_of(i["kv_indptr"])
     tokens = torch.where(counts > 0, (counts - 1) * page + last_page_len(i, page), 0).to(torch.int32)
     queries = i.get("qo_indptr")
