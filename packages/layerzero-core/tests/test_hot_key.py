@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
+from layerzero.dispatch import modes
 from layerzero.model.enums import Layout
 from layerzero.model.kernel import Limit
 from layerzero.numerics import assert_close, tolerance
@@ -468,3 +469,15 @@ def test_layouts_that_a_kernel_takes_both_need_no_transform(lab: Any) -> None:
         assert ran == ["both.attention.k"]
         torch.testing.assert_close(out.transpose(1, 2), wanted)
     assert lz.explain("attention", *(t.transpose(1, 2) for t in q), layout="BSHD").transform_cost_total == 0
+
+
+def test_the_tf32_switch_is_read_in_both_of_torchs_spellings():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"  # from here on torch refuses to answer `allow_tf32`
+        assert modes.SWITCHES["tf32"]()
+        matmul.fp32_precision = "ieee"
+        assert not modes.SWITCHES["tf32"]()
+    finally:
+        matmul.fp32_precision = before

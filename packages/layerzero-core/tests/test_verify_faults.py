@@ -148,6 +148,19 @@ def test_without_level_1_the_layer_finds_it_and_points_at_the_component(name: st
     assert first["kernel"].startswith(f"{name}.") and "first_difference" in first
 
 
+@pytest.mark.req("R-OP-10")
+@pytest.mark.parametrize("lane", ["quick", pytest.param("full", marks=pytest.mark.slow)])
+def test_the_sliding_window_contract_is_kept_in_every_lane(lane: str) -> None:
+    code, report = verify("--lane", lane, "--level", "1", "--backend", "ignored_window")
+    found = [check for check in failures(report) if check["name"] == "sliding window"]
+    assert code == 1 and found
+    assert found[0]["detail"] == "keys outside the window changed the result"
+    assert found[0]["first_difference"]["actual"] != found[0]["first_difference"]["expected"]
+    code, report = verify("--lane", lane, "--level", "1", "--backend", "ignored_window_right")
+    kept = [check for check in report["levels"][1]["checks"] if check["name"] == "sliding window"]
+    assert code == 0 and len(kept) >= 3
+
+
 def test_the_text_for_people_says_the_same() -> None:
     result = CliRunner().invoke(cli, ["verify", "--lane", "quick", "--backend", "rope_pairs", "--device", "cpu"])
     assert result.exit_code == 1

@@ -23,13 +23,23 @@ __all__ = [
     "tensors_of",
 ]
 
+
+def _tf32_allowed() -> bool:
+    """Whether float32 products may use TF32; torch refuses to say it the old way once a program used the new switch."""
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        return bool(matmul.allow_tf32)
+    except RuntimeError:
+        return str(matmul.fp32_precision) == "tf32"
+
+
 # Process-wide switches a kernel may declare as guards: word -> is it on?
 SWITCHES: dict[str, Callable[[], bool]] = {
     "sdp_flash": torch._C._get_flash_sdp_enabled,
     "sdp_mem_efficient": torch._C._get_mem_efficient_sdp_enabled,
     "sdp_math": torch._C._get_math_sdp_enabled,
     "sdp_cudnn": torch._C._get_cudnn_sdp_enabled,
-    "tf32": lambda: bool(torch.backends.cuda.matmul.allow_tf32),
+    "tf32": _tf32_allowed,
 }
 
 _devices: dict[torch.device, DeviceSpec] = {}
