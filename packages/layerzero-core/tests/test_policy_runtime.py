@@ -353,3 +353,18 @@ def test_cache_settings_reach_the_selection_cache(five: Any) -> None:
         lz.explain(OP, torch.randn(rows, rows + 1), torch.ones(rows + 1))
     assert state.cache.max_entries == 7
     assert len(state.cache) <= 7
+
+
+def test_rules_from_code_are_written_as_in_the_file():
+    x = torch.randn(3, 64)
+    usual = lz.which("rms_norm", x)
+    lz.configure(rules=[{"match": {"op": "rms_norm", "when": {"hidden": ">=64"}}, "deny": [usual]}])
+    assert lz.which("rms_norm", x) != usual
+    assert lz.which("rms_norm", torch.randn(3, 32)) == usual
+
+
+@pytest.mark.parametrize("rules", [{"match": {}}, "deny", [1], [{"mtach": {}}], [{"lock": 5}], 3])
+def test_rules_that_mean_nothing_are_one_clear_error(rules):
+    with pytest.raises(ConfigurationError) as caught:
+        lz.configure(rules=rules)
+    assert "rules" in str(caught.value)

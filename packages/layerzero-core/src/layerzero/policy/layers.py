@@ -153,7 +153,7 @@ class PolicyLayer:
         prefer: str | Iterable[str] = (),
         avoid: str | Iterable[str] = (),
         boosts: Mapping[str, float] | None = None,
-        rules: Iterable[Rule] = (),
+        rules: Iterable[Rule | Mapping[str, Any]] = (),
         expires_at: float | None = None,
         **settings: Any,
     ) -> PolicyLayer:
@@ -181,7 +181,7 @@ class PolicyLayer:
             prefer=_patterns(source, "prefer", prefer),
             avoid=_patterns(source, "avoid", avoid),
             boosts=tuple((pattern, float(points)) for pattern, points in (boosts or {}).items()),
-            rules=tuple(rules),
+            rules=_rules(source, rules),
             settings=FrozenMap(settings),
             expires_at=expires_at,
         )
@@ -193,6 +193,25 @@ class PolicyLayer:
     def expired(self, now: float) -> bool:
         """Whether the timebox is over: it holds before `expires_at`, not at it."""
         return self.expires_at is not None and now >= self.expires_at
+
+
+def _rules(source: str, given: Iterable[Rule | Mapping[str, Any]]) -> tuple[Rule, ...]:
+    """Rules as values; those in the form of the file are read as the file would be."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise _wrong(source, "rules", given, "a list of rules")
+    found: list[Rule] = []
+    for index, item in enumerate(given):
+        if isinstance(item, Rule):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            from layerzero.policy.load import from_mapping  # late: it brings pydantic
+
+            found.extend(from_mapping({"rules": [dict(item)]}, source=source).rules)
+        else:
+            raise _wrong(
+                source, f"rules[{index}]", item, "a rule: match and allow, deny, prefer, avoid, boosts or lock"
+            )
+    return tuple(found)
 
 
 def _patterns(source: str, name: str, given: str | Iterable[str]) -> tuple[str, ...]:
