@@ -40,6 +40,7 @@ $(VENV)/.run-stamp: constraints.txt tools/workspace.py $(MANIFESTS) | $(PY)
 	$(PIP) install -qq -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(PY) -m tools.workspace requirements run > build/requirements-run.txt
 	$(PIP) install -qq -c constraints.txt -r build/requirements-run.txt
+	$(PIP) install -qq -c constraints.txt tokenizers tiktoken # the libraries behind the demo's last stop, text in and out
 	$(PIP) install -qq --no-deps --no-build-isolation $$($(PY) -m tools.workspace packages | sed 's/^/-e /')
 	@touch $@
 
