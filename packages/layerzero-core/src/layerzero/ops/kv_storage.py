@@ -6,6 +6,7 @@ is [blocks, slots, heads, width] (NHD) or [blocks, heads, slots, width] (HND).
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Spot(NamedTuple):
     rows: Tensor | None
 
 
-class Storage:
+class Storage(abc.ABC):
     """Buffers of every layer and plane. `buffers[layer][plane]` lists them: one, or one for each chunk."""
 
     name = ""
@@ -75,9 +76,9 @@ class Storage:
         return sum(b.numel() * b.element_size() for layer in self.buffers for plane in layer for b in plane)
 
     # -- what strategies differ in ---------------------------------------------------------------
+    @abc.abstractmethod
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for tokens starts[s] to ends[s] of each sequence, all or nothing. Raises KV_CACHE_FULL."""
-        raise NotImplementedError
 
     def release(self, seq: int, length: int) -> None:
         """Nothing beyond the first `length` tokens of a sequence is needed any more."""
@@ -94,9 +95,9 @@ class Storage:
         """How many slots of a buffer the first `length` tokens of a sequence take."""
         return length
 
+    @abc.abstractmethod
     def place(self, seq: int, position: int) -> tuple[int, int, int]:
         """Chunk, block and slot of a token."""
-        raise NotImplementedError
 
     def pieces(self, buffers: Sequence[Tensor], seq: int, length: int) -> list[Tensor]:
         """The first `length` tokens of a sequence in the buffers of one plane, in order, [n, heads, width] each."""
