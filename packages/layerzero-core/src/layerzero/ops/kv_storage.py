@@ -80,7 +80,7 @@ class Storage(abc.ABC):
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for tokens starts[s] to ends[s] of each sequence, all or nothing. Raises KV_CACHE_FULL."""
 
-    def release(self, seq: int, length: int) -> None:
+    def release(self, seq: int, length: int) -> None:  # noqa: B027 - a strategy need not give room back
         """Nothing beyond the first `length` tokens of a sequence is needed any more."""
 
     def fork(self, source: int, target: int, length: int) -> None:
