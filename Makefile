@@ -23,7 +23,7 @@ QUICK := not slow and not stress and not benchmark and not memray
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
-	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tokenizers prove-coverage bench wheels lock clean
+	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tune prove-tokenizers prove-tuned prove-isolation prove-warmup prove-liger prove-triton prove-coverage artifacts bench wheels lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -105,8 +105,37 @@ prove-correctness: setup ## kernels against the reference, whole grid; the parit
 prove-perfdb: setup ## kill writers, flip bits, truncate: no acknowledged row lost, no wrong value served
 	$(PROVE) perfdb -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_perfdb.py --junitxml=build/prove/perfdb.xml
 
+artifacts: setup ## what a run declared, decided, measured and logged, in build/artifacts
+	$(PY) -m tools.artifacts build/artifacts
+
+prove-tune: setup ## two tuning runs agree; lookups, queries, opening and recording inside their budgets; wants an idle machine
+	$(PROVE) tune -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_tuning_agreement.py --junitxml=build/prove/tune.xml
+	$(PROVE) selection-store -- $(PY) benchmarks/selection_store.py --json build/prove/selection_store.json
+
 prove-tokenizers: setup ## 20 000 texts exact to each library; 100 000 prompts through the prefix cache from 16 threads
 	$(PROVE) tokenizers -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-tokenizers/tests --junitxml=build/prove/tokenizers.xml
+
+prove-hub: setup ## installers killed at random, 1 000 000 mutated locks and policies: only whole builds, only our errors
+	$(PROVE) hub -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-hub/tests/test_installers.py packages/layerzero-hub/tests/test_hub_fuzz.py --junitxml=build/prove/hub.xml
+
+prove-isolation: setup ## 500 faults injected into isolated children: answered in time, no process or memory left
+	$(PROVE) isolation -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_isolation.py packages/layerzero-core/tests/test_isolation_prove.py --junitxml=build/prove/isolation.xml
+
+prove-warmup: setup ## real compilers counted: nothing compiles after warm-up; every inductor program against the reference
+	$(PROVE) warmup -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_jit.py packages/layerzero-core/tests/test_warmup.py packages/layerzero-core/tests/test_inductor.py packages/layerzero-core/tests/test_kit_builtins.py -k "not built_in_backend" --junitxml=build/prove/warmup.xml
+
+prove-liger: setup ## the conformance kit over Liger's real kernels, run on the CPU by Triton's interpreter
+	$(PROVE) liger -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-liger/tests --junitxml=build/prove/liger.xml
+
+prove-triton: setup ## every Triton kernel compiled for SM 8.0, 9.0, 10.0 and gfx942, and run by the interpreter; no GPU needed
+	$(PROVE) triton -- env LAYERZERO_PROVE=1 $(PY) -m pytest packages/layerzero-triton/tests/test_kernels_compiled.py packages/layerzero-triton/tests/test_kernels_interpreted.py packages/layerzero-triton/tests/test_custom.py --junitxml=build/prove/triton.xml
+
+prove-tuned: setup ## tuned choice against the oracle, torch and each library; wants an idle machine, about eight minutes
+	$(PROVE) tuned -- $(PY) benchmarks/tuned.py --machine prove --state build/tuned/prove --json build/prove/tuned.json --budget 480
+	$(BIN)/lz report build/prove/tuned.json --out build/prove/tuned.html
+
+prove-grouped: setup ## the machine code of grouped attention's Hopper kernel: products in flight beside the softmax, no spills
+	$(PROVE) grouped -- $(PY) -m pytest packages/layerzero-triton/tests/test_grouped_compiled.py --junitxml=build/prove/grouped.xml
 
 prove-coverage: setup ## coverage of the core, at least 80 %
 	@mkdir -p build/coverage

@@ -109,6 +109,45 @@ def tokenizers_section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tuned_section(name: str, data: dict[str, Any]) -> str:
+    """The tuned choice against the oracle, torch default and each single library."""
+    machine = data["machine"]
+    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
+    lines = [
+        f"## {name}: tuned choice",
+        "",
+        f"{device}; Python {machine['python']}, torch {machine['torch']}; load before the run {data['load']}; commit "
+        f"`{data['commit']}`; {data['measured']}; {data['method']}. Repeat: `{data['command']}`.",
+        "",
+        "| figure | measured | limit | verdict |",
+        "|---|---:|---:|---|",
+    ]
+    for figure, item in data["targets"].items():
+        side = "at_most" if "at_most" in item else "at_least"
+        limit = f"{'≤' if side == 'at_most' else '≥'} {item[side]}"
+        lines.append(f"| {figure} | {item['value']} | {limit} | {'within' if item['met'] else 'over'} |")
+    lines += ["", "| time ÷ fastest of all, torch included | geomean | worst | runs in |", "|---|---:|---:|---:|"]
+    found = data["figures"].get("gpu34") or data["figures"]["grid"]
+    ways = sorted(found["library_over_fastest"].items(), key=lambda item: item[1]["geomean"])
+    for way, item in [("LayerZero", found["layerzero_over_fastest"]), *ways]:
+        lines.append(f"| {way} | {item['geomean']} | {item['worst']} | {item['used_in']} of {item['cases']} |")
+    by_dtype = ", ".join(
+        f"{dtype} {data['figures'][dtype]['speedup_over_torch']}× ({data['figures'][dtype]['cases']} cases)"
+        for dtype in ("float32", "float16", "bfloat16")
+        if dtype in data["figures"]
+    )
+    lines += ["", f"Against torch default by dtype: {by_dtype}."]
+    slowest = data["figures"]["grid"]["slowest_against_torch"]
+    if slowest is not None:
+        lines.append(f"The case with the least over torch default: {slowest[0]}, {slowest[1]}×.")
+    undone = [stage for stage, done in data["complete"].items() if not done]
+    if undone:
+        lines.append(f"The budget did not reach all of: {', '.join(undone)}.")
+    if data["failed"]:
+        lines.append(f"Not measured: {'; '.join(f'{case} ({why})' for case, why in data['failed'].items())}.")
+    return "\n".join(lines) + "\n"
+
+
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
@@ -117,6 +156,9 @@ def render(results: Path = HERE / "results") -> str:
     found += [
         tokenizers_section(path.parent.name, json.loads(path.read_text()))
         for path in sorted(results.glob("*/tokenizers.json"))
+    ]
+    found += [
+        tuned_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/tuned.json"))
     ]
     return "\n".join([INTRO, *found])
 

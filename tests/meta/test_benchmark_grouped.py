@@ -64,7 +64,7 @@ def test_the_65k_case_reads_403_and_268_megabytes_in_16_bits(benchmark):
 
 def test_a_kernel_that_is_wrong_is_not_timed(benchmark, monkeypatch, tmp_path):
     wrong = {"separate": lambda q, k, v: q, "grouped": lambda q, k, v: q + 1.0}
-    monkeypatch.setattr(benchmark, "contestants", lambda batch, device: wrong)
+    monkeypatch.setattr(benchmark, "contestants", lambda *args: wrong)
     monkeypatch.setattr(benchmark, "interleaved", lambda *args, **options: pytest.fail("it was timed"))
     with pytest.raises(AssertionError, match="abs error"):
         benchmark.main(["--quick", "--divisor", "512", "--json", str(tmp_path / "grouped.json")])

@@ -34,7 +34,9 @@ SURFACE = {
     "Context", "DeviceSpec", "doctor", "dry_run", "explain", "list_kernels", "list_ops", "readiness_check", "select",
     "validate", "verify", "which",
     # planning
-    "plan", "__version__",
+    "plan", "plan_block", "warmup", "__version__",
+    # measuring and fixing choices
+    "compile", "record", "solve", "tune",
 }  # fmt: skip
 
 SIGNATURES = {
@@ -42,7 +44,7 @@ SIGNATURES = {
     "window=None, enable_gqa=False, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
     "paged_attention": "(query, key_cache, value_cache, batch, context_lens=None, *, scale=None, layout='NHD', "
     "window=None, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
-    "paged_batch": "(block_tables, context_lens, *, query_lens=None, host_lens=None)",
+    "paged_batch": "(block_tables, context_lens, *, query_lens=None, host_lens=None, capture=False)",
     "varlen_attention": "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
     "is_causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
     "block_mask": "(blocks, block_size)",
@@ -92,6 +94,14 @@ SIGNATURES = {
     "unlock": "(op=None)",
     "use_table": "(path)",
     "plan": "(op, *args, check=False, **kwargs)",
+    "plan_block": "(block, tensors, *, measure=False, check=False)",
+    "warmup": "(source, *, config=None, kernels=(), timeout=None, workers=None, background=True, retry=False, "
+    "progress=None)",
+    "record": "(path=None)",
+    "tune": "(source, *, database=None, budget=None, seconds=2.0, seed=0, device=None, check=False, fresh=False, "
+    "compile=True, progress=None)",
+    "solve": "(source, path=None, *, database=None, device=None, model_id='', key=None)",
+    "compile": "(model, *example_inputs, budget=None, model_id='', path=None, device=None, **example_options)",
     "explain": "(op, *args, **kwargs)",
     "which": "(op, *args, **kwargs)",
     "verify": "(*, lane='quick', op=None, kernel=None, backend=None, level=None, config=None, dtype=None, device=None, "
@@ -102,7 +112,7 @@ SIGNATURES = {
 @pytest.mark.req(
     "R-API-01", "R-API-02", "R-API-03", "R-API-04", "R-API-05", "R-API-06", "R-API-07", "R-API-08", "R-API-09",
     "R-API-10", "R-API-11", "R-API-12", "R-API-13", "R-API-14", "R-API-15", "R-API-16", "R-API-17", "R-API-18",
-    "R-API-19", "R-API-20", "R-API-21", "R-API-22", "R-API-24",
+    "R-API-19", "R-API-20", "R-API-21", "R-API-22", "R-API-23", "R-API-24", "R-API-25", "R-API-26",
 )  # fmt: skip
 def test_the_public_names_are_these():
     assert set(lz.__all__) == SURFACE

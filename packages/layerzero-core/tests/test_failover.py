@@ -77,7 +77,8 @@ def test_when_every_candidate_raises_the_error_names_each_and_nobody_is_blamed(l
         lz.rms_norm(X, W)
     assert caught.value.code == "KERNEL_RAISED"
     assert len(caught.value.reasons) == 4
-    assert all(kernel.kernel_id in str(caught.value) for kernel in lab.registry.by_op("rms_norm"))
+    candidates = [kernel for kernel in lab.registry.by_op("rms_norm") if not kernel.jit]  # those not compiled stay out
+    assert all(kernel.kernel_id in str(caught.value) for kernel in candidates)
     assert not state.health.snapshot().kernels
 
 

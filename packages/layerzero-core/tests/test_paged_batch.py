@@ -114,3 +114,68 @@ def test_things_that_are_no_tensors_are_refused(args):
     with pytest.raises(InvalidInputError) as caught:
         make_paged_batch(*args)
     assert caught.value.code is ReasonCode.TYPE_INVALID
+
+
+# -- batches for captured graphs, and what kernels keep in a batch -------------------------------------
+class _Kept:
+    """A plan as a kernel keeps it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def replan(self, batch):
+        self.seen.append((batch.context_lens_host, batch.max_context_len, batch.block_tables.tolist()))
+
+
+@pytest.mark.req("R-GRAPH-04")
+def test_a_batch_for_a_capture_owns_its_tensors_and_takes_other_numbers_in_place():
+    given, lengths = tables(), lens(5, 1, 9)
+    batch = make_paged_batch(given, lengths, capture=True)
+    addresses = [item.data_ptr() for item in batch.tensors()]
+    assert given.data_ptr() not in addresses and lengths.data_ptr() not in addresses
+    plan = batch.plans["kernel"] = _Kept()
+    batch.update(given.flip(0), lens(2, 16, 3))
+    assert [item.data_ptr() for item in batch.tensors()] == addresses
+    assert batch.context_lens.tolist() == [2, 16, 3] and batch.context_lens_host == (2, 16, 3)
+    assert (batch.max_context_len, batch.total_q, batch.is_decode) == (16, 3, True)
+    assert plan.seen == [((2, 16, 3), 16, given.flip(0).tolist())]
+    assert given.tolist() == tables().tolist()
+
+
+def test_an_update_keeps_what_the_graph_was_captured_with():
+    batch = make_paged_batch(tables(), lens(5, 1, 9), lens(3, 1, 0), capture=True)
+    batch.update(tables(), lens(7, 2, 9), query_lens=lens(1, 1, 2))
+    assert batch.query_lens.tolist() == [1, 1, 2] and batch.query_lens_host == (1, 1, 2)
+    wrong = {
+        "another width": (tables(width=5), lens(5, 1, 9), lens(3, 1, 0)),
+        "another number of query tokens": (tables(), lens(5, 1, 9), lens(3, 1, 1)),
+        "no query lengths": (tables(), lens(5, 1, 9), None),
+    }
+    for name, (pages, contexts, queries) in wrong.items():
+        with pytest.raises(InvalidInputError) as caught:
+            batch.update(pages, contexts, query_lens=queries)
+        assert "as captured" in str(caught.value), name
+    assert batch.context_lens_host == (7, 2, 9)
+
+
+def test_any_other_batch_stays_as_it_was_planned():
+    batch = make_paged_batch(tables(), lens(5, 1, 9))
+    with pytest.raises(InvalidInputError, match="capture=True"):
+        batch.update(tables(), lens(5, 1, 9))
+
+
+@pytest.mark.req("R-KV-04")
+@pytest.mark.parametrize("contexts", [(5, 1, 9), (0, 16, 3), (0, 0, 0), (16, 16, 16)])
+@pytest.mark.parametrize("page", [1, 4, 5])
+def test_page_places_are_those_of_the_tables_without_asking_the_device(contexts, page):
+    width = -(-max(*contexts, 1) // page)
+    pages = torch.randperm(3 * width).reshape(3, width)
+    batch = make_paged_batch(pages, lens(*contexts, dtype=torch.int64), host_lens=contexts)
+    starts, places, last = batch.page_places(page)
+    flat = pages.flatten()[places].tolist()
+    for row, length in enumerate(contexts):
+        count = -(-length // page)
+        assert flat[starts[row] : starts[row + 1]] == pages[row, :count].tolist()
+        assert (count - 1) * page + last[row] == length or (count, last[row]) == (0, 0)
+    assert batch.page_indices(page)[1].tolist() == flat
+    assert starts.dtype == last.dtype == torch.int32

@@ -235,7 +235,7 @@ def test_a_wrong_value_in_code_is_refused_by_key(wrong, key):
         {"avoid": "sdpa"}, {"boosts": {"sdpa": 1}}, {"rules": [Rule(deny=("sdpa",))]}, {"strict_mode": True},
         {"allow_adaptation": False}, {"deterministic": True}, {"graph_strict_mode": True}, {"graph_whitelist": ["a"]},
         {"memory_headroom_mb": 1}, {"on_fault": "fallback"}, {"fallback_enabled": False}, {"isolation": "subprocess"},
-        {"plan_mode": True}, {"breaker": {"failures": 2}}, {"cache": {"ttl_s": 1}}, {"perfdb": {"enabled": False}},
+        {"plan_mode": True}, {"breaker": {"failures": 2}}, {"cache": {"ttl_s": 1}},
         {"distributed": {"tp_invariant": True}}, {"hub": {"x": 1}}, {"plugins": {"deny": ["x"]}},
     ],
 )  # fmt: skip

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.device.signature import environment_signature
 from layerzero.errors import LayerZeroError
+from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus
+from layerzero.plans.jit_index import Index
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_policy
 from layerzero.runtime.state import state
@@ -161,10 +164,23 @@ def test_a_required_kernel_without_its_compiled_artifact_is_not_ready(
     assert lz.readiness_check().ok  # nobody needs it, so it need not be there
     (check,) = lz.readiness_check(policy).failed
     assert check.code == "JIT_NOT_READY" and "lz.warmup" in check.fix
-    artifact = cache / "compiled.rms_norm.plain"
-    artifact.mkdir(parents=True)
-    (artifact / "kernel.so").write_bytes(b"\x7fELF")
-    cache.chmod(0o700)
+    index, here = Index(cache), environment_signature(DeviceSpec.detect())
+    version = state.world.registry.kernels["compiled.rms_norm.plain"].version
+    cache.mkdir(0o700)
+    index.add(("compiled.rms_norm.plain", (version, "another machine")))
+    index.add(("compiled.rms_norm.plain", ("another version", here)))
+    (check,) = lz.readiness_check(policy).failed  # artifacts of other versions and machines are none here
+    assert check.code == "JIT_NOT_READY"
+    index.add(("compiled.rms_norm.plain", (version, here)), error="no compiler")
+    (check,) = lz.readiness_check(policy).failed
+    assert check.code == "JIT_FAILED" and "no compiler" in check.message
+    artifact = cache / "kernel.so"
+    artifact.write_bytes(b"\x7fELF")
+    index.add(("compiled.rms_norm.plain", (version, here)), evidence=[str(artifact)])
+    assert lz.readiness_check(policy).ok
+    artifact.unlink()
+    assert not lz.readiness_check(policy).ok  # the index alone is not believed
+    artifact.write_bytes(b"\x7fELF")
     assert lz.readiness_check(policy).ok
     cache.chmod(0o777)
     (check,) = lz.readiness_check(policy).failed

@@ -10,25 +10,30 @@ from layerzero.testing.vendors import pretend
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
 
 DEVICE = fakes.gpu(90)
-ALL = ("flash-attn", "flash_attn_3", "flash-attn-4", "nvidia-cutlass-dsl")
+ALL = ("flash-attn", "flash_attn_3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 FA2 = {"flash-attn": "2.8.3.post2"}
 FA3 = {"flash_attn_3": "3.0.0b1"}
 FA4 = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.6.2"}
+QUACK = {"quack-kernels": "0.6.5", "nvidia-cutlass-dsl": "4.6.2"}
+MODULES = dict.fromkeys(("flash_attn", "flash_attn_interface", "quack"))
 THERE = [
-    ("flashattn2", FA2, "flash_attn"),
+    ("flashattn2", FA2, "flash_attn.flash_attn_interface"),
     ("flashattn3", FA3, "flash_attn_interface"),
     ("flashattn4", FA4, "flash_attn.cute"),
+    ("quack", QUACK, "quack"),
 ]
 WRONG = [
     ("flashattn2", "flash-attn", "1.0.9", ">=2.8,<3"),
     ("flashattn3", "flash_attn_3", "2.7.0", ">=3.0.0b1,<4"),
     ("flashattn4", "flash-attn-4", "4.0.0b5", ">=4.0.0b36,<5"),
+    ("quack", "quack-kernels", "0.5.0", ">=0.6.5,<0.7"),
 ]
 FIXES = {
     "flashattn2": "pip install --no-build-isolation 'layerzero-flashattn[fa2]'",
     "flashattn3": "git clone https://github.com/Dao-AILab/flash-attention"
     " && pip install --no-build-isolation ./flash-attention/hopper",
     "flashattn4": "pip install 'layerzero-flashattn[fa4]'",
+    "quack": "pip install 'layerzero-flashattn[quack]'",
 }
 
 
@@ -46,14 +51,14 @@ def ask(device, versions, modules=None):
 def test_an_absent_vendor_is_reported_with_the_command_that_brings_it(backend, fix):
     status = ask(DEVICE, {})[backend]
     assert (status.available, status.version, status.kernels) == (False, None, ())
-    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_NOT_INSTALLED"]
     assert status.fix == status.reasons[0].hint == fix
 
 
 @pytest.mark.parametrize(("backend", "dist", "wrong", "limit"), WRONG)
 def test_a_version_outside_the_range_is_reported_with_the_range(backend, dist, wrong, limit):
     status = ask(DEVICE, {dist: wrong})[backend]
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
     assert (status.version, status.reasons[0].value, status.reasons[0].limit) == (wrong, f"{dist} {wrong}", limit)
 
 
@@ -61,7 +66,8 @@ def test_a_version_outside_the_range_is_reported_with_the_range(backend, dist, w
 @pytest.mark.parametrize(("backend", "versions", "module"), THERE)
 def test_each_library_is_seen_by_itself(backend, versions, module):
     found = ask(DEVICE, versions, {module: None})
-    assert (found[backend].available, codes(found[backend])) == (False, ["BACKEND_STUB"])
+    assert (found[backend].available, codes(found[backend])) == (True, [])
+    assert found[backend].kernels and all(name.startswith(f"{backend}.") for name in found[backend].kernels)
     assert found[backend].version == next(iter(versions.values()))
     assert {name for name, status in found.items() if status.version is not None} == {backend}
 
@@ -69,35 +75,47 @@ def test_each_library_is_seen_by_itself(backend, versions, module):
 @pytest.mark.parametrize(("backend", "versions", "module"), THERE)
 def test_a_vendor_that_cannot_be_imported_is_a_reason(backend, versions, module):
     status = ask(DEVICE, versions, {module: ImportError("undefined symbol")})[backend]
-    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_IMPORT_FAILED"]
     assert f"import {module}" in status.fix
 
 
+@pytest.mark.req("R-BK-FA-02")
 @pytest.mark.parametrize(
-    ("sm", "against"),
+    ("sm", "usable"),
     [
-        (75, {"flashattn2": "SM_TOO_OLD", "flashattn3": "SM_TOO_OLD", "flashattn4": "SM_TOO_OLD"}),
-        (80, {"flashattn3": "SM_TOO_OLD"}),
-        (90, {}),
-        (100, {"flashattn3": "SM_TOO_NEW"}),
-        (120, {"flashattn3": "SM_TOO_NEW"}),
+        (70, set()),
+        (75, set()),
+        (80, {"flashattn2", "flashattn4"}),
+        (90, {"flashattn2", "flashattn3", "flashattn4", "quack"}),
+        (100, {"flashattn2", "flashattn4", "quack"}),
+        (120, {"flashattn2", "flashattn4", "quack"}),
     ],
 )
-def test_each_generation_names_the_gpus_it_is_not_for(sm, against):
-    modules = {"flash_attn": None, "flash_attn_interface": None}
-    for backend, status in ask(fakes.gpu(sm), FA2 | FA3 | FA4, modules).items():
-        assert codes(status) == [*([against[backend]] if backend in against else []), "BACKEND_STUB"]
+def test_each_library_names_the_gpus_it_is_not_for(sm, usable):
+    for backend, status in ask(fakes.gpu(sm), FA2 | FA3 | FA4 | QUACK, MODULES).items():
+        assert status.available is (backend in usable)
+        if not status.available:
+            too_new = backend == "flashattn3" and sm > 90
+            assert "SM_TOO_NEW" in codes(status) if too_new else "SM_TOO_OLD" in codes(status)
+            assert (status.kernels, bool(status.fix)) == ((), True)
+
+
+@pytest.mark.req("R-BK-FA4-02")
+def test_the_kernels_offered_follow_the_instruction_family():
+    for sm, family in ((80, "sm80"), (90, "sm90"), (100, "sm100"), (110, "sm100"), (120, "sm120")):
+        offered = ask(fakes.gpu(sm), FA4, MODULES)["flashattn4"].kernels
+        families = {name.split(".")[2].split("_")[0] for name in offered if name.split(".")[1] == "attention"}
+        assert families == {family}
 
 
 def test_a_cpu_is_no_device_for_any_of_them():
-    modules = {"flash_attn": None, "flash_attn_interface": None}
-    for status in ask(fakes.cpu(), FA2 | FA3 | FA4, modules).values():
-        assert codes(status) == ["PLATFORM_MISMATCH", "BACKEND_STUB"]
+    for status in ask(fakes.cpu(), FA2 | FA3 | FA4 | QUACK, MODULES).values():
+        assert (status.available, codes(status)) == (False, ["PLATFORM_MISMATCH"])
 
 
 def test_flash_attention_4_needs_its_compiler():
     status = ask(DEVICE, FA4 | {"nvidia-cutlass-dsl": "4.4.0"}, {"flash_attn.cute": None})["flashattn4"]
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
     assert status.fix == "pip install 'nvidia-cutlass-dsl>=4.6.2'"
 
 
@@ -109,7 +127,13 @@ def test_the_probe_answers_within_its_time_limit():
     assert result.health is None
 
 
-def test_health_claims_nothing():
-    report = layerzero_health("flashattn4")
-    assert (report.ok, report.max_error) == (False, None)
-    assert "yet" in report.detail
+def test_without_a_gpu_the_self_test_fails_and_says_why():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    for backend in ("flashattn2", "flashattn3", "flashattn4", "quack"):
+        report = layerzero_health(backend)
+        assert (report.backend, report.ok, report.max_error) == (backend, False, None)
+        assert "CUDA" in report.detail
+    assert "no such backend" in layerzero_health("flashattn9").detail

@@ -21,13 +21,14 @@ def test_it_keeps_the_contract_and_registers_without_importing_a_vendor(monkeypa
     with pretend({"flashinfer-python": "0.7.2"}, dict.fromkeys(("flashinfer",), ImportError("too early"))) as imported:
         kit = Kit.open("flashinfer")
     assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert (tuple(kit.capabilities), kit.kernels) == (("flashinfer",), ())
+    assert tuple(kit.capabilities) == ("flashinfer",)
+    assert len(kit.kernels) >= 26
     assert imported == []
 
 
 def test_discovery_says_what_is_missing_and_how_to_get_it():
     with pretend({"flashinfer-python": None}):
         record = load_plugins(env={}).record("flashinfer")
-    assert (record.state, record.kernels, record.backends) == ("unavailable", (), ("flashinfer",))
+    assert (record.state, record.backends) == ("unavailable", ("flashinfer",))
     assert {item.code.value for item in record.reasons} == {"BACKEND_NOT_INSTALLED"}
     assert "pip install 'layerzero-flashinfer[flashinfer]'" in record.fix

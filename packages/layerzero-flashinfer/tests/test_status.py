@@ -20,7 +20,7 @@ def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend({"flashinfer-python": None, "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"}):
         status = layerzero_capabilities(DEVICE)
     assert (status.available, status.version, status.kernels) == (False, None, ())
-    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_NOT_INSTALLED"]
     assert status.fix == status.reasons[0].hint == "pip install 'layerzero-flashinfer[flashinfer]'"
 
 
@@ -30,7 +30,7 @@ def test_a_version_outside_the_range_is_reported_with_the_range():
         {"flashinfer": None},
     ) as imported:
         status = layerzero_capabilities(DEVICE)
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
     assert (status.reasons[0].value, status.reasons[0].limit) == ("flashinfer-python 0.5.0", ">=0.6.6,<0.8")
     assert (status.version, imported) == ("0.5.0", [])
 
@@ -41,18 +41,20 @@ def test_a_vendor_that_cannot_be_imported_is_a_reason():
         {"flashinfer": ImportError("undefined symbol")},
     ):
         status = layerzero_capabilities(DEVICE)
-    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_IMPORT_FAILED"]
     assert "import flashinfer" in status.fix
 
 
 @pytest.mark.req("R-BK-FI-01")
-def test_with_the_vendor_there_it_says_that_no_kernel_is():
+def test_with_the_vendor_there_it_names_its_kernels():
     with pretend(
         {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"},
         {"flashinfer": None},
     ) as imported:
         status = layerzero_capabilities(DEVICE)
-    assert (status.available, status.version, codes(status)) == (False, "0.7.2", ["BACKEND_STUB"])
+    assert (status.available, status.version, codes(status)) == (True, "0.7.2", [])
+    assert "flashinfer.paged_attention.decode_tc" in status.kernels
+    assert "flashinfer.attention.single_fa3" in status.kernels
     assert "flashinfer" in imported
 
 
@@ -60,8 +62,20 @@ def test_a_device_it_cannot_use_is_named():
     with pretend(
         {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2"}, {"flashinfer": None}
     ):
-        assert codes(layerzero_capabilities(fakes.cpu())) == ["PLATFORM_MISMATCH", "BACKEND_STUB"]
-        assert codes(layerzero_capabilities(fakes.gpu(70))) == ["SM_TOO_OLD", "BACKEND_STUB"]
+        assert codes(layerzero_capabilities(fakes.cpu())) == ["PLATFORM_MISMATCH"]
+        assert codes(layerzero_capabilities(fakes.gpu(70))) == ["SM_TOO_OLD"]
+
+
+def test_the_hopper_template_is_for_hopper_alone():
+    found = {}
+    with pretend(
+        {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2"}, {"flashinfer": None}
+    ):
+        for sm in (75, 80, 90, 100, 120):
+            found[sm] = set(layerzero_capabilities(fakes.gpu(sm)).kernels)
+    assert [sm for sm, kernels in found.items() if "flashinfer.attention.single_fa3" in kernels] == [90]
+    assert [sm for sm, kernels in found.items() if "flashinfer.attention.single_fa2" in kernels] == [80, 90, 100, 120]
+    assert "flashinfer.rms_norm.rows" in found[75]
 
 
 @pytest.mark.req("R-BK-FI-01")
@@ -74,7 +88,7 @@ def test_binaries_of_another_version_are_reported_with_the_fix(dist):
     }
     with pretend(found | {dist: "0.6.13"}, {"flashinfer": None}):
         status = layerzero_capabilities(DEVICE)
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
     assert (status.reasons[0].value, status.reasons[0].limit) == (f"{dist} 0.6.13", "==0.7.2.post1")
     assert status.fix == f"pip uninstall --yes {dist}"
 
@@ -85,14 +99,14 @@ def test_a_missing_compiler_is_reported_unless_the_kernels_are_compiled_already(
     vendor = {"flashinfer-python": "0.7.2", "flashinfer-cubin": None}
     with pretend(vendor | {"flashinfer-jit-cache": None}, {"flashinfer": None}):
         status = layerzero_capabilities(DEVICE)
-        assert codes(status) == ["JIT_NOT_READY", "BACKEND_STUB"]
+        assert codes(status) == ["JIT_TOOLCHAIN_MISSING"]
         assert "nvcc and ninja" in status.reasons[0].message and "flashinfer-jit-cache" in status.fix
         for tool in ("bin/nvcc", "ninja"):
             (tmp_path / tool).parent.mkdir(exist_ok=True)
             (tmp_path / tool).touch(mode=0o755)
-        assert codes(layerzero_capabilities(DEVICE)) == ["BACKEND_STUB"]
+        assert layerzero_capabilities(DEVICE).available
     with pretend(vendor | {"flashinfer-jit-cache": "0.7.2+cu130"}, {"flashinfer": None}):
-        assert codes(layerzero_capabilities(DEVICE)) == ["BACKEND_STUB"]
+        assert layerzero_capabilities(DEVICE).available
 
 
 def test_the_probe_answers_within_its_time_limit():
@@ -103,7 +117,7 @@ def test_the_probe_answers_within_its_time_limit():
     assert result.health is None
 
 
-def test_health_claims_nothing():
+def test_health_claims_nothing_without_a_device(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     report = layerzero_health("flashinfer")
-    assert (report.ok, report.max_error) == (False, None)
-    assert "yet" in report.detail
+    assert (report.ok, report.max_error, report.detail) == (False, None, "no CUDA device")

@@ -1,6 +1,8 @@
-"""What the backend says about itself with the vendor absent, wrong, broken and there; no vendor is needed for it."""
+"""What the backend says about itself with the vendor absent, wrong, broken and there."""
 
 from __future__ import annotations
+
+import pytest
 
 from layerzero.plugin.probing import probe
 from layerzero.testing import fakes
@@ -8,6 +10,13 @@ from layerzero.testing.vendors import pretend
 from layerzero_hub.plugin import layerzero_capabilities, layerzero_health
 
 DEVICE = fakes.cpu()
+
+
+@pytest.fixture(autouse=True)
+def nothing_locked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LAYERZERO_CONFIG", raising=False)
 
 
 def codes(status):
@@ -18,14 +27,14 @@ def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend({"kernels": None}):
         status = layerzero_capabilities(DEVICE)
     assert (status.available, status.version, status.kernels) == (False, None, ())
-    assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
+    assert codes(status)[0] == "BACKEND_NOT_INSTALLED"
     assert status.fix == status.reasons[0].hint == "pip install 'layerzero-hub[kernels]'"
 
 
 def test_a_version_outside_the_range_is_reported_with_the_range():
     with pretend({"kernels": "0.14.0"}, {"kernels": None}) as imported:
         status = layerzero_capabilities(DEVICE)
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
+    assert codes(status)[0] == "BACKEND_VERSION_MISMATCH"
     assert (status.reasons[0].value, status.reasons[0].limit) == ("kernels 0.14.0", ">=0.17.2,<0.18")
     assert (status.version, imported) == ("0.14.0", [])
 
@@ -33,26 +42,23 @@ def test_a_version_outside_the_range_is_reported_with_the_range():
 def test_a_vendor_that_cannot_be_imported_is_a_reason():
     with pretend({"kernels": "0.17.2"}, {"kernels": ImportError("undefined symbol")}):
         status = layerzero_capabilities(DEVICE)
-    assert codes(status) == ["BACKEND_IMPORT_FAILED", "BACKEND_STUB"]
+    assert codes(status)[0] == "BACKEND_IMPORT_FAILED"
     assert "import kernels" in status.fix
 
 
-def test_with_the_vendor_there_it_says_that_no_kernel_is():
-    with pretend({"kernels": "0.17.2"}, {"kernels": None}) as imported:
-        status = layerzero_capabilities(DEVICE)
-    assert (status.available, status.version, codes(status)) == (False, "0.17.2", ["BACKEND_STUB"])
-    assert "kernels" in imported
-
-
-def test_the_probe_answers_within_its_time_limit():
+@pytest.mark.req("R-BK-HF-01")
+def test_the_real_library_is_found_and_nothing_is_locked():
     result = probe("hub", timeout=60.0)
-    assert not result.status.available
-    assert result.status.reasons
     assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
-    assert result.health is None
-
-
-def test_health_claims_nothing():
+    assert result.status.version == "0.17.2" and result.status.kernels == ()
     report = layerzero_health("hub")
-    assert (report.ok, report.max_error) == (False, None)
-    assert "yet" in report.detail
+    assert (report.ok, report.detail) == (True, "nothing is locked")
+
+
+def test_a_broken_policy_is_said_and_costs_only_the_hub(tmp_path, monkeypatch):
+    path = tmp_path / "named.yaml"
+    path.write_text("hub: {allow: ['org/*']}")
+    monkeypatch.setenv("LAYERZERO_CONFIG", str(path))
+    status = layerzero_capabilities(DEVICE)
+    assert not status.available and codes(status) == ["HUB_POLICY_INVALID"]
+    assert not layerzero_health("hub").ok

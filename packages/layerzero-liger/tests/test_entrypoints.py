@@ -23,13 +23,13 @@ def test_it_keeps_the_contract_and_registers_without_importing_a_vendor(monkeypa
     ) as imported:
         kit = Kit.open("liger")
     assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert (tuple(kit.capabilities), kit.kernels) == (("liger",), ())
+    assert (tuple(kit.capabilities), len(kit.kernels)) == (("liger",), 10)
     assert imported == []
 
 
 def test_discovery_says_what_is_missing_and_how_to_get_it():
     with pretend({"liger-kernel": None}):
         record = load_plugins(env={}).record("liger")
-    assert (record.state, record.kernels, record.backends) == ("unavailable", (), ("liger",))
+    assert (record.state, record.backends) == ("unavailable", ("liger",))
     assert {item.code.value for item in record.reasons} == {"BACKEND_NOT_INSTALLED"}
     assert "pip install 'layerzero-liger[liger]'" in record.fix

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from layerzero.ops.tokenize import detokenize, tokenize
     from layerzero.ops.trees import tree_mask, tree_positions
     from layerzero.ops.varlen import varlen_attention
+    from layerzero.public.blocks import plan_block
     from layerzero.public.checks import doctor, readiness_check
     from layerzero.public.control import (
         configure,
@@ -72,8 +73,11 @@ if TYPE_CHECKING:
         unlock,
         use_table,
     )
+    from layerzero.public.freezing import compile
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
+    from layerzero.public.tuning import record, solve, tune
+    from layerzero.public.warming import warmup
     from layerzero.verification.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
@@ -94,6 +98,7 @@ __all__ = [
     "cast",
     "chunk_mask",
     "column_linear",
+    "compile",
     "configure",
     "cross_entropy",
     "dequantize",
@@ -125,9 +130,11 @@ __all__ = [
     "paged_attention",
     "paged_batch",
     "plan",
+    "plan_block",
     "prefer",
     "quantize",
     "readiness_check",
+    "record",
     "relative_bias",
     "reload_config",
     "relu_and_mul",
@@ -146,15 +153,18 @@ __all__ = [
     "select",
     "shard_weight",
     "silu_and_mul",
+    "solve",
     "tokenize",
     "topk_gate",
     "tree_mask",
     "tree_positions",
+    "tune",
     "unlock",
     "use_table",
     "validate",
     "varlen_attention",
     "verify",
+    "warmup",
     "which",
     "xpos",
 ]
@@ -172,8 +182,12 @@ _LAZY = {
     "kv_cache": "layerzero.ops.kv_cache",
     "pack_weight": "layerzero.ops.packing",
     "plan": "layerzero.public.planning",
+    "plan_block": "layerzero.public.blocks",
+    "compile": "layerzero.public.freezing",
     "readiness_check": "layerzero.public.checks",
+    **dict.fromkeys(("record", "solve", "tune"), "layerzero.public.tuning"),
     "verify": "layerzero.verification.ladder",
+    "warmup": "layerzero.public.warming",
     "relative_bias": "layerzero.model.bias",
     "rope_tables": "layerzero.model.rope_tables",
     "tree_mask": "layerzero.ops.trees",

@@ -135,7 +135,7 @@ class Env:
     fallback: bool | None = _var("FALLBACK", _flag, None, "whether the reference may run when nothing else fits")
     on_fault: str | None = _var("ON_FAULT", _one_of("raise", "fallback"), None, "what a locked kernel's failure does")
     plan_mode: bool | None = _var("PLAN_MODE", _flag, None, "plan whole blocks of ops together")
-    isolation: str | None = _var("ISOLATION", _one_of("in_process", "subprocess"), None, "where backends run")
+    isolation: str | None = _var("ISOLATION", _one_of("in_process", "subprocess", "auto"), None, "where backends run")
     memory_headroom_mb: float | None = _var("MEMORY_HEADROOM_MB", _megabytes, None, "MiB of device memory to keep free")
     cache_size: int | None = _var("CACHE_SIZE", _whole(1), None, "entries of the selection cache")
     cache_ttl: float | None = _var("CACHE_TTL", _positive_seconds, None, "seconds a cached selection lives")
@@ -148,8 +148,17 @@ class Env:
     probe_timeout: float = _var(
         "PROBE_TIMEOUT", _positive_seconds, 20.0, "seconds a vendor probe may take in lz doctor"
     )
-    perfdb: str | None = _var("PERFDB", _path, None, "file of measured kernel times")
+    perfdb: str | None = _var("PERFDB", _path, None, "file of measured kernel times; off: none")
     dispatch_table: str | None = _var("DISPATCH_TABLE", _path, None, "table of decisions to obey, written by lz solve")
+    jit: str | None = _var(
+        "JIT", _one_of("background", "block", "off"), None, "compile beside requests, let calls wait, or neither"
+    )
+    jit_workers: int | None = _var(
+        "JIT_WORKERS", _whole(1), None, "kernels compiled at a time; default: a quarter of the cores, at most 4"
+    )
+    jit_timeout: float = _var("JIT_TIMEOUT", _positive_seconds, 300.0, "seconds a background compile may take")
+    table_key: str | None = _var("TABLE_KEY", _path, None, "key file; only dispatch tables signed with it are obeyed")
+    record: str | None = _var("RECORD", _path, None, "file to write the calls of this process to, when it ends")
     jit_cache_dir: str | None = _var("JIT_CACHE_DIR", _path, None, "directory of compiled kernels (made with 0700)")
     trusted_definitions: tuple[str, ...] = _var(
         "TRUSTED_DEFINITIONS", _folders, (), "folders or files whose definitions may run their reference code"

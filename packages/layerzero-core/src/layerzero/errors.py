@@ -15,6 +15,7 @@
      ├─ PluginError                          a plugin broke the contract
      ├─ PlanMismatchError                    a checked plan was called with other arguments
      ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
+     ├─ TuningError                          a call cannot be measured here
      └─ CacheCorruptionError                 a stored cache cannot be trusted
 
 Each carries `.code` (a ReasonCode) and `.reasons` (all that apply, the first being the cause).
@@ -43,6 +44,7 @@ __all__ = [
     "PluginError",
     "PolicyValidationError",
     "SelectionTimeoutError",
+    "TuningError",
     "UnknownNameError",
 ]
 
@@ -168,6 +170,12 @@ class SelectionTimeoutError(LayerZeroError, TimeoutError):
     """A thread waited too long for another thread's selection."""
 
     default_code = "SELECTION_TIMEOUT"
+
+
+class TuningError(LayerZeroError):
+    """A call cannot be measured here."""
+
+    default_code = "TUNING_IMPOSSIBLE"
 
 
 class CacheCorruptionError(LayerZeroError):

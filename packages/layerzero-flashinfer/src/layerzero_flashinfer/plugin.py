@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from layerzero.plugin import (
     BackendStatus,
@@ -34,13 +35,30 @@ def layerzero_register(registrar: Registrar) -> None:
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     """Vendor, its companion packages, its compiler, this device."""
-    return vendor_status(CAPABILITIES, device, needs_sm(75), companions, compiler)
+    status = vendor_status(CAPABILITIES, device, needs_sm(75), companions, compiler)
+    # FlashInfer imports the CuTe compiler, whose libraries are a package of their own for each CUDA version.
+    for why in status.reasons:
+        if why.code.value == "BACKEND_IMPORT_FAILED" and "CTK flavor" in str(why.value):
+            return replace(status, fix="pip install 'nvidia-cutlass-dsl[cu13]'  # or, for CUDA 12, without [cu13]")
+    return status
 
 
 @hookimpl
 def layerzero_health(backend: str) -> HealthReport:
-    """Nothing can be shown to be right before there is a kernel."""
-    return HealthReport(backend, False, "no kernels to test yet")
+    """Known answers on what is compiled already."""
+    from layerzero_flashinfer.health import self_test
+
+    return self_test()
+
+
+@hookimpl
+def layerzero_warmup(shapes: list[dict[str, Any]]) -> None:
+    """Compile the modules of these shapes, all at once; what is compiled already is left as it is."""
+    if dist_version("flashinfer-python") is None:
+        return
+    from layerzero_flashinfer.modules import compile_for
+
+    compile_for(shapes)
 
 
 def companions(device: DeviceSpec) -> Iterator[Reason]:
@@ -61,5 +79,5 @@ def compiler(device: DeviceSpec) -> Iterator[Reason]:
     missing = [] if shutil.which("nvcc") or Path(toolkit, "bin", "nvcc").exists() else ["nvcc"]
     missing += [] if shutil.which("ninja") else ["ninja"]
     if missing:
-        why = reason("JIT_NOT_READY", detail=f"its compiler needs {' and '.join(missing)}")
+        why = reason("JIT_TOOLCHAIN_MISSING", " and ".join(missing))
         yield replace(why, hint=f"install {' and '.join(missing)}, or the package {COMPILED}")

@@ -1,27 +1,91 @@
-"""Hooks of the Kernel Hub backend."""
+"""Hooks of the Kernel Hub backend. Nothing is read before the first call or inspection asks for kernels."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Registrar, hookimpl, vendor_status
+from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, ReasonCode, Registrar, hookimpl, vendor_status
 
 CAPABILITIES = Path(__file__).with_name("capabilities.json")
 
 
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
-    """Register the backend from its descriptor; nothing is fetched and no kernel is trusted here."""
-    registrar.backend(CAPABILITIES)
+    """Register the locked and mapped kernels; nothing is fetched, hashed or imported here.
+
+    A broken policy, lock or mapping leaves the hub without kernels; `lz doctor` and `lz hub verify` say why.
+    """
+    base = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+    registrar.backend(_with_kernels(base))
+
+
+def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
+    from layerzero.errors import LayerZeroError
+    from layerzero_hub.policy import discovered
+
+    try:
+        policy = discovered()
+        if not policy.lock_path.is_file():
+            return base
+        from layerzero_hub import bound, specs
+
+        bound.remember(specs.table(policy), policy)
+        return specs.capabilities(policy, base)
+    except (LayerZeroError, ImportError):
+        return base  # `layerzero_capabilities` meets the same and reports it
 
 
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
-    """The library `kernels`; the hub itself is not asked."""
-    return vendor_status(CAPABILITIES, device)
+    """The library `kernels`, and the state of policy, lock and store; the hub itself is not asked."""
+    from layerzero.errors import LayerZeroError
+
+    status = vendor_status(CAPABILITIES, device)
+    # The package's own file holds no kernels: they come from lock and policy. That is no reason against it.
+    against = tuple(item for item in status.reasons if item.code is not ReasonCode.BACKEND_STUB)
+    if against:
+        return replace(status, available=False, reasons=against, fix=status.fix)
+    from layerzero_hub import specs
+    from layerzero_hub.policy import discovered
+
+    try:
+        kernels = specs.table(discovered())
+    except LayerZeroError as error:
+        return replace(status, available=False, reasons=error.reasons, fix=error.hint)
+    usable = tuple(sorted(name for name, kernel in kernels.items() if not kernel.refused))
+    refused = tuple(reason for kernel in kernels.values() for reason in kernel.refused)
+    fix = refused[0].hint if refused else ""
+    return replace(status, available=True, kernels=usable, reasons=refused, fix=fix)
 
 
 @hookimpl
 def layerzero_health(backend: str) -> HealthReport:
-    """Nothing can be shown to be right before there is a kernel."""
-    return HealthReport(backend, False, "no kernels to test yet")
+    """Hash every locked build again and compare with the lock. Results are the conformance kit's business."""
+    from layerzero.errors import LayerZeroError
+    from layerzero_hub import installing, lockfile
+    from layerzero_hub.policy import discovered
+    from layerzero_hub.store import Store
+
+    try:
+        policy = discovered()
+        if not policy.lock_path.is_file():
+            return HealthReport(backend, True, "nothing is locked")
+        lock = lockfile.read(policy.lock_path)
+        found = installing.verify(lock, policy=policy, store=Store(policy.store_path))
+    except LayerZeroError as error:
+        return HealthReport(backend, False, str(error))
+    bad = [finding for finding in found if not finding.ok]
+    if bad:
+        return HealthReport(backend, False, f"{bad[0].repo_id}@{bad[0].version}: {bad[0].reasons[0]}")
+    return HealthReport(backend, True, f"{len(found)} locked builds verified")
+
+
+@hookimpl
+def layerzero_commands() -> list[Any]:
+    """`lz hub …`."""
+    from layerzero_hub.cli import hub
+
+    return [hub]

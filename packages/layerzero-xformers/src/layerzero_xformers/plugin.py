@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,40 +23,48 @@ from layerzero.plugin import (
 )
 
 CAPABILITIES = Path(__file__).with_name("capabilities.json")
+_RUNTIME = "libcudart.so.12"
 
 
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
-    """Register the backend from its descriptor."""
+    """Register the kernels of the descriptor."""
     registrar.backend(CAPABILITIES)
 
 
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     """Vendor, its neighbours, this device; XFORMERS_MORE_DETAILS=1 makes the vendor itself say more."""
-    return vendor_status(CAPABILITIES, device, needs_sm(75), flash_namespace, cuda_build)
+    return vendor_status(CAPABILITIES, device, needs_sm(75), flash_attention_2, cuda_runtime)
 
 
 @hookimpl
 def layerzero_health(backend: str) -> HealthReport:
-    """Nothing can be shown to be right before there is a kernel."""
-    return HealthReport(backend, False, "no kernels to test yet")
+    """Known-answer test of every kernel."""
+    from layerzero_xformers.health import self_test
+
+    return self_test()
 
 
-def flash_namespace(device: DeviceSpec) -> Iterable[Reason]:
-    """xFormers takes any folder `flash_attn` for FlashAttention 2; FlashAttention 4 alone leaves one that is not."""
-    if dist_version("flash-attn") is not None:
-        return needs_dist("flash-attn", ">=2.7.1,<=2.8.4")(device)
-    newer = dist_version("flash-attn-4")
-    if newer is None:
+def flash_attention_2(device: DeviceSpec) -> Iterable[Reason]:
+    """A FlashAttention 2 that xFormers can see has to be one it takes; FlashAttention 4 is a declared conflict."""
+    if dist_version("flash-attn") is None or importlib.util.find_spec("flash_attn") is None:
         return ()
-    why = reason("BACKEND_CONFLICT", f"flash-attn-4 {newer}", detail="flash_attn is there without FlashAttention 2")
-    return (replace(why, hint="pip uninstall --yes flash-attn-4"),)
+    return needs_dist("flash-attn", ">=2.7.1,<=2.8.4")(device)
 
 
-def cuda_build(device: DeviceSpec) -> Iterable[Reason]:
-    """The published wheels are linked against CUDA 12."""
+def cuda_runtime(device: DeviceSpec) -> Iterable[Reason]:
+    """The published wheels want the CUDA 12 runtime; beside a torch for another CUDA it has to be on the path."""
     version = device.cuda_version
     if version is None or version.partition(".")[0] == "12":
         return ()
-    return (reason("CUDA_VERSION_MISMATCH", version, "12"),)
+    try:
+        ctypes.CDLL(_RUNTIME)
+    except OSError:
+        why = reason("CUDA_VERSION_MISMATCH", version, "12", detail=f"{_RUNTIME} cannot be loaded")
+        fix = (
+            "pip install --target FOLDER nvidia-cuda-runtime-cu12, then isolation: {xformers: {mode: subprocess, "
+            "env: {LD_LIBRARY_PATH: FOLDER/nvidia/cuda_runtime/lib}}} in the policy"
+        )
+        return (replace(why, hint=fix),)
+    return ()

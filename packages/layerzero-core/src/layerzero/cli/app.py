@@ -13,16 +13,23 @@ from typing import Any
 import click
 
 from layerzero.cli import (
+    benching,
     completing,
     definitions,
     doctor,
     explaining,
     listing,
+    perfdb,
+    planning,
     plugins,
     policies,
     readiness,
+    reporting,
+    solving,
     touring,
+    tuning,
     verifying,
+    warming,
 )
 from layerzero.cli.verbs import OK, USAGE, failed
 
@@ -114,6 +121,24 @@ def cli() -> None:
     """
 
 
-_VERBS = (doctor, listing, explaining, verifying, policies, plugins, readiness, definitions, touring, completing)
+_VERBS = (
+    doctor,
+    listing,
+    explaining,
+    tuning,
+    solving,
+    perfdb,
+    benching,
+    reporting,
+    verifying,
+    policies,
+    plugins,
+    readiness,
+    warming,
+    planning,
+    definitions,
+    touring,
+    completing,
+)
 for _module in _VERBS:
     _module.add(cli)

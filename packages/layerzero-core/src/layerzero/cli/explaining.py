@@ -16,7 +16,7 @@ from layerzero.model.decision import Candidate
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.telemetry.report import SelectionReport
 
-__all__ = ["add"]
+__all__ = ["add", "call_options"]
 
 _SHAPE = ShapeType()
 _OPTIONS = (
@@ -54,7 +54,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-def _call(function: Callable[..., Answer]) -> Callable[..., Answer]:
+def call_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """Add the options that describe a call."""
     return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), function)
 
@@ -64,7 +64,7 @@ def add(group: click.Group) -> None:
 
     @verb(group, "explain")
     @click.argument("op", shell_complete=complete_op)
-    @_call
+    @call_options
     def explain(op: str, **options: Any) -> Answer:
         """Say which kernel a call would run, and why not the others.
 
@@ -83,7 +83,7 @@ def add(group: click.Group) -> None:
 
     @verb(group, "which")
     @click.argument("op", shell_complete=complete_op)
-    @_call
+    @call_options
     def which(op: str, **options: Any) -> Answer:
         """Print the kernel id that a call would run."""
         import layerzero as lz
@@ -94,7 +94,7 @@ def add(group: click.Group) -> None:
 
     @verb(group, "validate")
     @click.argument("kernel_id", shell_complete=complete_kernel)
-    @_call
+    @call_options
     def validate(kernel_id: str, **options: Any) -> Answer:
         """Say whether a kernel may run a call, or why not.
 
@@ -133,7 +133,7 @@ def _blocks(report: SelectionReport) -> list[Block]:
         winner = decision.winner
         lock = ", locked" if decision.locked else ""
         blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{_time(winner)}{lock})", "bold green"))
-        blocks += [Line(f"after {step.name}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
+        blocks += [Line(f"{_step(step.name)}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
     else:
         blocks.append(Line(f"nothing may run: {decision.refusal}", STYLES["fail"], hang=2))
     held = [f"{item.name} {item.low}–{item.high}" for item in decision.buckets if item.low != item.high]
@@ -144,6 +144,10 @@ def _blocks(report: SelectionReport) -> list[Block]:
     if others:
         blocks += [Line(), Table(("kernel", "score", "why not"), [_row(item) for item in others], right=frozenset({1}))]
     return blocks
+
+
+def _step(name: str) -> str:
+    return "isolated: there and back to its own process" if name == "isolated" else f"after {name}"
 
 
 def _row(item: Candidate) -> tuple[str | Cell, ...]:

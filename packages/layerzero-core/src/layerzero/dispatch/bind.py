@@ -19,6 +19,8 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
+from layerzero.selection.filter import artifact_for
+from layerzero.selection.isolation import apart
 from layerzero.selection.world import World
 
 __all__ = ["Bound", "GuardFailed", "bind", "resolve"]
@@ -31,7 +33,7 @@ class GuardFailed(Exception):
 class Bound:
     """A kernel ready to run. `run` takes canonical arguments; `guard`, when set, must be true at each call."""
 
-    __slots__ = ("decision", "guard", "kernel", "plan", "rng", "run")
+    __slots__ = ("calls", "decision", "guard", "kernel", "plan", "rng", "run")
 
     def __init__(
         self,
@@ -47,6 +49,13 @@ class Bound:
         self.plan = plan
         self.decision: Decision = plan.debug_info
         self.rng = rng
+        self.calls: Any = None  # a counter, only while traffic is recorded
+
+    def counted(self, counter: Any) -> Bound:
+        """The same with a counter of its own."""
+        found = Bound(self.run, self.guard, self.kernel, self.plan, self.rng)
+        found.calls = counter
+        return found
 
     @property
     def kernel_id(self) -> str:
@@ -97,7 +106,17 @@ def bind(
     kernel = world.registry.kernels.get(plan.kernel_id)
     if kernel is None:  # a plan outlived the plugin it was made with
         raise BackendNotAvailableError(code="KERNEL_UNKNOWN", value=plan.kernel_id, limit="a registered kernel")
-    fn = resolve(kernel)
+    if kernel.jit:
+        from layerzero.plans.jit_cache import prepare
+
+        prepare()  # some vendors read where their cache is when they are imported
+    if kernel.backend in world.enclosed:
+        from layerzero.dispatch.isolate.proxy import isolated
+
+        kernel = apart(kernel)
+        fn = isolated(kernel, world, rng=rng)
+    else:
+        fn = resolve(kernel)
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
@@ -110,6 +129,10 @@ def bind(
         run = _aligned(run, kernel.pointer_alignment)
     if world.health.watches(kernel.kernel_id, kernel.backend):
         run = _watched(run, kernel)
+    if kernel.jit and artifact_for(kernel, decision.context, world) not in world.ready:
+        from layerzero.plans.jit import compiling
+
+        run = compiling(run, kernel, decision.context, world)
     if rng:
         run = _restorable(run, spec)
     bound = Bound(run, _guard(kernel, decision), kernel, plan, rng)

@@ -180,6 +180,8 @@ def _announce(decision: Decision) -> None:
     others = decision.candidates[1:] if decision.is_fallback else ()
     # Where the user's own policy kept the others out, the reference is what was asked for.
     unasked = [c for c in others if not any(r.category is ReasonCategory.POLICY for r in c.reasons)]
+    # Nor is a kernel missed that nobody had compiled and that would not have been preferred.
+    unasked = [c for c in unasked if c.reasons[0].code != "JIT_NOT_READY" or c.kernel_id in decision.pending]
     if unasked and not decision.locked:
         why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in unasked[:5])
         _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
@@ -218,8 +220,10 @@ def miss(
         world, near = current_world(), None  # the near key holds buckets of the World before
     ctx = describe(spec, args, layout, backend, world)
     rng = spec.random is not None and spec.random(args)
-    bound = _bound(spec, ctx, world, rng)
+    bound = _bound(spec, ctx, world, rng, args)
     _insert(world, key, near, bound, tensors)
+    if world.tally is not None:
+        world.tally.met(world.hot, (key, near), ctx, bound, args)
     _remember(bound, bound.kernel_id)
     try:
         return bound.run(*args)
@@ -229,13 +233,17 @@ def miss(
 
 def ready(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Bound:
     """Select and bind for a call that will be made many times (`lz.plan`)."""
-    return _bound(spec, ctx, world, spec.random is not None and spec.random(args))
+    return _bound(spec, ctx, world, spec.random is not None and spec.random(args), args)
 
 
-def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool) -> Bound:
+def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool, args: tuple[Any, ...]) -> Bound:
     """Select and bind; a kernel whose adapter cannot be imported is set aside and the selection repeated."""
     while True:  # ends: each round sets a kernel aside, and without any left the decision is a refusal
         decision = decide(spec, ctx, world)
+        if decision.pending:
+            from layerzero.plans.jit import compile_beside
+
+            compile_beside(spec, ctx, decision, world, args)
         if not decision.chosen:
             raise refuse(decision)
         try:
@@ -328,8 +336,11 @@ def recover(
     except LayerZeroError as refused:
         raise refused from error  # a value that is not part of any key is wrong: the caller's error, not the kernel's
     if bound.decision.locked and world.policy.on_fault != "fallback":
+        own = getattr(error, "reason", None)
         raise KernelExecutionError(
-            f"{spec.op_id} is locked to {bound.kernel_id}, which raised", value=_short(error)
+            f"{spec.op_id} is locked to {bound.kernel_id}, which raised",
+            value=_short(error),
+            reasons=(own,) if isinstance(own, Reason) else (),
         ) from error
     if spec.mutates is not None and spec.mutates(args):
         if bound.kernel_id != spec.fallback_id:  # the last resort stays in reach
@@ -393,6 +404,9 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _reason_for(kernel_id: str, error: Exception) -> Reason:
+    own = getattr(error, "reason", None)
+    if isinstance(own, Reason):  # a fault of an isolated kernel knows what it is
+        return own
     if _out_of_memory(error):
         return reason("OUT_OF_MEMORY", _short(error))
     return reason("KERNEL_RAISED", f"{kernel_id}: {_short(error)}")

@@ -22,6 +22,7 @@ from layerzero.errors import ConfigurationError
 __all__ = [
     "AVOID_BONUS",
     "ISOLATION_MODES",
+    "JIT_MODES",
     "ON_FAULT",
     "OPERATORS",
     "PREFER_BONUS",
@@ -42,7 +43,8 @@ AVOID_BONUS: Final = -50.0
 OPERATORS: Final = ("==", "!=", ">", ">=", "<", "<=", "in", "glob")
 ORDERING: Final = frozenset((">", ">=", "<", "<="))
 ON_FAULT: Final = ("raise", "fallback")
-ISOLATION_MODES: Final = ("in_process", "subprocess")
+ISOLATION_MODES: Final = ("in_process", "subprocess", "auto")
+JIT_MODES: Final = ("background", "block", "off")
 
 Scalar = str | int | float | bool
 
@@ -228,9 +230,13 @@ class Policy:
     on_fault: str = "raise"
     fallback_enabled: bool = True
     backend_isolation: tuple[tuple[str, str], ...] = ()
+    isolation: FrozenMap = field(default_factory=FrozenMap)
+    """Backend → env, path, hide, deadline_s, start_s, memory_mb of its own process; the mode stands above."""
     plan_mode: bool = False
+    jit: str = "background"
     breaker: BreakerSettings = BreakerSettings()
     cache: CacheSettings = CacheSettings()
+    dispatch_table: str | None = None
     perfdb: FrozenMap = field(default_factory=FrozenMap)
     distributed: FrozenMap = field(default_factory=FrozenMap)
     hub: FrozenMap = field(default_factory=FrozenMap)
@@ -244,6 +250,8 @@ class Policy:
             object.__setattr__(self, "boosts", tuple(self.boosts.items()))
         if self.on_fault not in ON_FAULT:
             raise ValueError(f"on_fault is {self.on_fault!r}, expected one of {', '.join(ON_FAULT)}")
+        if self.jit not in JIT_MODES:
+            raise ValueError(f"jit is {self.jit!r}, expected one of {', '.join(JIT_MODES)}")
         if self.levels and not self._levels_agree():
             # dataclasses.replace(policy, prefer=...) on a merged policy would otherwise be ignored without a word.
             raise ValueError("the lists of a merged Policy do not change alone: add a PolicyLayer and merge again")
@@ -284,7 +292,7 @@ class Policy:
         """sha256 over the canonical JSON of all that decides. Equal policies from other places hash equal."""
         data: dict[str, Any] = {"program": [rule.to_json(canonical=True) for rule in self.program]}
         for item in fields(self):
-            if item.name not in _IN_PROGRAM:
+            if item.name not in _IN_PROGRAM and item.name not in _PLACES:
                 data[item.name] = _canonical(getattr(self, item.name))
         data["graph_whitelist"] = sorted(self.graph_whitelist)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
@@ -296,9 +304,13 @@ class Policy:
         return {op: kernel for op, kernel in strongest.items() if kernel}
 
     def isolation_of(self, backend: str) -> str:
-        """in_process or subprocess: the entry for this backend, else the one for "*", else in_process."""
+        """in_process, subprocess or auto: the entry for this backend, else the one for "*", else in_process."""
         modes = dict(self.backend_isolation)
         return modes.get(backend, modes.get("*", "in_process"))
+
+    def isolation_entry(self, backend: str) -> Mapping[str, Any]:
+        """How this backend's own process is to be set up: its entry over the one for "*"."""
+        return {**self.isolation.get("*", {}), **self.isolation.get(backend, {})}
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible form for reports and `lz.get_config`."""
@@ -321,6 +333,8 @@ class Policy:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
+# Where measurements and tables lie, not what is wished: what they hold has fingerprints of its own.
+_PLACES: Final = frozenset(("perfdb", "dispatch_table"))
 _IN_PROGRAM: Final = frozenset(
     ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "levels", "expires_at", "graph_whitelist")
 )

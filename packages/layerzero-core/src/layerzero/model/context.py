@@ -197,7 +197,10 @@ class Context:
             return getattr(self.device, name)
         if name in ("stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type"):
             return getattr(self, name)
-        return getattr(self, name, None) if name in _FIELD_NAMES else None
+        if name in _FIELD_NAMES:
+            return getattr(self, name)
+        # "needs_window": whether the call asks for that feature, whatever its value; what a jit_key often turns on.
+        return name.removeprefix("needs_") in self.needs if name.startswith("needs_") else None
 
     @property
     def batch(self) -> int | None:
@@ -311,6 +314,13 @@ def _restored(given: dict[str, Any]) -> Context:
 _COMPARED = tuple(f.name for f in fields(Context) if f.compare)
 _FIELD_NAMES = frozenset(f.name for f in fields(Context) if not f.name.startswith("_"))
 _POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation"})
+# Names `Context.get` answers for every op, and the sizes of the built-in ops: what a jit_key may name.
+KEYABLE = frozenset({
+    *_FIELD_NAMES, *_POLICY_DEVICE_FIELDS, "stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type",
+    "batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v", "gqa_ratio", "hidden",
+    "rows", "tokens", "rotary_dim", "page_size", "in_features", "out_features", "vocab", "intermediate",
+    "num_experts", "top_k", "block", "rank", "element_bytes",
+}) - {"notes", "scale", "dropout_p"}  # fmt: skip
 
 SelectionContext = Context
 """The name the seed documents use."""

@@ -128,6 +128,8 @@ class Decision:
     fingerprint: str = ""
     policy_hash: str = ""
     buckets: tuple[Bucket, ...] = ()
+    # Kernels that would have come before the chosen one, were they compiled; dispatch has them compiled.
+    pending: tuple[str, ...] = ()
     # Set when nothing may run; `chosen` is then empty.
     refusal: Reason | None = None
 
@@ -166,6 +168,7 @@ class Decision:
             "buckets": [bucket.to_json() for bucket in self.buckets],
             "policy_hash": self.policy_hash,
             "fingerprint": self.fingerprint,
+            "pending": list(self.pending),
             "refusal": None if self.refusal is None else self.refusal.to_json(),
             "notes": [note.to_json() for note in self.notes],
             "candidates": [item.to_json() for item in self.candidates],

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from layerzero.model.context import Context
@@ -24,11 +25,21 @@ _PLAIN_CALL = Context("attention", dims=(("head_dim", 1),))
 _DEFAULTS = tuple((name, getattr(_PLAIN_CALL, name)) for name in sorted(f.name for f in _FIELDS))
 
 Situation = tuple[tuple[str, Any], ...]
+_ASKED_KEPT = 4096
+
+
+_PROPERTIES = attrgetter(*(name for name, _ in _DEFAULTS))
+_USUAL = _PROPERTIES(_PLAIN_CALL)
 
 
 def situation(ctx: Context) -> Situation:
     """Every property of a call that a choice may depend on, beside machine and sizes; defaults left out."""
-    return tuple((name, _plain(value)) for name, default in _DEFAULTS if (value := getattr(ctx, name)) != default)
+    found = _PROPERTIES(ctx)
+    return tuple(
+        (item[0], _plain(value))
+        for item, value, usual in zip(_DEFAULTS, found, _USUAL, strict=True)
+        if value is not usual and value != usual
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -68,6 +79,7 @@ class PlanEntry:
     sizes      axis -> upper end of its bucket, or the exact size where the table has no buckets for the axis;
                by name, as `when` is
     median_us  measured time, `error` its largest deviation from the reference; None where nothing was measured
+    artifacts  what has to be compiled for it before it is fast
     """
 
     op: str
@@ -76,6 +88,7 @@ class PlanEntry:
     kernel_id: str
     median_us: float | None = None
     error: float | None = None
+    artifacts: tuple[str, ...] = ()
 
 
 def bucket_sizes(ctx: Context, buckets: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, int], ...] | None:
@@ -103,6 +116,7 @@ class DispatchTable:
     entries: tuple[PlanEntry, ...]
     model_id: str = ""
     content_hash: str = field(default="", compare=False)
+    signature: str | None = field(default=None, compare=False)
 
     @cached_property
     def _index(self) -> dict[tuple[str, Situation, tuple[tuple[str, int], ...]], PlanEntry]:
@@ -112,7 +126,20 @@ class DispatchTable:
         """Upper ends of the buckets of an axis, ascending; empty where the axis is matched exactly."""
         return self.buckets.get(op, {}).get(axis, ())
 
+    @cached_property
+    def _asked(self) -> dict[Context, PlanEntry | None]:
+        return {}
+
     def find(self, ctx: Context) -> PlanEntry | None:
-        """The entry for a call, None when the table has no such bucket."""
+        """The entry for a call, None when the table has no such bucket. Asked before: a dictionary lookup."""
+        asked = self._asked
+        try:
+            return asked[ctx]
+        except KeyError:
+            pass
         sizes = bucket_sizes(ctx, self.buckets.get(ctx.op, {}))
-        return None if sizes is None else self._index.get((ctx.op, situation(ctx), sizes))
+        found = None if sizes is None else self._index.get((ctx.op, situation(ctx), sizes))
+        if len(asked) >= _ASKED_KEPT:
+            asked.clear()
+        asked[ctx] = found
+        return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from layerzero.errors import ConfigurationError
+from layerzero.model.config import FrozenMap
 from layerzero.model.context import Context
 from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Platform
@@ -136,6 +137,7 @@ class KernelSpec:
     deterministic: bool = False
     tp_invariant: bool = False
     jit: bool = False
+    jit_key: tuple[str, ...] = ()
     fuses: tuple[str, ...] = ()
     adapt: frozenset[str] = frozenset()
     guards: frozenset[str] = frozenset()
@@ -389,6 +391,8 @@ class KernelSpec:
         limit = self._limit_map.get(name)
         if limit is not None and limit.multiple_of not in (None, 1):
             return True
+        if name in self.jit_key:  # one artifact per value: a bucket of them would hide those that are not compiled
+            return True
         formulas = self.grid_layout if isinstance(self.grid_layout, tuple) else ()
         return any(name in formula.names() for formula in formulas)
 
@@ -413,6 +417,9 @@ class BackendSpec:
     builtin: bool = False
     # What the backend's descriptor says newer SM versions are.
     generations: GenerationMap = DEFAULT_GENERATIONS
+    # Versions of the vendor the adapters work with, and how the backend wants to be isolated when it is.
+    vendor_range: str = ""
+    isolation: FrozenMap = field(default_factory=FrozenMap)
 
     def sees(self, device: DeviceSpec) -> DeviceSpec:
         """The device in the words of this backend's own generation map."""
@@ -450,4 +457,6 @@ def _plain(value: Any) -> Any:
         return sorted((_plain(item) for item in value), key=str)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return str(value)

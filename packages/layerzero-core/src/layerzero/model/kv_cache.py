@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
@@ -13,18 +13,26 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PagedBatch", "make_paged_batch"]
+__all__ = ["BatchPlan", "PagedBatch", "make_paged_batch"]
 
 _INDEX_DTYPES = ("torch.int32", "torch.int64")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class BatchPlan(Protocol):
+    """What a kernel prepared for one batch and keeps in `PagedBatch.plans`."""
+
+    def replan(self, batch: PagedBatch) -> None:
+        """Prepare it again, in the same buffers, after the numbers of the batch have changed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PagedBatch:
     """One batch over a paged KV cache, checked and planned once; make it with `make_paged_batch`.
 
     block_tables [B, max_blocks] holds page numbers, context_lens [B] the KV length of each sequence including its
     new tokens, query_lens [B] the number of new tokens (None: one each). The `_host` tuples hold the same lengths,
-    so that no kernel has to ask the device for them.
+    so that no kernel has to ask the device for them. `plans` is where kernels keep what they prepared for this batch,
+    for the layers that follow. A batch made for a capture owns its tensors; `update` writes other numbers into them.
     """
 
     block_tables: Tensor
@@ -32,31 +40,59 @@ class PagedBatch:
     query_lens: Tensor | None
     context_lens_host: tuple[int, ...]
     query_lens_host: tuple[int, ...]
+    capture: bool = False
+    plans: dict[Any, BatchPlan] = field(default_factory=dict, repr=False)
+    # Read at every call, hence counted once: sequences, query tokens, the longest of both, one new token each.
+    batch_size: int = field(init=False, repr=False)
+    total_q: int = field(init=False, repr=False)
+    max_query_len: int = field(init=False, repr=False)
+    max_context_len: int = field(init=False, repr=False)
+    is_decode: bool = field(init=False, repr=False)
 
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences."""
-        return len(self.context_lens_host)
+    def __post_init__(self) -> None:
+        self._count()
 
-    @property
-    def total_q(self) -> int:
-        """Number of query tokens, all sequences together."""
-        return sum(self.query_lens_host)
+    def _count(self) -> None:
+        contexts, queries = self.context_lens_host, self.query_lens_host
+        object.__setattr__(self, "batch_size", len(contexts))
+        object.__setattr__(self, "total_q", sum(queries))
+        object.__setattr__(self, "max_query_len", max(queries, default=0))
+        object.__setattr__(self, "max_context_len", max(contexts, default=0))
+        object.__setattr__(self, "is_decode", all(length == 1 for length in queries))
 
-    @property
-    def max_query_len(self) -> int:
-        """Most query tokens of one sequence; 0 for an empty batch."""
-        return max(self.query_lens_host, default=0)
+    def update(
+        self,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        *,
+        query_lens: Tensor | None = None,
+        host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """Other numbers for a batch made with `capture=True`, before the next replay of its graph.
 
-    @property
-    def max_context_len(self) -> int:
-        """Longest KV length; 0 for an empty batch."""
-        return max(self.context_lens_host, default=0)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has exactly one new token."""
-        return all(length == 1 for length in self.query_lens_host)
+        The shapes and the number of query tokens stay as they were captured. Lengths come to the host and every plan
+        is made again, so this is called between replays, never inside a capture.
+        """
+        if not self.capture:
+            raise InvalidInputError(
+                code=ReasonCode.VALUE_INVALID, value="a batch made without capture=True", limit="capture=True"
+            )
+        fresh = make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+        kept = (tuple(self.block_tables.shape), self.query_lens is None, self.total_q, self.is_decode)
+        given = (tuple(fresh.block_tables.shape), fresh.query_lens is None, fresh.total_q, fresh.is_decode)
+        if kept != given:
+            raise _invalid(
+                f"{given[0]} with {given[2]} query tokens", f"{kept[0]} with {kept[2]} query tokens, as captured"
+            )
+        self.block_tables.copy_(fresh.block_tables)
+        self.context_lens.copy_(fresh.context_lens)
+        if self.query_lens is not None and fresh.query_lens is not None:
+            self.query_lens.copy_(fresh.query_lens)
+        object.__setattr__(self, "context_lens_host", fresh.context_lens_host)
+        object.__setattr__(self, "query_lens_host", fresh.query_lens_host)
+        self._count()
+        for plan in self.plans.values():
+            plan.replan(self)
 
     def page_indices(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same batch as FlashInfer plans it: (indptr [B + 1], indices, last_page_len [B]), int32.
@@ -66,17 +102,30 @@ class PagedBatch:
         """
         import torch
 
+        starts, places, last = self.page_places(page_size)
+        device = self.block_tables.device
+        indices = self.block_tables.reshape(-1).index_select(0, places).to(torch.int32)
+        return starts.to(device), indices, last.to(device)
+
+    def page_places(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`page_indices` in pieces: indptr, where the flat tables hold each page, last_page_len.
+
+        The first and the last are int32 on the host. All come from the host side of the lengths, so nobody waits for
+        the device; the places are counted on it, because torch shares out even small work between threads of the host.
+        """
+        import torch
+
         counts = [-(-length // page_size) for length in self.context_lens_host]
         starts = [0, *accumulate(counts)]
         last = [(length - 1) % page_size + 1 if length else 0 for length in self.context_lens_host]
-        device = self.block_tables.device
-        columns = torch.arange(self.block_tables.shape[1], device=device)
-        inside = columns < torch.tensor(counts, device=device).unsqueeze(-1)
-        indices = self.block_tables[inside].to(torch.int32)
+        width, device = self.block_tables.shape[1], self.block_tables.device
+        shifts = [row * width - start for row, start in enumerate(starts[:-1])]
+        both = torch.tensor([shifts, counts], dtype=torch.int64).to(device, non_blocking=True)
+        shift = torch.repeat_interleave(both[0], both[1], output_size=starts[-1])
         return (
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            indices,
-            torch.tensor(last, dtype=torch.int32, device=device),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.arange(starts[-1], device=device) + shift,
+            torch.tensor(last, dtype=torch.int32),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -98,11 +147,13 @@ def make_paged_batch(
     context_lens: Tensor,
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+    capture: bool = False,
 ) -> PagedBatch:
     """Check the metadata and bring the lengths to the host, once per batch.
 
     `host_lens` spares the device-to-host copy when the caller knows the lengths already: the context lengths, or a
-    pair (context lengths, query lengths). They are trusted to equal the tensors.
+    pair (context lengths, query lengths). They are trusted to equal the tensors. `capture` makes a batch whose tensors
+    are its own and stay where they are, for calls inside a CUDA graph.
     """
     for name, tensor, rank in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
         _check_tensor(name, tensor, rank)
@@ -118,7 +169,10 @@ def make_paged_batch(
     else:
         queries = (1,) * batch if query_lens is None else tuple(query_lens.tolist())
     _check_lengths(contexts, queries, batch, has_query_lens=query_lens is not None)
-    return PagedBatch(block_tables, context_lens, query_lens, contexts, queries)
+    if not capture:
+        return PagedBatch(block_tables, context_lens, query_lens, contexts, queries)
+    own = None if query_lens is None else query_lens.clone()
+    return PagedBatch(block_tables.clone(), context_lens.clone(), own, contexts, queries, True)
 
 
 def _check_tensor(name: str, tensor: Tensor, rank: int) -> None:

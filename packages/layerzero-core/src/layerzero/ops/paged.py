@@ -40,13 +40,18 @@ def paged_batch(
     *,
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+    capture: bool = False,
 ) -> PagedBatch:
     """Plan a batch once, for all layers: page numbers [B, blocks], KV lengths [B], new tokens [B] (one each if None).
 
     `host_lens` gives the lengths as Python numbers where the caller has them already, which saves a copy
-    from the device.
+    from the device. Kernels that plan do so at the first call with the batch and keep the plan in it.
+
+    For CUDA graphs: `capture=True`, one call of each op outside of the graph, which plans, then the capture. Before a
+    replay with other lengths or pages, `batch.update(block_tables, context_lens)` plans again into the same buffers.
+    The batch has to live as long as its graph.
     """
-    return make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture)
 
 
 def paged_attention(

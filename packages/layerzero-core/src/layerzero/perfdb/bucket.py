@@ -11,7 +11,7 @@ from layerzero.model.dispatch_table import situation
 __all__ = ["ELASTIC", "bucket_of", "upper"]
 
 # Sizes that vary with traffic rather than with the model.
-ELASTIC = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens"})
+ELASTIC = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks"})
 
 
 def upper(size: int) -> int:

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import fields
 from typing import Any
 
-from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
+from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, checksum_of
 
 __all__ = ["COLUMNS", "VERSION", "create", "from_row", "to_row"]
 
@@ -24,6 +24,9 @@ _NAMES = [
     )
 ]  # fmt: skip
 COLUMNS = ("key", "place", *_NAMES, "crc")
+_SHARED = _NAMES.index("shared")
+_PLATFORM = slice(_NAMES.index("device"), _NAMES.index("device") + len(fields(Platform)))
+_AROUND = slice(_NAMES.index("temperature_c"), _NAMES.index("temperature_c") + len(fields(Surroundings)))
 
 
 def create(connection: sqlite3.Connection) -> None:
@@ -45,13 +48,18 @@ def to_row(item: Measurement) -> tuple[object, ...]:
 def from_row(row: tuple[Any, ...]) -> Measurement | None:
     """The measurement in a row; None when the row is not what was written."""
     try:
-        values = dict(zip(_NAMES, row[2:-1], strict=True))
-        shared = values.pop("shared")
-        platform = Platform(*(values.pop(item.name) for item in fields(Platform)))
-        around = {item.name: values.pop(item.name) for item in fields(Surroundings) if item.name != "shared"}
-        surroundings = Surroundings(**around, shared=None if shared is None else bool(shared))
-        found = Measurement(**values, platform=platform, surroundings=surroundings)
-        intact = found.checksum() == row[-1] and found.key == row[0] and found.place == row[1]
-    except (TypeError, ValueError, OverflowError, RecursionError):
+        values = list(row[2:-1])
+        shared = values[_SHARED]
+        if shared is not None:
+            values[_SHARED] = bool(shared)
+        # The checksum first: what is not what was written is not looked at any further.
+        if len(values) != len(_NAMES) or checksum_of(values) != row[-1]:
+            return None
+        platform = Platform(*values[_PLATFORM])
+        surroundings = Surroundings(*values[_AROUND])
+        first, last = values[: _PLATFORM.start], values[_PLATFORM.stop : _AROUND.start]
+        found = Measurement(*(*first, platform, *last, surroundings, *values[_AROUND.stop :]))
+        intact = found.key == row[0] and found.place == row[1]
+    except (TypeError, ValueError, OverflowError, RecursionError, IndexError):
         return None
     return found if intact else None

@@ -16,12 +16,15 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import CacheCorruptionError
 from layerzero.perfdb.measurement import Measurement, Platform, place_of
 from layerzero.perfdb.schema import COLUMNS, VERSION, create, from_row, to_row
 from layerzero.reasons import Reason, reason
+
+if TYPE_CHECKING:
+    from layerzero.perfdb.flashinfer import Tactic
 
 __all__ = ["PerfDB", "default_path"]
 
@@ -35,6 +38,11 @@ _NOT_THE_FILE = frozenset(
         sqlite3.SQLITE_PERM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_AUTH,
     }
 )  # fmt: skip
+_TACTIC = ("op", "runner", "shapes", "tactic", "device", "version")  # the fields of `perfdb.flashinfer.Tactic`
+_TACTICS = (
+    f"CREATE TABLE IF NOT EXISTS tactics ({', '.join(f'{name} TEXT NOT NULL' for name in _TACTIC)}, "
+    "PRIMARY KEY (op, runner, shapes, device, version))"
+)
 _SELECT = f"SELECT {', '.join(COLUMNS)} FROM measurements"
 _INSERT = (
     f"INSERT INTO measurements ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
@@ -78,6 +86,24 @@ class PerfDB:
                 self._set_aside(error)
         raise AssertionError("unreachable")
 
+    def put_tactics(self, items: Iterable[Tactic]) -> int:
+        """Keep what a vendor's own tuner found (`perfdb.flashinfer`); a later entry replaces one of the same key."""
+        rows = [tuple(getattr(item, name) for name in _TACTIC) for item in items]
+        with self._writing() as connection:
+            connection.execute(_TACTICS)
+            marks = ", ".join("?" * len(_TACTIC))
+            connection.executemany(f"INSERT OR REPLACE INTO tactics VALUES ({marks})", rows)
+        return len(rows)
+
+    def tactics(self, op: str | None = None, device: str | None = None) -> list[Tactic]:
+        """Tactics that were kept, of an op and for a device where these are given."""
+        from layerzero.perfdb.flashinfer import Tactic
+
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'tactics'", ()):
+            return []
+        found = [Tactic(*(str(part) for part in row)) for row in self._rows("SELECT * FROM tactics", ())]
+        return [t for t in found if (op is None or t.op == op) and (device is None or t.device == device)]
+
     def prune(self, *, platform: Platform | None = None, older_than_s: float | None = None) -> int:
         """Remove rows of other platforms than this one, rows past an age, and rows whose checksum is wrong."""
         now, gone = time.time(), []
@@ -92,13 +118,17 @@ class PerfDB:
         return len(gone)
 
     # -- reading ---------------------------------------------------------------------------------
-    def find(self, op: str, bucket: str, mode: str = "eager/hot") -> list[Measurement]:
-        """Every intact measurement of a bucket, of any platform; nothing when the file is damaged or missing."""
-        place = place_of(op, bucket, mode)
-        rows = self._rows(f"{_SELECT} WHERE place = ?", (place,))
+    def find(self, op: str, bucket: str, *modes: str) -> list[Measurement]:
+        """Every intact measurement of a bucket in these modes (default: "eager/hot"), of any platform.
+
+        Nothing when the file is damaged or missing.
+        """
+        wanted = modes or ("eager/hot",)
+        places = tuple(place_of(op, bucket, mode) for mode in wanted)
+        rows = self._rows(f"{_SELECT} WHERE place IN ({', '.join('?' * len(places))})", places)
         found = [item for row in rows if (item := from_row(row)) is not None]
         # An index entry may point at a row of another bucket; the row's own fields decide.
-        fresh = [item for item in found if (item.op, item.bucket, item.mode) == (op, bucket, mode)]
+        fresh = [item for item in found if item.op == op and item.bucket == bucket and item.mode in wanted]
         return [item for item in fresh if not self._expired(item)]
 
     def all(self) -> list[Measurement]:

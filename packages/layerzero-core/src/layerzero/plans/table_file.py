@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from layerzero import env
 from layerzero.device.signature import environment_signature
 from layerzero.errors import DispatchTableError
 from layerzero.files import write_whole
@@ -48,7 +49,8 @@ def make_table(
 
 def table_json(table: DispatchTable) -> dict[str, Any]:
     """The file form of a table."""
-    return {**_content(table), "content_hash": table.content_hash}
+    signed = {} if table.signature is None else {"signature": table.signature}
+    return {**_content(table), "content_hash": table.content_hash, **signed}
 
 
 def save_table(table: DispatchTable, path: str | os.PathLike[str]) -> None:
@@ -56,9 +58,21 @@ def save_table(table: DispatchTable, path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), json.dumps(table_json(table), indent=1, sort_keys=True) + "\n")
 
 
-def load_table(path: str | os.PathLike[str]) -> DispatchTable:
-    """Read a table. Raises DispatchTableError for a file that is missing, damaged, edited or of another version."""
-    name = Path(path)
+def load_table(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None) -> DispatchTable:
+    """Read a table. Raises DispatchTableError for a file that is missing, damaged, edited or of another version.
+
+    With a `key` (default: LAYERZERO_TABLE_KEY) a table that is not signed with it is refused, too.
+    """
+    found = _read(Path(path))
+    trusted = env.read().table_key if key is None else key
+    if trusted is not None:
+        from layerzero.plans.signing import verify
+
+        verify(found.content_hash, found.signature, Path(trusted))
+    return found
+
+
+def _read(name: Path) -> DispatchTable:
     try:
         if name.stat().st_size > _MAX_BYTES:
             raise _bad(name, "it is too large", ReasonCode.CONFIG_FILE_TOO_LARGE, limit=f"{_MAX_BYTES} bytes")
@@ -101,7 +115,7 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
             raise _bad(name, f"plans.{index}: {op.kernel_id} is not among the kernels")
         when = tuple((key, _frozen(plan.bucket.when[key])) for key in sorted(plan.bucket.when))
         sizes = tuple(sorted(plan.bucket.sizes.items()))
-        entries.append(PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error))
+        entries.append(PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error, tuple(plan.jit_artifacts)))
     buckets = {op: {axis: tuple(ends) for axis, ends in axes.items()} for op, axes in file.buckets.items()}
     for op_id, axes in buckets.items():
         for axis, ends in axes.items():
@@ -111,8 +125,9 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
         machine.signature, machine.device, machine.driver, machine.torch, tuple(sorted(machine.backends.items()))
     )
     return DispatchTable(
-        hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash
-    )
+        hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash,
+        file.signature,
+    )  # fmt: skip
 
 
 def _content(table: DispatchTable) -> dict[str, Any]:
@@ -138,7 +153,7 @@ def _content(table: DispatchTable) -> dict[str, Any]:
 def _plan(entry: PlanEntry) -> dict[str, Any]:
     op = {"op": entry.op, "kernel_id": entry.kernel_id, "median_us": entry.median_us, "error": entry.error}
     bucket = {"op": entry.op, "when": _thawed(dict(entry.when)), "sizes": dict(entry.sizes)}
-    return {"bucket": bucket, "ops": [op], "jit_artifacts": []}
+    return {"bucket": bucket, "ops": [op], "jit_artifacts": list(entry.artifacts)}
 
 
 def _thawed(value: Any) -> Any:

@@ -43,6 +43,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.artifacts import artifact_folder
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
@@ -66,6 +67,7 @@ __all__ = [
     "Reason",
     "ReasonCode",
     "Registrar",
+    "artifact_folder",
     "dist_version",
     "hookimpl",
     "needs_dist",

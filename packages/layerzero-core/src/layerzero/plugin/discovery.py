@@ -19,7 +19,16 @@ from layerzero.env import Env
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.version import __version__
 
-__all__ = ["BUILTINS", "EntryPointLike", "Found", "discover", "dist_version", "kept_out", "normalized"]
+__all__ = [
+    "BUILTINS",
+    "EntryPointLike",
+    "Found",
+    "discover",
+    "dist_version",
+    "dist_version_on",
+    "kept_out",
+    "normalized",
+]
 
 CORE_DIST = "layerzero-core"
 
@@ -29,6 +38,7 @@ BUILTINS: dict[str, str] = {
     "reference": "layerzero.backends.reference.plugin",
     "sdpa": "layerzero.backends.sdpa.plugin",
     "torch": "layerzero.backends.torch_native.plugin",
+    "inductor": "layerzero.backends.inductor.plugin",
 }
 
 
@@ -178,6 +188,13 @@ def dist_version(dist: str) -> str | None:
         return _identity(importlib_metadata.distribution(dist))[1] or None
     except importlib_metadata.PackageNotFoundError:
         return None
+
+
+def dist_version_on(dist: str, path: Iterable[str]) -> str | None:
+    """The version of a distribution in these folders, else of the one this process has."""
+    for found in importlib_metadata.distributions(name=dist, path=list(path)):
+        return _identity(found)[1] or None
+    return dist_version(dist)
 
 
 def _identity(dist: Any) -> tuple[str, str]:

@@ -254,6 +254,8 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         capabilities_hash=capabilities.hash,
         builtin=item.builtin,
         generations=capabilities.generations,
+        vendor_range=capabilities.vendor.version if capabilities.vendor else "",
+        isolation=capabilities.isolation,
     )
     return made, fix
 

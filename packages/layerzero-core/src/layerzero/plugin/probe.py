@@ -1,4 +1,4 @@
-"""The child side of a probe: `python -m layerzero.plugin.probe NAME [DEVICE_JSON]`.
+"""The child side of a probe: `python -m layerzero.plugin.probe NAME [DEVICE_JSON [ENCLOSURE_JSON]]`.
 
 Loads one plugin, asks it `layerzero_capabilities` and `layerzero_health`, and writes one JSON object to standard
 output. Whatever the vendor prints goes to standard error. Started only by `layerzero.plugin.probing`.
@@ -17,6 +17,7 @@ from typing import Any
 
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
 from layerzero.reasons import Reason, reason
 
@@ -100,7 +101,9 @@ def main(argv: list[str]) -> int:
     """Entry point of the child."""
     out = os.dup(1)
     os.dup2(2, 1)  # a vendor that prints must not spoil the answer
-    device = DeviceSpec.from_json(json.loads(argv[1])) if len(argv) > 1 else DeviceSpec.detect()
+    if len(argv) > 2:  # a backend that runs in a process of its own is asked in the same surroundings
+        enter(Enclosure.from_json(json.loads(argv[2])))
+    device = DeviceSpec.from_json(json.loads(argv[1])) if len(argv) > 1 and argv[1] else DeviceSpec.detect()
     found = answer(load_plugins(), argv[0], device)
     with os.fdopen(out, "w", encoding="utf-8") as stream:
         json.dump(found, stream)

@@ -24,6 +24,7 @@ from typing import Any
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.discovery import CORE_DIST, dist_version
+from layerzero.plugin.enclosure import Enclosure
 from layerzero.reasons import Reason, reason
 
 __all__ = ["ProbeResult", "probe"]
@@ -60,19 +61,23 @@ def probe(
     cache: bool = False,
     cache_dir: Path | None = None,
     env: Mapping[str, str] | None = None,
+    enclosure: Enclosure | None = None,
 ) -> ProbeResult:
     """Ask a backend about itself in a fresh process; never raises for the backend's sake.
 
     With `cache` a former good answer is used while the versions of `dists` (the plugin's and the vendor's), of core,
-    torch and Python, and the device are the same. A crash, a hang or garbage is never remembered.
+    torch and Python, and the device are the same. A crash, a hang or garbage is never remembered. `enclosure` asks a
+    backend in the surroundings of its own process; that answer is never kept.
     """
-    where = _cache_file(backend, device, dists, cache_dir) if cache else None
+    where = _cache_file(backend, device, dists, cache_dir) if cache and enclosure is None else None
     if where is not None and (kept := _recall(where)) is not None:
         return kept
     started = time.perf_counter()
     command = [sys.executable, "-P", "-m", "layerzero.plugin.probe", backend]
-    if device is not None:
-        command.append(json.dumps(device.to_json()))
+    if device is not None or enclosure is not None:
+        command.append("" if device is None else json.dumps(device.to_json()))
+    if enclosure is not None:
+        command.append(json.dumps(enclosure.to_json()))
     found = _run(backend, command, timeout, None if env is None else dict(env))
     result = ProbeResult(found.status, found.health, time.perf_counter() - started)
     if where is not None and result.status.available:

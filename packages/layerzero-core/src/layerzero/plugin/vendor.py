@@ -15,13 +15,15 @@ from typing import Any
 
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.model.kernel import KernelSpec
+from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.status import BackendStatus
-from layerzero.plugin.discovery import dist_version
+from layerzero.plugin.abi import clashes
+from layerzero.plugin.discovery import dist_version, dist_version_on
+from layerzero.plugin.enclosure import Enclosure
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 
-__all__ = ["Check", "hardware_reasons", "needs_dist", "needs_sm", "vendor_presence", "vendor_status"]
+__all__ = ["Check", "hardware_reasons", "needs_dist", "needs_sm", "presence_in", "vendor_presence", "vendor_status"]
 
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
 Check = Callable[[DeviceSpec], Iterable[Reason]]
@@ -34,13 +36,29 @@ def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reaso
         return None, (), ""
     fix = vendor.fix(capabilities.backend)
     installed, reasons = _dist_reasons(vendor.dist, vendor.version, fix)
+    if not reasons and (against := clashes(capabilities)):
+        return installed, against, against[0].hint
     return installed, reasons, fix if reasons else ""
+
+
+def presence_in(spec: BackendSpec, enclosure: Enclosure) -> BackendSpec:
+    """A backend as its own process will find it: the vendor looked for there too, clashes with this process gone."""
+    if not spec.vendor:
+        return replace(spec, available=True, reasons=())
+    installed = dist_version_on(spec.vendor, enclosure.path)
+    fix = f"add its folder to isolation.{spec.name}.path, or pip install '{spec.vendor}{spec.vendor_range}'"
+    against = _version_reasons(spec.vendor, installed, spec.vendor_range, fix)
+    return replace(spec, vendor_version=installed, available=not against, reasons=against)
 
 
 def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[Reason, ...]]:
     installed = dist_version(dist)
+    return installed, _version_reasons(dist, installed, version, fix)
+
+
+def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -> tuple[Reason, ...]:
     if installed is None:
-        return None, (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
+        return (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
 
@@ -49,7 +67,7 @@ def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[
         right = SpecifierSet(version).contains(installed, prereleases=True)
     except InvalidVersion:
         right = False
-    return installed, () if right else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
+    return () if right else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
 
 
 def _say(code: str, value: str, limit: str, fix: str) -> Reason:

@@ -9,6 +9,7 @@ statement about a kernel decides. Boosts: the strongest value of each pattern co
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from layerzero.env import Env
 from layerzero.errors import PolicyValidationError
 from layerzero.model.config import (
     ISOLATION_MODES,
+    JIT_MODES,
     ON_FAULT,
     BreakerSettings,
     CacheSettings,
@@ -42,6 +44,7 @@ class Level(enum.IntEnum):
 
 _SUBMAPS: Final = ("breaker", "cache", "perfdb", "distributed", "hub", "plugins")
 _FORBIDDING: Final = ("deny", "revoked")
+_OFF: Final = ("off", "none", "0")  # of LAYERZERO_PERFDB: no database at all
 _KERNEL_ID: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){2,}")
 
 
@@ -85,17 +88,49 @@ def _submap(**checks: Callable[[object], str | None]) -> Callable[[object], str 
     return check
 
 
+def _path(value: object) -> str | None:
+    return None if value is None or (isinstance(value, str) and value) else "a path, or nothing"
+
+
 def _texts(value: object) -> str | None:
     fine = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
     return None if fine else "a list of patterns"
 
 
-def _isolation(value: object) -> str | None:
-    if isinstance(value, Mapping):
-        wrong = [mode for mode in value.values() if mode not in ISOLATION_MODES]
-        return " or ".join(ISOLATION_MODES) + " per backend" if wrong else None
-    return _one_of(*ISOLATION_MODES)(value)
+def _folders(value: object) -> str | None:
+    # Relative to the working directory would let that directory decide which code runs.
+    if (wrong := _texts(value)) is not None:
+        return wrong.replace("patterns", "folders")
+    return None if all(os.path.isabs(item) for item in value) else "absolute paths"  # type: ignore[attr-defined]
 
+
+def _words_by_name(value: object) -> str | None:
+    fine = isinstance(value, Mapping) and all(
+        isinstance(name, str) and name and "=" not in name and isinstance(word, str) for name, word in value.items()
+    )
+    return None if fine else "names and their texts"
+
+
+def _isolation(value: object) -> str | None:
+    """One mode for all, or backend → mode, or backend → mode and how its process is set up."""
+    if not isinstance(value, Mapping):
+        return _one_of(*ISOLATION_MODES)(value)
+    for backend, entry in value.items():
+        wrong = _ISOLATION_ENTRY(entry) if isinstance(entry, Mapping) else _one_of(*ISOLATION_MODES)(entry)
+        if wrong:
+            return f"{backend}: {wrong}"
+    return None
+
+
+_ISOLATION_ENTRY: Final = _submap(
+    mode=_one_of(*ISOLATION_MODES),
+    env=_words_by_name,
+    path=_folders,
+    hide=_texts,
+    deadline_s=_number(0.001),
+    start_s=_number(0.1),
+    memory_mb=_number(64),
+)
 
 # Every setting a layer may carry, with a function that says what is expected when the value is wrong.
 SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
@@ -110,11 +145,20 @@ SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
     "memory_headroom_mb": _number(0, none=True),
     "on_fault": _one_of(*ON_FAULT),
     "isolation": _isolation,
+    "jit": _one_of(*JIT_MODES),
     "breaker": _submap(
         failures=_number(1, whole=True), cooldown_s=_number(0), successes=_number(1, whole=True), enabled=_flag
     ),
     "cache": _submap(max_entries=_number(1, whole=True), ttl_s=_number(0, none=True)),
-    "perfdb": _submap(),
+    "dispatch_table": _path,
+    "perfdb": _submap(
+        enabled=_flag,
+        path=_path,
+        auto_tune=_flag,
+        tune_samples=_number(1, whole=True),
+        ttl_s=_number(0, none=True),
+        drift_s=_number(0, none=True),
+    ),
     "distributed": _submap(),
     "hub": _submap(),
     "plugins": _submap(allow=_texts, deny=_texts),
@@ -241,10 +285,12 @@ def from_env(env: Env) -> PolicyLayer:
         "on_fault": env.on_fault,
         "plan_mode": env.plan_mode,
         "isolation": env.isolation,
+        "jit": env.jit,
         "memory_headroom_mb": env.memory_headroom_mb,
         "cache": _given(max_entries=env.cache_size, ttl_s=env.cache_ttl),
         "breaker": _given(failures=env.breaker_failures, cooldown_s=env.breaker_cooldown),
-        "perfdb": _given(path=env.perfdb),
+        "perfdb": {"enabled": False} if env.perfdb in _OFF else _given(path=env.perfdb),
+        "dispatch_table": env.dispatch_table,
         "plugins": {**_given(allow=env.plugins), **({"deny": env.plugins_deny} if env.plugins_deny else {})},
     }
     return PolicyLayer.of(
@@ -311,8 +357,7 @@ def _union(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def _combine(name: str, stronger: Any, weaker: Any) -> Any:
     """Sub-mappings merge key by key; of anything else the stronger stands. What they forbid adds up."""
     if name == "isolation":
-        ours = _by_backend(stronger)
-        return ours if "*" in ours else {**_by_backend(weaker), **ours}
+        return _isolations(_by_backend(stronger), _by_backend(weaker))
     if name not in _SUBMAPS:
         return stronger
     combined = {**weaker, **stronger}
@@ -322,14 +367,32 @@ def _combine(name: str, stronger: Any, weaker: Any) -> Any:
     return combined
 
 
-def _by_backend(value: Any) -> dict[str, str]:
-    return dict(value) if isinstance(value, Mapping) else {"*": value}
+def _by_backend(value: Any) -> dict[str, dict[str, Any]]:
+    """Isolation as backend → entry; an entry that names no mode wants a process of its own."""
+    given = value if isinstance(value, Mapping) else {"*": value}
+    return {
+        backend: {"mode": "subprocess", **entry} if isinstance(entry, Mapping) else {"mode": entry}
+        for backend, entry in given.items()
+    }
+
+
+def _isolations(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stronger layer says where backends run, a word for all included; what it does not say is how."""
+    merged = {backend: dict(entry) for backend, entry in theirs.items()}
+    if "*" in ours:
+        for entry in merged.values():
+            entry["mode"] = ours["*"]["mode"]
+    for backend, entry in ours.items():
+        merged[backend] = {**merged.get(backend, {}), **entry}
+    return merged
 
 
 def _policy_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(settings)
     if "isolation" in fields:
-        fields["backend_isolation"] = tuple(sorted(_by_backend(fields.pop("isolation")).items()))
+        entries = _by_backend(fields.pop("isolation"))
+        fields["backend_isolation"] = tuple(sorted((backend, entry.pop("mode")) for backend, entry in entries.items()))
+        fields["isolation"] = FrozenMap({backend: entry for backend, entry in entries.items() if entry})
     if "graph_whitelist" in fields:
         fields["graph_whitelist"] = tuple(fields["graph_whitelist"])
     if "breaker" in fields:

@@ -237,10 +237,17 @@ def _refuse_widening(parsed: Parsed) -> None:
             only = narrowing.get(entry)
             if entry not in narrowing or (only is not ... and value is not only):
                 raise _widens(parsed, (key, entry))
+    if parsed.data.get("dispatch_table") is not None:
+        raise _widens(parsed, ("dispatch_table",))
     isolation = parsed.data.get("isolation") or {}
-    modes = isolation.values() if isinstance(isolation, dict) else (isolation,)
-    if any(mode != "subprocess" for mode in modes):
-        raise _widens(parsed, ("isolation",))
+    for backend, entry in isolation.items() if isinstance(isolation, dict) else (("*", isolation),):
+        if isinstance(entry, dict):  # variables, paths and hidden modules decide which code runs
+            foreign = [key for key in entry if key not in ("mode", "deadline_s", "start_s")]
+            if foreign:
+                raise _widens(parsed, ("isolation", backend, foreign[0]))
+            entry = entry.get("mode", "subprocess")
+        if entry != "subprocess":
+            raise _widens(parsed, ("isolation",))
 
 
 def _widens(parsed: Parsed, place: Place) -> PolicyValidationError:

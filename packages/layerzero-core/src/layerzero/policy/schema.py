@@ -7,6 +7,7 @@ are errors. The descriptions end up in the exported JSON Schema, which editors s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -54,22 +55,48 @@ def _same_for_all(value: object) -> object:
     return {"*": value} if isinstance(value, str) else value
 
 
+def _folder(value: str) -> str:
+    if not os.path.isabs(value):
+        raise ValueError(f"expected an absolute path, got {value!r}")
+    return value
+
+
+Folder = Annotated[str, AfterValidator(_folder)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 Patterns = Annotated[list[Pattern], BeforeValidator(_one_or_many), WithJsonSchema(_TEXTS)]
 KernelId = Annotated[str | None, AfterValidator(_kernel)]
 Points = Annotated[float, AfterValidator(_finite)]
-Mode = Literal["in_process", "subprocess"]
-_MODE = {"enum": list(ISOLATION_MODES)}
-Isolation = Annotated[
-    dict[Pattern, Mode],
-    BeforeValidator(_same_for_all),
-    WithJsonSchema({"anyOf": [_MODE, {"type": "object", "additionalProperties": _MODE}]}),
-]
+Mode = Literal["in_process", "subprocess", "auto"]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Enclosed(_Strict):
+    """How a backend's own process is set up; everything but the mode is for a file that may be trusted."""
+
+    mode: Mode = Field(default="subprocess", description="auto: only where it cannot live in this process")
+    env: dict[str, str] = Field(default_factory=dict, description="variables of its process, e.g. LD_LIBRARY_PATH")
+    path: list[Folder] = Field(default_factory=list, description="folders its process searches first, absolute")
+    hide: list[str] = Field(default_factory=list, description="modules its process does not see")
+    deadline_s: Points = Field(default=30.0, gt=0, description="a call without an answer by then is given up")
+    start_s: Points = Field(default=120.0, gt=0, description="the same for starting it and importing the vendor")
+    memory_mb: Points = Field(default=4096.0, ge=64, description="most shared memory of one call, host and each GPU")
+
+
+def _with_mode(value: object) -> object:
+    return {"mode": value} if isinstance(value, str) else value
+
+
+_MODE = {"enum": list(ISOLATION_MODES)}
+_PER_BACKEND = {"anyOf": [_MODE, Enclosed.model_json_schema()]}
+Isolation = Annotated[
+    dict[Pattern, Annotated[Enclosed, BeforeValidator(_with_mode)]],
+    BeforeValidator(_same_for_all),
+    WithJsonSchema({"anyOf": [_MODE, {"type": "object", "additionalProperties": _PER_BACKEND}]}),
+]
 
 
 class Match(_Strict):
@@ -126,6 +153,10 @@ class PerfDB(_Strict):
     path: str | None = Field(default=None, description="file; default: in the user's cache directory")
     auto_tune: bool = Field(default=False, description="measure kernels that have no times yet")
     tune_samples: int = Field(default=20, ge=1)
+    ttl_s: Points | None = Field(default=None, ge=0, description="seconds a measurement is believed; null: for ever")
+    drift_s: Points | None = Field(
+        default=None, ge=0, description="seconds between two checks that a measured kernel is still as fast; null: none"
+    )
 
 
 class Distributed(_Strict):
@@ -165,11 +196,17 @@ class PolicyFile(_Strict):
     memory_headroom_mb: Points | None = Field(default=None, ge=0, description="MiB of device memory to keep free")
     on_fault: Literal["raise", "fallback"] = Field(default="raise", description="what a locked kernel's failure does")
     isolation: Isolation = Field(
-        default_factory=dict, description="where backends run: one mode for all, or backend → mode"
+        default_factory=dict,
+        description="where backends run: one mode for all, backend → mode, or backend → mode and surroundings",
+    )
+    jit: Literal["background", "block", "off"] = Field(
+        default="background",
+        description="a kernel that is not compiled yet: compile it beside the requests, make the call wait, or neither",
     )
     plan_mode: bool = Field(default=False, description="plan whole blocks of ops together")
     breaker: Breaker = Breaker()
     cache: Cache = Cache()
+    dispatch_table: str | None = Field(default=None, min_length=1, description="table of lz solve to obey")
     perfdb: PerfDB = PerfDB()
     distributed: Distributed = Distributed()
     hub: dict[str, JsonValue] = Field(default_factory=dict, description="settings of layerzero-hub, checked there")
@@ -178,6 +215,8 @@ class PolicyFile(_Strict):
 
 def known_keys(place: tuple[str | int, ...]) -> list[str]:
     """The keys allowed at a place of the file, for "did you mean"."""
+    if len(place) == 2 and place[0] == "isolation":
+        return list(Enclosed.model_fields)
     model: type[BaseModel] | None = PolicyFile
     for part in place:
         if isinstance(part, int):

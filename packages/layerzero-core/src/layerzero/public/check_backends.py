@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 
+from layerzero.dispatch.isolate.proxy import settings_for
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.manager import PluginRecord, PluginState, load_plugins
@@ -74,23 +76,34 @@ def vendors(now: Situation, only: str | None, timeout: float | None) -> list[Che
         for backend in record.backends or (record.name,)
         if only in (None, record.name, backend)
     ]
-    specs = now.world.registry.backends
+    specs = {**now.world.registry.backends, **now.world.enclosed}
     if timeout is None:
-        return [_promise(backend, specs.get(backend)) for _, backend in named]
+        return [_isolated(now, backend, _promise(backend, specs.get(backend))) for _, backend in named]
     known = load_plugins(env=now.env).capabilities if named else {}
     asked = [backend for _, backend in named if not _absent(specs.get(backend), known.get(backend))]
 
     def ask(backend: str) -> ProbeResult:
-        return probe(backend, timeout, device=now.device, env=now.environ)
+        if backend not in now.world.enclosed:
+            return probe(backend, timeout, device=now.device, env=now.environ)
+        how = settings_for(backend, now.world)
+        return probe(backend, timeout, device=now.device, env=how.environ(now.environ), enclosure=how.enclosure)
 
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         results = dict(zip(asked, pool.map(ask, asked), strict=True))
-    return [
+    checks = [
         judge_probe(backend, specs.get(backend), record, results[backend])
         if backend in results
         else _promise(backend, specs.get(backend))
         for record, backend in named
     ]
+    return [_isolated(now, backend, check) for (_, backend), check in zip(named, checks, strict=True)]
+
+
+def _isolated(now: Situation, backend: str, check: Check) -> Check:
+    """Say so where the answer was given in the surroundings of the backend's own process."""
+    if backend not in now.world.enclosed:
+        return check
+    return replace(check, message=f"isolated in its own process: {check.message}")
 
 
 def _absent(spec: BackendSpec | None, known: Capabilities | None) -> bool:
@@ -186,7 +199,23 @@ def clashes(now: Situation) -> list[Check]:
             why = reason("BACKEND_CONFLICT", f"{partner} {theirs}", detail=f"{dist} is {ours}")
             fix = f"pip install '{dist}=={'.'.join(_release(theirs, parts))}.*', or pip uninstall {dist}"
             checks.append(Check.because("conflicts", dist, Status.FAIL, why, fix))
+    checks += _quarrels(now)
     return checks or [Check("conflicts", "kernels", Status.OK, "every kernel id and backend has one owner")]
+
+
+def _quarrels(now: Situation) -> list[Check]:
+    """Vendors that cannot share this process, with the exact fix; those that run in their own are only named."""
+    checks: list[Check] = []
+    for name, spec in sorted(now.world.registry.backends.items()):
+        for why in spec.reasons:
+            if why.code not in (ReasonCode.BACKEND_CONFLICT, ReasonCode.CUDA_VERSION_MISMATCH):
+                continue
+            if name in now.world.enclosed:
+                message = f"{why.message}; it runs isolated, in its own process"
+                checks.append(Check("conflicts", name, Status.OK, message, why.code))
+            else:
+                checks.append(Check.because("conflicts", name, Status.WARN, why, why.hint))
+    return checks
 
 
 def _release(version: str, parts: int) -> list[str]:

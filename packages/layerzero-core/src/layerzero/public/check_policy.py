@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from layerzero.device.signature import environment_signature
 from layerzero.dispatch.bind import resolve
 from layerzero.errors import LayerZeroError
 from layerzero.model.config import Policy
@@ -26,7 +25,10 @@ from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
-__all__ = ["jit_cache", "named_nothing", "readiness", "required"]
+if TYPE_CHECKING:
+    from layerzero.plans.jit_index import Entry
+
+__all__ = ["named_nothing", "readiness", "required"]
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -226,51 +228,42 @@ def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
         return False
     if not fallback and (not verdict.allowed or not world.policy.enabled):
         return False
+    if kernel.jit and world.policy.jit != "block" and not any(name == kernel.kernel_id for name, _ in world.ready):
+        return False  # no request compiles, so it serves nobody yet
     usable = world.registry.available(kernel.backend) and not world.health.blocks(kernel.kernel_id, kernel.backend)
     return usable and any(not hardware_reasons(kernel, device) for device in now.devices)
 
 
 # -- compiled artifacts and caches -------------------------------------------------------------------------------
-def jit_cache(now: Situation) -> Path:
-    """The folder of compiled kernels: LAYERZERO_JIT_CACHE_DIR, else the user's cache."""
-    if now.env.jit_cache_dir is not None:
-        return Path(now.env.jit_cache_dir)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "jit"
-
-
 def _jit(now: Situation, world: World, wanted: Mapping[str, tuple[str, ...]]) -> list[Check]:
     """Kernels that are compiled at first use and that the policy needs: no request compiles, so it must be done."""
-    folder = jit_cache(now)
+    from layerzero.plans.jit_cache import cache_folder, distrust
+    from layerzero.plans.jit_index import Index
+
+    folder = cache_folder(now.env)
     found = (world.registry.kernels.get(kernel_id) for kernel_id in wanted)
     compiled = [kernel for kernel in found if kernel is not None and kernel.jit]
     if not compiled:
         return [Check("caches", "jit", Status.OK, "no required kernel is compiled at run time")]
-    if (unsafe := _unsafe(folder)) is not None:
-        return [unsafe]
-    checks = []
-    for kernel in compiled:
-        own = folder / kernel.kernel_id
-        if own.is_dir() and any(own.iterdir()):
-            checks.append(Check("caches", f"jit {kernel.kernel_id}", Status.OK, "compiled"))
-        else:
-            why = reason("JIT_NOT_READY", kernel.kernel_id, detail=f"nothing in {own}")
-            fix = f"run lz.warmup for {kernel.op} on this machine, or ship the cache in LAYERZERO_JIT_CACHE_DIR"
-            checks.append(Check.because("caches", f"jit {kernel.kernel_id}", Status.FAIL, why, fix))
-    return checks
+    if (unsafe := distrust(folder)) is not None:
+        fix = f"chown it to yourself and chmod 700 {folder}"
+        return [Check.because("caches", "jit", Status.FAIL, unsafe, fix)]
+    here = {environment_signature(device) for device in now.devices}
+    entries = [entry for entry in Index(folder).entries() if entry.values[1] in here]
+    return [_artifacts(kernel, entries) for kernel in compiled]
 
 
-def _unsafe(folder: Path) -> Check | None:
-    """JIT caches are code: a folder that others can write to is not loaded from."""
-    try:
-        mode = folder.stat()
-    except OSError:
-        return None
-    if os.name != "posix" or (mode.st_uid == os.getuid() and not mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        return None
-    why = reason("CONFIG_INVALID", f"{folder} with mode {stat.S_IMODE(mode.st_mode):04o}", "your own folder, mode 0700")
-    return Check.because("caches", "jit", Status.FAIL, why, f"chown it to yourself and chmod 700 {folder}")
+def _artifacts(kernel: KernelSpec, entries: list[Entry]) -> Check:
+    """Whether a kernel has compiled artifacts in these very versions."""
+    name, mine = f"jit {kernel.kernel_id}", [entry for entry in entries if entry.kernel_id == kernel.kernel_id]
+    mine = [entry for entry in mine if entry.values[0] == kernel.version]
+    ready, failed = [entry for entry in mine if not entry.error], [entry for entry in mine if entry.error]
+    if ready:
+        return Check("caches", name, Status.OK, f"{len(ready)} compiled artifact{'s' if len(ready) > 1 else ''}")
+    if failed:
+        return Check.because("caches", name, Status.FAIL, reason("JIT_FAILED", failed[-1].error), "")
+    fix = f"run lz.warmup for {kernel.op} on this machine, or ship the cache in LAYERZERO_JIT_CACHE_DIR"
+    return Check.because("caches", name, Status.FAIL, reason("JIT_NOT_READY", kernel.kernel_id), fix)
 
 
 def _table(now: Situation, world: World) -> Check:

@@ -62,6 +62,7 @@ def kernel_spec(
             index_dtypes=paged.get("index_dtypes") or frozenset(),
             quant_formats=frozenset(item.value for item in entry["quant_formats"] or ()),
             fuses=entry["fuses"] or (),
+            jit_key=entry["jit_key"] or (),
             grid_layout=entry["grid"],
             error_bounds=tuple(sorted((entry["error_bounds"] or {}).items())),
             **given,

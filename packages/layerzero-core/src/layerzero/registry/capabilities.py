@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import CapabilitiesError
+from layerzero.model.config import FrozenMap
 from layerzero.model.device import DEFAULT_GENERATIONS, GenerationMap
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
@@ -21,7 +22,7 @@ from layerzero.registry.build import kernel_spec
 from layerzero.registry.fields import DEFAULT_API, DOCUMENT, SCHEMA_VERSION
 from layerzero.registry.kinds import body, fail
 
-__all__ = ["MIGRATIONS", "Capabilities", "Vendor", "json_schema", "load_capabilities", "migrate"]
+__all__ = ["MIGRATIONS", "Capabilities", "Conflict", "Vendor", "json_schema", "load_capabilities", "migrate"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -36,6 +37,8 @@ class Vendor:
     version: str = ""
     extra: str | None = None
     install: str | None = None
+    build_file: str | None = None
+    build_cuda: str = ""
 
     def fix(self, backend: str) -> str:
         """The exact command that brings a right version in."""
@@ -44,6 +47,16 @@ class Vendor:
         if self.extra:
             return f"pip install 'layerzero-{backend}[{self.extra}]'"
         return f"pip install '{self.dist}{self.version}'" if self.version else f"pip install {self.dist}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A distribution that cannot share a process with the vendor, and the module they quarrel about."""
+
+    dist: str
+    module: str
+    why: str
+    unless: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,8 @@ class Capabilities:
     schema_version: str = SCHEMA_VERSION
     doc: str = ""
     source: str = ""
+    conflicts: tuple[Conflict, ...] = ()
+    isolation: FrozenMap = field(default_factory=FrozenMap)
 
 
 def _from_0_9(document: dict[str, Any]) -> dict[str, Any]:
@@ -245,8 +260,11 @@ def _build(document: Mapping[str, Any], digest: str, source: str) -> Capabilitie
             ",".join(filter(None, (vendor["version"], document["backend_version"]))),
             vendor["extra"],
             vendor["install"],
+            *((vendor["build"]["file"], vendor["build"]["cuda"]) if vendor["build"] else ()),
         ),
         generations=generations,
         doc=document["doc"],
         source=source,
+        conflicts=tuple(Conflict(c["dist"], c["module"], c["why"], c["unless"]) for c in document["conflicts"] or ()),
+        isolation=FrozenMap({name: value for name, value in (document["isolation"] or {}).items() if value}),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from layerzero.model.context import KEYABLE
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
 from layerzero.registry.containers import Either, Field, ListOf, MapOf, Record, Tuple
 from layerzero.registry.kinds import Choice, Expression, Flag, Number, Text, Whole, nearest
@@ -67,12 +68,22 @@ def _feature(word: str) -> None:
         raise ValueError(f"did you mean {near!r}?")
 
 
+def _jit_field(word: str) -> None:
+    # Ops may have sizes of their own, so an unknown word is no error; a misspelt one would merge artifacts that differ.
+    if word in KEYABLE:
+        return
+    near = nearest(word, KEYABLE, cutoff=0.85)
+    if near is not None:
+        raise ValueError(f"did you mean {near!r}?")
+
+
 _NAME = Text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
 _WORD = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a lowercase word")
 _OP = Text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
 _SPECIFIER = Text(None, "a version specifier such as '>=2.8,<3'", _specifier, empty=True)
 _FUNCTION = Text(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z", "an adapter written 'module:name'")
 _FEATURE = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a feature word", _feature)
+_JIT_FIELD = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a field or size of a call's context", _jit_field)
 _DTYPE = Choice(DTYPES)
 _SM = Whole(50, 999)
 
@@ -144,6 +155,9 @@ KERNEL = Record(
         Field("deterministic", Flag(), "bit-identical results for identical inputs", default=False),
         Field("tp_invariant", Flag(), "result does not depend on the tensor-parallel size", default=False),
         Field("jit", Flag(), "compiles at first use", default=False),
+        Field(
+            "jit_key", ListOf(_JIT_FIELD, 1, to=tuple), "context fields: one compiled artifact for each of their values"
+        ),
         Field("fuses", ListOf(_OP, to=tuple), "ops it computes in one go"),
         Field("guards", ListOf(_WORD), "facts to check at each hot call"),
         Field("workspace", Expression(), "bytes of scratch memory"),
@@ -157,6 +171,17 @@ KERNEL = Record(
     ),
 )
 
+_DIST = Text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name")
+_MODULE = Text(r"^[A-Za-z_][\w.]*\Z", "a module name")
+_FILE = Text(r"^[\w.\-]+(/[\w.\-]+)*\Z", "a JSON file of the vendor")
+_KEYS = Text(r"^\w+(\.\w+)*\Z", "keys with dots between")
+BUILD = Record(
+    "build",
+    (
+        Field("file", _FILE, "relative to the folder it is installed in", required=True),
+        Field("cuda", _KEYS, "where the CUDA version stands in it", required=True),
+    ),
+)
 VENDOR = Record(
     "vendor",
     (
@@ -165,6 +190,24 @@ VENDOR = Record(
         Field("version", _SPECIFIER, "versions the adapters work with", default=""),
         Field("extra", _NAME, "extra of the backend's package that pulls the vendor in"),
         Field("install", Text(), "exact command when 'pip install' of dist or extra is not enough"),
+        Field("build", BUILD, "where the installed vendor says what it was built for"),
+    ),
+)
+CONFLICT = Record(
+    "conflict",
+    (
+        Field("dist", _DIST, "a distribution that breaks the vendor in one process", required=True),
+        Field("unless", _DIST, "no conflict when this distribution is there as well"),
+        Field("module", _MODULE, "the module they quarrel about; hidden, there is no conflict", required=True),
+        Field("why", Text(), "what happens", required=True),
+    ),
+)
+_VARIABLE = Text(r"^[A-Za-z_]\w*\Z", "a variable")
+ISOLATION = Record(
+    "isolation",
+    (
+        Field("hide", ListOf(_MODULE, to=tuple), "modules its own process must not see"),
+        Field("env", MapOf(Text(empty=True), _VARIABLE), "variables of its own process", default={}),
     ),
 )
 
@@ -198,6 +241,8 @@ DOCUMENT = Record(
         Field("backend_version", _SPECIFIER, "versions of the vendor library this file is right for", default=""),
         Field("api", _SPECIFIER, "plugin API versions it is written for", default=DEFAULT_API),
         Field("vendor", VENDOR, "the library the adapters call; none when the backend is self-contained"),
+        Field("conflicts", ListOf(CONFLICT, to=list, unique=False), "distributions it cannot share a process with"),
+        Field("isolation", ISOLATION, "what its own process needs, where policy gives it one"),
         Field("generation_map", MapOf(_Any(), _GENERATION_KEY), "what newer SM versions are", default={}),
         Field("doc", Text(empty=True), "one line for people", default=""),
     ),

@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from layerzero.policy.layers import PolicyLayer
 from layerzero.runtime.state import scope, state
 
 if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable
     from layerzero.selection.world import World
 
-__all__ = ["Scope", "entered"]
+__all__ = ["Scope", "entered", "under_table"]
 
 
 class Scope:
     """A stack of policy layers above the programmatic ones, and the World that follows from them."""
 
-    __slots__ = ("_derived", "layers")
+    __slots__ = ("_derived", "layers", "table")
 
-    def __init__(self, layers: tuple[PolicyLayer, ...]) -> None:
+    def __init__(self, layers: tuple[PolicyLayer, ...], table: DispatchTable | None = None) -> None:
         self.layers = layers
+        # Obeyed inside the scope instead of the World's own; None: that one.
+        self.table = table
         # (base, derived) in one slot: tasks and threads may share a scope, and must never see half of a pair.
         self._derived: tuple[World | None, World | None] = (None, None)
 
@@ -37,7 +41,13 @@ class Scope:
             return world
         from layerzero.runtime.policies import policies
 
-        derived = base.changed(policy=policies.merged(self.layers))
+        tables = {} if self.table is None else {"table": self.table}
+        policy = policies.merged(self.layers) if self.layers else base.policy
+        derived = base.changed(policy=policy, **tables)
+        if derived.policy.backend_isolation or derived.enclosed:
+            from layerzero.runtime.enclosures import with_enclosures
+
+            derived = with_enclosures(derived)
         self._derived = (base, derived)
         return derived
 
@@ -46,9 +56,35 @@ class Scope:
 def entered(layer: PolicyLayer) -> Iterator[Scope]:
     """Run a block under one more policy layer."""
     outer = scope.get()
-    inner = Scope((*(outer.layers if outer is not None else ()), layer))
+    table = None if outer is None else outer.table
+    inner = Scope((*(outer.layers if outer is not None else ()), layer), table)
     token = scope.set(inner)
     try:
         yield inner
     finally:
         scope.reset(token)
+
+
+# (layers of the scope around, table) -> the scope: its World, and with it the hot table, outlives one block.
+_by_table: WeakKeyDictionary[DispatchTable, dict[tuple[PolicyLayer, ...], Scope]] = WeakKeyDictionary()
+
+
+@contextmanager
+def under_table(table: DispatchTable) -> Iterator[Scope]:
+    """Run a block under a dispatch table. The same table in the same surroundings finds its World again, still hot."""
+    outer = scope.get()
+    layers = outer.layers if outer is not None else ()
+    known = _by_table.setdefault(table, {})
+    inner = known.get(layers)
+    if inner is None:
+        if len(known) >= _SURROUNDINGS:
+            known.clear()
+        inner = known[layers] = Scope(layers, table)
+    token = scope.set(inner)
+    try:
+        yield inner
+    finally:
+        scope.reset(token)
+
+
+_SURROUNDINGS = 16

@@ -85,6 +85,7 @@ class Runtime:
         self.ran: dict[Any, str] = {}
         self.table_path: str | None = None
         self.table_problem: DispatchTableError | None = None
+        self.tally: Any = None
         self._listeners: list[Callable[[World], None]] = []
         self._policy_source: Callable[[], Policy] = _merged_policy
         self._unsubscribe = self.health.subscribe(self._health_changed)
@@ -122,8 +123,18 @@ class Runtime:
             self.plugin_manager = loaded.pm
             self._apply(policy)
             ops = ChainMap(builtin_ops, dict(loaded.ops))
-            table = None if settings.dispatch_table is None else self._read_table(settings.dispatch_table)
-            return self._install(World(registry=loaded.registry, ops=ops, policy=policy, table=table))
+            named = settings.dispatch_table or policy.dispatch_table
+            table = None if named is None else self._read_table(named)
+            from layerzero.plans.jit_known import known
+
+            compiled = known(loaded.registry)
+            world = World(registry=loaded.registry, ops=ops, policy=policy, table=table, **compiled)
+            from layerzero.runtime.measuring import known_times
+            from layerzero.runtime.recording import tally_from
+
+            tally = self.tally or tally_from(settings)
+            self.tally = tally
+            return self._install(world.changed(measurements=known_times(policy, world), tally=tally))
 
     def _read_table(self, path: str) -> DispatchTable | None:
         """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
@@ -150,7 +161,10 @@ class Runtime:
         with self._lock:
             policy = policy or self._policy_source()
             self._apply(policy)
-            return self._install(World(registry=registry, ops=ChainMap(builtin_ops, dict(ops or {})), policy=policy))
+            from layerzero.plans.jit_known import known
+
+            ops = ChainMap(builtin_ops, dict(ops or {}))
+            return self._install(World(registry=registry, ops=ops, policy=policy, **known(registry)))
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
         """Where the merged policy comes from; `refresh_policy` reads it again."""
@@ -169,10 +183,19 @@ class Runtime:
                 return None
             policy = self._policy_source()
             self._apply(policy)
-            same = policy.policy_hash == self._world.policy.policy_hash
-            if same and policy.expires_at == self._world.policy.expires_at:
+            before = self._world.policy
+            changes: dict[str, Any] = {}
+            if policy.perfdb != before.perfdb:
+                from layerzero.runtime.measuring import known_times
+
+                changes["measurements"] = known_times(policy, self._world)
+            if policy.dispatch_table != before.dispatch_table:
+                path, self.table_path = policy.dispatch_table, None
+                changes["table"] = None if path is None else self._read_table(path)
+            same = policy.policy_hash == before.policy_hash
+            if same and not changes and policy.expires_at == before.expires_at:
                 return self._world
-            return self.publish(policy=policy)
+            return self.publish(policy=policy, **changes)
 
     def _apply(self, policy: Policy) -> None:
         """Settings that live outside the World: the breakers' and the selection cache's."""
@@ -185,11 +208,32 @@ class Runtime:
         with self._lock:
             return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
 
+    def changing(self) -> threading.RLock:
+        """The lock under which Worlds are swapped, for a change that reads the present one first."""
+        return self._lock
+
     def measured(self, measurements: Measurements) -> World:
         """Swap in other measurements."""
         return self.publish(measurements=measurements)
 
+    def remeasured(self) -> World:
+        """Look at the database of the policy again: `lz.tune` has written to it."""
+        from layerzero.runtime.measuring import known_times
+
+        with self._lock:
+            return self.publish(measurements=known_times(self.world.policy, self.world))
+
+    def record(self, tally: Any) -> World | None:
+        """Count calls with this tally from now on; None: no longer. Before the first World it waits for it."""
+        with self._lock:
+            self.tally = tally
+            return None if self._world is None else self.publish(tally=tally)
+
     def _install(self, world: World) -> World:
+        if world.policy.backend_isolation or world.enclosed:
+            from layerzero.runtime.enclosures import with_enclosures
+
+            world = with_enclosures(world)
         health = self.health.snapshot()
         if world.health.version != health.version:
             world = world.changed(health=health)
@@ -218,6 +262,7 @@ class Runtime:
             now.world = Unloaded
             self.records = ()
             self.table_path = self.table_problem = None
+            self.tally = None
             self.ran.clear()
             self.cache.invalidate_all()
             self.counters.reset()

@@ -18,6 +18,7 @@ from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
+from layerzero.selection.isolation import NAME as ISOLATED
 from layerzero.selection.score import rank, score
 from layerzero.selection.world import World
 
@@ -40,10 +41,12 @@ def select(ctx: Context, world: World) -> Decision:
     judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
     locked, fallback_id = _lock(judged.locked_to, canonical, world), spec.fallback_id
     standing = examine(canonical, world, judged, fallback_id, locked)
+    if world.measurements.refused is not None:
+        standing = _without_refused(standing, canonical, world, fallback_id)
     ranked = _ranked(standing, canonical, world, fallback_id, locked)
     chosen = ranked[0].kernel_id if ranked else ""
     refusal: Reason | None = None
-    notes: tuple[Reason, ...] = ctx.notes
+    notes: tuple[Reason, ...] = (*ctx.notes, *world.measurements.notes(canonical))
     if not chosen:
         refusal = _refusal(canonical, locked, standing)
     is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
@@ -64,6 +67,7 @@ def select(ctx: Context, world: World) -> Decision:
         policy_hash=world.policy.policy_hash,
         buckets=buckets,
         refusal=refusal,
+        pending=_pending(ranked, standing, canonical, world, fallback_id, locked),
     )
 
 
@@ -75,6 +79,17 @@ def _lock(locked: str | None, ctx: Context, world: World) -> str | None:
         return locked
     kernel = world.registry.kernels.get(locked)
     return locked if kernel is not None and kernel.backend == ctx.backend else None
+
+
+def _without_refused(standing: list[Filtered], ctx: Context, world: World, fallback_id: str) -> list[Filtered]:
+    """Kernels that were wrong for such a call when tuned are rejected; the reference is what they differ from."""
+    refused = world.measurements.refused
+    assert refused is not None
+    found = []
+    for item in standing:
+        why = None if item.reasons or item.kernel.kernel_id == fallback_id else refused(item.kernel.kernel_id, ctx)
+        found.append(item if why is None else item._replace(reasons=(why,)))
+    return found
 
 
 class _Ranked(NamedTuple):
@@ -116,6 +131,35 @@ def _ranked(
     return found
 
 
+def _pending(
+    ranked: list[_Ranked],
+    standing: list[Filtered],
+    ctx: Context,
+    world: World,
+    fallback_id: str,
+    locked: str | None,
+) -> tuple[str, ...]:
+    """Kernels that only lack their compiled artifact and would come before the chosen one, best first."""
+    waiting = {item.kernel.kernel_id for item in standing if [r.code for r in item.reasons] == [_NOT_READY]}
+    if not waiting:
+        return ()
+    lookup = world.measurements.lookup
+    if ranked and not any(
+        item.kernel.priority + item.bonus > ranked[0].score or lookup(item.kernel.kernel_id, ctx) is not None
+        for item in standing
+        if item.kernel.kernel_id in waiting
+    ):
+        return ()
+    # Behind a lock only the locked kernel counts: the others carry POLICY_LOCKED_OUT as well.
+    if_ready = [item._replace(reasons=()) if item.kernel.kernel_id in waiting else item for item in standing]
+    order = [item.kernel_id for item in _ranked(if_ready, ctx, world, fallback_id, locked)]
+    before = order[: order.index(ranked[0].kernel_id)] if ranked else order
+    return tuple(kernel_id for kernel_id in before if kernel_id in waiting)
+
+
+_NOT_READY = ReasonCode.JIT_NOT_READY
+
+
 def _written(ranked: list[_Ranked], standing: list[Filtered]) -> tuple[Candidate, ...]:
     """Every verdict in words: accepted ones by rank, then the rejected, those with fewest objections first."""
     accepted = {item.kernel_id for item in ranked}
@@ -127,8 +171,11 @@ def _written(ranked: list[_Ranked], standing: list[Filtered]) -> tuple[Candidate
 def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
     reasons: tuple[Reason, ...] = ()
     flip = ""
-    if item.transforms:
-        reasons = (reason("ADAPTED", [step.name for step in item.transforms]),)
+    steps = [step.name for step in item.transforms if step.name != ISOLATED]
+    if steps:
+        reasons = (reason("ADAPTED", steps),)
+    if len(steps) < len(item.transforms):
+        reasons = (*reasons, reason("ISOLATED", item.backend))
     if item is not best:
         reasons = (*reasons, reason("OUTSCORED", round(item.score, 3), round(best.score, 3)))
         gap = best.score - item.score

@@ -7,15 +7,18 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
+from layerzero.device.signature import environment_signature
+from layerzero.model.artifact import Artifact, artifact_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
 from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
-from layerzero.reasons import Reason, reason
+from layerzero.reasons import Reason, ReasonCode, reason
+from layerzero.selection.isolation import apart, passage
 from layerzero.selection.transforms import adaptations
 from layerzero.selection.world import World
 
-__all__ = ["Filtered", "examine", "is_empty"]
+__all__ = ["Filtered", "artifact_for", "examine", "is_empty"]
 
 
 class Filtered(NamedTuple):
@@ -73,8 +76,12 @@ def examine(
                 against += _ask(kernel.predicate, ctx)
             if careful and transforms:
                 against.append(reason("ADAPTATION_NOT_ALLOWED", [step.name for step in transforms]))
+            if world.enclosed and kernel.backend in world.enclosed:
+                transforms = (*transforms, passage(ctx))
             if bounded:
                 against += _memory(kernel, ctx, world)
+            if kernel.jit:
+                against += _compiled(kernel, ctx, world)
             if graphs and not _whitelisted(kernel, policy.graph_whitelist):
                 against.append(reason("GRAPH_NOT_WHITELISTED"))
         found.append(Filtered(kernel, tuple(against), transforms, verdict.bonus))
@@ -90,6 +97,8 @@ def _fixed(ctx: Context, world: World) -> list[tuple[KernelSpec, list[Reason]]]:
         for kernel in world.registry.by_op(ctx.op):
             backend = world.registry.backends.get(kernel.backend)
             device = ctx.device if backend is None else backend.sees(ctx.device)
+            if kernel.backend in world.enclosed:
+                kernel = apart(kernel)
             found.append((kernel, _available(kernel, world) + kernel.check_device(device)))
         world.memo[key] = found
     return found
@@ -131,15 +140,40 @@ def _ask(path: str, ctx: Context) -> list[Reason]:
 
 def _available(kernel: KernelSpec, world: World) -> list[Reason]:
     found: list[Reason] = []
-    backend = world.registry.backends.get(kernel.backend)
+    own = world.enclosed.get(kernel.backend)
+    backend = own or world.registry.backends.get(kernel.backend)
     if backend is not None and not backend.available:
         found.extend(backend.reasons)
-    if kernel.kernel_id in world.unbindable:
-        found.append(world.unbindable[kernel.kernel_id])
+    failed = world.unbindable.get(kernel.kernel_id)
+    # An import that failed in one process says nothing about the other.
+    if failed is not None and (failed.code is ReasonCode.ISOLATION_IMPORT_FAILED) is (own is not None):
+        found.append(failed)
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
         found.append(blocked)
     return found
+
+
+def artifact_for(kernel: KernelSpec, ctx: Context, world: World) -> Artifact:
+    """The compiled artifact this kernel needs for this call, here."""
+    key = ("environment", ctx.device)
+    environment: str | None = world.memo.get(key)
+    if environment is None:
+        environment = world.memo[key] = environment_signature(ctx.device)
+    return artifact_of(kernel, ctx, environment)
+
+
+def _compiled(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
+    """No request compiles: a kernel without its artifact waits, unless the caller would rather wait for it."""
+    artifact = artifact_for(kernel, ctx, world)
+    if artifact in world.ready:
+        return []
+    failed = world.uncompilable.get(artifact) or world.uncompilable.get(kernel.kernel_id)
+    if failed is not None:
+        return [failed]
+    if world.policy.jit == "block":
+        return []
+    return [reason("JIT_NOT_READY", ", ".join(artifact[1][2:]) or None)]
 
 
 def _memory(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:

@@ -14,8 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.health.breaker import Health
+from layerzero.model.artifact import Artifact
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
+from layerzero.model.kernel import BackendSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
@@ -30,11 +32,18 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measured medians in µs. `lookup(kernel_id, ctx)` gives None for what was never measured."""
+    """Measured medians in µs. `lookup(kernel_id, ctx)` gives None for what was never measured.
+
+    `notes(ctx)` says what was found for a call and not believed, for reports; `refused(kernel_id, ctx)` which kernels
+    failed the comparison with the reference there: those are rejected.
+    """
 
     lookup: Callable[[str, Context], float | None] = lambda kernel_id, ctx: None
     fingerprint: str = ""
     noise: float = 0.02
+    notes: Callable[[Context], tuple[Reason, ...]] = lambda ctx: ()
+    # Why a kernel may not run a call: it was wrong, or raised, when it was to be measured. None: nothing is known.
+    refused: Callable[[str, Context], Reason | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +60,13 @@ class World:
     table: DispatchTable | None = None
     # Kernels that could not be bound (missing adapter, failed vendor import), with the reason.
     unbindable: Mapping[str, Reason] = field(default_factory=lambda: _NOTHING)
+    # Backends that run in a process of their own, as that process finds them.
+    enclosed: Mapping[str, BackendSpec] = field(default_factory=lambda: _NOTHING)
+    # Compiled artifacts that exist here; a `jit` kernel without its own is rejected. And those that could not be made.
+    ready: frozenset[Artifact] = frozenset()
+    uncompilable: Mapping[Any, Reason] = field(default_factory=lambda: _NOTHING)
+    # Counts calls while traffic is recorded (`lz.record`); None otherwise.
+    tally: Any = field(default=None, repr=False)
     # hot key -> bound kernel; owned by this World, never shared.
     hot: dict[Any, Any] = field(default_factory=dict, repr=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -66,9 +82,13 @@ class World:
             str(self.free_memory),
             "" if self.table is None else self.table.content_hash,
             repr(sorted((name, item.code.value) for name, item in self.unbindable.items())),
+            repr(sorted((name, spec.available, spec.vendor_version) for name, spec in self.enclosed.items())),
+            repr(sorted(self.ready)) if self.ready else "",
+            repr(sorted(map(repr, self.uncompilable))) if self.uncompilable else "",
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
     def changed(self, **new: Any) -> World:
         """A new World with some parts replaced and an empty hot table."""
-        return replace(self, **new, hot={}, memo={})
+        tally = new.get("tally", self.tally)
+        return replace(self, **new, hot={} if tally is None else tally.table(), memo={})

@@ -84,7 +84,9 @@ def render(report: SelectionReport) -> str:
     if decision.chosen:
         winner = decision.winner
         lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{_locked(decision)}")
-        lines.extend(f"    after {step.name} (~{step.cost_us:.1f} us)" for step in winner.transforms)
+        for step in winner.transforms:
+            words = "isolated, in a process of its own" if step.name == "isolated" else f"after {step.name}"
+            lines.append(f"    {words} (~{step.cost_us:.1f} us)")
     else:
         lines.append(f"  nothing may run: {decision.refusal}")
     if report.ran is not None and report.ran != decision.chosen:

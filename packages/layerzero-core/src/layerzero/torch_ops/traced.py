@@ -140,11 +140,12 @@ def paged_batch(
     *,
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
+    capture: bool = False,
 ) -> PagedBatch:
     """Twin of `lz.paged_batch`."""
     if host_lens is None:
         torch._dynamo.graph_break(msg="lz.paged_batch reads lengths from a tensor; give it host_lens to keep one graph")
-    return make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Any:

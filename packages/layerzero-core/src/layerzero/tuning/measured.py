@@ -9,18 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement, Platform, weight
+from layerzero.perfdb.measurement import NO_TRUST, Measurement, Platform, weight
 from layerzero.perfdb.store import PerfDB
+from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.selection.world import Measurements, World
 
-__all__ = ["measurements_from", "platform_of", "versions_of"]
+__all__ = [
+    "NOISE",
+    "REFUSED",
+    "Believed",
+    "believed",
+    "doubt_of",
+    "judged",
+    "measurements_from",
+    "mode_of",
+    "platform_of",
+    "versions_of",
+]
 
+REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised
+NOISE = 0.02  # inside this band two kernels are equally fast, and their names decide
+_CALLS_KEPT = 4096
 _SIMILAR = 0.5  # weight of a measurement from another device of the family
 
 
@@ -44,22 +60,47 @@ def versions_of(registry: KernelRegistry, kernel_id: str) -> tuple[str, str] | N
     return kernel.version, vendor
 
 
-def measurements_from(db: PerfDB, world: World, *, mode: str = "eager/hot", noise: float = 0.02) -> Measurements:
-    """What a database says to this World. Buckets are read once, when a selection first asks for one."""
-    times: dict[tuple[str, str, str], dict[str, float]] = {}
+def mode_of(device_type: str, *, capturing: bool = False) -> str:
+    """How a call is measured: eager calls on a CPU follow each other, on a GPU other ops empty the cache between them.
 
-    def lookup(kernel_id: str, ctx: Context) -> float | None:
-        spec = world.ops.get(ctx.op)
+    A call that is captured into a graph costs no host time, so its times are kept apart.
+    """
+    cache = "hot" if device_type == "cpu" else "cold"
+    return f"{'graph' if capturing else 'eager'}/{cache}"
+
+
+def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, noise: float = NOISE) -> Measurements:
+    """What a database says to this World. Buckets are read once, when a selection first asks for one."""
+    ops, registry = world.ops, world.registry
+    found: dict[tuple[str, str, str], Believed] = {}
+    # By the call itself: one selection asks for every kernel of the op, and spelling a bucket takes microseconds.
+    by_call: dict[Context, Believed] = {}
+
+    def ask(ctx: Context) -> Believed:
+        known = by_call.get(ctx)
+        if known is not None:
+            return known
+        spec = ops.get(ctx.op)
         bucket = bucket_of(ctx, () if spec is None else spec.elastic)
         platform = platform_of(ctx.device)
-        key = (ctx.op, bucket, platform.device)
-        if key not in times:
-            times[key] = believed(
-                db.find(ctx.op, bucket, mode), platform, lambda name: versions_of(world.registry, name)
-            )
-        return times[key].get(kernel_id)
+        measured = mode or mode_of(ctx.device.device_type, capturing=ctx.capturing)
+        key = (ctx.op, bucket, f"{platform.device} {measured}")
+        known = found.get(key)
+        if known is None:
+            rows = db.find(ctx.op, bucket, measured, REFUSED)
+            known = found[key] = judged(rows, platform, lambda name: versions_of(registry, name))
+        if len(by_call) >= _CALLS_KEPT:
+            by_call.clear()
+        by_call[ctx] = known
+        return known
 
-    return Measurements(lookup, _fingerprint(db), noise)
+    return Measurements(
+        lambda kernel_id, ctx: ask(ctx).times.get(kernel_id),
+        _fingerprint(db),
+        noise,
+        lambda ctx: ask(ctx).notes,
+        lambda kernel_id, ctx: ask(ctx).refused.get(kernel_id),
+    )
 
 
 def _fingerprint(db: PerfDB) -> str:
@@ -68,32 +109,89 @@ def _fingerprint(db: PerfDB) -> str:
         found = db.path.stat()
     except OSError:
         return ""
-    text = f"{db.path}:{found.st_mtime_ns}:{found.st_size}:{found.st_ino}"
+    text = f"{db.path}:{found.st_mtime_ns}:{found.st_size}:{found.st_ino}:{db.ttl_s}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """Times in µs by kernel id, and what else was found and why it does not count."""
+
+    times: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[Reason, ...] = ()
+    refused: Mapping[str, Reason] = field(default_factory=dict)
 
 
 def believed(
     items: list[Measurement], platform: Platform, versions: Callable[[str], tuple[str, str] | None]
-) -> dict[str, float]:
+) -> Mapping[str, float]:
     """Times in µs by kernel id: of this platform, else relative ones of the family."""
-    fitting = [
-        item
-        for item in items
-        # One that was never compared with the reference, or is of another build, says nothing about this kernel.
-        if item.max_error is not None and versions(item.kernel_id) == (item.kernel_version, item.backend_version)
-    ]
+    return judged(items, platform, versions).times
+
+
+def judged(items: list[Measurement], platform: Platform, versions: Callable[[str], tuple[str, str] | None]) -> Believed:
+    """The rows of one bucket: which count here, as times or as a ranking, and why the others do not."""
+    fitting: list[Measurement] = []
+    doubts: dict[str, int] = {}
+    refused: dict[str, Reason] = {}
+    for item in items:
+        if item.mode == REFUSED:
+            own_build = versions(item.kernel_id) == (item.kernel_version, item.backend_version)
+            if own_build and item.platform == platform:
+                refused[item.kernel_id] = _refusal(item)
+            continue
+        doubt = _doubt(item, versions(item.kernel_id))
+        if doubt is None:
+            fitting.append(item)
+        else:
+            doubts[doubt] = doubts.get(doubt, 0) + 1
     own = [(item.kernel_id, item.median_us, weight(item)) for item in fitting if item.platform == platform]
-    if own:
-        return _weighed(own)
-    similar: dict[str, list[Measurement]] = {}
+    similar: dict[Platform, list[Measurement]] = {}
     for item in fitting:
-        if item.platform.family == platform.family:
-            similar.setdefault(item.platform.device, []).append(item)
+        if item.platform != platform:
+            why = _difference(item.platform, platform)
+            doubts[why] = doubts.get(why, 0) + 1
+            if item.platform.family == platform.family:
+                similar.setdefault(item.platform, []).append(item)
+    notes = [reason("PERF_NOT_BELIEVED", count, why) for why, count in sorted(doubts.items())]
+    if own:
+        return Believed(_weighed(own), tuple(notes), refused)
     if not similar:
-        return {}
+        return Believed({}, tuple(notes), refused)
     # The device that knows most kernels ranks them; times of two devices are not comparable.
     best = max(similar.values(), key=lambda found: (len(found), max(item.measured_at for item in found)))
-    return _weighed([(item.kernel_id, item.median_us, _SIMILAR * weight(item)) for item in best])
+    ranked = _weighed([(item.kernel_id, item.median_us, _SIMILAR * weight(item)) for item in best])
+    notes.append(reason("PERF_RANKED_BY", best[0].platform.device, platform.family))
+    return Believed(ranked, tuple(notes), refused)
+
+
+def _refusal(item: Measurement) -> Reason:
+    """What the parity gate found: wrong by so much, or not able to run at all."""
+    if item.max_error is None:
+        return reason("KERNEL_RAISED", "when it was tuned")
+    return reason("NUMERICS_MISMATCH", f"{item.max_error:.3g} (found by lz tune)", "the tolerance of the op")
+
+
+def _doubt(item: Measurement, here: tuple[str, str] | None) -> str | None:
+    """Why a row says nothing about the kernel of this process."""
+    if item.max_error is None:
+        return f"{item.kernel_id} was never compared with the reference"
+    if here is None:
+        return f"{item.kernel_id} is not registered here"
+    if here != (item.kernel_version, item.backend_version):
+        return f"{item.kernel_id} was {item.kernel_version} ({item.backend_version}), here it is {here[0]} ({here[1]})"
+    if item.spread >= NO_TRUST:
+        return f"the times of {item.kernel_id} spread as wide as they are long"
+    return None
+
+
+def _difference(theirs: Platform, ours: Platform) -> str:
+    """The first thing in which two platforms differ."""
+    for name in ("device", "driver", "runtime", "torch", "family"):
+        left, right = getattr(theirs, name), getattr(ours, name)
+        if left != right:
+            return f"{name} {left or 'unknown'}, here {right or 'unknown'}"
+    return "the same platform"
 
 
 def _weighed(found: list[tuple[str, float, float]]) -> dict[str, float]:
@@ -103,3 +201,25 @@ def _weighed(found: list[tuple[str, float, float]]) -> dict[str, float]:
     total = sum(trust for _, _, trust in trusted)
     middle = sum(trust * math.log(us) for _, us, trust in trusted) / total
     return {name: math.exp(middle + trust * (math.log(us) - middle)) for name, us, trust in trusted}
+
+
+def doubt_of(item: Measurement, world: World) -> str | None:
+    """Why a row does not count in this process; None where it does. For listings."""
+    if item.mode == REFUSED:
+        return f"refused: {_refusal(item).message}"
+    doubt = _doubt(item, versions_of(world.registry, item.kernel_id))
+    if doubt is not None:
+        return doubt
+    from layerzero.device.probe import probe_devices
+
+    here = [platform_of(device) for device in probe_devices()]
+    return (
+        None
+        if item.platform in here
+        else _difference(item.platform, here[0] if len(here) == 1 else _nearest(item, here))
+    )
+
+
+def _nearest(item: Measurement, here: list[Platform]) -> Platform:
+    same = [platform for platform in here if platform.family == item.platform.family]
+    return (same or here)[0]

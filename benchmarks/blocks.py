@@ -1,0 +1,213 @@
+"""A planned decoder layer against the same layer with each op chosen alone, in one interleaved run.
+
+    python benchmarks/blocks.py --machine NAME [--json FILE] [--quick] [--seconds N]
+
+Contestants: `plan` is `lz.plan_block(..., measure=True)`; `alone` is the same machinery with the kernel that was
+measured to be fastest for each op alone; `per_op` calls LayerZero's public functions step by step, as the layer is
+written; `hand_fused` does so with the fused ops a careful author would use (add_rms_norm, mlp). Results are compared
+before anything is timed. Everyone runs in every round; a ratio is the median of the ratios within a round, which a busy
+machine disturbs least. On a GPU kernels are compiled before they are timed; FlashInfer's and TorchInductor's take too
+long for that and stay out. Writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import RESULTS, commit, machine, write_json
+
+import layerzero as lz
+from layerzero.plans.blocks import decoder_layer
+from layerzero.plans.blocks_plan import BlockPlan
+from layerzero.tuning.clock import Clock, clock_for
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and the tokens that go through it."""
+
+    batch: int
+    tokens: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} S{self.tokens} H{self.hidden} {self.dtype}"
+
+
+SMALL = (256, 8, 2, 32, 512)
+MIDDLE = (1024, 16, 4, 64, 2816)
+LLAMA = (4096, 32, 8, 128, 14336)
+CPU = (
+    Case(1, 1, *SMALL, "float32"),
+    Case(4, 1, *SMALL, "float32"),
+    Case(1, 32, *SMALL, "float32"),
+    Case(1, 1, *MIDDLE, "float32"),
+    Case(1, 128, *MIDDLE, "float32"),
+    Case(1, 1, *SMALL, "bfloat16"),
+)
+CUDA = tuple(Case(batch, tokens, *LLAMA, "bfloat16") for batch, tokens in ((1, 1), (8, 1), (1, 128), (1, 2048)))
+
+
+def layer(case: Case, device: str) -> dict[str, Tensor]:
+    """Inputs and weights, seeded."""
+    dtype, draw = getattr(torch, case.dtype), torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw, device=device) * scale).to(dtype)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return normal(rows, columns, scale=columns**-0.5)
+
+    angles = torch.arange(case.tokens, device=device)[:, None] * torch.linspace(
+        1, 0.01, case.head_dim // 2, device=device
+    )
+    q, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    return {
+        "x": normal(case.batch, case.tokens, case.hidden), "cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype),
+        "ln1": 1 + normal(case.hidden, scale=0.1), "ln2": 1 + normal(case.hidden, scale=0.1),
+        "wq": weight(q, case.hidden), "wk": weight(kv, case.hidden), "wv": weight(kv, case.hidden),
+        "wo": weight(case.hidden, q), "w_gate": weight(case.inner, case.hidden),
+        "w_up": weight(case.inner, case.hidden), "w_down": weight(case.hidden, case.inner),
+    }  # fmt: skip
+
+
+def step_by_step(case: Case, t: dict[str, Tensor], *, fused: bool) -> Callable[[], Tensor]:
+    """The layer in LayerZero's public functions, each choosing for itself."""
+
+    def run() -> Tensor:
+        x = t["x"]
+        normed = lz.rms_norm(x, t["ln1"], 1e-6)
+        q, k, v = (lz.linear(normed, t[name]) for name in ("wq", "wk", "wv"))
+        q = q.unflatten(-1, (case.heads, case.head_dim))
+        k, v = (item.unflatten(-1, (case.kv_heads, case.head_dim)) for item in (k, v))
+        q, k = lz.rope(q, k, t["cos"], t["sin"], layout="BSHD")
+        out = lz.attention(q, k, v, is_causal=True, layout="BSHD").flatten(-2)
+        projected = lz.linear(out, t["wo"])
+        if fused:
+            normed, stream = lz.add_rms_norm(projected, x, t["ln2"], 1e-6)
+            return stream + lz.mlp(normed, t["w_up"], t["w_down"], t["w_gate"])
+        stream = projected + x
+        normed = lz.rms_norm(stream, t["ln2"], 1e-6)
+        return stream + lz.linear(F.silu(lz.linear(normed, t["w_gate"])) * lz.linear(normed, t["w_up"]), t["w_down"])
+
+    return run
+
+
+def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """One case: plan, compare, race."""
+    t = layer(case, device)
+    plan = lz.plan_block(decoder_layer(case.heads, case.kv_heads), t, measure=True)
+    alone = BlockPlan(plan.block, t, replace(plan.report, path=plan.report.alone))
+    contestants: dict[str, Callable[[], Tensor]] = {
+        "plan": lambda: plan(t["x"], t["cos"], t["sin"]),
+        "alone": lambda: alone(t["x"], t["cos"], t["sin"]),
+        "per_op": step_by_step(case, t, fused=False),
+        "hand_fused": step_by_step(case, t, fused=True),
+    }
+    wide = {name: item.double() for name, item in t.items()}
+    truth = step_by_step(case, wide, fused=False)()
+    errors = {name: _error(run(), truth) for name, run in contestants.items()}
+    # The paths round in different places; none may be farther from the truth than twice the plain one.
+    assert errors["plan"] <= 2 * errors["per_op"] + 1e-7, errors
+    same = [item.kernel_id or item.step for item in plan.report.path.taken] == [
+        item.kernel_id or item.step for item in plan.report.alone.taken
+    ]
+    if same:  # nothing was worth changing: the two are one program, and a ratio would be noise
+        del contestants["alone"]
+    samples = rounds_of(contestants, clock_for(device), rounds, seconds)
+    if same:
+        samples["alone"] = samples["plan"]
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    found = plan.explain()
+    return {
+        "case": case.name, **asdict(case), "same_path": same, "median_us": medians, "error": errors,
+        "rounds": len(samples["plan"]),
+        "plan_over_per_op": ratio(samples, "per_op"),
+        "plan_over_alone": ratio(samples, "alone"),
+        "plan_over_hand_fused": ratio(samples, "hand_fused"),
+        "fused": list(found.fused), "kernels": list(plan.kernels), "note": found.note,
+        "path": found.to_json()["path"], "rejected": found.to_json()["rejected"][:12],
+    }  # fmt: skip
+
+
+def rounds_of(
+    contestants: dict[str, Callable[[], Tensor]], clock: Clock, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """µs of everyone in each round, the order turned round every time; at least five rounds, then until time is up."""
+    batch = {}
+    for name, call in contestants.items():
+        for _ in range(3):
+            call()
+        batch[name] = max(1, min(50, round(1_000.0 / max(clock(call, 1), 1.0))))
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    begin, order = time.monotonic(), list(contestants)
+    for number in range(rounds):
+        for name in order if number % 2 else order[::-1]:
+            samples[name].append(clock(contestants[name], batch[name]))
+        order = order[1:] + order[:1]
+        if number >= 5 and time.monotonic() - begin > seconds:
+            break
+    return samples
+
+
+def ratio(samples: dict[str, list[float]], other: str) -> float:
+    """How the plan compares, round by round."""
+    return statistics.median(a / b for a, b in zip(samples["plan"], samples[other], strict=True))
+
+
+def _error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="here", help="name of the folder under benchmarks/results")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="few rounds, the smallest cases")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of one case")
+    given = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = CUDA if device == "cuda" else CPU
+    rows = []
+    if device == "cuda":
+        lz.configure(jit="block", deny=["flashinfer.*", "inductor.*"])
+    with torch.no_grad():
+        for case in cases[:2] if given.quick else cases:
+            row = measure(case, device, 31 if given.quick else 121, given.seconds)
+            rows.append(row)
+            m = row["median_us"]
+            print(
+                f"{case.name:24} plan {m['plan']:9.1f} µs  alone {m['alone']:9.1f}  per op {m['per_op']:9.1f}  "
+                f"hand fused {m['hand_fused']:9.1f}  plan/per op {row['plan_over_per_op']:.3f}  plan/alone "
+                f"{row['plan_over_alone']:.3f}  {len(row['fused'])} rewrites"
+            )
+    worst = max(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)
+    best = min(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)
+    print(f"against the better of op by op: best {best:.3f}, worst {worst:.3f} (limits: below 1, at most 1.02)")
+    path = given.json or RESULTS / given.machine / "blocks.json"
+    write_json(path, {"machine": machine(), "commit": commit(), "device": device, "cases": rows})
+    print(f"written to {path}")
+    return 0 if best < 1.0 and worst <= 1.02 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Norms, rotary embedding and gated activations compiled by TorchInductor, ahead of the requests."""

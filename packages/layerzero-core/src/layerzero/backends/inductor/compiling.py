@@ -1,0 +1,109 @@
+"""Compile one program in a process of its own, and load the result.
+
+The result is a library that needs neither the compiler nor Dynamo to be loaded: a process that finds it on disk has
+it in milliseconds, and a request can never start a compiler. A process apart keeps the interpreter of a server free
+while the compiler works, and can be ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerzero.backends.inductor.toolchain import needs_compiler
+from layerzero.plugin import BackendNotAvailableError, DeviceSpec, artifact_folder
+
+__all__ = ["Inputs", "load", "main", "path_of"]
+
+Inputs = tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...]
+"""For each tensor: an example shape, the dtype, and which axes are free."""
+
+LIMIT_S = 600.0
+
+
+def path_of(name: str, inputs: Inputs, device: str) -> Path:
+    """Where the library of a program lies; its name holds everything it depends on."""
+    machine = torch.cuda.get_device_capability() if device == "cuda" else sorted(_isa())
+    text = json.dumps([name, inputs, device, str(machine), torch.__version__, sys.platform])
+    return artifact_folder() / f"inductor-{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.pt2"
+
+
+def _isa() -> list[str]:
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return [f"{name}={value}" for name, value in found.items()]
+
+
+def load(name: str, inputs: Inputs, device: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """A function from a list of tensors to a list of tensors; compiles first when the library is not on disk."""
+    path = path_of(name, inputs, device)
+    if not path.exists():
+        _compile(name, inputs, device, path)
+    from torch._inductor import aoti_load_package
+
+    runner: Any = aoti_load_package(str(path))
+    # What the package's own __call__ does around this (flattening arguments by name) costs more than the kernel.
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = runner.loader.boxed_run
+    return run
+
+
+def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
+    against = needs_compiler(DeviceSpec.detect("cpu"))
+    if against:
+        raise BackendNotAvailableError(f"inductor cannot compile {name}: {against[0].message}", reasons=tuple(against))
+    fresh = path.with_name(f"{uuid.uuid4().hex}.pt2")
+    order = json.dumps({"name": name, "inputs": inputs, "device": device, "path": str(fresh)})
+    places = os.pathsep.join(place for place in sys.path if place)
+    command = [sys.executable, "-m", "layerzero.backends.inductor.compiling", order]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": places}
+        )
+        if done.returncode or not fresh.exists():
+            raise RuntimeError(f"inductor could not compile {name}: {done.stderr.strip()[-600:] or done.returncode}")
+        os.replace(fresh, path)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"inductor did not compile {name} within {LIMIT_S:.0f} s") from None
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def main(order: str) -> None:
+    """The process that compiles."""
+    from torch._inductor import aoti_compile_and_package, config
+
+    from layerzero.backends.inductor.programs import PROGRAMS
+
+    given = json.loads(order)
+    device = given["device"]
+    config.cpp.dynamic_threads = True  # as many threads as the caller has, not as the compiler had
+
+    class Program(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            return PROGRAMS[given["name"]](*tensors)
+
+    sizes: dict[int, Any] = {}
+
+    def free(shape: list[int], axes: list[int]) -> dict[int, Any]:
+        # Equal example sizes are one free size: the examples are distinct primes.
+        return {axis: sizes.setdefault(shape[axis], torch.export.Dim(f"n{shape[axis]}", min=1)) for axis in axes}
+
+    example = tuple(
+        torch.ones(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype, _ in given["inputs"]
+    )
+    dynamic = tuple(free(shape, axes) for shape, _, axes in given["inputs"])
+    with torch.no_grad():
+        exported = torch.export.export(Program(), example, dynamic_shapes=(dynamic,))
+        aoti_compile_and_package(exported, package_path=given["path"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,136 @@
+"""Adapters: canonical arguments to the rows a compiled program takes, and back.
+
+A program is looked up by what it was compiled for. The first use in a process loads it from disk; where it is not on
+disk the adapter compiles, which selection lets happen only beside the requests or for a caller who waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.inductor.compiling import Inputs, load
+
+__all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "relu_and_mul", "rms_norm", "rope", "silu_and_mul"]
+
+_ROWS = 37  # example sizes of free axes: distinct primes, met by no fixed size of a model
+_OUTER, _SEQ, _INNER = 3, 41, 5
+
+_programs: dict[Any, Callable[[list[Tensor]], list[Tensor]]] = {}
+_lock = threading.Lock()
+
+
+def _program(key: tuple[Any, ...], inputs: Callable[[], Inputs]) -> Callable[[list[Tensor]], list[Tensor]]:
+    found = _programs.get(key)
+    if found is None:
+        with _lock:
+            found = _programs.get(key)
+            if found is None:
+                found = _programs[key] = load(key[0], inputs(), key[1])
+    return found
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def _rows(name: str, tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...], eps: float | None) -> list[Tensor]:
+    """Run a program over the last axis: `tensors` have rows, `weights` have none."""
+    x = tensors[0]
+    hidden, device = x.shape[-1], x.device
+    words = tuple(map(_word, (*tensors, *weights)))
+
+    def inputs() -> Inputs:
+        rows = tuple(((_ROWS, hidden), word, (0,)) for word in words[: len(tensors)])
+        flat = tuple(((hidden,), word, ()) for word in words[len(tensors) :])
+        return (*rows, *flat, *((((), "float32", ()),) if eps is not None else ()))
+
+    run = _program((name, device.type, hidden, words), inputs)
+    # A compiled program takes its strides on trust.
+    given = [item.reshape(-1, hidden).contiguous() for item in tensors]
+    given += [item.contiguous() for item in weights]
+    if eps is not None:
+        given.append(_scalar(eps, device))
+    return run(given)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm."""
+    return _rows("rms_norm", (x,), (weight,), eps)[0].view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual add and RMSNorm."""
+    out, stream = _rows("add_rms_norm", (x, residual), (weight,), eps)
+    return out.view(x.shape), stream.view(x.shape)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm."""
+    if bias is None:
+        bias = _zeros(weight.shape[0], weight.dtype, weight.device)
+    return _rows("layer_norm", (x,), (weight, bias), eps)[0].view(x.shape)
+
+
+def _gated(name: str, x: Tensor) -> Tensor:
+    return _rows(name, (x,), (), None)[0].view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU."""
+    return _gated("silu_and_mul", x)
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """GeGLU, either formula."""
+    return _gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", x)
+
+
+def relu_and_mul(x: Tensor) -> Tensor:
+    """ReGLU."""
+    return _gated("relu_and_mul", x)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary embedding of halves over the whole head, one table row per token."""
+    return _rotated(q, cos, sin, layout), None if k is None else _rotated(k, cos, sin, layout)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    batch, one, two, width = x.shape
+    seq = two if layout == "BHSD" else one
+    # Tokens are one axis, the others before or behind it: BHSD is [B·H, S, 1, D], BSHD is [B, S, H, D].
+    shaped = x.reshape(batch * one, seq, 1, width) if layout == "BHSD" else x
+
+    def inputs() -> Inputs:
+        inner = 1 if layout == "BHSD" else _INNER
+        tokens = ((_OUTER, _SEQ, inner, width), _word(x), (0, 1) if layout == "BHSD" else (0, 1, 2))
+        table = ((_SEQ, width // 2), _word(cos), (0,))
+        return (tokens, table, table)
+
+    run = _program(("rope", x.device.type, width, layout, _word(x), _word(cos)), inputs)
+    return run([shaped.contiguous(), cos[:seq].contiguous(), sin[:seq].contiguous()])[0].view(x.shape)

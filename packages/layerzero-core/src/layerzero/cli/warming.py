@@ -1,0 +1,93 @@
+"""`lz warmup`: compile what a model's traffic will need, ahead of the requests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from layerzero.cli.output import Answer, Block, Cell, Line, Table, is_plain
+from layerzero.cli.verbs import OK, PROBLEM, verb
+
+__all__ = ["add"]
+
+
+def add(group: click.Group) -> None:
+    """Declare the verb."""
+
+    @verb(group, "warmup")
+    @click.argument("source", type=click.Path(path_type=Path))
+    @click.option("--config", type=click.Path(path_type=Path), help="config.json the manifest must come from.")
+    @click.option("--kernels", multiple=True, metavar="GLOB", help="Compile these too, chosen or not.")
+    @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to wait for critical kernels.")
+    @click.option("--workers", type=click.IntRange(min=1), help="Kernels compiled at a time.")
+    @click.option("--critical-only", is_flag=True, help="Do not wait for the rest.")
+    @click.option("--retry", is_flag=True, help="Try again what could not be compiled before.")
+    @click.option("--write", type=click.Path(path_type=Path), help="Write the manifest there; compile nothing.")
+    def warmup(
+        source: Path,
+        config: Path | None,
+        kernels: tuple[str, ...],
+        timeout: float | None,
+        workers: int | None,
+        critical_only: bool,
+        retry: bool,
+        write: Path | None,
+    ) -> Answer:
+        """Compile ahead of the requests what SOURCE will call.
+
+        SOURCE is a manifest, traffic recorded with lz.record, a model folder or its config.json. Compiled kernels are
+        kept in the cache folder (LAYERZERO_JIT_CACHE_DIR), where every process of this user finds them. Exit code 1
+        when a critical call is not ready.
+        """
+        from layerzero.public.warming import manifest, warmup
+
+        made = manifest(source, config=config)
+        if write is not None:
+            made.save(write)
+            critical = sum(item.critical for item in made.items)
+            told = f"{len(made.items)} calls, {critical} critical, written to {write}"
+            data = {"calls": len(made.items), "critical": critical, "config_hash": made.config_hash, "path": str(write)}
+            return Answer(data, [Line(told)])
+        with _bar() as progress:
+            result = warmup(
+                made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
+                progress=progress,
+            )  # fmt: skip
+        return Answer(result.to_json(), _blocks(result), OK if result.ok else PROBLEM)
+
+
+def _blocks(result: Any) -> list[Block]:
+    head = (
+        f"{result.calls} calls: {len(result.compiled)} artifacts ready ({result.already} of them were before), "
+        f"{len(result.failed)} not, {result.waiting} still compiling; {result.seconds:.1f} s"
+    )
+    blocks: list[Block] = [Line(head)]
+    rows = []
+    for item in (*result.outcomes, *result.unready):
+        state = Cell("ready", "green") if item.reason is None else Cell(item.reason.code, "bold red")
+        why = "" if item.reason is None else f"{item.reason.message}; {item.reason.hint}"
+        kind = "critical" if item.critical else ""
+        rows.append((item.artifact[0], " ".join(item.artifact[1][2:]), kind, f"{item.seconds:.1f}", state, why))
+    if rows:
+        blocks.append(Table(("kernel", "compiled for", "", "s", "", ""), rows, right=frozenset({3})))
+    return blocks
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for somebody who watches a terminal."""
+    if is_plain(sys.stderr):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("compiling", total=None)
+        yield lambda done, everything: bar.update(task, completed=done, total=everything)

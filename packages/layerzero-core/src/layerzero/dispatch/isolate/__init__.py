@@ -1,0 +1,14 @@
+"""Kernels in a process of their own: for backends that cannot live in this one, or should not.
+
+    proxy      what binding gives for an isolated kernel: a callable like any adapter
+    worker     one child for one backend: starts it, asks it, restarts it after a delay
+    process    the child as an operating system process: spawn, wait, end it, collect it
+    channel    frames over a socket, with a deadline, watching the process as well
+    wire       the frame: magic, version, kind, length, checksum; no pickle anywhere
+    values     arguments and results as data; tensors as places in an arena
+    arena      shared host memory;  device_arena: GPU memory over CUDA IPC
+    child      the other side
+
+The parent owns all memory and all sizes. Tensors are copied into an arena that both processes have mapped, results are
+copied out of it, so a child that dies in the middle leaves nothing half written in the caller's tensors.
+"""

@@ -1,0 +1,210 @@
+"""The other side: `python -m layerzero.dispatch.isolate.child SOCKET ARENA LIFELINE`.
+
+Imports the adapters it is asked for, runs them on tensors in the arenas, and answers every frame with one frame.
+Started only by `layerzero.dispatch.isolate.process`. What a vendor prints goes to the log of the parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.isolate.arena import NAME, Arena, Bump, sent_bytes, view
+from layerzero.dispatch.isolate.channel import blocking
+from layerzero.dispatch.isolate.device_arena import OpenedArena
+from layerzero.dispatch.isolate.values import Malformed, Placed, pack, tensors_in, unpack
+from layerzero.dispatch.isolate.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
+from layerzero.plugin.enclosure import Enclosure, enter
+
+__all__ = ["Child", "main"]
+
+_WORDS = 1_200
+# How a RuntimeError of torch's CPU allocator, or of a C++ library, says that there is none left.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
+
+
+class NoRoom(Exception):
+    """The results do not fit into the arenas; carries the bytes needed by arena."""
+
+    def __init__(self, needed: dict[str, int]) -> None:
+        super().__init__(str(needed))
+        self.needed = needed
+
+
+class Child:
+    """Answers one parent until it says goodbye or its end of the socket closes."""
+
+    def __init__(self, channel: socket.socket, arena_handle: int) -> None:
+        self._socket = channel
+        self._handle = arena_handle
+        self._host = Arena(arena_handle, os.fstat(arena_handle).st_size)
+        self._devices: dict[str, OpenedArena] = {}
+        self._adapters: dict[str, Callable[..., Any]] = {}
+
+    def serve(self) -> None:
+        """Answer frames until the end."""
+        self._answer(Kind.HELLO, 0, {"pid": os.getpid(), "protocol": VERSION, "torch": str(torch.__version__)})
+        while (frame := self._next()) is not None and frame.kind is not Kind.BYE:
+            try:
+                kind, body = self._done(frame)
+            except NoRoom as short:
+                kind, body = Kind.ROOM, {"needed": short.needed}
+            except (KeyboardInterrupt, SystemExit) as error:  # a vendor that wants to exit raises, as in process
+                kind, body = Kind.RAISED, _described(error)
+            except BaseException as error:
+                kind, body = Kind.RAISED, _described(error)
+            self._answer(kind, frame.sequence, body)
+
+    def _done(self, frame: Frame) -> tuple[Kind, dict[str, Any]]:
+        if frame.kind is Kind.CALL:
+            return Kind.RESULT, self._call(frame.body)
+        if frame.kind is Kind.LOAD:
+            self._adapter(frame.body["function"])
+            return Kind.LOADED, {}
+        if frame.kind is Kind.PING:
+            return Kind.PONG, {}
+        raise Malformed(f"{frame.kind.name} is not for a child")
+
+    def _adapter(self, path: str) -> Callable[..., Any]:
+        found: Any = self._adapters.get(path)
+        if found is None:
+            module, _, name = path.partition(":")
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            self._adapters[path] = found
+        return found  # type: ignore[no-any-return]
+
+    def _call(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._map(body["arenas"])
+        args = [unpack(item, self._find) for item in body["args"]]
+        kwargs = {name: unpack(item, self._find) for name, item in body["kwargs"].items()}
+        if body["seed"] is not None:
+            torch.manual_seed(body["seed"])
+        index = body["device"]
+        if index is None:
+            with torch.no_grad():
+                return self._placed(self._adapter(body["function"])(*args, **kwargs), body["used"])
+        with torch.no_grad(), torch.cuda.device(index):
+            placed = self._placed(self._adapter(body["function"])(*args, **kwargs), body["used"])
+            torch.cuda.synchronize(index)  # the parent reads as soon as it has the answer
+            return placed
+
+    def _map(self, arenas: dict[str, Any]) -> None:
+        """Follow the parent: a larger host arena, new device arenas."""
+        size = arenas[NAME]["bytes"]
+        if size != self._host.size:
+            self._host = Arena(self._handle, size)
+        for name, told in arenas.items():
+            if name == NAME:
+                continue
+            known = self._devices.get(name)
+            if told["handle"] is not None:
+                if known is not None:
+                    known.close()
+                opened = OpenedArena(told["index"], told["bytes"], bytes.fromhex(told["handle"]))
+                self._devices[name] = opened
+                opened.answer(bytes.fromhex(told["mark"]))
+
+    def _buffer(self, name: str) -> Tensor:
+        if name == NAME:
+            return self._host.bytes
+        if name not in self._devices:
+            raise Malformed(f"no arena is called {name[:40]!r}")
+        return self._devices[name].bytes
+
+    def _find(self, placed: Placed) -> Tensor:
+        return view(self._buffer(placed.arena), placed)
+
+    def _placed(self, result: Any, used: dict[str, int]) -> dict[str, Any]:
+        """Copy the results behind the arguments, which must stay: a result may be a view of one."""
+        needed = dict(used)
+        for item in tensors_in(result):
+            name = self._home(item)
+            needed[name] = needed.get(name, 0) + sent_bytes(item)
+        short = {name: size for name, size in needed.items() if size > self._room(name)}
+        if short:
+            raise NoRoom(short)
+        bumps = {name: Bump(name, self._buffer(name), used.get(name, 0)) for name in needed}
+        return {"result": pack(result, lambda item: bumps[self._home(item)].put(item))}
+
+    def _home(self, item: Tensor) -> str:
+        return f"cuda:{item.get_device()}" if item.is_cuda else NAME
+
+    def _room(self, name: str) -> int:
+        return self._buffer(name).numel() if name == NAME or name in self._devices else 0
+
+    # -- frames ----------------------------------------------------------------------------------
+    def _answer(self, kind: Kind, sequence: int, body: dict[str, Any]) -> None:
+        try:
+            data = encode(kind, sequence, body)
+        except ValueError as error:
+            data = encode(Kind.RAISED, sequence, _described(error))
+        self._socket.sendall(data)
+
+    def _next(self) -> Frame | None:
+        first = self._exactly(HEADER_BYTES)
+        if first is None:
+            return None
+        known = head(first)
+        data = self._exactly(known.length)
+        return None if data is None else decode(known, data)
+
+    def _exactly(self, count: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < count:
+            got = self._socket.recv(count - len(parts))
+            if not got:
+                return None
+            parts += got
+        return bytes(parts)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """An exception in words: its type, its text, the last places it went through."""
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in _NO_MEMORY)
+    places = "".join(traceback.format_tb(error.__traceback__)[-3:])
+    return {
+        "type": type(error).__name__,
+        "text": str(error)[:_WORDS],
+        "memory": memory,
+        "missing": isinstance(error, (ImportError, AttributeError)),
+        "trace": places[-_WORDS:],
+    }
+
+
+def _end_with_parent(handle: int) -> None:
+    """Read until the parent is gone, then end at once: a child must not outlive it, even inside a long kernel."""
+    while True:
+        try:
+            if not os.read(handle, 1):
+                os._exit(3)
+        except OSError:
+            os._exit(3)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the child."""
+    socket_handle, arena_handle, lifeline = (int(item) for item in argv[:3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
+    if len(argv) > 3:
+        import json
+
+        enter(Enclosure.from_json(json.loads(argv[3])))
+    Child(blocking(socket_handle), arena_handle).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""The child as a process: started by exec, watched by descriptor, ended with growing force, always collected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from layerzero.dispatch.isolate.arena import Arena
+from layerzero.dispatch.isolate.faults import fault
+from layerzero.dispatch.isolate.settings import Settings
+
+__all__ = ["Process", "uncollected"]
+
+_TAIL = 1_500
+_MAX_LOG = 1 << 20
+_COLLECT_S = 0.5
+
+# Killed, but still held by the kernel (an uninterruptible driver call): looked at again at the next start.
+_lingering: list[subprocess.Popen[bytes]] = []
+
+
+def uncollected() -> int:
+    """Children that were killed and have not gone yet."""
+    _lingering[:] = [item for item in _lingering if item.poll() is None]
+    return len(_lingering)
+
+
+class Process:
+    """One child. `subprocess` execs a fresh interpreter: nothing of this one's CUDA state is ever forked."""
+
+    def __init__(self, settings: Settings, arena: Arena) -> None:
+        uncollected()
+        self.settings = settings
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # The child holds the reading end; when this process is gone, however it went, the end of file tells it.
+        lifeline_theirs, self._lifeline = os.pipe()
+        self._log = os.memfd_create("layerzero-log") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
+        log = os.open(f"/proc/self/fd/{self._log}", os.O_WRONLY | os.O_APPEND) if _proc() else os.dup(self._log)
+        command = [
+            sys.executable, "-P", "-m", "layerzero.dispatch.isolate.child",
+            str(theirs.fileno()), str(arena.handle), str(lifeline_theirs), json.dumps(settings.enclosure.to_json()),
+        ]  # fmt: skip
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), arena.handle, lifeline_theirs),
+                env=settings.environ(os.environ),
+                start_new_session=True,  # Ctrl-C is the parent's to handle, and what the child starts ends with it
+            )
+        except OSError as error:
+            ours.close()
+            os.close(self._lifeline)
+            os.close(self._log)
+            raise fault("ISOLATION_START_FAILED", f"cannot start Python: {error.strerror}") from None
+        finally:
+            theirs.close()
+            os.close(lifeline_theirs)
+            os.close(log)
+        self.socket = ours
+        self.pid = self._popen.pid
+        self.sentinel = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+
+    def ended(self) -> bool:
+        """Whether it is gone; collects it."""
+        return self._popen.poll() is not None
+
+    def how(self) -> str:
+        """How it ended, with the last line it wrote: for people."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_COLLECT_S)
+        code = self._popen.returncode
+        if code is None:
+            words = "it closed the channel and lives on"
+        elif code < 0:
+            words = f"signal {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                words += ", as the kernel's out-of-memory killer sends it"
+        else:
+            words = f"exit code {code}"
+        last = self.last_line()
+        return f"{words}; {last}" if last else words
+
+    def last_line(self) -> str:
+        """The last line of what it printed."""
+        try:
+            size = os.fstat(self._log).st_size
+            tail = os.pread(self._log, _TAIL, max(0, size - _TAIL)).decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return tail.splitlines()[-1][:300] if tail else ""
+
+    def trim(self) -> None:
+        """Forget what it printed, once that is long."""
+        with contextlib.suppress(OSError):
+            if os.fstat(self._log).st_size > _MAX_LOG:
+                os.ftruncate(self._log, 0)
+
+    def end(self) -> None:
+        """Ask it to go, then make it go, and collect it; takes little more than the grace."""
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        if self._popen.poll() is None:
+            self._signal(signal.SIGTERM)
+            if not self._gone(self.settings.grace_s):
+                self._signal(signal.SIGKILL)
+                if not self._gone(_COLLECT_S):
+                    _lingering.append(self._popen)
+        else:
+            self._signal(signal.SIGKILL)  # whatever it started and left behind
+        self._close()
+
+    def forget(self) -> None:
+        """After a fork, in the new process: the child is not ours; leave it alone."""
+        self._popen.returncode = 0
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        self._close()
+
+    def _close(self) -> None:
+        for handle in (self.sentinel, self._lifeline, self._log):
+            if handle >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+        self.sentinel = self._lifeline = self._log = -1
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _gone(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(max(0.0, until - time.monotonic()))
+        return self._popen.returncode is not None
+
+
+def _proc() -> bool:
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

@@ -1,0 +1,263 @@
+"""One child for one backend: started when first asked, asked one call at a time, started again after it failed.
+
+After a failure the next start waits: not at all the first time, then twice as long each time, up to half a minute; a
+call that comes in between is refused at once, with ISOLATION_BACKOFF, and another kernel runs it. One good answer
+to a call makes it all forgotten; that an adapter could be imported does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from layerzero.dispatch.isolate.channel import Channel
+from layerzero.dispatch.isolate.faults import ChildError, ChildOutOfMemory, IsolationFault, fault
+from layerzero.dispatch.isolate.memory import Memory, home
+from layerzero.dispatch.isolate.process import Process
+from layerzero.dispatch.isolate.settings import Settings
+from layerzero.dispatch.isolate.values import Malformed, Unsendable, pack, tensors_in, unpack
+from layerzero.dispatch.isolate.wire import Frame, Kind, WireError
+from layerzero.reasons import reason
+
+__all__ = ["Worker", "delay_s"]
+
+_FIRST_S = 0.25
+_MOST_S = 30.0
+_TRIM_EVERY = 256
+_ROUNDS = 3
+
+Answer = TypeVar("Answer")
+
+
+def delay_s(failures: int) -> float:
+    """How long the next start waits after this many failures in a row."""
+    return 0.0 if failures < 2 else min(_MOST_S, _FIRST_S * 2.0 ** (failures - 2))
+
+
+class Worker:
+    """The parent's view of one isolated backend. Safe to call from many threads; calls take turns."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._memory: Memory | None = None
+        self._process: Process | None = None
+        self._channel: Channel | None = None
+        self._loaded: set[str] = set()
+        self._failures = 0
+        self._not_before = 0.0
+        self.calls = 0
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id while it lives."""
+        process = self._process
+        return None if process is None else process.pid
+
+    # -- what is asked ---------------------------------------------------------------------------
+    def load(self, function: str) -> None:
+        """Import an adapter in the child. Raises ChildError with the vendor's own words when that fails."""
+        self._turn(lambda until: self._loaded_there(function), self.settings.start_s)
+
+    def _loaded_there(self, function: str) -> None:
+        """Once per child: importing a vendor may take longer than any call."""
+        if function not in self._loaded:
+            limit = self.settings.start_s
+            answer = self._ask(Kind.LOAD, {"function": function}, time.monotonic() + limit, limit)
+            self._expect(answer, Kind.LOADED)
+            self._loaded.add(function)
+
+    def ping(self) -> float:
+        """Seconds of one empty round trip; starts the child when there is none."""
+
+        def ask(until: float) -> float:
+            started = time.perf_counter()
+            self._expect(self._ask(Kind.PING, {}, until, self.settings.deadline_s), Kind.PONG)
+            return time.perf_counter() - started
+
+        return self._turn(ask, self.settings.deadline_s)
+
+    def call(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> Any:
+        """Run an adapter in the child and give its result, as it would have been here.
+
+        The answer, or the fault, comes within `deadline_s`; a call that has to start the child first waits for that,
+        at most `start_s`, as well.
+        """
+        limit = self.settings.deadline_s
+
+        def ask(until: float) -> Any:
+            if function not in self._loaded:
+                self._loaded_there(function)
+                until = time.monotonic() + limit
+            return self._run(function, args, kwargs, seed, until)
+
+        return self._turn(ask, limit, proves=True)
+
+    def _run(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None, until: float) -> Any:
+        memory = self._memory
+        assert memory is not None
+        tensors = tensors_in([*args, *kwargs.values()])
+        index = next((item.get_device() for item in tensors if item.is_cuda), None)
+        needed = memory.needed(tensors)
+        for _ in range(_ROUNDS):
+            memory.make_room(needed)
+            bumps = memory.bumps(needed)
+            body = {
+                "function": function,
+                "args": [_packed(item, bumps) for item in args],
+                "kwargs": {name: _packed(item, bumps) for name, item in kwargs.items()},
+                "arenas": memory.told(),
+                "used": {name: bump.used for name, bump in bumps.items()},
+                "seed": seed,
+                "device": index,
+            }
+            if index is not None:
+                torch.cuda.current_stream(index).synchronize()  # the inputs are in the arena before the child looks
+            answer = self._ask(Kind.CALL, body, until, self.settings.deadline_s)
+            if answer.kind in (Kind.RESULT, Kind.ROOM):
+                memory.acknowledged()
+            if answer.kind is not Kind.ROOM:
+                break
+            needed = _asked_room(answer)
+        result = unpack(self._expect(answer, Kind.RESULT)["result"], memory.take)
+        if index is not None:
+            torch.cuda.current_stream(index).synchronize()  # the next call writes over the arena
+        return result
+
+    # -- turns, starts and ends ------------------------------------------------------------------
+    def _turn(self, ask: Callable[[float], Answer], limit: float, *, proves: bool = False) -> Answer:
+        """Wait for the child to be free, ask, and clear up after whatever goes wrong.
+
+        `proves`: an answer shows that the child does its work, so that failures before it count no more.
+        """
+        if not self._lock.acquire(timeout=limit):
+            raise fault("ISOLATION_TIMEOUT", "another call holds it", limit)
+        try:
+            self._ensure()
+            try:
+                answer = ask(time.monotonic() + limit)
+            except ChildError:
+                self._failures = 0 if proves else self._failures  # the kernel raised; the process is well
+                raise
+            except (Malformed, KeyError, TypeError) as error:
+                raise self._failed(fault("ISOLATION_GARBAGE", f"{type(error).__name__}: {error}")) from None
+            except IsolationFault as error:
+                if error.reason.code in ("ISOLATION_UNSUPPORTED", "ISOLATION_NO_ROOM"):
+                    raise  # nothing was sent, nothing is broken
+                raise self._failed(error) from None
+            except BaseException:  # interrupted in the middle: what the child will say belongs to nobody
+                self._drop()
+                raise
+            self._failures = 0 if proves else self._failures
+            self.calls += 1
+            if self.calls % _TRIM_EVERY == 0 and self._process is not None:
+                self._process.trim()
+            return answer
+        finally:
+            self._lock.release()
+
+    def _ensure(self) -> None:
+        if self._process is not None and not self._process.ended():
+            return
+        if self._process is not None:  # it died between two calls
+            self._failed(fault("ISOLATION_CRASHED", self._process.how()))
+        now = self._clock()
+        if now < self._not_before:
+            raise fault("ISOLATION_BACKOFF", self._failures, round(self._not_before - now, 2))
+        self._start()
+
+    def _start(self) -> None:
+        limit = self.settings.start_s
+        if self._memory is None:
+            self._memory = Memory(self.settings.arena_mb, self.settings.memory_mb)
+        self._memory.new_child()
+        self._loaded.clear()
+        try:
+            self._process = Process(self.settings, self._memory.host)
+            self.starts += 1
+            self._channel = Channel(self._process)
+            self._expect(self._channel.receive(0, time.monotonic() + limit, limit), Kind.HELLO)
+        except IsolationFault as error:
+            why = error.reason
+            if why.code not in ("ISOLATION_START_FAILED", "ISOLATION_TIMEOUT"):
+                error = fault("ISOLATION_START_FAILED", why.value)
+            raise self._failed(error) from None
+        except BaseException:
+            self._drop()
+            raise
+
+    def _failed(self, error: IsolationFault) -> IsolationFault:
+        self._drop()
+        self._failures += 1
+        self._not_before = self._clock() + delay_s(self._failures)
+        return error
+
+    def _drop(self) -> None:
+        process, self._process, self._channel = self._process, None, None
+        if process is not None:
+            process.end()
+
+    def _ask(self, kind: Kind, body: dict[str, Any], until: float, limit: float) -> Frame:
+        assert self._channel is not None
+        try:
+            return self._channel.ask(kind, body, until, limit)
+        except WireError as error:
+            raise fault("ISOLATION_UNSUPPORTED", str(error), "shorter arguments") from None
+
+    def _expect(self, answer: Frame, kind: Kind) -> dict[str, Any]:
+        if answer.kind is Kind.RAISED:
+            raise _raised(answer.body)
+        if answer.kind is not kind:
+            raise fault("ISOLATION_GARBAGE", f"{answer.kind.name}, expected {kind.name}")
+        return answer.body
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the child, politely, and free the memory. The next call starts anew."""
+        if not self._lock.acquire(timeout=self.settings.deadline_s if wait else 0.0):
+            return
+        try:
+            if self._channel is not None:
+                self._channel.say(Kind.BYE)
+            self._drop()
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+        finally:
+            self._lock.release()
+
+    def after_fork(self) -> None:
+        """In a forked process: the child belongs to the parent. Let go of it without a word."""
+        self._lock = threading.Lock()
+        process, self._process, self._channel, self._memory = self._process, None, None, None
+        if process is not None:
+            with contextlib.suppress(Exception):
+                process.forget()
+
+
+def _packed(value: Any, bumps: dict[str, Any]) -> Any:
+    try:
+        return pack(value, lambda item: bumps[home(item)].put(item))
+    except Unsendable as error:
+        raise fault("ISOLATION_UNSUPPORTED", str(error), "tensors, numbers, words and tuples of them") from None
+
+
+def _asked_room(answer: Frame) -> dict[str, int]:
+    needed = answer.body["needed"]
+    if not all(isinstance(name, str) and type(size) is int and size >= 0 for name, size in needed.items()):
+        raise Malformed(f"room {str(needed)[:80]}")
+    return dict(needed)
+
+
+def _raised(body: dict[str, Any]) -> ChildError:
+    """The child's exception in our words; its own type and text are in them."""
+    words = f"{body['type']}: {body['text']}"[:1_000]
+    if body["memory"] is True:
+        return ChildOutOfMemory(reason("OUT_OF_MEMORY", words))
+    return ChildError(reason("KERNEL_RAISED", words))

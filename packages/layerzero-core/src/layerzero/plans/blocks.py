@@ -1,0 +1,178 @@
+"""Blocks: several ops and the tensors between them, as a value the planner can look at.
+
+A block is a straight line of steps. A step is an op of LayerZero with its canonical arguments, or glue: views and
+elementwise sums that no kernel is chosen for. Names stand for tensors; everything else is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.errors import InvalidInputError
+
+__all__ = ["GLUE", "Block", "Ref", "Step", "attention_input", "attention_output", "decoder_layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor by name. An optional one that is not given is None."""
+
+    name: str
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op: `args` are canonical arguments in order, `outputs` the names of its results."""
+
+    op: str
+    args: tuple[Any, ...]
+    outputs: tuple[str, ...]
+    layout: str | None = None
+
+    def reads(self) -> tuple[str, ...]:
+        """Names of the tensors it takes."""
+        return tuple(item.name for item in self.args if isinstance(item, Ref))
+
+    def words(self) -> str:
+        """For people: `q, k = rope(q, k, cos, sin)`."""
+        return f"{', '.join(self.outputs)} = {self.op}({', '.join(self.reads())})"
+
+
+GLUE = frozenset({"add", "heads", "merge", "gate", "pack", "split"})
+"""What stands between ops.
+
+add(a, b)                   a + b
+heads(x, count)             [B, S, count · D] as [B, S, count, D], a view
+merge(x)                    [B, S, H, D] as [B, S, H · D]
+gate(gate, up, activation)  act(gate) · up
+pack(a, b, …)               weights below each other; made once, when all are weights
+split(x, sizes)             the last axis cut, as views
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps in order. `inputs` change with each call; all other tensors are weights, given when it is planned."""
+
+    name: str
+    inputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...] = field(init=False)
+    optional: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        made: set[str] = set()
+        weights: dict[str, None] = {}
+        needed: set[str] = set()
+        for number, step in enumerate(self.steps):
+            for item in step.args:
+                if isinstance(item, Ref) and item.name not in made and item.name not in self.inputs:
+                    weights[item.name] = None
+                    if not item.optional:
+                        needed.add(item.name)
+            twice = (made | set(self.inputs)) & set(step.outputs)
+            if twice:
+                raise InvalidInputError(
+                    f"block {self.name}: step {number} makes {sorted(twice)[0]} again", code="VALUE_INVALID",
+                    value=sorted(twice)[0], limit="a new name for every result",
+                )  # fmt: skip
+            made.update(step.outputs)
+        missing = [name for name in self.outputs if name not in made]
+        if missing or not self.steps:
+            raise InvalidInputError(
+                f"block {self.name}: no step makes {missing[0] if missing else 'anything'}", code="VALUE_INVALID",
+                value=str(missing), limit="outputs that some step makes",
+            )  # fmt: skip
+        object.__setattr__(self, "weights", tuple(weights))
+        object.__setattr__(self, "optional", frozenset(weights) - needed)
+
+    def check(self, tensors: Mapping[str, Any]) -> None:
+        """Refuse tensors that the block does not know, and the lack of those it needs."""
+        known = {*self.inputs, *self.weights}
+        unknown = sorted(set(tensors) - known)
+        if unknown:
+            raise InvalidInputError(
+                f"block {self.name} has no tensor {unknown[0]!r}", code="VALUE_INVALID", value=unknown[0],
+                limit=", ".join(sorted(known)),
+            )  # fmt: skip
+        missing = [name for name in (*self.inputs, *self.weights) if tensors.get(name) is None]
+        missing = [name for name in missing if name not in self.optional]
+        if missing:
+            raise InvalidInputError(
+                f"block {self.name} needs {', '.join(missing)}", code="CONTEXT_FIELD_MISSING", value=missing[0],
+                limit=self.name,
+            )  # fmt: skip
+
+    def live(self, position: int) -> tuple[str, ...]:
+        """Names that steps from a position on read, or that are results, and that were made before it."""
+        made = {name for step in self.steps[:position] for name in step.outputs}
+        used = {name for step in self.steps[position:] for name in step.reads()} | set(self.outputs)
+        return tuple(sorted(made & used))
+
+
+# -- the blocks of a decoder -----------------------------------------------------------------------------------------
+def attention_input(
+    heads: int, kv_heads: int, *, eps: float = 1e-6, rotary: bool = True, inputs: tuple[str, ...] = ("x", "cos", "sin")
+) -> Block:
+    """Norm, q, k and v projections, rotary embedding: x [B, S, H] to q, k, v [B, S, heads, D]."""
+    steps = _before(heads, kv_heads, eps, rotary)
+    given = inputs if rotary else ("x",)
+    return Block("attention_input", given, tuple(steps), ("q_out", "k_out", "v"))
+
+
+def attention_output(*, eps: float = 1e-6, activation: str = "silu") -> Block:
+    """Output projection, residual add and norm, gated MLP, residual add; `attended` is [B, S, heads, D]."""
+    steps = [Step("merge", (Ref("attended"),), ("merged",)), *_after(eps, activation)]
+    return Block("attention_output", ("x", "attended"), tuple(steps), ("out",))
+
+
+def decoder_layer(
+    heads: int,
+    kv_heads: int,
+    *,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    causal: bool = True,
+    rotary: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> Block:
+    """A whole layer: norm, q/k/v, rope, attention, projection, add and norm, gated MLP, add.
+
+    Inputs: x [B, S, H], cos, sin [S, D / 2]. Weights: ln1, wq, wk, wv, wo, ln2, w_gate, w_up, w_down, and optionally
+    bq, bk, bv.
+    """
+    steps = list(_before(heads, kv_heads, eps, rotary))
+    args = (Ref("q_out"), Ref("k_out"), Ref("v"), None, 0.0, causal, scale, window, None, None, False)
+    steps.append(Step("attention", args, ("attended",), layout="BSHD"))
+    steps.append(Step("merge", (Ref("attended"),), ("merged",)))
+    steps += _after(eps, activation)
+    return Block("decoder_layer", ("x", "cos", "sin") if rotary else ("x",), tuple(steps), ("out",))
+
+
+def _before(heads: int, kv_heads: int, eps: float, rotary: bool) -> Iterable[Step]:
+    yield Step("rms_norm", (Ref("x"), Ref("ln1"), eps), ("normed",))
+    for letter in "qkv":
+        args = (Ref("normed"), Ref(f"w{letter}"), Ref(f"b{letter}", optional=True), None)
+        yield Step("linear", args, (f"{letter}_flat",))
+    q_name, k_name = ("q", "k") if rotary else ("q_out", "k_out")
+    for name, flat, count in ((q_name, "q_flat", heads), (k_name, "k_flat", kv_heads), ("v", "v_flat", kv_heads)):
+        yield Step("heads", (Ref(flat), count), (name,))
+    if rotary:
+        turned = (Ref("q"), Ref("k"), Ref("cos"), Ref("sin"), False, "BSHD", None, False)
+        yield Step("rope", turned, ("q_out", "k_out"))
+
+
+def _after(eps: float, activation: str) -> Iterable[Step]:
+    yield Step("linear", (Ref("merged"), Ref("wo"), None, None), ("projected",))
+    yield Step("add", (Ref("projected"), Ref("x")), ("stream",))
+    yield Step("rms_norm", (Ref("stream"), Ref("ln2"), eps), ("normed2",))
+    yield Step("linear", (Ref("normed2"), Ref("w_gate"), None, None), ("gate",))
+    yield Step("linear", (Ref("normed2"), Ref("w_up"), None, None), ("up",))
+    yield Step("gate", (Ref("gate"), Ref("up"), activation), ("gated",))
+    yield Step("linear", (Ref("gated"), Ref("w_down"), None, None), ("down",))
+    yield Step("add", (Ref("stream"), Ref("down")), ("out",))

@@ -1,0 +1,137 @@
+"""What a step costs: measured in the database, measured here, or estimated.
+
+An estimate is a roofline: bytes moved and products made, at rates that are only good for comparing. It decides where
+nothing was measured; `plan_block(measure=True)` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.modes import tensors_of
+from layerzero.model.context import Context
+from layerzero.model.enums import Platform
+from layerzero.model.kernel import KernelSpec
+from layerzero.numerics import assert_close, tolerance
+from layerzero.selection.world import World
+from layerzero.tuning.clock import clock_for
+
+__all__ = ["Cost", "Meter"]
+
+_BYTES_PER_US = {Platform.CPU: 8_000.0}
+_BYTES_PER_US_GPU = 2_000_000.0
+_PRODUCTS_PER_US = {Platform.CPU: 30_000.0}
+_PRODUCTS_PER_US_GPU = 200_000_000.0
+_CALL_US = {Platform.CPU: 8.0}
+_CALL_US_GPU = 6.0
+_VIEWS = frozenset({"heads", "split"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """µs, and where they are from: "perfdb", "measured" or "estimated"."""
+
+    us: float
+    source: str
+
+
+class Meter:
+    """Costs of steps; with `measure` every kernel is checked against the reference and timed once for each shape."""
+
+    def __init__(self, world: World, *, measure: bool) -> None:
+        self.world = world
+        self.measure = measure
+        self._known: dict[Any, Cost | None] = {}
+
+    def kernel(
+        self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...], transforms_us: float
+    ) -> Cost | None:
+        """The price of one kernel for one call; None for one that gives wrong results."""
+        stored = self.world.measurements.lookup(kernel.kernel_id, ctx)
+        if stored is not None:
+            return Cost(stored + transforms_us, "perfdb")
+        if not self.measure:
+            return Cost(self._estimate(kernel, ctx, args) + transforms_us, "estimated")
+        key = (kernel.kernel_id, ctx, tuple((t.shape, t.stride()) for t in tensors_of(args)))
+        if key not in self._known:
+            right = self._right(kernel, ctx, run, args)
+            self._known[key] = Cost(self._time(run, args), "measured") if right else None
+        return self._known[key]
+
+    def glue(self, op: str, run: Callable[[], Any], args: tuple[Any, ...]) -> Cost:
+        """The price of a step without a kernel."""
+        tensors = tensors_of(args)
+        device = tensors[0].device.type if tensors else "cpu"
+        if self.measure:
+            looks = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+            key = (op, looks, tuple(item for item in args if isinstance(item, (int, str))))
+            if key not in self._known:
+                self._known[key] = Cost(self._time(lambda *_: run(), args), "measured")
+            found = self._known[key]
+            assert found is not None
+            return found
+        platform = Platform.CPU if device == "cpu" else Platform.CUDA
+        moved = 0 if op in _VIEWS else 3 * max((t.nbytes for t in tensors), default=0)
+        call = 1.0 if op in _VIEWS else _CALL_US.get(platform, _CALL_US_GPU)
+        return Cost(call + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU), "estimated")
+
+    def _time(self, run: Callable[..., Any], args: tuple[Any, ...]) -> float:
+        tensors = tensors_of(args)
+        clock = clock_for(tensors[0].device if tensors else "cpu")
+        with torch.no_grad():
+            first = clock(lambda: run(*args), 1)
+            count = max(1, min(50, int(300.0 / max(first, 0.1))))
+            return min(clock(lambda: run(*args), count) for _ in range(5))
+
+    def _right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether a kernel agrees with the reference on these very tensors: no kernel wins before it is right."""
+        spec = self.world.ops[ctx.op]
+        if kernel.kernel_id == spec.fallback_id or spec.fallback_impl is None or ctx.quant_format is not None:
+            return True
+        if ctx.op == "attention" and ctx.layout is not None and ctx.layout.value != "BHSD":
+            swapped = tuple(t.transpose(1, 2) if isinstance(t, Tensor) and t.ndim == 4 else t for t in args)
+        else:
+            swapped = args
+        with torch.no_grad():
+            found, expected = run(*args), spec.fallback_impl(*swapped)
+        if swapped is not args:
+            expected = expected.transpose(1, 2)
+        bound = tolerance(ctx.op, ctx.dtype, k=ctx.dim("inner") or ctx.dim("k") or ctx.dim("hidden"))
+        for one, other in zip(_tensors(found), _tensors(expected), strict=True):
+            try:
+                assert_close(one, other, bound)
+            except AssertionError:
+                return False
+        return True
+
+    def _estimate(self, kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> float:
+        platform = ctx.device.platform
+        tensors = tensors_of(args)
+        moved = sum(t.nbytes for t in tensors) + max((t.nbytes for t in tensors[:1]), default=0)
+        products = _products(ctx)
+        us = _CALL_US.get(platform, _CALL_US_GPU) + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU)
+        us += products / _PRODUCTS_PER_US.get(platform, _PRODUCTS_PER_US_GPU)
+        # Authors' priorities order kernels of one op where nothing else is known.
+        return us * (1.0 - max(-0.5, min(0.5, kernel.priority / 1000.0)))
+
+
+def _products(ctx: Context) -> float:
+    rows = float(ctx.dim("rows") or 0)
+    if ctx.op == "linear":
+        return rows * (ctx.dim("n") or 0) * (ctx.dim("k") or 0)
+    if ctx.op == "mlp":
+        widths = 3 if ctx.needs & {"gated", "split_gate"} else 2
+        return rows * (ctx.dim("hidden") or 0) * (ctx.dim("inner") or 0) * widths
+    if ctx.op == "attention":
+        pairs = float(ctx.seq_len_q or 0) * (ctx.seq_len_k or 0) * (ctx.batch or 1) * (ctx.num_heads or 1)
+        return 2.0 * pairs * (ctx.head_dim or 1)
+    return 0.0
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [item for item in (out if isinstance(out, tuple) else (out,)) if isinstance(item, Tensor)]

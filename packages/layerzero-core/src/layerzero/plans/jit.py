@@ -1,0 +1,244 @@
+"""Compiled kernels and the World: what is ready, what is being compiled, what could not be.
+
+`compile_beside` hands the kernels a call would rather have
+had to the queue. `compiling` stands around the run of a kernel without its artifact: under `jit="block"` in the call
+itself, else in a thread of the queue; it alone decides whether an artifact is ready or has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from layerzero import env
+from layerzero.errors import BackendNotAvailableError, LayerZeroError
+from layerzero.model.artifact import Artifact, words_of
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.plans import jit_cache
+from layerzero.plans.jit_index import Index
+from layerzero.plans.jit_inputs import exercise, likeness
+from layerzero.plans.jit_known import failure, with_hopeless
+from layerzero.plans.jit_queue import Queue
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
+from layerzero.runtime.timers import timers
+from layerzero.selection.engine import select
+from layerzero.selection.filter import artifact_for
+from layerzero.selection.world import World
+
+__all__ = ["blocking", "compile_beside", "compile_now", "compiling", "forget_failures", "publish", "queue"]
+
+_log = logging.getLogger("layerzero.jit")
+_PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compiling, results are published together
+
+
+# -- results -------------------------------------------------------------------------------------
+class _Results:
+    """Artifacts that became ready, published together while more are coming."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fresh: set[Artifact] = set()
+        self.published_at = 0.0
+
+    def add(self, artifact: Artifact, *, more_coming: bool) -> None:
+        with self.lock:
+            self.fresh.add(artifact)
+            wait = more_coming and time.monotonic() - self.published_at < _PUBLISH_S
+        if wait:
+            timers.after("jit", _PUBLISH_S, self.publish)
+        else:
+            self.publish()
+
+    def publish(self) -> None:
+        with self.lock:
+            fresh, self.fresh = self.fresh, set()
+            self.published_at = time.monotonic()
+        if not fresh or not state.loaded:
+            return
+        with state.changing():
+            world = state.world
+            failed = {key: why for key, why in world.uncompilable.items() if key not in fresh}
+            state.publish(ready=world.ready | fresh, uncompilable=MappingProxyType(failed))
+
+
+_results = _Results()
+
+
+def publish() -> None:
+    """Let what has been compiled take part now."""
+    _results.publish()
+
+
+def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None) -> None:
+    _results.add(artifact, more_coming=threading.current_thread().name == "layerzero-jit" and queue().busy > 1)
+    _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
+    if folder is not None:
+        _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
+
+
+def _not_ready(artifact: Artifact, error: Exception, folder: Path | None) -> None:
+    text = f"{type(error).__name__}: {error}"[:2_000]
+    _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
+    _put_failure(artifact, failure(text.splitlines()[0][:300]))
+    if folder is not None:
+        _write(Index(folder), artifact, error=text)
+
+
+def _write(index: Index, artifact: Artifact, **outcome: Any) -> None:
+    try:
+        index.add(artifact, **outcome)
+    except OSError as error:  # a full or read-only disk costs the next process a compile, not this one its result
+        _log.warning("the index of compiled kernels cannot be written: %s", error)
+
+
+def _put_failure(artifact: Artifact, why: Reason) -> None:
+    if state.loaded:
+        with state.changing():
+            state.publish(uncompilable=with_hopeless({**state.world.uncompilable, artifact: why}))
+
+
+def forget_failures(kernel_ids: frozenset[str] | None = None) -> None:
+    """Let kernels be compiled again that could not be, here and in the index."""
+    folder = jit_cache.prepare()
+    if folder is not None:
+        Index(folder).forget_failures(kernel_ids)
+    with state.changing():
+        left = {
+            key: why
+            for key, why in state.world.uncompilable.items()
+            if kernel_ids is not None and (key if isinstance(key, str) else key[0]) not in kernel_ids
+        }
+        if len(left) != len(state.world.uncompilable):
+            state.publish(uncompilable=MappingProxyType(left))
+
+
+# -- compiling -----------------------------------------------------------------------------------
+def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: World) -> Callable[..., Any]:
+    """The run of a kernel whose artifact is missing: compile under the lock that all processes share, and tell."""
+    artifact = artifact_for(kernel, ctx, world)
+    folder = jit_cache.prepare()  # before the vendor's first compile, which reads the variables
+
+    def first(*args: Any) -> Any:
+        if artifact in state.world.ready:
+            return run(*args)
+        before, started = jit_cache.snapshot(), time.monotonic()
+        try:
+            with _one_compiler(artifact, folder):
+                if ctx.needs_grad:  # the backward pass compiles too, and must not do so in the caller's backward()
+                    with torch.random.fork_rng():
+                        exercise(run, likeness(args), ctx)
+                out = run(*args)
+                _settle(ctx)
+        except BackendNotAvailableError as error:  # no compiler here: nothing to remember beyond this process
+            state.unbindable(kernel.kernel_id, error.reasons[0])
+            raise RuntimeError(str(error)) from error
+        except Exception as error:
+            if not _innocent(error):
+                _not_ready(artifact, error, folder)
+            raise
+        _ready(artifact, time.monotonic() - started, jit_cache.new_entries(before), folder)
+        return out
+
+    return first
+
+
+def _one_compiler(artifact: Artifact, folder: Path | None) -> AbstractContextManager[bool | None]:
+    if folder is None:
+        return nullcontext()
+    name = hashlib.sha256(repr(artifact).encode()).hexdigest()[:24]
+    return jit_cache.locked(folder, name, queue().timeout_s)
+
+
+def _innocent(error: Exception) -> bool:
+    """Whether a failure says nothing about the compiler: bad input, a guard, no memory at the moment."""
+    from layerzero.dispatch.bind import GuardFailed
+
+    return isinstance(error, (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError))
+
+
+def _settle(ctx: Context) -> None:
+    if ctx.device.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
+
+
+def blocking(world: World) -> World:
+    """The same World, in which a call waits for the compiler."""
+    if world.policy.jit == "block":
+        return world
+    return world.changed(policy=replace(world.policy, jit="block"))
+
+
+def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...]) -> Reason | None:
+    """Compile one kernel for one call and run it once; the reason when it could not be. Runs in any thread."""
+    from layerzero.dispatch.bind import bind
+
+    world = blocking(state.world)
+    asked = replace(ctx, backend=kernel_id, capturing=False, switched_off=frozenset())
+    decision = select(asked, world)
+    if decision.chosen != kernel_id:
+        return decision.candidates[0].reasons[0] if decision.candidates else reason("KERNEL_UNKNOWN", kernel_id, "")
+    try:
+        exercise(bind(spec, decision, world).run, args, ctx)
+    except BackendNotAvailableError as error:
+        state.unbindable(kernel_id, error.reasons[0])
+        return error.reasons[0]
+    except Exception as error:
+        kernel = world.registry.kernels[kernel_id]
+        return state.world.uncompilable.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
+    return None
+
+
+# -- beside the requests -------------------------------------------------------------------------
+_queue: Queue | None = None
+_making = threading.Lock()
+
+
+def queue() -> Queue:
+    """The process's queue, made at first use."""
+    global _queue
+    with _making:
+        if _queue is None:
+            settings = env.read()
+            workers = settings.jit_workers or max(1, min(4, (os.cpu_count() or 1) // 4))
+            _queue = Queue(workers, settings.jit_timeout, _late)
+        return _queue
+
+
+def _late(artifact: Artifact) -> None:
+    limit = queue().timeout_s
+    _log.warning("%s has not compiled within %.0f s; calls go on without it", words_of(artifact), limit)
+    _put_failure(artifact, reason("JIT_TIMEOUT", None, f"{limit:g}"))
+
+
+def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world: World, args: tuple[Any, ...]) -> None:
+    """Have the kernels compiled that would have been chosen, on inputs like these; the call itself does not wait.
+
+    Left to `lz.warmup`: calls that draw random numbers (a compile would draw too) and calls under capture.
+    """
+    if world.policy.jit != "background" or ctx.capturing or (spec.random is not None and spec.random(args)):
+        return
+    copied: tuple[Any, ...] | None = None
+    for kernel_id in decision.pending[:1]:
+        kernel = world.registry.kernels[kernel_id]
+        artifact = artifact_for(kernel, ctx, world)
+        if artifact in state.world.ready or queue().holds(artifact):
+            continue
+        if copied is None:
+            copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
+        queue().submit(artifact, partial(compile_now, spec, ctx, kernel_id, copied))

@@ -1,0 +1,109 @@
+"""Where compiled kernels are kept: one folder, ours alone, for every library that compiles at run time.
+
+Compiled kernels are code. The folder is made with 0700, and one that others may write to is not used. Triton,
+TorchInductor and FlashInfer are pointed into it before they are imported, unless the user has pointed them elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from layerzero.plugin.artifacts import OWN, cache_folder, distrust
+from layerzero.reasons import reason
+
+__all__ = ["VENDOR_FOLDERS", "cache_folder", "distrust", "locked", "new_entries", "prepare", "snapshot"]
+
+_log = logging.getLogger("layerzero.jit")
+
+# variable of a library -> our folder for it
+VENDOR_FOLDERS = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+_POLL_S = 0.02
+_EVIDENCE = 8  # names kept per artifact
+# Locks and files on their way to their real name.
+_PASSING = re.compile(r"(^|[._-])te?mp|\.lock$|^[0-9a-f]{32}\b")
+_distrusted: set[Path] = set()
+
+
+def prepare() -> Path | None:
+    """Make the folder and point the libraries into it; None, said once, when it is not ours alone or cannot be made."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        why = distrust(folder)
+    except OSError as error:
+        why = reason("CONFIG_INVALID", f"{folder}: {error}", "a folder that can be written")
+    if why is not None:
+        if folder not in _distrusted:
+            _distrusted.add(folder)
+            _log.warning("compiled kernels are not kept: %s", why)
+        return None
+    for variable, name in VENDOR_FOLDERS.items():
+        if not os.environ.get(variable):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+            os.environ[variable] = str(folder / name)
+    (folder / OWN).mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _watched() -> list[Path]:
+    given = [Path(value) for name in VENDOR_FOLDERS if (value := os.environ.get(name))]
+    return [*given, cache_folder() / OWN]
+
+
+def snapshot() -> frozenset[str]:
+    """Names directly inside the caches, to tell afterwards what a compile has left behind."""
+    found: set[str] = set()
+    for folder in _watched():
+        try:
+            found.update(entry.path for entry in os.scandir(folder))
+        except OSError:
+            continue
+    return frozenset(found)
+
+
+def new_entries(before: frozenset[str]) -> tuple[str, ...]:
+    """What appeared since a snapshot, without passing names: the evidence that an artifact is still on disk.
+
+    What other processes compile meanwhile may be among it; its loss then costs a compile beside the requests.
+    """
+    found = sorted(path for path in snapshot() - before if not _PASSING.search(os.path.basename(path)))
+    return tuple(found[:_EVIDENCE])
+
+
+@contextmanager
+def locked(folder: Path, name: str, timeout_s: float) -> Iterator[bool]:
+    """Hold an advisory lock that all processes share; False when it could not be had in time.
+
+    Two processes that need one artifact compile it once: the second finds it in the library's cache.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no fcntl here: the libraries' own caches still write whole files
+        yield False
+        return
+    (folder / "locks").mkdir(mode=0o700, exist_ok=True)
+    handle = os.open(folder / "locks" / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    try:
+        held = False
+        while not held:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        yield held
+    finally:
+        os.close(handle)  # closing releases the lock

@@ -1,0 +1,143 @@
+"""The index of compiled artifacts: which exist, which could not be made, in which versions. One JSON file.
+
+Written whole under a lock that all processes share. An artifact's name holds the kernel's version and the signature
+of device, driver, torch and vendor libraries, so entries of other versions are simply never asked for. An entry whose
+files are gone is not believed; a corrupt index is set aside, and kernels are compiled again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from layerzero.files import write_whole
+from layerzero.model.artifact import Artifact
+from layerzero.plans.jit_cache import locked
+
+__all__ = ["Entry", "Index"]
+
+_log = logging.getLogger("layerzero.jit")
+_SCHEMA_VERSION = "1.0"
+_MAX_BYTES = 16 * 2**20
+_MAX_ENTRIES = 4_096
+_MAX_TEXT = 2_000
+_LOCK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One artifact: compiled (`error` empty) or not to be had (`error` says why)."""
+
+    kernel_id: str
+    values: tuple[str, ...]
+    error: str = ""
+    evidence: tuple[str, ...] = ()
+    seconds: float = 0.0
+    at: float = 0.0
+
+    @property
+    def artifact(self) -> Artifact:
+        """Its name."""
+        return self.kernel_id, self.values
+
+
+class Index:
+    """The index file in a cache folder. Reading it never raises for bad content."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.path = folder / "index.json"
+        self._clock = clock
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries whose files are still there, oldest first."""
+        return tuple(entry for entry in self._load().values() if all(map(os.path.lexists, entry.evidence)))
+
+    def ready(self) -> frozenset[Artifact]:
+        """Artifacts that exist."""
+        return frozenset(entry.artifact for entry in self.entries() if not entry.error)
+
+    def failed(self) -> dict[Artifact, str]:
+        """Artifacts that could not be compiled, with the error."""
+        return {entry.artifact: entry.error for entry in self._load().values() if entry.error}
+
+    def add(self, artifact: Artifact, *, error: str = "", evidence: Iterable[str] = (), seconds: float = 0.0) -> None:
+        """Remember an outcome; what other processes added meanwhile is kept."""
+        kernel_id, values = artifact
+        entry = Entry(kernel_id, values, error[:_MAX_TEXT], tuple(evidence), round(seconds, 3), self._clock())
+
+        def put(known: dict[Artifact, Entry]) -> None:
+            before = known.pop(artifact, None)
+            if before is not None and not entry.error and not entry.evidence:  # found in the cache: the files are known
+                known[artifact] = before if not before.error else entry
+            else:
+                known[artifact] = entry
+
+        self._change(put)
+
+    def forget_failures(self, kernel_ids: Iterable[str] | None = None) -> None:
+        """Let kernels be compiled again that could not be."""
+        chosen = None if kernel_ids is None else set(kernel_ids)
+
+        def drop(known: dict[Artifact, Entry]) -> None:
+            for artifact, entry in list(known.items()):
+                if entry.error and (chosen is None or entry.kernel_id in chosen):
+                    del known[artifact]
+
+        self._change(drop)
+
+    def _change(self, edit: Callable[[dict[Artifact, Entry]], None]) -> None:
+        with locked(self.folder, "index", _LOCK_S):
+            known = self._load()
+            before = dict(known)
+            edit(known)
+            if known != before:
+                self._write(list(known.values())[-_MAX_ENTRIES:])
+
+    def _load(self) -> dict[Artifact, Entry]:
+        try:
+            if self.path.stat().st_size > _MAX_BYTES:
+                raise ValueError(f"larger than {_MAX_BYTES} bytes")
+            return {entry.artifact: entry for entry in _parse(json.loads(self.path.read_bytes()))}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
+            try:
+                os.replace(self.path, kept)
+            except FileNotFoundError:
+                return {}  # another process was faster
+            _log.warning("the index of compiled kernels was corrupt (%s); kept as %s", error, kept.name)
+            return {}
+        except OSError as error:
+            _log.warning("the index of compiled kernels cannot be read: %s", error)
+            return {}
+
+    def _write(self, entries: Iterable[Entry]) -> None:
+        rows = [asdict(entry) for entry in entries]
+        text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1)
+        write_whole(self.path, text + "\n")
+
+
+def _parse(data: Any) -> list[Entry]:
+    if not isinstance(data, Mapping) or data.get("schema_version") != _SCHEMA_VERSION:
+        raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
+    return [_entry(row) for row in data["entries"]]
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    values, evidence = tuple(row["values"]), tuple(row["evidence"])
+    texts = (row["kernel_id"], row["error"], *values, *evidence)
+    numbers = (row["seconds"], row["at"])
+    if len(values) < 2 or not all(isinstance(text, str) for text in texts):
+        raise ValueError("an entry has a text field of the wrong type")
+    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+        raise ValueError("an entry has a number of the wrong type")
+    return Entry(row["kernel_id"], values, row["error"], evidence, *numbers)

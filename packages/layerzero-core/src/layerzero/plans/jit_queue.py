@@ -1,0 +1,145 @@
+"""Compiling beside the requests: a bounded number of threads, urgent artifacts first, each artifact once.
+
+The compilers at work here either leave Python (nvcc, ptxas, ninja, g++ run as processes) or are C++ that releases the
+interpreter. A compile that takes too long cannot be ended from outside; it loses its place, so that the others go
+on, and its artifact counts as soon as it is done after all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from layerzero.model.artifact import Artifact, words_of
+
+__all__ = ["Job", "Queue"]
+
+_log = logging.getLogger("layerzero.jit")
+MAX_WAITING = 1_024
+
+
+@dataclass(order=True)
+class Job:
+    """One artifact to compile. Lower `rank` goes first; `work` compiles it and does its own bookkeeping."""
+
+    rank: tuple[int, int]
+    artifact: Artifact = field(compare=False)
+    work: Callable[[], object] = field(compare=False)
+
+
+class Queue:
+    """Jobs waiting and running. `on_late` hears of an artifact that took longer than the limit."""
+
+    def __init__(self, workers: int, timeout_s: float, on_late: Callable[[Artifact], None]) -> None:
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self._on_late = on_late
+        self._count = itertools.count()
+        self._start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._start)
+
+    def _start(self) -> None:
+        """Empty, with fresh locks: at the beginning, and in a forked child, where the threads are gone."""
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._known: set[Artifact] = set()  # waiting or running
+        self._running = 0
+        self._closed = False
+
+    def submit(self, artifact: Artifact, work: Callable[[], object], *, urgent: bool = False) -> bool:
+        """Compile an artifact when a worker is free; False when it is under way already or too many wait."""
+        with self._changed:
+            if artifact in self._known or len(self._waiting) >= MAX_WAITING or self._closed:
+                return False
+            self._known.add(artifact)
+            heapq.heappush(self._waiting, Job((0 if urgent else 1, next(self._count)), artifact, work))
+            self._advance()
+            return True
+
+    def holds(self, artifact: Artifact) -> bool:
+        """Whether an artifact is waiting or being compiled."""
+        return artifact in self._known
+
+    def wait(self, artifacts: Iterable[Artifact] | None = None, timeout_s: float | None = None) -> frozenset[Artifact]:
+        """Wait until these (all, when None) are done; those still under way after the time are returned."""
+        asked = None if artifacts is None else frozenset(artifacts)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left() -> frozenset[Artifact]:
+            return frozenset(self._known) if asked is None else asked & self._known
+
+        with self._changed:
+            while left():
+                rest = None if deadline is None else deadline - time.monotonic()
+                if rest is not None and rest <= 0:
+                    break
+                self._changed.wait(rest)
+            return left()
+
+    @property
+    def busy(self) -> int:
+        """Artifacts waiting or being compiled."""
+        return len(self._known)
+
+    def drop_waiting(self) -> None:
+        """Forget what has not been begun."""
+        with self._changed:
+            self._known -= {job.artifact for job in self._waiting}
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    # -- inside ----------------------------------------------------------------------------------
+    def _advance(self) -> None:
+        """Begin jobs while there are free places. The lock is held."""
+        while self._waiting and self._running < self.workers:
+            job = heapq.heappop(self._waiting)
+            self._running += 1
+            place = _Place()
+            thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
+            timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
+            timer.daemon, place.timer = True, timer
+            thread.start()
+            timer.start()
+
+    def _run(self, job: Job, place: _Place) -> None:
+        try:
+            job.work()
+        except Exception:
+            _log.exception("compiling %s", words_of(job.artifact))
+        finally:
+            self._done(job, place)
+
+    def _late(self, job: Job, place: _Place) -> None:
+        with self._changed:
+            if place.left:
+                return
+            self._leave(job, place)
+        self._on_late(job.artifact)
+
+    def _done(self, job: Job, place: _Place) -> None:
+        with self._changed:
+            if not place.left:
+                self._leave(job, place)
+
+    def _leave(self, job: Job, place: _Place) -> None:
+        """Give the place back. The lock is held."""
+        place.left = True
+        if place.timer is not None:
+            place.timer.cancel()
+        self._running -= 1
+        self._known.discard(job.artifact)
+        self._advance()
+        self._changed.notify_all()
+
+
+@dataclass
+class _Place:
+    left: bool = False
+    timer: threading.Timer | None = None

@@ -1,0 +1,119 @@
+"""From contexts and measurements to a dispatch table: one entry for each bucket of calls, decided now.
+
+The same contexts, measurements, kernels and policy give the same table, byte for byte: a table can be committed and a
+change to it reviewed. Where a bucket was measured its entry carries the time and the error; where it was not, the entry
+is what selection would have chosen, without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
+from layerzero.model.op import OperationSpec
+from layerzero.perfdb.bucket import ELASTIC, bucket_of, upper
+from layerzero.perfdb.store import PerfDB
+from layerzero.plans.table_file import hardware_of, make_table
+from layerzero.selection.buckets import boundaries, bucketed
+from layerzero.selection.engine import select
+from layerzero.selection.filter import artifact_for, is_empty
+from layerzero.selection.world import World
+from layerzero.tuning.measured import mode_of, platform_of, versions_of
+
+__all__ = ["solve_table", "time_of"]
+
+Edges = dict[str, dict[str, tuple[int, ...]]]
+
+
+def solve_table(
+    contexts: Iterable[Context], world: World, device: DeviceSpec, *, db: PerfDB | None = None, model_id: str = ""
+) -> DispatchTable:
+    """The table for these calls on a device under a World's policy and measurements."""
+    free = world.changed(table=None, tally=None)
+    known = [ctx for ctx in contexts if ctx.backend is None and not is_empty(ctx) and ctx.op in free.ops]
+    here = [replace(ctx, device=device) for ctx in known if ctx.device.device_type == device.device_type]
+    buckets = _edges(here, free)
+    entries: dict[tuple[object, ...], PlanEntry] = {}
+    kernels: dict[str, str] = {}
+    for ctx in here:
+        entry = _entry(ctx, free, free.ops[ctx.op], buckets, db)
+        if entry is not None:
+            entries[entry.op, entry.when, entry.sizes] = entry
+            kernels[entry.kernel_id] = free.registry.kernels[entry.kernel_id].version
+    return make_table(
+        hardware_of(device), free.policy.policy_hash, dict(sorted(kernels.items())), buckets, tuple(entries.values()),
+        model_id,
+    )  # fmt: skip
+
+
+def _edges(contexts: list[Context], world: World) -> Edges:
+    """Upper ends of the buckets of every size that varies with traffic, up to the largest that occurs.
+
+    They are those of selection itself, so that inside a bucket every constraint gives the same answer.
+    """
+    largest: dict[tuple[str, str], int] = {}
+    for ctx in contexts:
+        growing = ELASTIC | set(world.ops[ctx.op].elastic)
+        for axis, size in ctx.dims:
+            if axis in growing:
+                largest[ctx.op, axis] = max(size, largest.get((ctx.op, axis), 0))
+    found: Edges = {}
+    for (op, axis), most in sorted(largest.items()):
+        ends = boundaries(world, op, axis)
+        if ends is None:
+            continue  # some kernel or rule looks at the exact size
+        last = next((end for end in ends if end >= most), None)
+        if last is not None:
+            found.setdefault(op, {})[axis] = tuple(end for end in ends if end <= last)
+    return found
+
+
+def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: PerfDB | None) -> PlanEntry | None:
+    canonical, _ = bucketed(world, ctx, spec.elastic)
+    sizes = bucket_sizes(canonical, buckets.get(ctx.op, {}))
+    decision = select(ctx, world)
+    if sizes is None or not decision.chosen:
+        return None
+    kernel = world.registry.kernels[decision.chosen]
+    time, error = _measured(canonical, world, spec, decision.chosen, db)
+    artifact = (str(artifact_for(kernel, canonical, world)),) if kernel.jit else ()
+    return PlanEntry(ctx.op, situation(canonical), sizes, decision.chosen, time, error, artifact)
+
+
+def _measured(
+    ctx: Context, world: World, spec: OperationSpec, kernel_id: str, db: PerfDB | None
+) -> tuple[float | None, float | None]:
+    """Time and error of a kernel in the bucket of a call, as measured on this very platform."""
+    if db is None:
+        return None, None
+    platform, versions = platform_of(ctx.device), versions_of(world.registry, kernel_id)
+    mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
+    for row in db.find(ctx.op, bucket_of(ctx, spec.elastic), mode):
+        same = row.kernel_id == kernel_id and row.platform == platform
+        if same and versions == (row.kernel_version, row.backend_version):
+            return row.median_us, row.max_error
+    return None, None
+
+
+def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:
+    """The time of a kernel in the bucket of a table's entry, as measured here; None where it was not.
+
+    An entry ends where its buckets end, as the database's do, so its sizes spell the database's bucket.
+    """
+    import json
+
+    spec = world.ops.get(entry.op)
+    if spec is None:
+        return None
+    growing = ELASTIC | set(spec.elastic)
+    sizes = {name: upper(size) if name in growing else size for name, size in entry.sizes}
+    bucket = json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))
+    versions = versions_of(world.registry, kernel_id)
+    for kind in ("cpu", "cuda"):
+        for row in db.find(entry.op, bucket, mode_of(kind)):
+            if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
+                return row.median_us
+    return None

@@ -1,0 +1,254 @@
+"""Warm-up: have every kernel compiled, loaded and bound that given calls will need, before a request needs it.
+
+Critical calls block; the rest is compiled by the queue beside the requests. Whatever is not ready in time is left to
+the fallback, as selection says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from layerzero.errors import LayerZeroError
+from layerzero.model.artifact import Artifact, words_of
+from layerzero.model.context import Context
+from layerzero.plans import jit
+from layerzero.plans.warm_manifest import Item
+from layerzero.policy.rules import matches_any
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
+from layerzero.selection.filter import artifact_for
+from layerzero.selection.world import World
+
+__all__ = ["Outcome", "Warmup", "warm"]
+
+_log = logging.getLogger("layerzero.jit")
+_ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one artifact: `reason` is None when it is ready."""
+
+    artifact: Artifact
+    critical: bool
+    seconds: float
+    reason: Reason | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        why = None if self.reason is None else self.reason.to_json()
+        return {
+            "kernel_id": self.artifact[0],
+            "key": list(self.artifact[1][2:]),
+            "critical": self.critical,
+            "seconds": round(self.seconds, 3),
+            "reason": why,
+        }
+
+
+@dataclass
+class Warmup:
+    """A warm-up under way or done. `ready` and `failed` grow while the background works; `wait` waits for it."""
+
+    calls: int = 0
+    bound: int = 0
+    already: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    unready: list[Outcome] = field(default_factory=list)
+    seconds: float = 0.0
+    asked: set[Artifact] = field(default_factory=set)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Artifacts that were compiled or loaded, in words."""
+        return tuple(words_of(item.artifact) for item in self.outcomes if item.reason is None)
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """What could not be compiled, and critical ones that were not ready in time."""
+        return tuple(item for item in (*self.outcomes, *self.unready) if item.reason is not None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every critical call has its kernel."""
+        return not any(item.critical for item in self.failed)
+
+    @property
+    def waiting(self) -> int:
+        """Artifacts still being compiled in the background."""
+        return len(self.asked - {item.artifact for item in self.outcomes})
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the background; True when everything asked for is done."""
+        return not jit.queue().wait(self.asked, timeout)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "ok": self.ok,
+            "calls": self.calls,
+            "bound": self.bound,
+            "already_ready": self.already,
+            "artifacts": [item.to_json() for item in self.outcomes],
+            "not_ready": [item.to_json() for item in self.unready],
+            "waiting": self.waiting,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+Told = Callable[[int, int], None]
+
+
+def warm(
+    items: Sequence[Item],
+    *,
+    kernels: Sequence[str] = (),
+    timeout_s: float | None = None,
+    workers: int | None = None,
+    told: Told | None = None,
+) -> Warmup:
+    """Have the kernels of these calls compiled; returns when the critical ones are ready or the time is over.
+
+    `kernels` names others to compile as well (globs over ids and backends), for a tuning that follows; without it
+    those that selection would choose. `told(done, all)` hears of progress, from any thread.
+    """
+    started = time.monotonic()
+    deadline = None if timeout_s is None else started + timeout_s
+    result = Warmup(calls=len(items))
+    queue = jit.queue()
+    if workers is not None:
+        queue.workers = workers
+    _hooks(items)
+    critical = [item for item in items if item.critical]
+    for turn in range(_ROUNDS):
+        jobs = _jobs(items if turn == 0 else critical, kernels, result, urgent=turn > 0)
+        if turn and not jobs:
+            break
+        for artifact, job in jobs.items():
+            result.asked.add(artifact)
+            if not queue.submit(artifact, partial(_compile, job, result, told), urgent=job.critical):
+                job.elsewhere = True  # a request has asked for it already: it is being compiled
+        mine = [artifact for artifact, job in jobs.items() if job.critical]
+        left = queue.wait(mine, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        jit.publish()
+        if left:
+            late = reason("JIT_TIMEOUT", None, f"{timeout_s:g}")
+            result.unready += [Outcome(artifact, True, timeout_s or 0.0, late) for artifact in sorted(left)]
+            break
+    result.bound = sum(_bind(item.context) for item in critical)
+    result.seconds = time.monotonic() - started
+    return result
+
+
+@dataclass
+class _Job:
+    item: Item
+    kernel_id: str
+    critical: bool
+    elsewhere: bool = False
+
+
+def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urgent: bool) -> dict[Artifact, _Job]:
+    """The artifacts these calls lack, and those that are on disk but not yet in this process, each once.
+
+    Of the calls that share an artifact the smallest is compiled on: a kernel that is the same for all lengths need
+    not see the longest.
+    """
+    world = state.world
+    found: dict[Artifact, _Job] = {}
+    done = {item.artifact for item in result.outcomes}
+    for item in items:
+        for kernel_id in _wanted(item.context, world, kernels):
+            artifact = artifact_for(world.registry.kernels[kernel_id], item.context, world)
+            if artifact in done:
+                continue
+            known = found.get(artifact)
+            if known is None:
+                found[artifact] = _Job(item, kernel_id, item.critical or urgent)
+                continue
+            known.critical = known.critical or item.critical
+            if _size(item.context) < _size(known.item.context):
+                known.item = item
+    return found
+
+
+def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
+    """Kernels to have ready for a call: the one selection waits for, the compiled one it chose, and those named."""
+    from layerzero.selection.engine import select
+
+    decision = select(ctx, world)
+    wanted = list(decision.pending[:1])
+    chosen = world.registry.kernels.get(decision.chosen)
+    if not wanted and chosen is not None and chosen.jit:
+        wanted.append(chosen.kernel_id)
+    if kernels:
+        for candidate in decision.candidates:
+            kernel = world.registry.kernels[candidate.kernel_id]
+            lacks_only_that = [why.code for why in candidate.reasons] == ["JIT_NOT_READY"]
+            if kernel.jit and (candidate.accepted or lacks_only_that):
+                if matches_any(tuple(kernels), kernel.kernel_id, kernel.backend) and kernel.kernel_id not in wanted:
+                    wanted.append(kernel.kernel_id)
+    return wanted
+
+
+def _size(ctx: Context) -> int:
+    total = 1
+    for _, size in ctx.dims:
+        total *= max(1, size)
+    return total
+
+
+def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
+    """In a thread of the queue: build the call's tensors, compile, and write down what became of it."""
+    from layerzero.tuning.inputs import build
+
+    world, started = state.world, time.monotonic()
+    ctx, kernel = job.item.context, world.registry.kernels[job.kernel_id]
+    artifact = artifact_for(kernel, ctx, world)
+    if artifact in world.ready:
+        result.already += 1
+    try:
+        call = build(ctx, seed=0, strides=job.item.strides)
+        why = jit.compile_now(world.ops[ctx.op], ctx, job.kernel_id, call.args)
+    except LayerZeroError as error:
+        why = error.reasons[0] if error.reasons else reason("JIT_FAILED", str(error))
+    except Exception as error:  # no memory for the inputs, above all
+        why = reason("JIT_FAILED", f"{type(error).__name__}: {error}"[:300])
+    result.outcomes.append(Outcome(artifact, job.critical, time.monotonic() - started, why))
+    if told is not None:
+        told(len(result.outcomes), len(result.asked))
+
+
+def _bind(ctx: Context) -> int:
+    """Make the choice for a critical call and import its kernel, so that no request pays for that."""
+    from layerzero.dispatch.bind import bind
+    from layerzero.dispatch.run import decide
+
+    world = state.world
+    try:
+        decision = decide(world.ops[ctx.op], ctx, world)
+        if not decision.chosen:
+            return 0
+        bind(world.ops[ctx.op], decision, world)
+    except LayerZeroError as error:
+        _log.warning("%s cannot be made ready: %s", ctx.op, error)
+        return 0
+    return 1
+
+
+def _hooks(items: Iterable[Item]) -> None:
+    """Let backends with needs of their own do their part; one that raises costs only itself."""
+    manager = state.plugin_manager
+    if manager is None:
+        return
+    shapes = [{**item.context.to_json(), "critical": item.critical} for item in items]
+    for impl in manager.hook.layerzero_warmup.get_hookimpls():
+        try:
+            impl.function(shapes)
+        except Exception:
+            _log.exception("layerzero_warmup of %s raised", impl.plugin_name)

@@ -1,0 +1,146 @@
+"""A warm-up manifest: the calls a deployment will make, the critical ones marked. A JSON file people may edit.
+
+It names the model and holds the hash of the configuration it was made from, so that a manifest left over from
+another model is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerzero.errors import ConfigurationError, LayerZeroError
+from layerzero.files import write_whole
+from layerzero.model.context import Context
+from layerzero.tuning.traffic import Recorded, context_from_json, context_to_json
+
+__all__ = ["FORMAT", "Item", "Manifest", "config_hash", "is_manifest", "mark_critical"]
+
+FORMAT = "layerzero-warmup/1"
+_MAX_BYTES = 64 << 20
+_SHARE = 0.9  # of recorded calls: those that make up this share of the traffic block, the rest follows
+_DECODE_TOKENS = 64  # of a model's calls: those of so few tokens are decode steps, which every request waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One call to be ready for."""
+
+    context: Context
+    critical: bool = False
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Calls to be ready for, critical ones first."""
+
+    items: tuple[Item, ...]
+    model_id: str = ""
+    config_hash: str = ""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, whole or not at all."""
+        calls = [
+            {
+                "critical": item.critical,
+                "context": context_to_json(item.context),
+                **({} if item.strides is None else {"strides": [None if s is None else list(s) for s in item.strides]}),
+            }
+            for item in self.items
+        ]
+        head = {"format": FORMAT, "model_id": self.model_id, "config_hash": self.config_hash}
+        write_whole(Path(path), json.dumps({**head, "calls": calls}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Manifest:
+        """Read the file. Raises ConfigurationError for one that is missing, damaged or of another kind."""
+        from layerzero.device.probe import probe_device
+        from layerzero.model.device import DeviceSpec
+
+        data = _read(path)
+        if data.get("format") != FORMAT or not isinstance(data.get("calls"), list):
+            raise ConfigurationError(
+                f"{Path(path).name}: no warm-up manifest", code="SCHEMA_VERSION_UNKNOWN",
+                value=str(data.get("format")), limit=FORMAT,
+            )  # fmt: skip
+        devices: dict[str, DeviceSpec] = {}
+        items = []
+        for number, entry in enumerate(data["calls"]):
+            try:
+                kind = str(entry["context"].get("device_type", "cpu"))
+                if kind not in devices:
+                    devices[kind] = probe_device(kind)
+                given = entry.get("strides")
+                strides = None if given is None else tuple(None if s is None else tuple(map(int, s)) for s in given)
+                if not isinstance(entry["critical"], bool):
+                    raise ValueError(f"critical is {entry['critical']!r}, expected true or false")
+                items.append(Item(context_from_json(entry["context"], devices[kind]), entry["critical"], strides))
+            except (LayerZeroError, TypeError, KeyError, AttributeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"{Path(path).name}: calls[{number}]: {error}", code="SCHEMA_INVALID", value=f"calls[{number}]"
+                ) from None
+        return Manifest(_ordered(items), str(data.get("model_id", "")), str(data.get("config_hash", "")))
+
+    def require(self, config: Mapping[str, Any]) -> None:
+        """Raise when this manifest was made from another configuration than this one."""
+        found = config_hash(config)
+        if self.config_hash and found != self.config_hash:
+            raise ConfigurationError(
+                "the manifest was made from another model configuration", code="CONFIG_INVALID",
+                value=f"config {found[:12]}", limit=f"config {self.config_hash[:12]}",
+                hint="make it again: lz warmup CONFIG --write MANIFEST",
+            )  # fmt: skip
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    name = Path(path)
+    try:
+        if name.stat().st_size > _MAX_BYTES:
+            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
+        data = json.loads(name.read_bytes())
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(data).__name__)
+    return data
+
+
+def is_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a file calls itself a warm-up manifest."""
+    name = Path(path)
+    return name.is_file() and name.suffix == ".json" and _read(path).get("format") == FORMAT
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of a model configuration, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def mark_critical(calls: Iterable[Recorded]) -> tuple[Item, ...]:
+    """Which calls everybody waits for: of recorded ones the most frequent, of a model's the decode steps."""
+    given = sorted(calls, key=lambda call: -call.count)
+    recorded = len({call.count for call in given}) > 1
+    total, seen = sum(call.count for call in given), 0
+    items = []
+    for call in given:
+        critical = seen < _SHARE * total if recorded else _tokens(call.context) <= _DECODE_TOKENS
+        seen += call.count
+        items.append(Item(call.context, critical, call.strides))
+    return _ordered(items)
+
+
+def _tokens(ctx: Context) -> int:
+    rows = ctx.dim("rows") or ctx.dim("tokens")
+    return rows if rows is not None else (ctx.dim("batch") or 1) * (ctx.dim("seq_len_q") or 1)
+
+
+def _ordered(items: Iterable[Item]) -> tuple[Item, ...]:
+    return tuple(sorted(items, key=lambda item: not item.critical))

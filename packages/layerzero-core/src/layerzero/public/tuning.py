@@ -1,0 +1,339 @@
+"""`lz.record`, `lz.tune`, `lz.solve`: from the calls that occur to choices that are measured and fixed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerzero.device.probe import probe_device
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.perfdb.store import PerfDB
+from layerzero.runtime.measuring import database as policy_database
+from layerzero.runtime.measuring import place
+from layerzero.runtime.recording import Tally
+from layerzero.runtime.state import state
+from layerzero.tuning.traffic import Recorded, Traffic, add_to_file
+from layerzero.tuning.traffic import load as load_traffic
+
+if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable, PlanEntry
+    from layerzero.tuning.sitting import Progress, Tuned
+
+__all__ = ["Recording", "calls_of", "calls_path", "database_of", "record", "solve", "times_in", "tune"]
+
+
+# -- recording ---------------------------------------------------------------------------------------
+class Recording:
+    """What `lz.record()` gives: `traffic` holds the calls so far, all of them once the block has ended."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    @property
+    def traffic(self) -> Traffic:
+        """The calls counted so far."""
+        return Traffic.of(self._tally)
+
+
+_recording = threading.Lock()
+
+
+@contextmanager
+def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
+    """Count the calls of ops that occur inside the block, in every thread: contexts, strides, how often.
+
+    `path` names a file to which they are added when the block ends; `lz.tune(path)` and `lz.solve(path)` read it.
+    LAYERZERO_RECORD=file does the same for a whole process. One recording at a time; a nested one is refused.
+    """
+    if not _recording.acquire(blocking=False):
+        raise InvalidInputError(
+            "traffic is being recorded already", code="VALUE_INVALID", value="lz.record()", limit="one at a time"
+        )
+    before, tally = state.tally, Tally()
+    try:
+        _ = state.world
+        state.record(tally)
+        yield Recording(tally)
+    finally:
+        state.record(before)
+        _recording.release()
+        if path is not None:
+            add_to_file(Traffic.of(tally), path)
+
+
+# -- what to tune ------------------------------------------------------------------------------------
+def calls_of(source: Any, *, device: DeviceSpec | None = None) -> list[tuple[str, Recorded]]:
+    """Named calls from whatever describes them.
+
+    Traffic, a traffic file, a grid file (.toml), a model folder or config.json, a configuration as a mapping, or
+    contexts. Calls for other kinds of devices than `device` are left out.
+    """
+    found = list(_calls(source, device))
+    if device is not None:
+        found = [item for item in found if item[1].context.device.device_type == device.device_type]
+    return found
+
+
+def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
+    if isinstance(source, Recording):
+        source = source.traffic
+    if isinstance(source, Traffic):
+        for item in source.calls:
+            yield _name(item.context), item
+    elif isinstance(source, Mapping):
+        from layerzero.tuning.configs import model_traffic
+
+        yield from _calls(model_traffic(source, device=device), device)
+    elif isinstance(source, (str, os.PathLike)):
+        yield from _calls_of_file(Path(source), device)
+    elif isinstance(source, Context):
+        yield _name(source), Recorded(source)
+    elif isinstance(source, Iterable):
+        for item in source:
+            if isinstance(item, Recorded):
+                yield _name(item.context), item
+            elif isinstance(item, Context):
+                yield _name(item), Recorded(item)
+            else:
+                raise _unknown(item)
+    else:
+        raise _unknown(source)
+
+
+def _unknown(item: Any) -> InvalidInputError:
+    return InvalidInputError(
+        code="TYPE_INVALID", value=type(item).__name__,
+        limit="traffic, a file of it, a grid file, a model configuration, or contexts",
+    )  # fmt: skip
+
+
+def _calls_of_file(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
+    if path.suffix == ".toml":
+        yield from _grid_calls(path, device)
+        return
+    if path.is_dir() or path.name == "config.json":
+        from layerzero.tuning.configs import load_config
+
+        yield from _calls(load_config(path), device)
+        return
+    from layerzero.tuning.configs import load_config
+
+    data = load_config(path)  # any JSON mapping
+    yield from _calls(load_traffic(path) if "format" in data or "calls" in data else data, device)
+
+
+def _grid_calls(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
+    from layerzero.tuning.grid import load
+
+    # The words of a case are those of the command line, which stands above this floor: it is asked for by name.
+    context = importlib.import_module("layerzero.cli.calls").context
+    where = probe_device() if device is None else device
+    word = where.device_type if where.index is None else f"{where.device_type}:{where.index}"
+    for case in load(path).pick(device=where.device_type).cases:
+        yield case.name, Recorded(context(case.op, {**case.options, "device": word}))
+
+
+def _name(ctx: Context) -> str:
+    sizes = " ".join(f"{name}={size}" for name, size in ctx.dims)
+    return f"{ctx.op} {ctx.dtype} {sizes}"
+
+
+def _device(word: str | DeviceSpec | None) -> DeviceSpec | None:
+    return probe_device(word) if isinstance(word, str) else word
+
+
+# -- tuning ------------------------------------------------------------------------------------------
+def tune(
+    source: Any,
+    *,
+    database: str | os.PathLike[str] | None = None,
+    budget: float | None = None,
+    seconds: float = 2.0,
+    seed: int = 0,
+    device: str | DeviceSpec | None = None,
+    check: bool = False,
+    fresh: bool = False,
+    compile: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+) -> Tuned:
+    """Measure every kernel for the calls of `source`; selection in this process sees the times at once.
+
+    source    `lz.record()`'s traffic or its file, a model's config.json or mapping, a grid file, or contexts
+    database  where the times go; default: the policy's, else the user's own
+    budget    seconds for all calls together, the most frequent first; `seconds` for the timing of one
+    check     only look at calls that were measured before, and measure those anew whose kernel has drifted
+    fresh     begin anew instead of going on with a sitting that was interrupted
+    compile   kernels that are not compiled yet are compiled and measured, too; False leaves them out
+
+    No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
+    torchrun the calls are split over the ranks, and every rank ends with the merged result.
+    """
+    if budget is not None and (isinstance(budget, bool) or not budget > 0):
+        raise InvalidInputError(code="VALUE_INVALID", value=f"budget={budget!r}", limit="a positive number of seconds")
+    from layerzero.tuning.ranks import Ranks
+    from layerzero.tuning.sitting import sit
+
+    db = database_of(database)
+    where = _device(device)
+    ranks = Ranks.of_process()
+    try:
+        if where is None and ranks.size > 1:
+            where = _device_of_rank(ranks.local_rank)
+        calls = calls_of(source, device=where)
+        if check:
+            return _checked(calls, db, budget, progress)
+        found = sit(
+            calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit="block" if compile else "off",
+            ranks=ranks, progress=progress,
+        )  # fmt: skip
+        if ranks.local_rank == 0:
+            _remember(found, db)
+        return found
+    finally:
+        ranks.close()
+        _believe(db)
+
+
+def _remember(found: Tuned, db: PerfDB) -> None:
+    """Keep the tuned calls beside the database, so that `lz solve` knows what was meant."""
+    from dataclasses import replace
+
+    calls = tuple(
+        replace(item.recorded, context=item.trial.context) for item in found.outcomes if item.trial is not None
+    )
+    if calls:
+        path = db.path.with_name(f"{db.path.name}.calls.json")
+        before = load_traffic(path).contexts if path.exists() else ()
+        add_to_file(Traffic(tuple(item for item in calls if item.context not in set(before))), path)
+
+
+def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
+    """The file that holds the calls `lz.tune` has measured into a database."""
+    db = database_of(database)
+    return db.path.with_name(f"{db.path.name}.calls.json")
+
+
+def times_in(database: str | os.PathLike[str] | None = None) -> Callable[[PlanEntry, str], float | None] | None:
+    """A look into a database for `plans.diff`: the time of a kernel in the bucket of a table's entry."""
+    file = Path(database).expanduser() if database is not None else place(state.world.policy)
+    if file is None or not file.exists():
+        return None
+    from layerzero.plans.solver import time_of
+
+    db = PerfDB(file)
+    return lambda entry, kernel_id: time_of(entry, kernel_id, state.world, db)
+
+
+def _device_of_rank(local_rank: int) -> DeviceSpec:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return probe_device(f"cuda:{local_rank % torch.cuda.device_count()}")
+    return probe_device("cpu")
+
+
+def _checked(
+    calls: list[tuple[str, Recorded]], db: PerfDB, budget: float | None, progress: Callable[[Progress], None] | None
+) -> Tuned:
+    """The drift check as a sitting: only calls whose kernel takes another time than it did are measured."""
+    import time
+
+    from layerzero.tuning.drift import drifted
+    from layerzero.tuning.sitting import Outcome, Progress, Tuned
+
+    _believe(db)
+    begin, outcomes, rows, left = time.monotonic(), [], 0, []
+    for number, (name, recorded) in enumerate(calls):
+        if budget is not None and time.monotonic() - begin >= budget:
+            left.append(name)
+            continue
+        if progress is not None:
+            progress(Progress(number, len(calls), name, None))
+        for drift in drifted([recorded.context], db):
+            outcomes.append(Outcome(name, recorded, drift.retuned, str(drift.reason)))
+            rows += 0 if drift.retuned is None else len(drift.retuned.rows)
+    return Tuned(str(db.path), tuple(outcomes), (), tuple(left), time.monotonic() - begin, 1, rows)
+
+
+def database_of(path: str | os.PathLike[str] | None = None) -> PerfDB:
+    """The database in a file, or the one of the policy. Raises InvalidInputError where measurements are off."""
+    if path is not None:
+        return PerfDB(Path(path).expanduser())
+    found = policy_database(state.world.policy)
+    if found is None:
+        raise InvalidInputError(
+            "measurements are switched off (perfdb.enabled, LAYERZERO_PERFDB=off)", code="VALUE_INVALID",
+            value="database=None", limit="a database", hint="name one with database=, or switch them on",
+        )  # fmt: skip
+    return found
+
+
+def _believe(db: PerfDB) -> None:
+    """Let selection see what was written: the policy's own database, or this one for the rest of the process."""
+    if place(state.world.policy) == db.path:
+        state.remeasured()
+        return
+    from layerzero.tuning.measured import measurements_from
+
+    state.measured(measurements_from(db, state.world))
+
+
+# -- solving -----------------------------------------------------------------------------------------
+def solve(
+    source: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    database: str | os.PathLike[str] | None = None,
+    device: str | DeviceSpec | None = None,
+    model_id: str = "",
+    key: str | os.PathLike[str] | None = None,
+) -> DispatchTable:
+    """Decide the calls of `source` now and write the decisions to a dispatch table, which `lz.use_table` obeys.
+
+    Decisions are those of selection under the present policy, with the times of `database` (default: the policy's).
+    Equal inputs give equal bytes. `key` names a key file to sign the table with.
+    """
+    from dataclasses import replace
+
+    from layerzero.plans.solver import solve_table
+    from layerzero.plans.table_file import save_table
+    from layerzero.tuning.measured import measurements_from
+
+    where = _device(device) or probe_device()
+    world = state.world
+    file = Path(database).expanduser() if database is not None else place(world.policy)
+    db = PerfDB(file) if file is not None and file.exists() else None
+    if database is not None and db is not None:
+        world = world.changed(measurements=measurements_from(db, world))
+    contexts = [item.context for _, item in calls_of(source, device=where)]
+    table = solve_table(_described(contexts), world, where, db=db, model_id=model_id)
+    if key is not None:
+        from layerzero.plans.signing import sign
+
+        table = replace(table, signature=sign(table.content_hash, Path(key)))
+    if path is not None:
+        save_table(table, path)
+    return table
+
+
+def _described(contexts: Iterable[Context]) -> Iterator[Context]:
+    """Contexts as dispatch will see them; on an accelerator torch's own checks look at real tensors."""
+    from layerzero.dispatch.run import describe
+    from layerzero.tuning.inputs import build, buildable, conditions
+
+    world = state.world
+    for ctx in contexts:
+        if ctx.device.device_type == "cpu" or ctx.op != "attention" or not buildable(ctx.op):
+            yield ctx
+            continue
+        with conditions(ctx):
+            call = build(ctx)
+            yield describe(world.ops[ctx.op], call.args, call.layout, ctx.backend, world)

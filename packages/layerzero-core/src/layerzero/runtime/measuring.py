@@ -1,0 +1,70 @@
+"""Which database of measured times this process believes, found when the first World is built.
+
+Named by LAYERZERO_PERFDB or the policy (`perfdb.path`), else the user's own, which `lz tune` writes to. No file, or
+`perfdb.enabled: false`: nothing is opened, nothing is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerzero.model.config import Policy
+from layerzero.selection.world import Measurements, World
+
+if TYPE_CHECKING:
+    from layerzero.perfdb.store import PerfDB
+
+__all__ = ["database", "known_times", "place"]
+
+_AUTO_S = 5.0  # seconds between two calls that are tuned beside the program (`perfdb.auto_tune`)
+
+
+def place(policy: Policy) -> Path | None:
+    """The file that holds the measurements under this policy, whether or not it exists; None when they are off."""
+    settings = policy.perfdb
+    if settings.get("enabled", True) is False:
+        return None
+    named = settings.get("path")
+    if named is not None:
+        return Path(named).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "perf.db"
+
+
+def database(policy: Policy) -> PerfDB | None:
+    """The database of this policy; None when measurements are off."""
+    path = place(policy)
+    if path is None:
+        return None
+    from layerzero.perfdb.store import PerfDB
+
+    return PerfDB(path, ttl_s=policy.perfdb.get("ttl_s"))
+
+
+def known_times(policy: Policy, world: World) -> Measurements:
+    """What selection is told: the believed rows of the database, read bucket by bucket when first asked for."""
+    path = place(policy)
+    _watch(policy, path)
+    if path is None or not path.exists():
+        return Measurements()
+    from layerzero.tuning.measured import measurements_from
+
+    found = database(policy)
+    assert found is not None
+    return measurements_from(found, world)
+
+
+def _watch(policy: Policy, path: Path | None) -> None:
+    """Start, change or end the thread that looks at measured times beside the program; off unless it is asked for."""
+    auto = path is not None and bool(policy.perfdb.get("auto_tune", False))
+    every = policy.perfdb.get("drift_s") or (_AUTO_S if auto else None)
+    if path is None or not every:
+        every = None
+        if "layerzero.tuning.drift" not in sys.modules:
+            return
+    from layerzero.tuning.drift import watcher
+
+    watcher(every, lambda: database(policy), auto=auto)

@@ -1,0 +1,188 @@
+"""The fixed torch baselines: what "torch default" means, so that a ratio means the same tomorrow.
+
+`torch_default(op, arguments)` takes the arguments of a call by their canonical names (and `layout`) and returns the
+torch code that somebody without LayerZero would have written, on the same tensors. What only has to be made once
+(tables in the dtype of the call, probabilities, a mask) is made before, outside the timing.
+
+They never change: if one is ever found wrong, the right one gets a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from layerzero.runtime.current import builtin_ops
+
+__all__ = ["TORCH_DEFAULT", "torch_default"]
+
+TORCH_DEFAULT = "torch.default"
+"""The name under which its times are kept; no kernel can bear it, since kernel ids have three parts."""
+
+Call = Callable[[], Any]
+
+
+# -- the 34 cases measured on the H200 (benchmarks/grid.toml) --------------------------------------
+def attention(given: Mapping[str, Any]) -> Call:
+    """SDPA on transposed views of the BSHD tensors the call holds; a window needs a mask there."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    if given.get("layout") == "BSHD":
+        q, k, v = (item.transpose(1, 2) for item in (q, k, v))
+    causal, gqa = bool(given.get("is_causal")), q.shape[1] != k.shape[1]
+    window = given.get("window")
+    if window is not None and tuple(window) != (-1, -1):
+        mask = _windowed(q, k, causal, tuple(window))
+        return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+
+def rms_norm(given: Mapping[str, Any]) -> Call:
+    """`F.rms_norm`."""
+    x, weight = given["x"], given["weight"]
+    width = (x.shape[-1],)
+    return lambda: F.rms_norm(x, width, weight, 1e-6)
+
+
+def add_rms_norm(given: Mapping[str, Any]) -> Call:
+    """The sum, then `F.rms_norm`."""
+    x, residual, weight = given["x"], given["residual"], given["weight"]
+    width = (x.shape[-1],)
+    return lambda: F.rms_norm(x + residual, width, weight, 1e-6)
+
+
+def silu_and_mul(given: Mapping[str, Any]) -> Call:
+    """`F.silu` of one half times the other."""
+    x = given["x"]
+    half = x.shape[-1] // 2
+    return lambda: F.silu(x[:, :half]) * x[:, half:]
+
+
+def rope(given: Mapping[str, Any]) -> Call:
+    """Rotate-half, out of place, tables in the dtype of q and broadcast over the heads."""
+    q, k = given["q"], given["k"]
+    over_heads = (None, slice(None), None) if given.get("layout") == "BSHD" else (None, None)
+    half = q.shape[-1] // 2
+    cos, sin = (given[name][: _length(given, q)].to(q.dtype)[over_heads] for name in ("cos", "sin"))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    return lambda: (turned(q), turned(k))
+
+
+def sample(given: Mapping[str, Any]) -> Call:
+    """Top-k and top-p from probabilities: full descending sort, cumulative sum, mask, multinomial, gather."""
+    probabilities = torch.softmax(given["logits"].float(), dim=-1)
+    top_k, top_p = given["top_k"], given["top_p"]
+
+    def draw() -> torch.Tensor:
+        ordered, places = torch.sort(probabilities, dim=-1, descending=True)
+        before = torch.cumsum(ordered, dim=-1) - ordered
+        kept = before <= top_p
+        kept[..., top_k:] = False
+        chosen = torch.multinomial(ordered.masked_fill(~kept, 0.0), 1)
+        return torch.gather(places, -1, chosen)
+
+    return draw
+
+
+def paged_attention(given: Mapping[str, Any]) -> Call:
+    """Decode over pages: gather them by block table, reshape, SDPA. All contexts of a case are equally long."""
+    query, keys, values, batch = (given[name] for name in ("query", "key_cache", "value_cache", "batch"))
+    length, page = batch.max_context_len, keys.shape[1]
+    tables = batch.block_tables[:, : -(-length // page)].long()
+    q = query[:, :, None]
+    gqa = query.shape[1] != keys.shape[2]
+
+    def gathered(cache: torch.Tensor) -> torch.Tensor:
+        pages = cache[tables]  # [B, pages, page, HKV, D]
+        return pages.reshape(pages.shape[0], -1, *pages.shape[3:])[:, :length].transpose(1, 2)
+
+    return lambda: F.scaled_dot_product_attention(q, gathered(keys), gathered(values), enable_gqa=gqa)
+
+
+# -- beyond them -----------------------------------------------------------------------------------
+def varlen_attention(given: Mapping[str, Any]) -> Call:
+    """SDPA for one sequence after another."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    ends_q, ends_k = (given[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    causal, gqa = bool(given.get("is_causal")), q.shape[1] != k.shape[1]
+    spans = [
+        (slice(a, b), slice(c, d))
+        for a, b, c, d in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True)
+        if b > a
+    ]
+
+    def each() -> torch.Tensor:
+        parts = [
+            F.scaled_dot_product_attention(
+                q[at].transpose(0, 1)[None], k[of].transpose(0, 1)[None], v[of].transpose(0, 1)[None],
+                is_causal=causal, enable_gqa=gqa,
+            )[0].transpose(0, 1)
+            for at, of in spans
+        ]  # fmt: skip
+        return torch.cat(parts)
+
+    return each
+
+
+def layer_norm(given: Mapping[str, Any]) -> Call:
+    """`F.layer_norm`."""
+    x, weight, bias, eps = given["x"], given["weight"], given["bias"], given["eps"]
+    width = (x.shape[-1],)
+    return lambda: F.layer_norm(x, width, weight, bias, eps)
+
+
+def gelu_and_mul(given: Mapping[str, Any]) -> Call:
+    """`F.gelu` of one half times the other."""
+    x, approximate = given["x"], given["approximate"]
+    half = x.shape[-1] // 2
+    return lambda: F.gelu(x[:, :half], approximate=approximate) * x[:, half:]
+
+
+def linear(given: Mapping[str, Any]) -> Call:
+    """`F.linear`; for a quantized weight with the weight in the dtype of x, as it was before it was quantized."""
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    if not isinstance(weight, torch.Tensor):
+        plain = builtin_ops["dequantize"].fallback_impl
+        assert plain is not None
+        weight = plain(weight, x.dtype)
+    return lambda: F.linear(x, weight, bias)
+
+
+_BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
+    "attention": attention,
+    "paged_attention": paged_attention,
+    "varlen_attention": varlen_attention,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "layer_norm": layer_norm,
+    "rope": rope,
+    "silu_and_mul": silu_and_mul,
+    "gelu_and_mul": gelu_and_mul,
+    "sample": sample,
+    "linear": linear,
+}
+
+
+def torch_default(op: str, given: Mapping[str, Any]) -> Call | None:
+    """The torch code for a call, ready to be timed; None for an op without a baseline."""
+    make = _BASELINES.get(op)
+    return None if make is None else make(given)
+
+
+def _length(given: Mapping[str, Any], q: torch.Tensor) -> int:
+    return q.shape[1] if given.get("layout") == "BSHD" else q.shape[2]
+
+
+def _windowed(q: torch.Tensor, k: torch.Tensor, causal: bool, window: tuple[int, int]) -> torch.Tensor:
+    rows = torch.arange(q.shape[2], device=q.device)[:, None]
+    columns = torch.arange(k.shape[2], device=q.device)[None]
+    left, right = window
+    seen = columns <= rows if causal else torch.ones_like(columns <= rows)
+    seen = seen & (columns >= rows - left) if left >= 0 else seen
+    return seen & (columns <= rows + right) if right >= 0 else seen

@@ -1,0 +1,231 @@
+"""Recorded traffic as a value and as a file: contexts that occurred, how often, with which strides."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerzero.errors import ConfigurationError, LayerZeroError
+from layerzero.files import write_whole
+from layerzero.model.context import Context, Strides, TokenizerIdentity
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Causal, Layout, MaskKind, OpKind
+from layerzero.reasons import ReasonCode
+
+if TYPE_CHECKING:
+    from layerzero.runtime.recording import Tally
+
+__all__ = ["FORMAT", "Recorded", "Traffic", "add_to_file", "context_from_json", "context_to_json", "load", "save"]
+
+FORMAT = "layerzero-traffic/1"
+_MAX_BYTES = 256 << 20
+_SKIPPED = frozenset({"device", "notes"})
+_KINDS: dict[str, Any] = {
+    "kind": OpKind, "layout": Layout, "causal": Causal, "mask": MaskKind, "kv_cache_layout": Layout,
+}  # fmt: skip
+_SETS = ("needs", "switched_off", "vetoed")
+_FIELDS = {item.name for item in fields(Context) if item.init and item.name not in _SKIPPED}
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One call that occurred: its context, how often, and the strides of its arguments where they are known."""
+
+    context: Context
+    count: int = 1
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls that occurred, the most frequent first."""
+
+    calls: tuple[Recorded, ...] = ()
+
+    @staticmethod
+    def of(tally: Tally) -> Traffic:
+        """What a tally has counted so far."""
+        return _sorted(Recorded(ctx, count, _frozen(strides)) for ctx, (count, strides) in tally.counts().items())
+
+    @property
+    def contexts(self) -> tuple[Context, ...]:
+        """The contexts alone."""
+        return tuple(item.context for item in self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together; calls of one context add up."""
+        found: dict[Context, Recorded] = {}
+        for item in (*self.calls, *other.calls):
+            before = found.get(item.context)
+            found[item.context] = item if before is None else replace(before, count=before.count + item.count)
+        return _sorted(found.values())
+
+
+def _sorted(calls: Any) -> Traffic:
+    return Traffic(tuple(sorted(calls, key=lambda item: (-item.count, json.dumps(context_to_json(item.context))))))
+
+
+def _frozen(strides: Sequence[Any] | None) -> tuple[tuple[int, ...] | None, ...] | None:
+    if strides is None:
+        return None
+    return tuple(None if item is None else tuple(int(step) for step in item) for item in strides)
+
+
+# -- contexts ----------------------------------------------------------------------------------------
+def context_to_json(ctx: Context) -> dict[str, Any]:
+    """Everything about a call but the device and what is only for reports; defaults are left out."""
+    plain = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
+    found: dict[str, Any] = {"op": ctx.op, "device_type": ctx.device.device_type, "sizes": dict(ctx.dims)}
+    for item in fields(Context):
+        name = item.name
+        if not item.init or name in _SKIPPED or name in ("op", "dims"):
+            continue
+        value = getattr(ctx, name)
+        if plain is not None and value == getattr(plain, name):
+            continue
+        found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, (Strides, TokenizerIdentity)):
+        return {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, tuple):
+        return list(value)
+    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+
+def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:
+    """The inverse, for calls on a device of this process. Raises ConfigurationError naming what is wrong."""
+    if not isinstance(data, dict):
+        raise _bad("a call is no mapping", type(data).__name__)
+    given = dict(data)
+    given.pop("device_type", None)
+    sizes = given.pop("sizes", {})
+    unknown = sorted(set(given) - _FIELDS)
+    if unknown:
+        raise _bad(f"unknown field {unknown[0]!r}", unknown[0])
+    try:
+        for name, kind in _KINDS.items():
+            if given.get(name) is not None:
+                given[name] = kind(given[name])
+        for name in _SETS:
+            if name in given:
+                given[name] = frozenset(str(item) for item in given[name])
+        for name in ("dtypes", "window"):
+            if given.get(name) is not None:
+                given[name] = tuple(given[name])
+        if "strides" in given:
+            given["strides"] = Strides(**given["strides"])
+        if given.get("tokenizer") is not None:
+            given["tokenizer"] = TokenizerIdentity(**given["tokenizer"])
+        dims = tuple((str(name), _whole(size)) for name, size in sizes.items())
+        return Context(**given, device=device, dims=dims)
+    except LayerZeroError as error:
+        raise _bad(str(error), str(error)) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _bad(f"a call cannot be read: {error}", str(error)) from None
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+# -- files -------------------------------------------------------------------------------------------
+def save(traffic: Traffic, path: str | os.PathLike[str]) -> None:
+    """Write a traffic file, whole or not at all."""
+    calls = [
+        {
+            "context": context_to_json(item.context),
+            "count": item.count,
+            **({} if item.strides is None else {"strides": [None if s is None else list(s) for s in item.strides]}),
+        }
+        for item in traffic.calls
+    ]
+    write_whole(Path(path), json.dumps({"format": FORMAT, "calls": calls}, indent=1) + "\n")
+
+
+def load(path: str | os.PathLike[str]) -> Traffic:
+    """Read a traffic file; its calls are meant for the devices of this process.
+
+    Raises ConfigurationError for a file that is missing, damaged or of another kind.
+    """
+    from layerzero.device.probe import probe_device
+
+    name = Path(path)
+    try:
+        if name.stat().st_size > _MAX_BYTES:
+            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
+        data: Any = json.loads(name.read_bytes())
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    found = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if found != FORMAT or not isinstance(data.get("calls"), list):
+        raise ConfigurationError(
+            f"{name.name}: not recorded traffic", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
+        )
+    devices: dict[str, DeviceSpec] = {}
+    calls = []
+    for number, entry in enumerate(data["calls"]):
+        try:
+            kind = str(entry["context"].get("device_type", "cpu"))
+            if kind not in devices:
+                devices[kind] = probe_device(kind)
+            strides = _frozen(entry.get("strides"))
+            calls.append(Recorded(context_from_json(entry["context"], devices[kind]), _whole(entry["count"]), strides))
+        except LayerZeroError as error:
+            raise ConfigurationError(
+                f"{name.name}: calls[{number}]: {error}", code=error.code, value=f"calls[{number}]"
+            ) from None
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{name.name}: calls[{number}]: {error!r}", code="SCHEMA_INVALID", value=f"calls[{number}]"
+            ) from None
+    return _sorted(calls)
+
+
+def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:
+    """Add to what a file holds already: several runs, or several processes of one run, make one file.
+
+    A damaged file is set aside, not overwritten.
+    """
+    with _locked(Path(path)):
+        before = Traffic()
+        if Path(path).exists():
+            try:
+                before = load(path)
+            except ConfigurationError:
+                os.replace(path, f"{os.fspath(path)}.corrupt-{os.getpid()}")
+        save(before + traffic, path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with a file, where the system knows locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: the last one to write wins
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _bad(why: str, value: str) -> ConfigurationError:
+    return ConfigurationError(why, code=ReasonCode.SCHEMA_INVALID, value=value)

@@ -1,0 +1,321 @@
+"""One call tuned: every kernel that fits is checked against the reference, then those that are right race.
+
+    found = trial(context)
+    found.winner, found.times["sdpa.attention.flash"].median_us, found.refused
+
+A kernel is run as dispatch would run it, transforms of layout and dtype included, with torch's modes as the context
+describes them; where a gradient is asked for, forward and backward are timed together. Kernels that compile do so here:
+tuning is no request.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.bind import bind
+from layerzero.dispatch.run import describe
+from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError
+from layerzero.model.config import Policy
+from layerzero.model.context import Context
+from layerzero.model.op import OperationSpec
+from layerzero.perfdb.bucket import bucket_of
+from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.runtime.state import state
+from layerzero.selection.engine import select
+from layerzero.selection.world import Measurements, World
+from layerzero.tuning.clock import Clock, clock_for, graphed
+from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
+from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
+from layerzero.tuning.race import Times, race
+from layerzero.tuning.truth import Gate, Verdict, flat
+
+__all__ = ["Trial", "neutral", "trial"]
+
+_HOPELESS = 4.0  # a kernel whose first calls take so many times the best one's is not raced
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was found for one call.
+
+    context  the call as dispatch sees it, on the tensors that were timed
+    times    µs by kernel id, `errors` their largest deviation from the reference
+    refused  kernels that were not timed, with the reason: wrong, raised, or could not be imported
+    """
+
+    context: Context
+    times: Mapping[str, Times]
+    errors: Mapping[str, float]
+    refused: Mapping[str, str]
+    winner: str
+    clear: bool
+    seconds: float
+    rows: tuple[Measurement, ...] = field(default=(), repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "op": self.context.op,
+            "sizes": dict(self.context.dims),
+            "dtype": self.context.dtype,
+            "winner": self.winner,
+            "clear": self.clear,
+            "seconds": round(self.seconds, 3),
+            "kernels": {
+                name: {
+                    "median_us": round(found.median_us, 3), "p95_us": round(found.p95_us, 3),
+                    "p99_us": round(found.p99_us, 3), "variance": round(found.variance, 4),
+                    "samples": found.samples, "max_error": self.errors.get(name),
+                }
+                for name, found in sorted(self.times.items(), key=lambda item: item[1].median_us)
+            },
+            "refused": dict(self.refused),
+        }  # fmt: skip
+
+
+def neutral(world: World, *, jit: str = "block") -> World:
+    """The World to measure in: what may not run may not, but no wish, lock, table or earlier time has a say.
+
+    With `jit="off"` kernels that are not compiled yet stay out.
+    """
+    before = world.policy
+    policy = Policy(
+        allow=before.allow,
+        deny=before.deny,
+        rules=tuple(replace(rule, prefer=(), avoid=(), boosts=(), lock=None) for rule in before.rules),
+        strict_mode=before.strict_mode,
+        allow_adaptation=before.allow_adaptation,
+        backend_isolation=before.backend_isolation,
+        jit=jit,
+    )
+    return world.changed(policy=policy, measurements=Measurements(), table=None, tally=None)
+
+
+def trial(
+    context: Context,
+    *,
+    seed: int = 0,
+    strides: Lying | None = None,
+    seconds: float = 2.0,
+    least: int = 12,
+    noise: float = NOISE,
+    only: frozenset[str] | None = None,
+    jit: str = "block",
+    world: World | None = None,
+) -> Trial:
+    """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
+
+    `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
+    `jit="off"` leaves out kernels that would have to be compiled first.
+    """
+    begin = time.monotonic()
+    here = state.world if world is None else world
+    spec = here.ops.get(context.op)
+    if spec is None or not buildable(context.op):
+        raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit="no inputs can be made for it")
+
+    def call() -> Call:
+        return build(context, seed=seed, strides=strides)
+
+    with conditions(context):
+        first = _made(call, context)
+        calm = neutral(here, jit=jit)
+        ctx = describe(spec, first.args, first.layout, None, calm)
+        ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
+        bench = _Bench(spec, ctx, call, calm)
+        bench.admit(only)
+        times, clear = bench.timed(seconds, least, noise)
+    winner = _winner(times, noise)
+    made = [_row(here, spec, ctx, name, found, bench.errors[name]) for name, found in times.items()]
+    wrong = [_wrong(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
+    refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
+    return Trial(
+        ctx, times, {name: bench.errors[name] for name in times}, refused, winner, clear, time.monotonic() - begin,
+        tuple(item for item in (*made, *wrong) if item is not None),
+    )  # fmt: skip
+
+
+def _made(call: Callable[[], Call], context: Context) -> Call:
+    try:
+        return call()
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _no_room(error):
+            raise
+        raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit=f"no memory for it: {error}") from error
+
+
+def _no_room(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
+
+
+def _winner(times: Mapping[str, Times], noise: float) -> str:
+    best = min(item.median_us for item in times.values())
+    return min(name for name, item in times.items() if item.median_us <= best * (1.0 + noise))
+
+
+class _Bench:
+    """The kernels of one call: who may race, and their times."""
+
+    def __init__(self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], calm: World) -> None:
+        self._spec, self._ctx, self._call, self._calm = spec, ctx, call, calm
+        self._decision = select(ctx, calm)
+        if not self._decision.chosen:
+            raise TuningError(code="TUNING_IMPOSSIBLE", value=ctx.op, limit=str(self._decision.refusal))
+        self.errors: dict[str, float] = {}
+        self.wrong: dict[str, Verdict] = {}
+        self.absent: dict[str, str] = {}
+
+    def admit(self, only: frozenset[str] | None) -> None:
+        """Hold every kernel against the reference. Kernels that compile do it here."""
+        gate: Gate | None = None
+        for kernel_id in self._decision.ranking:
+            if only is not None and kernel_id not in only:
+                continue
+            kernel = self._calm.registry.kernels[kernel_id]
+            try:
+                run = bind(self._spec, self._decision, self._calm, kernel_id).run
+            except BackendNotAvailableError as error:
+                self.absent[kernel_id] = str(error)
+                continue
+            if gate is None:
+                gate = self._gate()
+            verdict = gate.check(kernel, run)
+            if verdict.ok:
+                self.errors[kernel_id] = verdict.max_error
+            elif "OutOfMemory" in verdict.why or "can't allocate memory" in verdict.why:
+                self.absent[kernel_id] = verdict.why  # a matter of the moment, not of the kernel
+            else:
+                self.wrong[kernel_id] = verdict
+        if not self.errors:
+            raise TuningError(
+                code="TUNING_IMPOSSIBLE", value=self._ctx.op,
+                limit="; ".join(f"{name}: {why}" for name, why in self._reasons()) or "no kernel is asked for",
+            )  # fmt: skip
+
+    def _reasons(self) -> list[tuple[str, str]]:
+        return [*self.absent.items(), *((name, verdict.why) for name, verdict in self.wrong.items())]
+
+    def _gate(self) -> Gate:
+        try:
+            return Gate(self._spec, self._ctx, self._call)
+        except LayerZeroError:
+            raise
+        except Exception as error:
+            raise TuningError(
+                code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=f"the reference fails: {error}"
+            ) from error
+
+    def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
+        """Race those that are right; whoever is hopeless after two calls has only those."""
+        calls = {name: self._step(name) for name in self.errors}
+        clock = clock_for(_torch_device(self._ctx))
+        calls, clock = self._graphs(calls, clock)
+        first: dict[str, list[float]] = {}
+        for name, step in calls.items():
+            step()  # warm: the first call of a bound kernel may set up a workspace
+            found = [clock(step, 1)]
+            # A second sample only for whom it may matter: the reference of a long call takes seconds.
+            if found[0] <= _HOPELESS * min((min(known) for known in first.values()), default=found[0]):
+                found.append(clock(step, 1))
+            first[name] = found
+        best = min(min(found) for found in first.values())
+        racing = {name: step for name, step in calls.items() if min(first[name]) <= _HOPELESS * best}
+        # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
+        a_round = sum(min(first[name]) for name in racing) / 1e6
+        least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))
+        outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1)
+        slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
+        return {**outcome.times, **slow}, outcome.clear
+
+    def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
+        """For a captured call: replays of a graph, and a clock that asks each for its own time."""
+        if not self._ctx.capturing or self._ctx.device.device_type != "cuda":
+            return calls, clock
+        replays: dict[str, Callable[[], Any]] = {}
+        for name, step in calls.items():
+            try:
+                replays[name] = graphed(step)
+            except Exception as error:
+                self.wrong[name] = Verdict(False, why=f"cannot be captured: {error}")
+                self.errors.pop(name)
+        return replays, lambda replay, count: sum(replay() for _ in range(count)) / count
+
+    def _step(self, kernel_id: str) -> Callable[[], Any]:
+        # Bound again: what compiled above is ready now and needs no wrapper any more.
+        calm = self._calm
+        if calm.ready != state.world.ready:
+            calm = neutral(state.world, jit=calm.policy.jit)
+        decision = self._decision if calm is self._calm else select(self._ctx, calm)
+        if kernel_id not in decision.ranking:
+            calm, decision = self._calm, self._decision
+        run = bind(self._spec, decision, calm, kernel_id).run
+        args = self._call().args
+        if not self._ctx.needs_grad:
+            return lambda: run(*args)
+        leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
+
+        def there_and_back() -> None:
+            outs = [item for item in flat(run(*args)) if item.requires_grad]
+            if outs:
+                torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
+
+        return there_and_back
+
+
+# -- rows --------------------------------------------------------------------------------------------
+def _row(
+    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float
+) -> Measurement | None:
+    versions = versions_of(world.registry, kernel_id)
+    if versions is None:
+        return None
+    return Measurement(
+        op=ctx.op, bucket=bucket_of(ctx, spec.elastic), kernel_id=kernel_id, kernel_version=versions[0],
+        backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
+        p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
+        mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=surroundings(ctx),
+        measured_at=time.time(),
+    )  # fmt: skip
+
+
+def _wrong(world: World, spec: OperationSpec, ctx: Context, kernel_id: str, verdict: Verdict) -> Measurement | None:
+    """A row without a time: selection then rejects the kernel for such calls, whatever its author expects of it."""
+    found = _row(world, spec, ctx, kernel_id, Times(1.0, 1.0, 1.0, 0.0, 1), 0.0)
+    if found is None:
+        return None
+    return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
+
+
+def surroundings(ctx: Context) -> Surroundings:
+    """How the machine is while measuring, as far as it says."""
+    if ctx.device.device_type != "cuda":
+        from layerzero.device.memory import available_host_bytes
+
+        free, load = available_host_bytes(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+        used = None if free is None or not total else min(1.0, max(0.0, 1.0 - free / total))
+        return Surroundings(None, None, used, None if load is None else load > 1.5 * (os.cpu_count() or 1))
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return Surroundings(
+        _asked(torch.cuda.temperature), _asked(torch.cuda.power_draw, 1e-3), 1.0 - free_bytes / total_bytes, None
+    )
+
+
+def _asked(question: Callable[[], Any], scale: float = 1.0) -> float | None:
+    try:
+        return float(question()) * scale
+    except Exception:  # the management library is an extra of torch's
+        return None
+
+
+def _torch_device(ctx: Context) -> torch.device:
+    index = ctx.device.index
+    return torch.device(ctx.device.device_type if index is None else f"{ctx.device.device_type}:{index}")

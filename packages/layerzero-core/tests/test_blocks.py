@@ -1,0 +1,304 @@
+"""Blocks planned jointly: the path is the cheapest, the result is right, a failing step falls back by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.cli.app import cli
+from layerzero.errors import InvalidInputError, PlanMismatchError
+from layerzero.model.enums import Layout
+from layerzero.plans.blocks import Block, Ref, Step, attention_input, attention_output, decoder_layer
+from layerzero.runtime.state import state
+from layerzero.selection.world import Measurements
+
+HEADS, KV, WIDTH, HIDDEN, INNER = 4, 2, 16, 64, 96
+
+
+def layer(tokens: int = 6, batch: int = 2, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw) * scale).to(dtype)
+
+    angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.1, WIDTH // 2)
+    q, kv = HEADS * WIDTH, KV * WIDTH
+    return {
+        "x": normal(batch, tokens, HIDDEN), "cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype),
+        "ln1": 1 + normal(HIDDEN, scale=0.1), "ln2": 1 + normal(HIDDEN, scale=0.1),
+        "wq": normal(q, HIDDEN, scale=0.1), "wk": normal(kv, HIDDEN, scale=0.1), "wv": normal(kv, HIDDEN, scale=0.1),
+        "wo": normal(HIDDEN, q, scale=0.1), "w_gate": normal(INNER, HIDDEN, scale=0.1),
+        "w_up": normal(INNER, HIDDEN, scale=0.1), "w_down": normal(HIDDEN, INNER, scale=0.1), **changes,
+    }  # fmt: skip
+
+
+def truth(t: dict[str, Tensor]) -> Tensor:
+    """The layer in plain PyTorch, in float64."""
+    t = {name: item.double() for name, item in t.items()}
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        return x.unflatten(-1, (count, WIDTH)).transpose(1, 2)
+
+    def turn(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * t["cos"] - b * t["sin"], b * t["cos"] + a * t["sin"]), -1)
+
+    normed = norm(t["x"], t["ln1"])
+    q, k, v = (normed @ t[name].T + t.get(f"b{name[1]}", 0.0) for name in ("wq", "wk", "wv"))
+    q, k, v = turn(heads(q, HEADS)), turn(heads(k, KV)), heads(v, KV)
+    k, v = (item.repeat_interleave(HEADS // KV, 1) for item in (k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+    stream = t["x"] + mixed @ t["wo"].T
+    normed = norm(stream, t["ln2"])
+    return stream + (F.silu(normed @ t["w_gate"].T) * (normed @ t["w_up"].T)) @ t["w_down"].T
+
+
+def inputs(t: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return t["x"], t["cos"], t["sin"]
+
+
+BLOCK = decoder_layer(HEADS, KV)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    lz.reset()
+    yield
+    lz.reset()
+
+
+@pytest.mark.req("R-PLAN-01", "R-PLAN-03", "R-PLAN-04", "R-SOLV-07")
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_planned_layer_gives_the_layers_result_with_fewer_steps(measure: bool) -> None:
+    t = layer()
+    plan = lz.plan_block(BLOCK, t, measure=measure)
+    torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+    if not measure:
+        report = plan.explain()
+        assert report.path.us < report.alone.us
+        assert "add and norm in one" in report.fused and any("projection" in rule for rule in report.fused)
+        assert len(plan.kernels) < sum(step.op in state.world.ops for step in BLOCK.steps)
+    other = layer(batch=2)
+    other["x"] = torch.randn_like(other["x"])
+    torch.testing.assert_close(plan(*inputs(other)).double(), truth(other), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_and_sixteen_bits_are_planned_too() -> None:
+    biases = {"bq": torch.randn(HEADS * WIDTH), "bk": torch.randn(KV * WIDTH), "bv": torch.randn(KV * WIDTH)}
+    t = layer(**biases)
+    plan = lz.plan_block(BLOCK, t)
+    torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+    assert any("projection" in rule for rule in plan.explain().fused)
+    half = {name: item.bfloat16() for name, item in t.items()}
+    found = lz.plan_block(BLOCK, half)(*inputs(half)).double()
+    wanted = truth(half)
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    some = {name: item for name, item in t.items() if name != "bk"}  # one bias missing: the three do not pack
+    plan = lz.plan_block(BLOCK, some)
+    torch.testing.assert_close(plan(*inputs(some)).double(), truth(some), rtol=1e-5, atol=1e-5)
+    assert not any("projection instead of 3" in rule for rule in plan.explain().fused)
+
+
+def price(times: dict[str, float]) -> Measurements:
+    return Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id.split(".")[1]), fingerprint=json.dumps(times))
+
+
+@pytest.mark.req("R-PLAN-01", "R-PLAN-04")
+def test_measured_times_decide_whether_ops_are_fused() -> None:
+    t = layer()
+    base = {"rms_norm": 10.0, "linear": 50.0, "rope": 10.0, "attention": 40.0, "silu_and_mul": 10.0}
+    state.measured(price({**base, "add_rms_norm": 12.0, "mlp": 60.0}))
+    fused = lz.plan_block(BLOCK, t).explain()
+    assert "add and norm in one" in fused.fused and any("feed-forward" in rule for rule in fused.fused)
+    assert {cost.cost.source for cost in fused.path.taken if cost.bound is not None} == {"perfdb"}
+    state.measured(price({**base, "add_rms_norm": 500.0, "mlp": 900.0}))
+    apart = lz.plan_block(BLOCK, t).explain()
+    assert "add and norm in one" not in apart.fused and not any("feed-forward" in rule for rule in apart.fused)
+    assert any(row["way"].endswith("add_rms_norm.native") and row["extra_us"] > 400 for row in apart.rejected())
+    torch.testing.assert_close(lz.plan_block(BLOCK, t)(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.req("R-PLAN-01")
+def test_the_total_counts_and_not_each_op_alone(lab: Any) -> None:
+    """A rope kernel that is fastest alone leaves its result where attention has to copy it; the other does not."""
+
+    def scattered(*args: Any) -> Any:
+        q, k = lab.reference("rope")(*args)
+        return tuple(torch.empty(*x.shape[:-1], x.shape[-1] * 2)[..., ::2].copy_(x) for x in (q, k))
+
+    fast = lab.kernel(
+        "fast.rope.scattered", scattered, layouts=frozenset({Layout.BSHD, Layout.BHSD}), mixed_dtypes=True
+    )
+    tidy = lab.kernel(
+        "tidy.rope.plain", layouts=frozenset({Layout.BSHD, Layout.BHSD}), mixed_dtypes=True, priority=40.0
+    )
+    only = lab.kernel("dense.attention.only", stride_last_dim=1, adapt=frozenset({"contiguous"}), priority=99.0)
+    lab.use(fast, tidy, only)
+    times = {"fast.rope.scattered": 10.0, "tidy.rope.plain": 14.0, "dense.attention.only": 20.0}
+    state.measured(Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id), fingerprint="here"))
+    t = layer(tokens=64)
+    report = lz.plan_block(BLOCK, t).explain()
+    alone = [item.kernel_id for item in report.alone.taken]
+    joint = [item.kernel_id for item in report.path.taken]
+    assert "fast.rope.scattered" in alone and "tidy.rope.plain" in joint
+    assert report.transforms == 0 and report.path.us < report.alone.us
+
+
+@pytest.mark.req("R-PLAN-02")
+def test_plans_are_cached_by_signature_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerzero.public import blocks
+
+    searches: list[int] = []
+    original = blocks.search
+    monkeypatch.setattr(blocks, "search", lambda *args: searches.append(1) or original(*args))
+    t = layer()
+    first = lz.plan_block(BLOCK, t)
+    assert lz.plan_block(BLOCK, layer()).report is first.report and len(searches) == 1  # other weights, same signature
+    lz.plan_block(BLOCK, layer(tokens=7))
+    assert len(searches) == 2
+    lz.plan_block(decoder_layer(HEADS, KV, eps=1e-5), t)
+    assert len(searches) == 3
+    lz.configure(deny=["torch.mlp.*"])  # the backends in force have changed
+    again = lz.plan_block(BLOCK, t)
+    assert len(searches) == 4 and not any(kernel.startswith("torch.mlp") for kernel in again.kernels)
+
+
+@pytest.mark.req("R-PLAN-03")
+def test_a_step_that_fails_falls_back_for_that_op_alone(lab: Any) -> None:
+    lab.use(lab.kernel("new.add_rms_norm.fast", priority=99.0), lab.kernel("new.attention.fast", priority=99.0))
+    t = layer()
+    plan = lz.plan_block(BLOCK, t)
+    assert "new.add_rms_norm.fast" in plan.kernels and "new.attention.fast" in plan.kernels
+    for kernel_id in ("new.add_rms_norm.fast", "new.attention.fast"):
+        lab.faults[kernel_id] = RuntimeError("broken")
+        found, ran = lab.run(plan, *inputs(t))
+        torch.testing.assert_close(found.double(), truth(t), rtol=1e-5, atol=1e-5)
+        assert kernel_id not in ran and any(name.split(".")[1] == kernel_id.split(".")[1] for name in ran)
+
+
+def test_a_wrong_kernel_never_gets_into_a_measured_plan(lab: Any) -> None:
+    lab.use(
+        lab.kernel("liar.mlp.fast", lambda x, up, down, *rest: torch.zeros(*x.shape[:-1], down.shape[0]), priority=10.0)
+    )
+    t = layer()
+    plan = lz.plan_block(BLOCK, t, measure=True)
+    looked_at = {item.kernel_id for edge in plan.report.path.considered for item in edge.taken}
+    assert "torch.mlp.native" in looked_at and "liar.mlp.fast" not in looked_at | set(plan.kernels)
+    torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_weights_follow_when_the_weights_are_written_to() -> None:
+    t = layer()
+    plan = lz.plan_block(BLOCK, t)
+    assert any("projection" in rule for rule in plan.explain().fused)
+    with torch.no_grad():
+        t["wq"].mul_(-1.5)
+        t["w_gate"].add_(0.1)
+    torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_are_trained_are_not_packed_and_get_their_gradients() -> None:
+    t = layer()
+    for name in BLOCK.weights:
+        if name in t:
+            t[name].requires_grad_()
+    plan = lz.plan_block(BLOCK, t)
+    assert not any("projection" in rule for rule in plan.explain().fused)
+    plan(*inputs(t)).sum().backward()
+    wide = {name: item.detach().double().requires_grad_(item.requires_grad) for name, item in t.items()}
+    truth(wide).sum().backward()
+    for name in ("wq", "w_gate", "ln1", "wo"):
+        torch.testing.assert_close(t[name].grad.double(), wide[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_halves_of_a_layer_for_a_cache_in_between() -> None:
+    t = layer()
+    before, after = attention_input(HEADS, KV), attention_output()
+    q, k, v = lz.plan_block(before, {name: t[name] for name in (*before.inputs, "ln1", "wq", "wk", "wv")})(*inputs(t))
+    mixed = lz.attention(q, k, v, is_causal=True, layout="BSHD")
+    rest = {name: t[name] for name in ("x", "wo", "ln2", "w_gate", "w_up", "w_down")}
+    out = lz.plan_block(after, {**rest, "attended": mixed})(t["x"], mixed)
+    torch.testing.assert_close(out.double(), truth(t), rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_of_ones_own_steps() -> None:
+    steps = (
+        Step("add", (Ref("a"), Ref("b")), ("sum",)),
+        Step("rms_norm", (Ref("sum"), Ref("w"), 1e-6), ("normed",)),
+        Step("silu_and_mul", (Ref("normed"),), ("out",)),
+    )
+    block = Block("mine", ("a", "b"), steps, ("out", "sum"))
+    a, b, w = torch.randn(3, 8), torch.randn(3, 8), torch.ones(8)
+    out, total = lz.plan_block(block, {"a": a, "b": b, "w": w})(a, b)
+    torch.testing.assert_close(total, a + b)
+    gate, up = F.rms_norm(a + b, (8,), w, 1e-6).chunk(2, -1)
+    torch.testing.assert_close(out, F.silu(gate) * up)
+
+
+def test_what_makes_no_sense_is_refused_with_the_name_of_it() -> None:
+    t = layer()
+    with pytest.raises(InvalidInputError, match="needs wq"):
+        lz.plan_block(BLOCK, {name: item for name, item in t.items() if name != "wq"})
+    with pytest.raises(InvalidInputError, match="no tensor 'wx'"):
+        lz.plan_block(BLOCK, {**t, "wx": t["wq"]})
+    with pytest.raises(InvalidInputError, match="expected a layerzero"):
+        lz.plan_block("decoder", t)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="no step makes y"):
+        Block("b", ("x",), (Step("merge", (Ref("x"),), ("z",)),), ("y",))
+    with pytest.raises(InvalidInputError, match="makes x again"):
+        Block("b", ("x",), (Step("merge", (Ref("x"),), ("x",)),), ("x",))
+    with pytest.raises(InvalidInputError):
+        lz.plan_block(BLOCK, {**t, "wq": t["wq"][:, :3]})
+    checked = lz.plan_block(BLOCK, t, check=True)
+    checked(*inputs(t))
+    with pytest.raises(PlanMismatchError, match="input x"):
+        checked(t["x"][:, :3], t["cos"], t["sin"])
+
+
+def test_a_report_shows_the_path_and_what_was_rejected() -> None:
+    report = lz.plan_block(BLOCK, layer()).explain()
+    text = str(report)
+    assert "on this path" in text and "rejected:" in text and "torch.linear.native" in text
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["path"] and data["rejected"] and data["per_op_estimated_us"] > 0
+    covered = [op for row in data["path"] for op in row["steps"]]
+    assert covered == [step.op for step in BLOCK.steps]
+    assert replace(report, note="why").to_json()["note"] == "why"
+
+
+def test_the_command_line_plans_a_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    llama = {
+        "model_type": "llama", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV,
+        "head_dim": WIDTH, "intermediate_size": INNER, "vocab_size": 50, "torch_dtype": "float32", "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    config.write_text(json.dumps(llama))
+    done = CliRunner().invoke(cli, ["plan", str(config), "--tokens", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["block"] == "decoder_layer"
+    words = CliRunner().invoke(cli, ["plan", str(config), "--tokens", "4"])
+    assert "rejected:" in words.stdout and "op by op" in words.stdout
+    config.write_text(json.dumps({**llama, "model_type": "gpt2", "layer_norm_eps": 1e-5}))
+    assert CliRunner().invoke(cli, ["plan", str(config)]).exit_code == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.req("R-PLAN-03")
+def test_a_layer_planned_on_a_gpu_is_right() -> None:
+    t = {name: item.cuda() for name, item in layer(tokens=64, dtype=torch.bfloat16).items()}
+    for measure in (False, True):
+        found = lz.plan_block(BLOCK, t, measure=measure)(*inputs(t)).double()
+        wanted = truth(t)
+        assert (found - wanted).norm() < 0.02 * wanted.norm()

@@ -1,0 +1,103 @@
+"""The long lane of isolation: 500 faults injected into real children, each answered in time, nothing left behind.
+
+make prove-isolation
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.dispatch.isolate.faults import IsolationFault
+from layerzero.dispatch.isolate.process import uncollected
+from layerzero.dispatch.isolate.settings import Settings
+from layerzero.dispatch.isolate.worker import Worker
+
+pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-isolation")
+
+COUNT = 500
+DEADLINE_S = 1.0
+CODES = {
+    "segfault": "ISOLATION_CRASHED",
+    "killed": "ISOLATION_CRASHED",
+    "exits": "ISOLATION_CRASHED",
+    "silent": "ISOLATION_CRASHED",
+    "hangs": "ISOLATION_TIMEOUT",
+    "garbage": "ISOLATION_GARBAGE",
+    "flipped": "ISOLATION_GARBAGE",
+    "half": "ISOLATION_TRUNCATED",
+    "out_of_memory": "OUT_OF_MEMORY",
+    "raises": "KERNEL_RAISED",
+    "quits": "KERNEL_RAISED",
+}
+
+
+def children() -> set[int]:
+    """Every process whose parent this one is, zombies included."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid():
+                found.add(int(entry))
+    return found
+
+
+def handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.req("R-ISO-06")
+@pytest.mark.timeout(0)
+def test_five_hundred_faults_are_answered_in_time_and_leave_nothing(tmp_path: Path, capsys: Any) -> None:
+    spec = importlib.util.spec_from_file_location("isolated_backend", Path(__file__).with_name("isolated_backend.py"))
+    assert spec is not None and spec.loader is not None
+    toy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(toy)
+    toy.install(tmp_path / "site", tmp_path / "vendor")
+    assert set(CODES) == set(toy.FAULTS)
+    worker = Worker(Settings("toy", path=(str(tmp_path / "vendor"),), deadline_s=DEADLINE_S))
+    draw = random.Random(20261115)
+    x = torch.randn(1 << 14)
+    memory, before, open_before = set(os.listdir("/dev/shm")), children(), handles()
+    took: list[float] = []
+    seen: Counter[str] = Counter()
+    started = time.monotonic()
+    for number in range(COUNT):
+        name = draw.choice(list(CODES))
+        worker._not_before = 0.0  # the wait between starts is tested elsewhere
+        worker.load("toyvendor:echo")
+        worker.load(f"toyvendor:{name}")
+        (back,), _ = worker.call("toyvendor:echo", (x,), {})
+        assert torch.equal(back, x)
+        began = time.monotonic()
+        with pytest.raises(IsolationFault) as caught:
+            worker.call(f"toyvendor:{name}", (), {})
+        took.append(time.monotonic() - began)
+        assert caught.value.reason.code == CODES[name], (number, name, caught.value)
+        assert took[-1] < DEADLINE_S + 1.0, (number, name, took[-1])
+        seen[caught.value.reason.code.value] += 1
+        if number % 50 == 49:
+            with capsys.disabled():
+                print(f"{number + 1} faults, {worker.starts} children, worst answer {max(took):.2f} s", flush=True)
+    worker.close()
+    assert uncollected() == 0 and children() == before, "a process was left"
+    assert set(os.listdir("/dev/shm")) <= memory, "shared memory was left"
+    assert handles() <= open_before, "descriptors were left"
+    with capsys.disabled():
+        print(
+            f"\n{COUNT} faults in {time.monotonic() - started:.0f} s, {worker.starts} children; answers: median "
+            f"{statistics.median(took) * 1e3:.1f} ms, worst {max(took):.2f} s (deadline {DEADLINE_S} s); {dict(seen)}"
+        )

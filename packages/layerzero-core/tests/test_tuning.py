@@ -1,0 +1,360 @@
+"""Tuning: only what is right is timed, the fastest wins, an interruption costs nothing, and lies are found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.errors import InvalidInputError, TuningError
+from layerzero.perfdb.store import PerfDB
+from layerzero.reasons import ReasonCode
+from layerzero.runtime.state import state
+from layerzero.tuning import drift as drift_module
+from layerzero.tuning import sitting
+from layerzero.tuning.drift import Watcher, drifted
+from layerzero.tuning.measured import measurements_from
+from layerzero.tuning.traffic import Recorded, Traffic
+from layerzero.tuning.trial import trial as any_trial
+
+FAST, SLOW = 60e-6, 600e-6
+
+
+def trial(ctx, **options):
+    """Without kernels that would be compiled first: that takes many seconds, and is not the matter here."""
+    return any_trial(ctx, **{"jit": "off", **options})
+
+
+def tune(source, **options):
+    return lz.tune(source, **{"compile": False, **options})
+
+
+def normed(x, weight, eps):
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def taking(seconds, compute=normed):
+    """A kernel that computes and then keeps the clock running."""
+    state = {"seconds": seconds}
+
+    def kernel(x, weight, eps):
+        end = time.perf_counter() + state["seconds"]
+        out = compute(x, weight, eps)
+        while time.perf_counter() < end:
+            pass
+        return out
+
+    kernel.state = state
+    return kernel
+
+
+def liar(x, weight, eps):
+    """Fast, and wrong in one element of the last row."""
+    out = normed(x, weight, eps)
+    out[-1, -1] += 0.01
+    return out
+
+
+def call():
+    torch.manual_seed(0)
+    return torch.randn(16, 64), torch.randn(64)
+
+
+def context():
+    with torch.no_grad():
+        return lz.select("rms_norm", *call()).context
+
+
+class Bench:
+    """A laboratory to which kernels are added one by one."""
+
+    def __init__(self, lab):
+        self.lab, self.kernels = lab, []
+
+    def add(self, kernel_id, function, priority, **fields):
+        self.kernels.append(self.lab.kernel(kernel_id, function, priority=float(priority), **fields))
+        self.publish()
+
+    def publish(self, **settings):
+        self.lab.use(*self.kernels, **settings)
+
+
+@pytest.fixture
+def bench(lab):
+    made = Bench(lab)
+    made.add("lab.rms_norm.slow", taking(SLOW), 90)
+    made.add("lab.rms_norm.fast", taking(FAST), 10)
+    return made
+
+
+# -- the gate ------------------------------------------------------------------------------------------
+@pytest.mark.req("R-TUNE-01", "R-TUNE-02", "R-TUNE-03")
+def test_the_fastest_right_kernel_wins(bench):
+    found = trial(context(), seconds=0.2)
+    assert found.winner not in ("lab.rms_norm.slow",)
+    slow, fast = found.times["lab.rms_norm.slow"], found.times["lab.rms_norm.fast"]
+    assert slow.median_us >= 600 > fast.median_us >= 60
+    assert found.errors["lab.rms_norm.fast"] < 1e-6
+    data = found.to_json()["kernels"]["lab.rms_norm.fast"]
+    assert data["median_us"] <= data["p95_us"] <= data["p99_us"] and data["samples"] >= 3
+
+
+@pytest.mark.req("R-TUNE-04")
+def test_a_fast_but_wrong_kernel_is_never_timed_and_never_wins(bench, tmp_path):
+    bench.add("lab.rms_norm.liar", liar, 100)
+    assert lz.which("rms_norm", *call()) == "lab.rms_norm.liar"  # what its author says of it
+    tuned = tune([context()], database=tmp_path / "perf.db", seconds=0.1)
+    (outcome,) = tuned.outcomes
+    assert "lab.rms_norm.liar" not in outcome.trial.times
+    assert "off by 0.01" in outcome.trial.refused["lab.rms_norm.liar"]
+    report = lz.explain("rms_norm", *call())
+    assert report.chosen in outcome.trial.times
+    assert [r.code for r in report.reasons["lab.rms_norm.liar"]] == [ReasonCode.NUMERICS_MISMATCH]
+    # also where it is preferred, and in a call of the same bucket with other sizes
+    with lz.prefer("lab.rms_norm.liar"):
+        assert lz.which("rms_norm", torch.randn(13, 64), torch.randn(64)) != "lab.rms_norm.liar"
+    # and in the next process
+    state.reset()
+
+
+def test_a_kernel_that_raises_is_left_out_with_its_words(bench, tmp_path):
+    def broken(x, weight, eps):
+        raise RuntimeError("no such tile")
+
+    bench.add("lab.rms_norm.broken", broken, 100)
+    tuned = tune([context()], database=tmp_path / "perf.db", seconds=0.1)
+    assert "no such tile" in tuned.outcomes[0].trial.refused["lab.rms_norm.broken"]
+    assert lz.explain("rms_norm", *call()).reasons["lab.rms_norm.broken"][0].code is ReasonCode.KERNEL_RAISED
+
+
+@pytest.mark.parametrize("wrong", ["last row", "one head", "late rows"])
+def test_the_gate_sees_what_is_wrong_only_in_a_part_of_a_long_call(bench, wrong):
+    """Where the truth is computed in pieces, the pieces lie where kernels go wrong: at the ends."""
+
+    def kernel(q, k, v, *rest):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        part = {"last row": out[:, :, -1], "one head": out[:, -1], "late rows": out[:, :, -40:]}[wrong]
+        part += 0.05
+        return out
+
+    bench.add("lab.attention.partly", kernel, 100)
+    q = torch.randn(1, 4, 1024, 16)
+    with torch.no_grad():
+        ctx = lz.select("attention", q, q, q, is_causal=True).context
+    found = trial(ctx, seconds=0.05, only=frozenset({"lab.attention.partly", "sdpa.attention.flash_cpu"}))
+    assert "off by 0.05" in found.refused["lab.attention.partly"] and found.winner == "sdpa.attention.flash_cpu"
+
+
+@pytest.mark.parametrize("op", ["varlen", "paged", "gqa", "window", "mask", "top_left", "bshd", "grouped"])
+def test_right_kernels_pass_the_gate_in_every_form_that_is_checked_in_pieces(op, monkeypatch):
+    monkeypatch.setitem(__import__("layerzero.tuning.truth", fromlist=["ROOM"]).ROOM, "cpu", 1 << 12)
+    q, k = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 90, 16)
+    cu = torch.tensor([0, 30, 40, 100], dtype=torch.int32)
+    t = torch.randn(100, 4, 16)
+    pages = torch.randn(40, 16, 2, 16)
+    batch = lz.paged_batch(
+        torch.arange(20, dtype=torch.int32).view(4, 5), torch.tensor([80, 70, 5, 33], dtype=torch.int32)
+    )
+    groups = lz.grouped_batch(torch.tensor([0, 20, 50]), torch.tensor([0, 100]), torch.tensor([[40], [100]]))
+    with torch.no_grad():
+        given = {
+            "varlen": ("varlen_attention", (t, t, t, cu, cu), {"is_causal": True}),
+            "paged": ("paged_attention", (torch.randn(4, 4, 16), pages, pages, batch), {}),
+            "gqa": ("attention", (q, k, k), {"is_causal": "bottom_right", "return_lse": True}),
+            "window": ("attention", (q, k, k), {"window": (7, 3)}),
+            "mask": ("attention", (q, k, k), {"attn_mask": torch.rand(70, 90) < 0.7}),
+            "top_left": ("attention", (q, k, k), {"is_causal": True}),
+            "bshd": ("attention", (q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2)), {"layout": "BSHD"}),
+            "grouped": ("grouped_attention", (torch.randn(50, 4, 16), t, t, groups), {}),
+        }[op]
+        ctx = lz.select(given[0], *given[1], **given[2]).context
+    found = trial(ctx, seconds=0.02)
+    assert not found.refused and len(found.times) >= 2
+
+
+def test_random_kernels_are_held_to_their_distribution(bench):
+    def own_way(logits, k, temperature, generator):
+        values, ids = logits.topk(k, dim=-1)
+        drawn = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+        return ids.gather(-1, drawn).squeeze(-1)
+
+    def ignores_k(logits, k, temperature, generator):
+        return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(-1)
+
+    bench.add("lab.sample_topk.other", own_way, 90)
+    bench.add("lab.sample_topk.wrong", ignores_k, 95)
+    ctx = lz.select("sample_topk", torch.randn(64, 200), 4).context
+    found = trial(ctx, seconds=0.05)
+    assert "lab.sample_topk.other" in found.times
+    assert "another distribution" in found.refused["lab.sample_topk.wrong"]
+
+
+def test_gradients_are_compared_and_timed_where_they_are_asked_for(bench):
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return normed(x, weight, 1e-6)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = (item.detach().requires_grad_() for item in ctx.saved_tensors)
+            with torch.enable_grad():
+                found = torch.autograd.grad(normed(x, weight, 1e-6), (x, weight), grad)
+            return found[0] * 0.5, found[1]
+
+    bench.add("lab.rms_norm.halved", lambda x, w, eps: Halved.apply(x, w), 99)
+    x, w = call()
+    ctx = lz.select("rms_norm", x.requires_grad_(), w.requires_grad_()).context
+    found = trial(ctx, seconds=0.05)
+    assert found.refused["lab.rms_norm.halved"].startswith("gradient")
+    assert "lab.rms_norm.fast" in found.times
+
+
+# -- sittings ------------------------------------------------------------------------------------------
+@pytest.mark.req("R-TUNE-05", "R-PDB-02", "R-SEL-03")
+def test_tuning_changes_what_is_selected_at_once(bench, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
+    lz.reset()
+    bench.publish()
+    assert lz.which("rms_norm", *call()) == "lab.rms_norm.slow"
+    tuned = tune([context()], seconds=0.1)
+    winner = tuned.outcomes[0].trial.winner
+    assert winner != "lab.rms_norm.slow" and lz.which("rms_norm", *call()) != "lab.rms_norm.slow"
+    assert lz.explain("rms_norm", *call()).decision.winner.measured_us > 0
+
+
+def many(count):
+    with torch.no_grad():
+        return [
+            lz.select("rms_norm", torch.randn(rows, 64), torch.randn(64)).context
+            for rows in (2**i for i in range(count))
+        ]
+
+
+def test_a_budget_ends_a_sitting_and_the_next_one_goes_on(bench, tmp_path):
+    contexts = many(3)
+    first = tune(contexts, database=tmp_path / "p.db", seconds=0.05, budget=1e-6)
+    assert len(first.outcomes) == 0 and len(first.left) == 3
+    one = tune(contexts, database=tmp_path / "p.db", seconds=0.05, budget=0.01)
+    assert len(one.outcomes) == 1 and len(one.left) == 2
+    rest = tune(contexts, database=tmp_path / "p.db", seconds=0.05)
+    assert len(rest.resumed) == 1 and len(rest.outcomes) == 2 and not rest.left
+    again = tune(contexts, database=tmp_path / "p.db", seconds=0.05)
+    assert not again.resumed and len(again.outcomes) == 3  # a finished sitting is begun anew
+    assert not list(tmp_path.glob(".p.db.tuning-*"))
+
+
+def test_a_killed_sitting_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
+    contexts, path = many(4), tmp_path / "p.db"
+    child = os.fork()
+    if child == 0:  # a process of its own, killed in the middle of its third call
+        torch.set_num_threads(1)
+        count = [0]
+
+        def deadly(*args, **kwargs):
+            count[0] += 1
+            if count[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trial(*args, **kwargs)
+
+        sitting.trial = deadly
+        tune(contexts, database=path, seconds=0.02)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert len({item.bucket for item in PerfDB(path).all()}) == 2
+    found = tune(contexts, database=path, seconds=0.02)
+    assert len(found.resumed) == 2 and len(found.outcomes) == 2
+    assert len({item.bucket for item in PerfDB(path).all()}) == 4
+
+
+def test_the_most_frequent_calls_come_first_and_one_of_each_bucket_is_enough(bench, tmp_path):
+    few, often, same = many(3)[0], many(3)[2], many(3)[2]
+    order = []
+    tune(
+        Traffic((Recorded(few, 1), Recorded(often, 50), Recorded(same, 9))),
+        database=tmp_path / "p.db", seconds=0.02, progress=lambda p: p.name and order.append(p.name),
+    )  # fmt: skip
+    assert len(order) == 2 and "rows=4" in order[0] and "rows=1" in order[1]
+
+
+def test_a_call_that_cannot_be_measured_is_said_and_the_others_go_on(bench, tmp_path):
+    good = context()
+    with lz.scoped(deny=["*"]):
+        tuned = tune([good], database=tmp_path / "p.db", seconds=0.02)
+    assert len(tuned.outcomes) == 1
+    with pytest.raises(InvalidInputError):
+        tune(42, database=tmp_path / "p.db")
+    with pytest.raises(InvalidInputError, match="budget"):
+        tune([good], database=tmp_path / "p.db", budget=-1)
+    with pytest.raises(TuningError, match="no kernel is asked for"):
+        trial(good, only=frozenset({"none.of.these"}))
+
+
+# -- drift ---------------------------------------------------------------------------------------------
+@pytest.mark.req("R-TUNE-04")
+def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_path):
+    kernel = taking(0.0)
+    bench.add("lab.rms_norm.moody", kernel, 10)
+    db = PerfDB(tmp_path / "p.db")
+    rows = {row.kernel_id: row for row in tune([context()], database=db.path, seconds=0.05).outcomes[0].trial.rows}
+    # As if it had taken a hundredth of what it takes now, and everything else ten times as long.
+    now = rows["lab.rms_norm.moody"].median_us
+    db.put([replace(row, median_us=10 * now, variance=0.0) for row in rows.values()])
+    db.put([replace(rows["lab.rms_norm.moody"], median_us=now / 100, variance=0.0)])
+    state.measured(measurements_from(db, state.world))
+    assert lz.which("rms_norm", *call()) == "lab.rms_norm.moody"
+    assert list(drifted([context()], db, retune=False, slower=1e6)) == []
+    found = tune([context()], database=db.path, check=True)
+    assert "PERF_DRIFTED" in found.outcomes[0].why and found.rows == len(rows)
+    times = {row.kernel_id: row.median_us for row in db.all()}
+    assert times["lab.rms_norm.moody"] > now / 50 and times["lab.rms_norm.fast"] < 10 * now
+    measured = lz.explain("rms_norm", *call()).decision.candidate("lab.rms_norm.moody").measured_us
+    assert measured is not None and measured > now / 50
+
+
+def test_the_watcher_looks_at_hot_calls_beside_the_program(bench, tmp_path, monkeypatch):
+    kernel = taking(30e-6)
+    bench.add("lab.rms_norm.moody", kernel, 99)
+    db = PerfDB(tmp_path / "p.db")
+    tune([context()], database=db.path, seconds=0.1)
+    monkeypatch.setattr(type(state), "remeasured", lambda self: self.world)
+    with torch.no_grad():
+        lz.rms_norm(*call())
+    watcher = Watcher(3600.0, lambda: db)
+    assert watcher.look() is None
+    kernel.state["seconds"] = 2e-3
+    found = watcher.look()
+    if lz.which("rms_norm", *call()) == "lab.rms_norm.moody":
+        assert found is not None and found.kernel_id == "lab.rms_norm.moody" and found.now_us > 2 * found.before_us
+    thread = Watcher(0.01, lambda: None).start()
+    assert thread.alive
+    thread.stop()
+    assert drift_module.watcher(None, lambda: None) is None
+
+
+# -- believing -----------------------------------------------------------------------------------------
+@pytest.mark.req("R-PDB-05", "R-PDB-06")
+def test_a_database_of_another_machine_is_not_believed_and_explain_says_so(bench, tmp_path):
+    tuned = tune([context()], database=tmp_path / "p.db", seconds=0.1)
+    rows = tuned.outcomes[0].trial.rows
+    other = PerfDB(tmp_path / "other.db")
+    other.put([replace(row, platform=replace(row.platform, device="gpu-9", family="sm90", driver="9")) for row in rows])
+    state.measured(measurements_from(other, state.world))
+    report = lz.explain("rms_norm", *call())
+    assert report.decision.winner.measured_us is None and report.chosen == "lab.rms_norm.slow"
+    notes = [note for note in report.decision.notes if note.code is ReasonCode.PERF_NOT_BELIEVED]
+    assert notes and "device gpu-9" in notes[0].message and "lz tune" in notes[0].hint
+
+
+def test_json_of_a_sitting_can_be_read(bench, tmp_path):
+    found = tune([context()], database=tmp_path / "p.db", seconds=0.02)
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["calls"][0]["winner"] in data["calls"][0]["kernels"] and data["rows"] == found.rows

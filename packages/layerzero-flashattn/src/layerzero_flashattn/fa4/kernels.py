@@ -1,0 +1,280 @@
+"""Adapters over `flash_attn.cute`, FlashAttention 4. Causal and window are aligned to the bottom right.
+
+Without a gradient the library's forward is called directly, as torch itself does, and its compiled kernel is
+remembered for the shape (see `replay`); with one, its autograd functions are. The library copies tensors whose
+pointers or strides are not multiples of 16 bytes; the descriptor asks for such, so nothing is copied here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero_flashattn.fa4.families import Families
+from layerzero_flashattn.fa4.replay import Recorded, record, replayable
+from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, no_keys, sides, upright
+
+__all__ = [
+    "attention",
+    "attention_fp8",
+    "deterministic_attention",
+    "deterministic_varlen_attention",
+    "families",
+    "plain_forward",
+    "varlen_attention",
+]
+
+_library: Any = importlib.import_module("flash_attn.cute.interface")
+_forward = _library._flash_attn_fwd
+_func = _library.flash_attn_func
+_varlen_func = _library.flash_attn_varlen_func
+
+_grad_enabled = torch.is_grad_enabled
+# Kernel of each query shape and set of options; cleared when full, so that changing shapes cannot fill the memory.
+_recorded: dict[Any, Recorded | None] = {}
+_RECORDED_LIMIT = 4096
+_REPLAYABLE = replayable(_forward)
+families = Families()
+_on_device = torch.cuda.device
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: None,
+    return_lse: bool,
+    *,
+    deterministic: bool = False,
+) -> Any:
+    """[B, S, H, D]; the cheapest way into the library that the call allows."""
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    elif scale <= 0.0:
+        query, scale = upright(query, scale)
+    causal = bool(is_causal)
+    if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out, lse = _with_gradient(query, key, value, scale, causal, window, softcap, return_lse, deterministic)
+    elif softcap is not None or not key.shape[1]:
+        options = {} if softcap is None else _softcap(softcap)
+        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **options)
+    else:
+        out, lse = _remembered(query, key, value, scale, causal, window, return_lse)
+    if not return_lse:
+        return out
+    dead = may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window)
+    return out, dead_rows(lse) if dead and lse is not None else lse
+
+
+deterministic_attention = functools.partial(attention, deterministic=True)
+
+
+def _is_current(tensor: Tensor) -> bool:
+    """Whether the tensor lies on the device that kernels are launched on now."""
+    return tensor.get_device() == torch._C._cuda_getDevice()
+
+
+def _remembered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int] | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Through the compiled kernel where the shape is known. The number of keys decides nothing in the library."""
+    if 0 in query.stride() or 0 in key.stride() or 0 in value.stride():
+        # The library compiles for expanded tensors; a copy is what a request can afford.
+        query, key, value = (item.clone(memory_format=torch.contiguous_format) for item in (query, key, value))
+    where = (query.shape, key.shape[2], value.shape[3], query.dtype, query.get_device(), causal, window, return_lse)
+    found = _recorded.get(where)
+    if found is not None and _is_current(query):
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            query, key, value = query.detach(), key.detach(), value.detach()
+        return found.run(query, key, value, scale)
+    options = (scale, causal, window, return_lse)
+    if not _REPLAYABLE or where in _recorded:
+        return plain_forward(query, key, value, *options)
+    left, right = sides(window)
+    with _on_device(query.device):
+        result, made = record(
+            _forward,
+            query,
+            key,
+            value,
+            scale,
+            return_lse,
+            causal=causal,
+            window_size_left=left,
+            window_size_right=right,
+        )
+    if len(_recorded) >= _RECORDED_LIMIT:
+        _recorded.clear()
+    _recorded[where] = made
+    if causal or window is not None:
+
+        def tokens(length: int) -> object:
+            q, k, v = (item.new_zeros((1, length, *item.shape[2:])) for item in (query, key, value))
+            return plain_forward(q, k, v, *options)
+
+        families.complete((query.shape[2:], *where[1:]), query, tokens)
+    return result
+
+
+def plain_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int] | None,
+    return_lse: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The library's forward as a whole."""
+    left, right = sides(window)
+    options.pop("score_mod_bwd", None)
+    with _on_device(query.device):
+        out, lse, *_ = _forward(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=left,
+            window_size_right=right,
+            return_lse=return_lse,
+            **options,
+        )
+    return out, lse
+
+
+def _with_gradient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    return_lse: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor | None] = _func(
+        query,
+        key,
+        value,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=sides(window),
+        deterministic=deterministic,
+        return_lse=return_lse,
+        **({} if softcap is None else _softcap(softcap)),
+    )
+    return found
+
+
+def _softcap(cap: float) -> dict[str, Any]:
+    scores = importlib.import_module("layerzero_flashattn.fa4.scores")  # late: most processes never need it
+    return {
+        "score_mod": scores.SOFTCAP,
+        "score_mod_bwd": scores.SOFTCAP_GRAD,
+        "aux_scalars": (scores.number(cap),),
+    }
+
+
+def attention_fp8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: None,
+    alibi_slopes: None,
+    return_lse: bool,
+) -> Any:
+    """FP8 in; the kernel writes bfloat16, and the result goes back to the query's dtype."""
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    if scale <= 0.0:
+        wide, scale = upright(query.to(torch.bfloat16), scale)
+        query = wide.to(query.dtype)
+    out, lse = plain_forward(query, key, value, scale, bool(is_causal), window, return_lse)
+    out = out.to(query.dtype)
+    return (out, dead_rows(lse)) if return_lse and lse is not None else out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: None,
+    return_lse: bool,
+    *,
+    deterministic: bool = False,
+) -> Any:
+    """Packed tokens; the host reads no offset."""
+    if max_seqlen_k == 0:
+        return no_keys(query, value, return_lse)
+    if scale is None:
+        scale = query.shape[2] ** -0.5
+    elif scale <= 0.0:
+        query, scale = upright(query, scale)
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q.to(torch.int32),
+        "cu_seqlens_k": cu_seqlens_k.to(torch.int32),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    options = {} if softcap is None else _softcap(softcap)
+    causal = bool(is_causal)
+    if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out, lse = _varlen_func(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=sides(window),
+            deterministic=deterministic,
+            return_lse=return_lse,
+            **lengths,
+            **options,
+        )
+    else:
+        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **lengths, **options)
+
+        def tokens(length: int) -> object:
+            q, k, v = (item.new_zeros((length, *item.shape[1:])) for item in (query, key, value))
+            ends = lengths["cu_seqlens_q"].new_tensor([0, length])
+            few = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
+            return plain_forward(q, k, v, scale, causal, window, return_lse, **few, **options)
+
+        shape = (query.shape[1:], key.shape[1], value.shape[2], query.dtype, query.get_device())
+        families.complete((*shape, causal, window, return_lse, softcap is None), query, tokens)
+    return (out, dead_rows(lse).transpose(0, 1)) if return_lse and lse is not None else out
+
+
+deterministic_varlen_attention = functools.partial(varlen_attention, deterministic=True)

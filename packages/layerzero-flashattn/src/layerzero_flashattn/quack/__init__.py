@@ -1,0 +1,1 @@
+"""Adapters over QuACK, the CuTe kernels of the FlashAttention authors."""

@@ -1,0 +1,155 @@
+"""What the descriptors say about GPUs, sizes and features, asked as selection asks it; and who comes first where."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from layerzero.model.context import Context, Strides
+from layerzero.model.enums import Causal, Layout
+from layerzero.registry.capabilities import load_capabilities
+from layerzero.testing import fakes
+from layerzero_flashattn import plugin
+
+
+@lru_cache
+def kernels(op="attention"):
+    files = (plugin.FA2, plugin.FA3, plugin.FA4, plugin.QUACK)
+    return [spec for file in files for spec in load_capabilities(file).kernels if spec.op == op]
+
+
+def call(
+    sm, *, dtype="bfloat16", dim=128, dim_v=None, heads=8, kv_heads=2, seq=1024, needs=(), layout=Layout.BSHD, **given
+):
+    needed = {"causal_bottom_right", *({"gqa"} if heads != kv_heads else ()), *needs}
+    sizes = (
+        ("batch", 1), ("num_heads", heads), ("num_kv_heads", kv_heads), ("seq_len_q", seq), ("seq_len_k", seq),
+        ("head_dim", dim), ("head_dim_v", dim if dim_v is None else dim_v),
+    )  # fmt: skip
+    return Context(
+        op="attention", device=fakes.gpu(sm), dtype=dtype, dims=sizes, needs=frozenset(needed), dtypes=(dtype,),
+        layout=layout, causal=Causal.BOTTOM_RIGHT, strides=Strides(), **given,
+    )  # fmt: skip
+
+
+def fitting(ctx):
+    """Backends with a kernel that takes the call, best prior first."""
+    found = [spec for spec in kernels() if not spec.check(ctx)]
+    return list(dict.fromkeys(spec.backend for spec in sorted(found, key=lambda spec: -spec.priority)))
+
+
+def codes(backend, ctx):
+    return {item.code.value for spec in kernels() if spec.backend == backend for item in spec.check(ctx)}
+
+
+@pytest.mark.req("R-BK-FA-02")
+@pytest.mark.req("R-BK-FA4-03")
+@pytest.mark.parametrize(
+    ("sm", "order"),
+    [
+        (70, []),
+        (75, []),
+        (80, ["flashattn2", "flashattn4"]),
+        (89, ["flashattn2", "flashattn4"]),
+        (90, ["flashattn3", "flashattn4", "flashattn2"]),
+        (100, ["flashattn4", "flashattn2"]),
+        (103, ["flashattn4", "flashattn2"]),
+        (110, ["flashattn4", "flashattn2"]),
+        (120, ["flashattn2", "flashattn4"]),
+        (121, ["flashattn2", "flashattn4"]),
+    ],
+)
+def test_each_gpu_gets_the_generation_made_for_it(sm, order):
+    """Blackwell 4, Hopper 3, Ampere 2; consumer Blackwell has the instructions of Ampere."""
+    assert fitting(call(sm)) == order
+
+
+@pytest.mark.req("R-BK-FA-03")
+def test_head_dim_and_dtype_limits():
+    assert fitting(call(90, dim=256)) == ["flashattn3", "flashattn4", "flashattn2"]
+    assert fitting(call(90, dim=320)) == []
+    assert "HEAD_DIM_TOO_LARGE" in codes("flashattn2", call(90, dim=320))
+    assert "HEAD_DIM_NOT_MULTIPLE" in codes("flashattn4", call(90, dim=100))
+    for dtype in ("float16", "bfloat16"):
+        assert len(fitting(call(90, dtype=dtype))) == 3
+    assert fitting(call(90, dtype="float32")) == []
+    assert "DTYPE_UNSUPPORTED" in codes("flashattn3", call(90, dtype="float32"))
+
+
+@pytest.mark.req("R-BK-FA4-04")
+@pytest.mark.parametrize(
+    ("sm", "dim", "dim_v", "fits"),
+    [
+        (90, 256, 256, True),
+        (90, 192, 128, True),
+        (100, 128, 128, True),
+        (100, 192, 128, True),
+        (100, 256, 256, True),
+        (100, 192, 192, False),
+        (100, 160, 160, False),
+        (120, 128, 128, True),
+        (120, 256, 256, False),
+        (80, 64, 64, True),
+    ],
+)
+def test_the_head_dims_of_flash_attention_4_follow_the_instruction_family(sm, dim, dim_v, fits):
+    assert ("flashattn4" in fitting(call(sm, dim=dim, dim_v=dim_v))) is fits
+
+
+@pytest.mark.req("R-BK-FA4-04")
+def test_fp8_is_for_datacenter_blackwell():
+    assert fitting(call(100, dtype="float8_e4m3fn")) == ["flashattn4"]
+    for sm in (90, 110, 120):
+        assert fitting(call(sm, dtype="float8_e4m3fn")) == []
+
+
+def test_what_the_kernels_cannot_do_is_said():
+    assert fitting(call(90, needs={"alibi"})) == ["flashattn2"]
+    assert fitting(call(90, needs={"mask_bool"})) == []
+    assert fitting(call(90, needs={"backward", "softcap"})) == ["flashattn3", "flashattn4", "flashattn2"]
+    assert fitting(call(90, needs={"backward", "lse", "lse_backward"})) == ["flashattn4"]
+    assert "flashattn4" not in fitting(call(80, needs={"backward"}))
+    assert "flashattn4" not in fitting(call(120, needs={"softcap"}))
+
+
+def test_a_deterministic_call_gets_a_deterministic_kernel():
+    ctx = call(90, needs={"backward"}, deterministic=True)
+    chosen = [spec.kernel_id for spec in kernels() if not spec.check(ctx)]
+    assert sorted(chosen) == [
+        "flashattn2.attention.sm90_deterministic",
+        "flashattn3.attention.sm90_deterministic",
+        "flashattn4.attention.sm90_deterministic",
+    ]
+
+
+@pytest.mark.req("R-BK-FA-04")
+def test_bhsd_costs_a_view_and_no_copy():
+    from layerzero.selection.transforms import adaptations
+
+    ctx = call(90, layout=Layout.BHSD)
+    for spec in kernels():
+        against = spec.check(ctx)
+        if spec.check_device(ctx.device) or "float8_e4m3fn" in spec.dtypes:
+            continue
+        assert {item.code.value for item in against} == {"LAYOUT_UNSUPPORTED"}, spec.kernel_id
+        standing, steps = adaptations(spec, ctx, against)
+        assert [step.name for step in steps] == ["layout:BHSD->BSHD"] and not standing
+
+
+def test_flash_attention_2_says_what_it_cannot_do_under_dropout():
+    from layerzero_flashattn.fa2.limits import attention
+
+    assert attention(call(80)) == []
+    assert attention(call(80, dropout=True)) == []
+    for need in ("softcap", "lse"):
+        assert [item.code.value for item in attention(call(80, dropout=True, needs={need}))] == ["DROPOUT_UNSUPPORTED"]
+
+
+def test_pages_of_one_tile_are_left_out():
+    """FlashAttention 4 reads such a page whole, past the end of the sequence, where a fresh cache may hold NaN."""
+    for spec in kernels("paged_attention"):
+        if spec.backend == "flashattn4":
+            limit = dict(spec.limits)["page_size"]
+            assert limit.one_of is not None and not {80, 96, 112, 128, 144} & limit.one_of
+            assert dict(spec.limits)["head_dim"].max == 128  # wider heads have tiles of 64 keys under a window

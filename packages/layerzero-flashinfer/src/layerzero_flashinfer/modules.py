@@ -1,0 +1,89 @@
+"""Which modules FlashInfer compiles for which calls, and compiling many of them at once.
+
+One module per template, dtypes, head_dim, window or not, softcap or not. FlashInfer compiles a module when it is first
+called, one after another; handed all at once to ninja they keep every core busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from layerzero_flashinfer.vendor import lib
+
+__all__ = ["compile_for", "specs_for"]
+
+_SIMPLE = {
+    "rms_norm": "norm", "gemma_rms_norm": "norm", "add_rms_norm": "norm", "gemma_add_rms_norm": "norm",
+    "rope": "rope", "sample_topk": "topk", "sample": "topk", "sampling_probs": "topk",
+}  # fmt: skip
+
+
+def specs_for(shape: Mapping[str, Any]) -> list[Any]:
+    """FlashInfer's build specifications for one kind of call.
+
+    `shape` names the op, and for attention the dtype, head_dim, batch, seq_len_q, kv_cache_dtype, and whether window
+    and softcap are used; what is left out means the plain case.
+    """
+    op = str(shape.get("op", ""))
+    lib()
+    if op in _SIMPLE:
+        return [_generator(_SIMPLE[op], f"gen_{_SIMPLE[op]}_module")()]
+    if op in ("silu_and_mul", "gelu_and_mul"):
+        gelu = "gelu_tanh" if shape.get("approximate") == "tanh" else "gelu"
+        return [_generator("activation", "gen_act_and_mul_module")("silu" if op == "silu_and_mul" else gelu)]
+    if op == "mla_paged_attention":
+        dtype = _dtype(shape.get("dtype"))
+        make = _generator("attention", "gen_batch_mla_module")
+        return [make(name, dtype, dtype, dtype, torch.int32, 512, 64, False) for name in _templates(dtype)]
+    if op in ("attention", "varlen_attention", "paged_attention"):
+        return list(_attention(op, shape))
+    return []
+
+
+def compile_for(shapes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Compile what the shapes need and is not compiled yet, in parallel; names of the modules that were built."""
+    wanted = {spec.name: spec for shape in shapes for spec in specs_for(shape) if not spec.is_compiled}
+    if wanted:
+        lib().jit.build_jit_specs(list(wanted.values()), verbose=False)
+    return tuple(sorted(wanted))
+
+
+def _attention(op: str, shape: Mapping[str, Any]) -> Iterator[Any]:
+    dtype, width = _dtype(shape.get("dtype")), int(shape.get("head_dim", 128))
+    cache = _dtype(shape.get("kv_cache_dtype") or shape.get("dtype"))
+    flags = bool(shape.get("window")), bool(shape.get("softcap"))
+    sizes = (width, width, 0, *flags)
+    alone = op == "attention" and int(shape.get("batch", 1)) == 1
+    for template in _templates(cache):
+        if alone:
+            yield _generator("attention", "gen_single_prefill_module")(template, dtype, dtype, dtype, *sizes, False)
+        else:
+            make = _generator("attention", "gen_batch_prefill_module")
+            yield make(template, dtype, cache, dtype, torch.int32, *sizes, False)
+    if op == "varlen_attention" or int(shape.get("seq_len_q", 1)) > 1:
+        return
+    if alone:
+        yield _generator("attention", "gen_single_decode_module")(dtype, dtype, dtype, *sizes)
+    else:
+        yield _generator("attention", "gen_batch_decode_module")(dtype, cache, dtype, torch.int32, *sizes)
+
+
+def _templates(cache: torch.dtype) -> tuple[str, ...]:
+    """FA3 is Hopper's, and takes no cache of eight bits beside queries of sixteen."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return ("fa2", "fa3") if hopper and cache.itemsize == 2 else ("fa2",)
+
+
+def _dtype(word: Any) -> torch.dtype:
+    found = word if isinstance(word, torch.dtype) else getattr(torch, str(word or "bfloat16").removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _generator(module: str, name: str) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(f"flashinfer.jit.{module}"), name)

@@ -1,0 +1,137 @@
+"""`lz.varlen_attention` on FlashInfer's ragged wrappers.
+
+The offsets come as device tensors and a plan needs them on the host: one wait for a batch. The plan is kept with the
+very tensors it was read from (and torch's count of writes to them), so the other layers of a model find it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero_flashinfer.options import live_rows, options
+from layerzero_flashinfer.plans import Lengths, Plan, Problem, plan, refuse_planning, starts_of
+from layerzero_flashinfer.workspace import place
+
+__all__ = ["varlen_fa2", "varlen_fa3"]
+
+_KEPT = 8
+
+
+class _Kept:
+    """A plan and the offsets it is for; another tensor that has taken their address is not taken for them."""
+
+    __slots__ = ("counts", "plan", "sources")
+
+    def __init__(self, made: Plan, offsets: tuple[Tensor, Tensor], counts: tuple[int, int]) -> None:
+        self.plan = made
+        self.counts = counts
+        self.sources = tuple(weakref.ref(item) for item in offsets)
+
+    def serves(self, offsets: tuple[Tensor, Tensor], counts: tuple[int, int]) -> bool:
+        return counts == self.counts and all(ref() is item for ref, item in zip(self.sources, offsets, strict=True))
+
+
+_plans: OrderedDict[Any, _Kept] = OrderedDict()
+_guard = threading.Lock()
+
+
+def _counts(offsets: tuple[Tensor, Tensor]) -> tuple[int, int] | None:
+    """torch's count of writes; None for tensors of inference mode, which have none and are read anew."""
+    try:
+        return offsets[0]._version, offsets[1]._version
+    except RuntimeError:
+        return None
+
+
+def _planned(problem: Problem, query: Tensor, offsets: tuple[Tensor, Tensor]) -> Plan:
+    where = place(query)
+    key = (problem, where, id(offsets[0]), id(offsets[1]))
+    counts, found = _counts(offsets), _plans.get(key)
+    if found is not None and counts is not None and found.serves(offsets, counts):
+        return found.plan
+    refuse_planning("these offsets have no plan yet")
+    starts_q, starts_k = (item.tolist() for item in offsets)
+    queries, contexts = (
+        tuple(stop - start for start, stop in itertools.pairwise(starts)) for starts in (starts_q, starts_k)
+    )
+    split_q, split_k = live_rows(problem.causal, queries, contexts)
+    lengths = Lengths(split_q, split_k, starts_of(split_k), None, None)
+    made = plan(problem, where, query.device, lengths)
+    if counts is not None:
+        with _guard:
+            _plans[key] = _Kept(made, offsets, counts)
+            while len(_plans) > _KEPT:
+                _plans.popitem(last=False)
+    return made
+
+
+def _attend(
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> Any:
+    asked = options(is_causal, window, softcap, scale, query.shape[-1])
+    if asked.turned != 1.0:
+        query = query * asked.turned
+    problem = Problem(
+        kind, query.shape[1], key.shape[1], query.shape[2], 1, query.dtype, key.dtype, "NHD", asked.causal,
+        asked.window, asked.softcap, asked.scale,
+    )  # fmt: skip
+    if key.shape[0] == 0:  # no sequence has a key
+        out = query.new_zeros((*query.shape[:2], value.shape[2]))
+        return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+    return _planned(problem, query, offsets).run(query, key, value, return_lse)
+
+
+def varlen_fa2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """Packed sequences on the FA2 template."""
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    return _attend("ragged_fa2", query, key, value, offsets, is_causal, scale, window, softcap, return_lse)
+
+
+def varlen_fa3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """Packed sequences on Hopper's FA3 template."""
+    offsets = (cu_seqlens_q, cu_seqlens_k)
+    return _attend("ragged_fa3", query, key, value, offsets, is_causal, scale, window, softcap, return_lse)

@@ -1,0 +1,201 @@
+"""Attention of one sequence (batch 1): prefill on the FA2 and FA3 templates, decode with and without tensor cores.
+
+Through the function FlashInfer's public call ends in, because that one takes the scratch memory: the public call shares
+one buffer between all streams of a device. A release in which that function has changed is called by its public door.
+All inputs are [1, S, H, D], read as they lie: no copy for a transposed view or a slice of a longer cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero_flashinfer.options import LN2, behind, options
+from layerzero_flashinfer.vendor import lib, starts_with
+from layerzero_flashinfer.workspace import place, workspace
+
+__all__ = ["decode", "decode_tc", "prefill_fa2", "prefill_fa3"]
+
+_NHD, _HND = 0, 1  # FlashInfer's numbers for the two orders of a cache
+_PREFILL = (
+    "q", "k", "v", "tmp", "o", "maybe_lse", "mask_mode", "layout", "window_left", "maybe_packed_custom_mask",
+    "maybe_alibi_slopes", "logits_soft_cap", "sm_scale", "scale_q", "scale_k", "scale_v", "rope_scale", "rope_theta",
+)  # fmt: skip
+_DECODE = (
+    "q", "k", "v", "tmp", "o", "maybe_lse", "alibi_slopes", "kv_layout_code", "window_left", "logits_soft_cap",
+    "sm_scale", "rope_scale", "rope_theta",
+)  # fmt: skip
+
+# One compiled module per template, dtype, head_dim, window or not, softcap or not; None: only the public door is known.
+_modules: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
+
+
+def _prefill_module(backend: str, query: Tensor, window: bool, softcap: bool) -> Callable[..., Any] | None:
+    dtype, width = query.dtype, query.shape[-1]
+    key = (backend, dtype, width, window, softcap)
+    if key not in _modules:
+        made = lib().prefill.get_single_prefill_module(
+            backend, dtype, dtype, dtype, width, width, 0, window, softcap, False
+        )
+        _modules[key] = made.run if starts_with(made.run, _PREFILL) else None
+    return _modules[key]
+
+
+def _decode_module(query: Tensor, window: bool, softcap: bool) -> Callable[..., Any] | None:
+    dtype, width = query.dtype, query.shape[-1]
+    key = ("decode", dtype, width, window, softcap)
+    if key not in _modules:
+        made = lib().decode.get_single_decode_module(dtype, dtype, dtype, width, width, 0, window, softcap)
+        _modules[key] = made.run if starts_with(made.run, _DECODE) else None
+    return _modules[key]
+
+
+def prefill_fa2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """The FA2 template, for every SM from 7.5."""
+    return _prefill("fa2", query, key, value, is_causal, scale, window, softcap, return_lse)
+
+
+def prefill_fa3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """The FA3 template: Hopper's wgmma and TMA, hence 16-byte strides."""
+    return _prefill("fa3", query, key, value, is_causal, scale, window, softcap, return_lse)
+
+
+def decode_tc(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """One query on tensor cores: the heads of a GQA group are rows of one tile."""
+    # A causal mask over one query hides nothing; without it the kernel may split the keys.
+    return _prefill("fa2", query, key, value, False, scale, window, softcap, return_lse)
+
+
+def _prefill(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> Any:
+    asked = options(is_causal, window, softcap, scale, query.shape[-1])
+    rows, cols, heads = query.shape[1], key.shape[1], query.shape[2]
+    if asked.causal and rows > cols:  # it refuses rows without a key
+        live = _prefill(backend, query[:, rows - cols :], key, value, is_causal, scale, window, softcap, return_lse)
+        return behind(live, rows - cols)
+    if asked.turned != 1.0:
+        query = query * asked.turned
+    q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)  # half the price of an index
+    run = _prefill_module(backend, query, asked.window >= 0, asked.softcap > 0.0)
+    if run is None:
+        out, lse = _public_prefill(backend, q, k, v, asked, return_lse)
+    else:
+        out = torch.empty((rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
+        lse = torch.empty((rows, heads), dtype=torch.float32, device=query.device) if return_lse else None
+        scratch = workspace(place(query), query.device)
+        with scratch.lock:
+            run(
+                q, k, v, scratch.single, out, lse, int(asked.causal), _NHD, asked.window, None, None, asked.softcap,
+                asked.scale, None, None, None, 1.0, 1e4,
+            )  # fmt: skip
+    if lse is None:
+        return out.unsqueeze(0)
+    return out.unsqueeze(0), lse.mul_(LN2).transpose(0, 1).unsqueeze(0)
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """One query on CUDA cores: reads the cache once for each query head of a group."""
+    asked = options(False, window, softcap, scale, query.shape[-1])
+    if asked.turned != 1.0:
+        query = query * asked.turned
+    q, k, v = query.squeeze(0).squeeze(0).contiguous(), key.squeeze(0), value.squeeze(0)
+    order, (k, v) = _packed(k, v)
+    run = _decode_module(query, asked.window >= 0, asked.softcap > 0.0)
+    if run is None:
+        out, lse = _public_decode(q, k, v, order, asked, return_lse)
+    else:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[0], dtype=torch.float32, device=q.device) if return_lse else None
+        scratch = workspace(place(query), query.device)
+        with scratch.lock:
+            run(
+                q, k, v, scratch.single, out, lse, None, order, asked.window, asked.softcap, asked.scale, 1.0, 1e4
+            )  # fmt: skip
+    out = out.view(1, 1, *out.shape)
+    return out if lse is None else (out, lse.mul_(LN2).view(1, -1, 1))
+
+
+def _packed(key: Tensor, value: Tensor) -> tuple[int, tuple[Tensor, Tensor]]:
+    """[S, H, D] as the kernel reads it: either order without gaps; anything else is copied."""
+    if key.is_contiguous() and value.is_contiguous():
+        return _NHD, (key, value)
+    turned = key.transpose(0, 1), value.transpose(0, 1)
+    if turned[0].is_contiguous() and turned[1].is_contiguous():
+        return _HND, turned
+    return _NHD, (key.contiguous(), value.contiguous())
+
+
+def _public_prefill(backend: str, q: Tensor, k: Tensor, v: Tensor, asked: Any, return_lse: bool) -> Any:
+    found = lib().single_prefill_with_kv_cache(
+        q, k, v, causal=asked.causal, kv_layout="NHD", pos_encoding_mode="NONE", sm_scale=asked.scale,
+        window_left=asked.window, logits_soft_cap=asked.softcap, backend=backend, return_lse=return_lse,
+    )  # fmt: skip
+    return found if return_lse else (found, None)
+
+
+def _public_decode(q: Tensor, k: Tensor, v: Tensor, order: int, asked: Any, return_lse: bool) -> Any:
+    found = lib().single_decode_with_kv_cache(
+        q, k, v, kv_layout="NHD" if order == _NHD else "HND", pos_encoding_mode="NONE", use_tensor_cores=False,
+        window_left=asked.window, logits_soft_cap=asked.softcap, sm_scale=asked.scale, return_lse=return_lse,
+    )  # fmt: skip
+    return found if return_lse else (found, None)

@@ -1,0 +1,431 @@
+"""The real library on a real GPU: every kernel in sizes that matter, captured graphs, several streams.
+
+Modules that are not compiled yet are compiled here, 10 to 60 s each; LAYERZERO_COMPILED_ONLY=1 skips what needs one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.errors import CudaGraphUnsafeError
+from layerzero.model.kv_cache import make_paged_batch
+from layerzero.numerics import assert_close, tolerance
+from layerzero.registry.capabilities import load_capabilities
+from layerzero.testing.cases import Draw
+from layerzero.testing.cases_attention import attention_call
+from layerzero.testing.cases_grouped import mla_call
+from layerzero.testing.cases_varlen import varlen_call
+from layerzero.testing.kit import import_string, operation
+from layerzero_flashinfer import plugin
+
+# What the vendor warns of at its import is not ours to mend.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+KERNELS = {spec.kernel_id: spec for spec in load_capabilities(plugin.CAPABILITIES).kernels}
+DTYPES = ("float16", "bfloat16")
+CUDA = torch.device("cuda", 0)
+
+
+def kernels(*ops):
+    return sorted(name for name, spec in KERNELS.items() if spec.op in ops and ".grouped" not in spec.function)
+
+
+@pytest.fixture(autouse=True)
+def real():
+    """FlashInfer itself, on a device it is for."""
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    from layerzero_flashinfer.vendor import lib
+
+    return lib()
+
+
+def usable(kernel_id, **shape):
+    """The kernel's spec; skips where this GPU or, if asked to, the set of compiled modules has none."""
+    spec = KERNELS[kernel_id]
+    sm = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if sm < (spec.min_sm or 0) or sm > (spec.max_sm or 999):
+        pytest.skip(f"{kernel_id} is not for SM {sm}")
+    if os.environ.get("LAYERZERO_COMPILED_ONLY"):
+        from layerzero_flashinfer.modules import specs_for
+
+        missing = [s.name for s in specs_for({"op": spec.op, **shape}) if not s.is_compiled and _mine(spec, s.name)]
+        if missing:
+            pytest.skip(f"not compiled: {missing[0]}")
+    return spec
+
+
+def _mine(spec, module):
+    """Whether a kernel uses this module: its template, and the decode module only where it runs on CUDA cores."""
+    if spec.op not in ("attention", "paged_attention", "varlen_attention", "mla_paged_attention"):
+        return True
+    plain_decode = spec.kernel_id.endswith("decode")
+    if "decode" in module:
+        return plain_decode
+    return not plain_decode and module.endswith("_sm90") == spec.kernel_id.endswith("fa3")
+
+
+def wide(item):
+    return item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def moved(op, items):
+    """Attention kernels take BSHD, as transposed views: nothing is copied on the way in."""
+    if op != "attention":
+        return items
+    return tuple(x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in items)
+
+
+def run(spec, args):
+    found = import_string(spec.function)(*moved(spec.op, args))
+    return moved(spec.op, found) if isinstance(found, tuple) else moved(spec.op, (found,))[0]
+
+
+def expect(spec, args, found, dtype, k=128):
+    assert_close(
+        found, operation(spec.op).fallback_impl(*(wide(item) for item in args)), tolerance(spec.op, dtype, k=k)
+    )
+
+
+def draw(dtype, seed):
+    return Draw(dtype, CUDA, seed)
+
+
+ATTENTION = {
+    "prefill": {"seq_q": 517, "heads": 8, "kv_heads": 2, "causal": "bottom_right"},
+    "cached": {"seq_q": 33, "seq_k": 1031, "heads": 8, "kv_heads": 8, "causal": "bottom_right", "lse": True},
+    "full": {"seq_q": 100, "seq_k": 777, "heads": 16, "kv_heads": 2},
+    "more_queries": {"seq_q": 300, "seq_k": 70, "heads": 4, "kv_heads": 4, "causal": "bottom_right", "lse": True},
+    "window": {"seq_q": 200, "seq_k": 900, "heads": 8, "kv_heads": 2, "causal": "bottom_right", "window": (63, 0)},
+    "softcap": {"seq_q": 130, "seq_k": 130, "heads": 8, "kv_heads": 2, "softcap": 5.0, "scale": 0.3, "lse": True},
+    "turned": {"seq_q": 65, "seq_k": 65, "heads": 4, "kv_heads": 4, "scale": -0.2, "causal": "bottom_right"},
+}
+
+
+@pytest.mark.req("R-BK-FI-02", "R-BK-FI-04", "R-BK-FI-07")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", sorted(ATTENTION))
+@pytest.mark.parametrize("kernel_id", kernels("attention"))
+def test_attention_matches_the_reference(kernel_id, name, head_dim, dtype):
+    options = dict(ATTENTION[name])
+    single = "single" in kernel_id
+    batch = 1 if single else 3
+    flags = {"window": "window" in options, "softcap": "softcap" in options}
+    decode = "decode" in kernel_id
+    spec = usable(kernel_id, dtype=dtype, head_dim=head_dim, batch=batch, seq_len_q=1 if decode else 99, **flags)
+    options.setdefault("seq_k", options["seq_q"])
+    args = attention_call(spec, batch=batch, head_dim=head_dim, **options)(draw(dtype, f"{name}{head_dim}"))
+    expect(spec, args, run(spec, args), dtype, head_dim)
+
+
+@pytest.mark.parametrize("kernel_id", kernels("attention"))
+def test_a_slice_of_a_longer_cache_is_read_where_it_lies(kernel_id):
+    single = "single" in kernel_id
+    batch, rows = (1 if single else 4), (1 if "decode" in kernel_id else 48)
+    spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=batch, seq_len_q=rows)
+    source = draw("bfloat16", "slice")
+    cache = [source.normal(batch, 512, 2, 128) for _ in range(2)]
+    query = source.normal(batch, rows, 8, 128)
+    args = (query, *(item[:, :333] for item in cache), None, 0.0, "bottom_right", None, None, None, None, True)
+    found = import_string(spec.function)(*args)
+    turned = [wide(item).transpose(1, 2) for item in args[:3]]
+    wanted = operation("attention").fallback_impl(*turned, *args[3:])
+    assert_close((found[0].transpose(1, 2), found[1]), wanted, tolerance("attention", "bfloat16", k=128))
+
+
+@pytest.mark.req("R-BK-FI-02", "R-BK-FI-07")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+@pytest.mark.parametrize("kernel_id", kernels("varlen_attention"))
+def test_packed_sequences_match_the_reference(kernel_id, causal, head_dim, dtype):
+    spec = usable(kernel_id, dtype=dtype, head_dim=head_dim)
+    sizes = {"queries": (301, 0, 7, 64, 212), "keys": (301, 9, 150, 64, 70), "heads": 8, "kv_heads": 2}
+    args = varlen_call(spec, head_dim=head_dim, causal=causal, lse=True, **sizes)(draw(dtype, "varlen"))
+    expect(spec, args, run(spec, args), dtype, head_dim)
+
+
+def paged(
+    dtype, head_dim, layout, *, contexts=(1000, 17, 256, 0, 3), queries=None, page=16, heads=(8, 2), seed="p", kv=None
+):
+    source = draw(dtype, seed)
+    per_row = max(-(-n // page) for n in contexts)
+    tables = source.permutation(per_row * len(contexts) + 3)[: per_row * len(contexts)].reshape(len(contexts), per_row)
+    shape = (per_row * len(contexts) + 3, page, heads[1], head_dim)
+    caches = [
+        source.normal(*(shape if layout == "NHD" else (shape[0], shape[2], shape[1], shape[3]))) for _ in range(2)
+    ]
+    if kv is not None:
+        caches = [item.to(kv) for item in caches]
+    lens = torch.tensor(contexts, dtype=torch.int32, device=CUDA)
+    new = None if queries is None else torch.tensor(queries, dtype=torch.int32, device=CUDA)
+    query = source.normal(len(contexts) if queries is None else sum(queries), heads[0], head_dim)
+    return query, *caches, (tables, lens, new)
+
+
+@pytest.mark.req("R-BK-FI-02", "R-BK-FI-03", "R-KV-02", "R-KV-04")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kernel_id", kernels("paged_attention"))
+def test_pages_match_the_reference(kernel_id, layout, head_dim, dtype):
+    decode = "decode" in kernel_id
+    spec = usable(kernel_id, dtype=dtype, head_dim=head_dim, batch=9, seq_len_q=1 if decode else 9)
+    queries = None if decode else (90, 17, 1, 2, 3)
+    query, keys, values, parts = paged(dtype, head_dim, layout, queries=queries)
+    for page_lse in (False, True):
+        args = (query, keys, values, make_paged_batch(*parts), None, None, None, None, page_lse, layout)
+        expect(spec, args, run(spec, args), dtype, head_dim)
+
+
+@pytest.mark.parametrize("option", ["window", "softcap"])
+@pytest.mark.parametrize("kernel_id", kernels("paged_attention"))
+def test_window_and_softcap_over_pages(kernel_id, option):
+    decode = "decode" in kernel_id
+    spec = usable(kernel_id, dtype="float16", head_dim=64, batch=9, seq_len_q=1 if decode else 9, **{option: True})
+    query, keys, values, parts = paged("float16", 64, "NHD", queries=None if decode else (90, 17, 1, 2, 3))
+    window, softcap = ((30, 0), None) if option == "window" else (None, 3.0)
+    args = (query, keys, values, make_paged_batch(*parts), 0.4, window, softcap, None, True, "NHD")
+    expect(spec, args, run(spec, args), "float16", 64)
+
+
+@pytest.mark.parametrize("kernel_id", [name for name in kernels("paged_attention") if "fa3" not in name])
+def test_a_cache_of_eight_bits_is_read_as_it_is(kernel_id):
+    decode = "decode" in kernel_id
+    fp8 = torch.float8_e4m3fn
+    spec = usable(
+        kernel_id, dtype="bfloat16", head_dim=128, batch=9, seq_len_q=1 if decode else 9, kv_cache_dtype="float8_e4m3fn"
+    )
+    query, keys, values, parts = paged(
+        "bfloat16", 128, "NHD", contexts=(700, 17, 256), queries=None if decode else (90, 17, 1), kv=fp8
+    )
+    args = (query, keys, values, make_paged_batch(*parts), None, None, None, None, False, "NHD")
+    expect(spec, args, run(spec, args), "bfloat16", 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel_id", kernels("mla_paged_attention"))
+def test_latent_attention_matches_the_reference(kernel_id, dtype):
+    spec = usable(kernel_id, dtype=dtype)
+    for queries in (None, (40, 9, 1, 3)):
+        call = mla_call(spec, heads=16, contexts=(700, 64, 1, 33), queries=queries, page=32, ckv=512, kpe=64, lse=True)
+        args = call(draw(dtype, "mla"))
+        expect(spec, args, run(spec, args), dtype, 512)
+
+
+# -- captured graphs -------------------------------------------------------------------------------
+def captured(call):
+    """The graph of a call that has run twice on a side stream, and its static result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@pytest.mark.req("R-GRAPH-04", "R-GRAPH-07")
+@pytest.mark.parametrize("kernel_id", [name for name in kernels("attention") if "single" in name])
+def test_single_kernels_replay_in_a_graph(kernel_id):
+    rows = 1 if "decode" in kernel_id else 65
+    spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=1, seq_len_q=rows)
+    args = attention_call(
+        spec, batch=1, heads=8, kv_heads=2, seq_q=rows, seq_k=2048, head_dim=128, causal="bottom_right"
+    )
+    static = args(draw("bfloat16", "static"))
+    graph, out = captured(lambda: run(spec, static))
+    for seed in ("one", "two", "three"):
+        for kept, fresh in zip(static[:3], args(draw("bfloat16", seed))[:3], strict=True):
+            kept.copy_(fresh)
+        graph.replay()
+        expect(spec, static, out, "bfloat16")
+
+
+@pytest.mark.req("R-GRAPH-04", "R-GRAPH-07")
+@pytest.mark.parametrize("kernel_id", kernels("paged_attention", "mla_paged_attention"))
+def test_a_paged_batch_replays_with_other_lengths(kernel_id):
+    decode = "decode" in kernel_id
+    spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=9, seq_len_q=1 if decode else 9)
+    latent = spec.op.startswith("mla")
+    first, second, third = (1000, 17, 256, 5), (3, 999, 64, 1024), (512, 0, 1, 77)
+    queries = None if decode or latent else (5, 5, 5, 5)
+    query, keys, values, (tables, lens, new) = paged("bfloat16", 128, "NHD", contexts=(1024,) * 4, queries=queries)
+    batch = lz.paged_batch(tables, lens, query_lens=new, capture=True)
+    if latent:
+        source = draw("bfloat16", "latent")
+        tensors = source.normal(4, 16, 512), source.normal(4, 16, 64), *(source.normal(259, 16, n) for n in (512, 64))
+        args = (*tensors, batch, 0.1, True)
+    else:
+        args = (query, keys, values, batch, None, None, None, None, True, "NHD")
+    graph, out = captured(lambda: run(spec, args))
+    assert len(batch.plans) == 1
+    for contexts in (first, second, third):
+        if queries is not None:
+            contexts = tuple(max(n, 5) for n in contexts)
+        fresh = torch.tensor(contexts, dtype=torch.int32, device=CUDA)
+        batch.update(tables.flip(0), fresh, query_lens=new)
+        graph.replay()
+        expect(spec, args, out, "bfloat16", 512 if latent else 128)
+
+
+def test_a_batch_without_a_plan_is_refused_inside_a_capture():
+    spec = usable("flashinfer.paged_attention.decode_tc", dtype="bfloat16", head_dim=128, batch=9)
+    query, keys, values, parts = paged("bfloat16", 128, "NHD")
+    for kept in (False, True):
+        batch = lz.paged_batch(*parts[:2])
+        args = (query, keys, values, batch, None, None, None, None, False, "NHD")
+        if kept:
+            run(spec, args)
+        with pytest.raises(CudaGraphUnsafeError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            run(spec, args)
+        assert caught.value.code == "BATCH_NOT_PLANNED"
+        assert "capture=True" in str(caught.value)
+
+
+GRAPH_SIMPLE = {
+    "flashinfer.rms_norm.rows": lambda s: (s.normal(64, 4096), s.normal(4096), 1e-6),
+    "flashinfer.gemma_rms_norm.rows": lambda s: (s.normal(64, 4096), s.normal(4096), 1e-6),
+    "flashinfer.add_rms_norm.two_pass": lambda s: (s.normal(64, 4096), s.normal(64, 4096), s.normal(4096), 1e-6),
+    "flashinfer.gemma_add_rms_norm.two_pass": lambda s: (s.normal(64, 4096), s.normal(64, 4096), s.normal(4096), 1e-6),
+    "flashinfer.silu_and_mul.fused": lambda s: (s.normal(64, 2 * 14336),),
+    "flashinfer.gelu_and_mul.fused": lambda s: (s.normal(64, 2 * 1024), "tanh"),
+    "flashinfer.rope.tables": lambda s: (
+        s.normal(2, 300, 8, 128), s.normal(2, 300, 2, 128), s.normal(512, 64), s.normal(512, 64), False, "BSHD", None,
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.req("R-GRAPH-04")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel_id", sorted(GRAPH_SIMPLE))
+def test_norms_activations_and_rope_alone_and_in_a_graph(kernel_id, dtype):
+    spec = usable(kernel_id, approximate="tanh")
+    make = GRAPH_SIMPLE[kernel_id]
+    static = make(draw(dtype, "first"))
+    before = [item.clone() for item in static if isinstance(item, torch.Tensor)]
+    expect(spec, static, run(spec, static), dtype)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, (x for x in static if isinstance(x, torch.Tensor)), strict=True)
+    )
+    graph, out = captured(lambda: run(spec, static))
+    for kept, fresh in zip(static, make(draw(dtype, "second")), strict=True):
+        if isinstance(kept, torch.Tensor):
+            kept.copy_(fresh)
+    graph.replay()
+    expect(spec, static, out, dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("rotary", [64, 128])
+def test_rope_in_both_conventions_and_in_place(interleaved, layout, rotary):
+    spec = usable("flashinfer.rope.tables")
+    source = draw("bfloat16", "rope")
+    shape = (2, 8, 70, 128) if layout == "BHSD" else (2, 70, 8, 128)
+    tables = torch.rand(600, rotary // 2, device=CUDA), torch.rand(600, rotary // 2, device=CUDA)
+    ids = source.integers(600, 2, 70)
+    for inplace in (False, True):
+        q, k = source.normal(*shape), source.normal(*shape)
+        given = (q.clone(), k.clone(), *tables, interleaved, layout, ids, False)
+        found = run(spec, (q, k, *tables, interleaved, layout, ids, inplace))
+        expect(spec, given, found, "bfloat16")
+        assert torch.equal(q, found[0]) is inplace
+
+
+@pytest.mark.req("R-SAMP-01")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel_id", kernels("sample", "sample_topk", "sampling_probs"))
+def test_the_tokens_are_those_of_the_reference(kernel_id, dtype):
+    """A real vocabulary, with the ties of bfloat16, bans, a NaN and an infinity."""
+    spec = usable(kernel_id)
+    logits = (torch.randn(16, 128256, device=CUDA, generator=torch.Generator(CUDA).manual_seed(5)) * 3).to(dtype)
+    logits[1] = logits[1].round()
+    logits[2, 9] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, 77] = torch.nan
+    filters = {"sample_topk": (50,), "sample": (50, 0.9, 0.02), "sampling_probs": (50, 0.9, None)}[spec.op]
+    both = []
+    for function in (import_string(spec.function), operation(spec.op).fallback_impl):
+        extra = () if spec.op == "sampling_probs" else (torch.Generator(CUDA).manual_seed(11),)
+        both.append(function(logits, *filters, 0.8, *extra))
+    if spec.op == "sampling_probs":
+        torch.testing.assert_close(*both, rtol=1e-6, atol=1e-8)
+    else:
+        assert torch.equal(*both)
+    # Not held to the reference: on CUDA a float32 sort puts a NaN with its sign bit set last, and so it goes unseen.
+    logits[5, 78] = -torch.tensor(torch.nan)
+    extra = () if spec.op == "sampling_probs" else (torch.Generator(CUDA).manual_seed(11),)
+    row = import_string(spec.function)(logits, *filters, 0.8, *extra)[5]
+    assert bool((row == (0.0 if spec.op == "sampling_probs" else -1)).all())
+
+
+# -- streams, threads, and the public face -----------------------------------------------------------
+@pytest.mark.parametrize("kernel_id", ["flashinfer.attention.single_decode", "flashinfer.attention.single_decode_tc"])
+def test_streams_do_not_overwrite_each_others_scratch_memory(kernel_id):
+    spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=1, seq_len_q=1)
+    inputs = [
+        attention_call(spec, batch=1, heads=32, kv_heads=8, seq_q=1, seq_k=16384, head_dim=128)(
+            draw("bfloat16", f"s{i}")
+        )
+        for i in range(4)
+    ]
+    wanted = [run(spec, args) for args in inputs]
+    torch.cuda.synchronize()
+    problems = []
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                if not torch.equal(run(spec, inputs[index]), wanted[index]):
+                    problems.append(index)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+@pytest.mark.req("R-BK-FI-02")
+def test_one_plan_serves_all_layers_and_dropped_batches_give_their_wrapper_back():
+    from layerzero_flashinfer import plans
+
+    spec = usable("flashinfer.paged_attention.decode_tc", dtype="bfloat16", head_dim=128, batch=9)
+    query, keys, values, parts = paged("bfloat16", 128, "NHD", contexts=(100, 50, 7))
+    used = set()
+    for _ in range(6):
+        batch = lz.paged_batch(parts[0], parts[1])
+        for _ in range(4):
+            run(spec, (query, keys, values, batch, None, None, None, None, False, "NHD"))
+        assert len(batch.plans) == 1
+        (plan,) = batch.plans.values()
+        used.add(id(plan.plan._slot.wrapper))
+        del batch, plan
+    assert len(used) == 1
+    assert all(len(slots) <= plans._SPARE for slots in plans._free.values())
+
+
+def test_the_public_face_reaches_flashinfer_and_says_so():
+    usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
+    q = torch.randn(1, 8, 64, 128, device=CUDA, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 2, 64, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    with lz.scoped(jit="block"):
+        out = lz.attention(q, k, v, is_causal=True, backend="flashinfer")
+        decision = lz.explain("attention", q, k, v, is_causal=True, backend="flashinfer")
+    assert str(decision.chosen).startswith("flashinfer.attention.single_")
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    assert_close(out, wanted, tolerance("attention", "bfloat16", k=128))

@@ -1,0 +1,161 @@
+"""`lz hub install`, `verify` and `audit`: bring the store to what the lock says, look at it, compare with the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.reasons import Reason, reason
+from layerzero_hub import signing
+from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
+from layerzero_hub.locking import Progress, check_build, fetch_build
+from layerzero_hub.names import check_paths
+from layerzero_hub.policy import HubPolicy
+from layerzero_hub.remote import Remote
+from layerzero_hub.store import Store
+
+__all__ = ["Finding", "audit", "install", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about one locked build; no reasons means all is well."""
+
+    repo_id: str
+    version: int
+    variant: str
+    digest: str
+    state: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.reasons
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "repo_id": self.repo_id,
+            "version": self.version,
+            "variant": self.variant,
+            "digest": self.digest,
+            "state": self.state,
+            "ok": self.ok,
+            "reasons": [item.to_json() for item in self.reasons],
+        }
+
+
+def install(
+    lock: Lock,
+    *,
+    policy: HubPolicy,
+    store: Store,
+    connect: Callable[[], Remote] | None,
+    allow_rollback: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Finding, ...]:
+    """Put every locked build in the store. `connect` None means frozen: what is not there already is an error.
+
+    A build that is there and right costs no transfer. Raises HubError at the first refusal.
+    """
+    policy.check_endpoint(lock.endpoint)
+    signing.check_lock(policy)
+    remote: Remote | None = None
+    done = []
+    for kernel, variant in lock.variants():
+        policy.check_allowed(kernel.repo_id)
+        policy.check_digest(variant.digest)
+        store.remember(kernel, variant, allow_rollback=allow_rollback)
+        state = "present"
+        if not _is_right(store, variant):
+            if connect is None:
+                if store.installed(variant):
+                    store.verify(variant)  # says what is wrong with it
+                raise refuse("HUB_NOT_INSTALLED", f"{kernel.repo_id}@{kernel.version}")
+            remote = remote or connect()
+            _fetch(remote, store, policy, kernel, variant, progress)
+            state = "installed"
+        done.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state))
+    return tuple(done)
+
+
+def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...]:
+    """Check every locked build against policy and lock, byte for byte; asks no hub. Nothing is raised for a finding."""
+    found = []
+    for kernel, variant in lock.variants():
+        reasons: tuple[Reason, ...] = ()
+        try:
+            policy.check_allowed(kernel.repo_id)
+            policy.check_endpoint(lock.endpoint)
+            policy.check_digest(variant.digest)
+            if variant.digest in store.quarantined():
+                raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine")
+            store.check_not_rolled_back(kernel, variant)
+            store.verify(variant)
+        except HubError as error:
+            reasons = error.reasons
+        state = "refused" if reasons else "verified"
+        found.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state, reasons))
+    return tuple(found)
+
+
+def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tuple[Finding, ...]:
+    """`verify`, and what the hub says today: publisher trusted, branch at the locked commit, repository the same."""
+    found = []
+    for finding in verify(lock, policy=policy, store=store):
+        kernel = lock.find(finding.repo_id, finding.version)
+        reasons = list(finding.reasons)
+        try:
+            remote.check_publisher(kernel.repo_id)
+            now = remote.branch(kernel.repo_id, kernel.version)
+            if now != kernel.commit:
+                reasons.append(reason("HUB_BRANCH_MOVED", f"v{kernel.version} ({now[:12]})", kernel.commit[:12]))
+            remote.check_identity(kernel.repo_id, kernel.commit)
+        except HubError as error:
+            reasons += error.reasons
+        state = "attention" if reasons else "audited"
+        found.append(Finding(kernel.repo_id, kernel.version, finding.variant, finding.digest, state, tuple(reasons)))
+    return tuple(found)
+
+
+def _is_right(store: Store, variant: LockedVariant) -> bool:
+    if not store.installed(variant):
+        return False
+    try:
+        store.verify(variant)
+    except HubError:
+        return False
+    return True
+
+
+def _fetch(
+    remote: Remote,
+    store: Store,
+    policy: HubPolicy,
+    kernel: LockedKernel,
+    variant: LockedVariant,
+    progress: Progress | None,
+) -> None:
+    """All checks of the lock but the run, at the locked commit; then the bytes must have the locked hashes."""
+    remote.check_publisher(kernel.repo_id)
+    remote.check_identity(kernel.repo_id, kernel.commit)
+    tree = {file.path: file for file in remote.tree(kernel.repo_id, kernel.commit)}
+    check_paths(tree)
+    prefix = f"build/{variant.name}/"
+    files = {path.removeprefix(prefix): file for path, file in tree.items() if path.startswith(prefix)}
+    for path in variant.files:
+        if path not in files:
+            raise refuse("HUB_STORE_MISSING_FILE", path, detail="at the hub")
+    for path in files:
+        if path not in variant.files:
+            raise refuse("HUB_STORE_EXTRA_FILE", path, detail="at the hub")
+    with store.staging() as staging:
+        found = fetch_build(remote, kernel.repo_id, kernel.commit, variant.name, files, staging, progress)
+        for path, locked in variant.files.items():
+            if found[path] != locked:
+                raise refuse("HUB_HASH_MISMATCH", path, locked.sha256)
+        check_build(staging.folder / variant.name, found, f"{kernel.repo_id}/{variant.name}", policy)
+        store.commit(staging, variant)

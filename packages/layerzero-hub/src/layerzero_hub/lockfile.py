@@ -1,0 +1,221 @@
+"""`layerzero-hub.lock`: which bytes of which kernels may run. Strict to read, stable to write.
+
+Unknown keys, repeated keys, other types and hashes that do not fit raise HubError; nothing is guessed. The digest of a
+variant is the SHA-256 of the canonical JSON of its `files`, so that one line of the lock stands for every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from layerzero.files import write_whole
+from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.names import check_commit, check_hash, check_paths, check_repo_id, check_variant
+
+__all__ = ["LOCK_NAME", "Lock", "LockedFile", "LockedKernel", "LockedVariant", "digest_of", "parse", "read", "write"]
+
+LOCK_NAME: Final = "layerzero-hub.lock"
+MAX_BYTES: Final = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LockedFile:
+    """One file: its SHA-256 and its size."""
+
+    sha256: str
+    size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        return {"sha256": self.sha256, "size": self.size}
+
+
+@dataclass(frozen=True, slots=True)
+class LockedVariant:
+    """One build of a kernel: its id, the ops namespaces it may register, what it depends on, and its files."""
+
+    name: str
+    digest: str
+    id: str
+    ops_namespaces: tuple[str, ...]
+    kernel_depends: tuple[tuple[str, int], ...]
+    files: Mapping[str, LockedFile]
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        return {
+            "digest": self.digest,
+            "id": self.id,
+            "ops-namespaces": list(self.ops_namespaces),
+            "kernel-depends": [{"repo-id": repo, "version": version} for repo, version in self.kernel_depends],
+            "files": {path: item.to_json() for path, item in sorted(self.files.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LockedKernel:
+    """One kernel at one commit, with the builds that were locked."""
+
+    repo_id: str
+    version: int
+    commit: str
+    variants: Mapping[str, LockedVariant]
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        return {
+            "repo-id": self.repo_id,
+            "version": self.version,
+            "commit": self.commit,
+            "variants": {name: variant.to_json() for name, variant in sorted(self.variants.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The whole lock."""
+
+    endpoint: str
+    kernels: tuple[LockedKernel, ...] = field(default=())
+
+    def find(self, repo_id: str, version: int | None = None) -> LockedKernel:
+        """The locked kernel; HUB_NOT_LOCKED when there is none, HUB_LOCK_INVALID when a version must be named."""
+        found = [k for k in self.kernels if k.repo_id == repo_id and version in (None, k.version)]
+        if not found:
+            raise refuse("HUB_NOT_LOCKED", repo_id if version is None else f"{repo_id}@{version}")
+        if len(found) > 1:
+            versions = ", ".join(str(kernel.version) for kernel in found)
+            raise refuse("HUB_LOCK_INVALID", repo_id, f"versions {versions} are locked: name one")
+        return found[0]
+
+    def variants(self) -> Iterator[tuple[LockedKernel, LockedVariant]]:
+        """Every locked build."""
+        for kernel in self.kernels:
+            for variant in kernel.variants.values():
+                yield kernel, variant
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file; kernels sorted, so that equal content gives equal bytes."""
+        ordered = sorted(self.kernels, key=lambda kernel: (kernel.repo_id, kernel.version))
+        return {"lock-version": 1, "endpoint": self.endpoint, "kernels": [kernel.to_json() for kernel in ordered]}
+
+
+def digest_of(files: Mapping[str, LockedFile]) -> str:
+    """`sha256:…` over the canonical JSON of the files."""
+    plain = {path: item.to_json() for path, item in files.items()}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def read(path: Path) -> Lock:
+    """The lock at `path`. Raises HubError: HUB_LOCK_MISSING, HUB_LOCK_INVALID, HUB_LOCK_STALE, or a name's own code."""
+    try:
+        if not path.is_file():
+            raise refuse("HUB_LOCK_MISSING", path.name)
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise refuse("HUB_LOCK_INVALID", path.name, str(error)) from None
+    return parse(raw)
+
+
+def write(lock: Lock, path: Path) -> None:
+    """Write the lock whole or not at all; equal locks give equal bytes."""
+    write_whole(path, json.dumps(lock.to_json(), indent=1, ensure_ascii=True) + "\n")
+
+
+def parse(raw: bytes) -> Lock:
+    """The lock in these bytes; only HubError is raised, whatever the bytes."""
+    if len(raw) > MAX_BYTES:
+        raise refuse("HUB_LOCK_INVALID", "file", f"larger than {MAX_BYTES} bytes")
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+    except HubError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise refuse("HUB_LOCK_INVALID", "file", f"no JSON: {type(error).__name__}") from None
+    top = _fields(data, "file", {"lock-version": int, "endpoint": str, "kernels": list})
+    if top["lock-version"] != 1:
+        raise refuse("HUB_LOCK_INVALID", "lock-version", f"1 expected, not {top['lock-version']}")
+    kernels = tuple(_kernel(entry, f"kernels[{index}]") for index, entry in enumerate(top["kernels"]))
+    seen: set[tuple[str, int]] = set()
+    for kernel in kernels:
+        key = (kernel.repo_id, kernel.version)
+        if key in seen:
+            raise refuse("HUB_LOCK_INVALID", f"{kernel.repo_id}@{kernel.version}", "locked twice")
+        seen.add(key)
+    return Lock(top["endpoint"], kernels)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise refuse("HUB_LOCK_INVALID", key, "the key stands twice")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise refuse("HUB_LOCK_INVALID", "file", f"{name} is no JSON")
+
+
+def _fields(data: Any, where: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise refuse("HUB_LOCK_INVALID", where, f"a mapping expected, not {type(data).__name__}")
+    for key in data:
+        if key not in wanted:
+            raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", "unknown key")
+    for key, kind in wanted.items():
+        if key not in data:
+            raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", "missing")
+        if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
+            raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", f"{kind.__name__} expected")
+    return data
+
+
+def _kernel(data: Any, where: str) -> LockedKernel:
+    entry = _fields(data, where, {"repo-id": str, "version": int, "commit": str, "variants": dict})
+    repo_id = check_repo_id(entry["repo-id"])
+    if not 0 <= entry["version"] < 2**31:
+        raise refuse("HUB_LOCK_INVALID", f"{where}.version", "a version from 0 up")
+    if not entry["variants"]:
+        raise refuse("HUB_LOCK_INVALID", f"{where}.variants", "at least one build")
+    variants = {name: _variant(name, item, f"{where}.variants.{name}") for name, item in entry["variants"].items()}
+    return LockedKernel(repo_id, entry["version"], check_commit(entry["commit"]), variants)
+
+
+def _variant(name: str, data: Any, where: str) -> LockedVariant:
+    wanted = {"digest": str, "id": str, "ops-namespaces": list, "kernel-depends": list, "files": dict}
+    entry = _fields(data, where, wanted)
+    check_variant(name)
+    check_paths(entry["files"])
+    files = {path: _file(item, f"{where}.files") for path, item in entry["files"].items()}
+    if "metadata.json" not in files:
+        raise refuse("HUB_LOCK_INVALID", f"{where}.files", "metadata.json is missing")
+    if not entry["id"].isidentifier() or not entry["id"].isascii():
+        raise refuse("HUB_LOCK_INVALID", f"{where}.id", "a Python name expected")
+    for space in entry["ops-namespaces"]:
+        if not isinstance(space, str) or not space.isidentifier():
+            raise refuse("HUB_LOCK_INVALID", f"{where}.ops-namespaces", "Python names expected")
+    depends = tuple(_dependency(item, f"{where}.kernel-depends") for item in entry["kernel-depends"])
+    if entry["digest"] != digest_of(files):
+        raise refuse("HUB_LOCK_STALE", where)
+    return LockedVariant(name, entry["digest"], entry["id"], tuple(entry["ops-namespaces"]), depends, files)
+
+
+def _file(data: Any, where: str) -> LockedFile:
+    entry = _fields(data, where, {"sha256": str, "size": int})
+    if not 0 <= entry["size"] < 2**48:
+        raise refuse("HUB_LOCK_INVALID", f"{where}.size", "a size from 0 up")
+    return LockedFile(check_hash(entry["sha256"], f"{where}.sha256"), entry["size"])
+
+
+def _dependency(data: Any, where: str) -> tuple[str, int]:
+    entry = _fields(data, where, {"repo-id": str, "version": int})
+    return check_repo_id(entry["repo-id"]), entry["version"]

@@ -1,0 +1,193 @@
+"""`lz hub lock`: look at a kernel from all sides, then write down the hash of every byte.
+
+The order is that of docs/hub.md: who, what, where from, the bytes, the binaries, and last a run in another process.
+What passed is put in the store at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from layerzero_hub import elf, fingerprint
+from layerzero_hub.errors import refuse
+from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
+from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, parse
+from layerzero_hub.names import check_paths, check_variant
+from layerzero_hub.policy import HubPolicy
+from layerzero_hub.probe import Prober
+from layerzero_hub.remote import Remote, RemoteFile
+from layerzero_hub.store import Staging, Store
+
+__all__ = ["Progress", "fetch_build", "lock_kernels"]
+
+_BUILD: Final = "build/"
+Progress = Callable[[str, int, int], None]
+"""Called with file, bytes that came, bytes in all."""
+
+
+@dataclass
+class _Work:
+    remote: Remote
+    policy: HubPolicy
+    store: Store
+    prober: Prober | None
+    allow_rollback: bool
+    progress: Progress | None
+    done: dict[tuple[str, int], LockedKernel] = field(default_factory=dict)
+
+
+def lock_kernels(
+    wanted: Iterable[tuple[str, int]],
+    *,
+    remote: Remote,
+    policy: HubPolicy,
+    store: Store,
+    known: Lock | None = None,
+    probe: bool | Prober = True,
+    allow_rollback: bool = False,
+    progress: Progress | None = None,
+) -> Lock:
+    """The lock of these kernels and their dependencies, beside the `known` ones. On HubError nothing is locked."""
+    with nullcontext(probe) if isinstance(probe, Prober) else Prober() as prober:
+        work = _Work(remote, policy, store, prober if probe else None, allow_rollback, progress)
+        for repo_id, version in wanted:
+            _lock(work, repo_id, version, "", ())
+    kept = {(kernel.repo_id, kernel.version): kernel for kernel in (known.kernels if known else ())}
+    kept.update(work.done)
+    _check_apart(kept.values())
+    return Lock(remote.web.endpoint, tuple(kept[key] for key in sorted(kept)))
+
+
+def _lock(work: _Work, repo_id: str, version: int, wanted_by: str, above: tuple[str, ...]) -> LockedKernel:
+    work.policy.check_allowed(repo_id, wanted_by=wanted_by)
+    if repo_id in above:
+        raise refuse("HUB_METADATA_INVALID", repo_id, "it depends on itself")
+    if (repo_id, version) in work.done:
+        return work.done[(repo_id, version)]
+    work.remote.check_publisher(repo_id)
+    commit = work.remote.branch(repo_id, version)
+    work.remote.check_identity(repo_id, commit)
+    builds = _builds(work.remote.tree(repo_id, commit))
+    name = _fitting(repo_id, builds)
+    with work.store.staging() as staging:
+        files = fetch_build(work.remote, repo_id, commit, name, builds[name], staging, work.progress)
+        folder = staging.folder / name
+        metadata = check_build(folder, files, f"{repo_id}/{name}", work.policy)
+        check_id_free(metadata.id)
+        needs = {}
+        for needed, number in metadata.depends:
+            dependency = _lock(work, needed, number, repo_id, (*above, repo_id))
+            needs[needed] = str(work.store.variant_path(next(iter(dependency.variants.values()))))
+        variant = LockedVariant(name, digest_of(files), metadata.id, (), metadata.depends, files)
+        work.policy.check_digest(variant.digest)
+        spaces = _probe(work.prober, folder, variant, needs) if work.prober else (metadata.id,)
+        variant = replace(variant, ops_namespaces=spaces)
+        kernel = LockedKernel(repo_id, version, commit, {name: variant})
+        work.store.remember(kernel, variant, allow_rollback=work.allow_rollback)
+        work.store.commit(staging, variant)
+    work.done[(repo_id, version)] = kernel
+    return kernel
+
+
+def fetch_build(
+    remote: Remote,
+    repo_id: str,
+    commit: str,
+    name: str,
+    files: Mapping[str, RemoteFile],
+    staging: Staging,
+    progress: Progress | None = None,
+) -> dict[str, LockedFile]:
+    """Download the files of one build into a staging folder, each checked against the tree; path → hash and size."""
+    total = sum(file.size for file in files.values())
+    if total > remote.policy.max_bytes:
+        raise refuse("HUB_TOO_LARGE", total, remote.policy.max_bytes, detail=f"{repo_id} {name}")
+    found: dict[str, LockedFile] = {}
+    came = 0
+    for path, file in sorted(files.items()):
+
+        def count(size: int, path: str = path) -> None:
+            nonlocal came
+            came += size
+            if progress is not None:
+                progress(f"{repo_id} {path}", came, total)
+
+        with staging.create(f"{name}/{path}") as sink:
+            found[path] = remote.fetch(repo_id, commit, file, sink, count)
+    return found
+
+
+def check_build(folder: Path, files: Mapping[str, LockedFile], where: str, policy: HubPolicy) -> BuildMetadata:
+    """Metadata, the build's own digest, and every shared object. No code of the kernel runs."""
+    if "metadata.json" not in files:
+        raise refuse("HUB_METADATA_INVALID", where, "there is none")
+    metadata = parse((folder / "metadata.json").read_bytes(), where)
+    check_digest(metadata, folder, files)
+    for path in sorted(files):
+        place = folder / path
+        if elf.is_elf(place) or ".so" in place.name:
+            elf.check_shared_object(place, path, needed=policy.needed_libs)
+    return metadata
+
+
+def _builds(tree: Iterable[RemoteFile]) -> dict[str, dict[str, RemoteFile]]:
+    """The tree as builds: variant → path inside it → file. Every path of the repository is judged, not only these."""
+    listed = tuple(tree)
+    check_paths(file.path for file in listed)
+    builds: dict[str, dict[str, RemoteFile]] = {}
+    for file in listed:
+        if not file.path.startswith(_BUILD) or file.path.count("/") < 2:
+            continue
+        name, inside = file.path.removeprefix(_BUILD).split("/", 1)
+        builds.setdefault(check_variant(name), {})[inside] = file
+    return builds
+
+
+def _fitting(repo_id: str, builds: Mapping[str, object]) -> str:
+    from kernels.variants import parse_variant, resolve_variant
+
+    parsed = []
+    for name in builds:
+        try:
+            parsed.append(parse_variant(name))
+        except ValueError:
+            continue
+    best, _ = resolve_variant(parsed)
+    if best is None:
+        raise refuse("HUB_VARIANT_MISSING", repo_id, ", ".join(sorted(builds)) or "it has no builds")
+    return str(best.variant_str)
+
+
+def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: dict[str, str]) -> tuple[str, ...]:
+    seen = prober.run(folder, needs=needs)
+    if seen.changed:
+        raise refuse("HUB_DISPATCHER_CHANGED", seen.changed[0])
+    for space in seen.namespaces:
+        if not _is_own(space, variant.id):
+            raise refuse("HUB_NAMESPACE_FOREIGN", space, variant.id)
+        if space in fingerprint.namespaces():
+            raise refuse("HUB_NAMESPACE_DUPLICATE", space, "this process")
+    return seen.namespaces
+
+
+def _is_own(space: str, identity: str) -> bool:
+    """A namespace is a kernel's own when it is its id, or the id is the namespace with the builder's suffix or dash."""
+    return space == identity or space.lstrip("_") == identity.lstrip("_")
+
+
+def _check_apart(kernels: Iterable[LockedKernel]) -> None:
+    """No two locked builds may share an id or an ops namespace: they would meet in one process."""
+    spaces: dict[str, str] = {}
+    ids: dict[str, str] = {}
+    for kernel in kernels:
+        who = f"{kernel.repo_id}@{kernel.version}"
+        for variant in kernel.variants.values():
+            if ids.setdefault(variant.id, who) != who:
+                raise refuse("HUB_ID_TAKEN", variant.id, ids[variant.id])
+            for space in variant.ops_namespaces:
+                if spaces.setdefault(space, who) != who:
+                    raise refuse("HUB_NAMESPACE_DUPLICATE", space, spaces[space])

@@ -1,0 +1,118 @@
+"""How a function of a hub kernel becomes a kernel of an op: the entries of `[[hub.kernels]]`.
+
+    [[hub.kernels]]
+    repo = "org/fast-norm"          # a locked repository
+    op = "rms_norm"                 # an op of LayerZero
+    function = "rms_norm"           # what to call in the kernel, dots for submodules
+    arguments = ["x", "weight", "eps"]   # canonical arguments of the op, in the function's order
+    capabilities = { dtypes = ["float32"], platforms = ["cpu"] }    # as in capabilities.json
+
+A kernel may bring the same entries in `layerzero.json` beside its code (without `repo`); the policy's entry wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from layerzero_hub.errors import refuse
+from layerzero_hub.names import check_repo_id
+
+__all__ = ["KernelMapping", "parse_descriptor", "parse_mappings"]
+
+_FUNCTION: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*){0,4}\Z")
+_OP: Final = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_KEYS: Final = frozenset(
+    {"repo", "version", "op", "function", "variant", "arguments", "keywords", "out", "capabilities"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMapping:
+    """One function of one locked kernel, as a kernel of an op.
+
+    `arguments` names the op's canonical arguments in the order the function takes them (empty: all, as they are);
+    `keywords` are passed by name; `out` True means the function takes an output like the first tensor as its first
+    argument, and returns nothing.
+    """
+
+    repo: str
+    op: str
+    function: str
+    version: int | None = None
+    variant: str = ""
+    arguments: tuple[str, ...] = ()
+    keywords: tuple[tuple[str, str], ...] = ()
+    out: bool = False
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_mappings(value: object) -> tuple[KernelMapping, ...]:
+    """The entries of `[[hub.kernels]]`; only HubError is raised."""
+    if not isinstance(value, (list, tuple)) or len(value) > 1000:
+        raise refuse("HUB_POLICY_INVALID", "kernels", "a list of at most 1000 tables")
+    return tuple(_entry(item, f"kernels[{index}]", None) for index, item in enumerate(value))
+
+
+def parse_descriptor(data: object, repo: str) -> tuple[KernelMapping, ...]:
+    """The entries a kernel brings itself in `layerzero.json`: `{"kernels": [...]}` without `repo`."""
+    if not isinstance(data, Mapping) or set(data) != {"kernels"} or not isinstance(data["kernels"], list):
+        raise refuse("HUB_METADATA_INVALID", repo, 'layerzero.json holds {"kernels": [...]} and nothing else')
+    return tuple(_entry(item, f"kernels[{index}]", repo) for index, item in enumerate(data["kernels"][:1000]))
+
+
+def _entry(data: object, where: str, repo: str | None) -> KernelMapping:
+    if not isinstance(data, Mapping):
+        raise refuse("HUB_POLICY_INVALID", where, "a table")
+    for key in data:
+        if key not in _KEYS or (key == "repo" and repo is not None):
+            raise refuse("HUB_POLICY_INVALID", f"{where}.{key}", f"unknown key; known: {', '.join(sorted(_KEYS))}")
+    op, function = data.get("op"), data.get("function")
+    if not isinstance(op, str) or not _OP.match(op):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.op", "the name of an op")
+    if not isinstance(function, str) or not _FUNCTION.match(function):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.function", "a function of the kernel")
+    version = data.get("version")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.version", "a number")
+    capabilities = data.get("capabilities", {})
+    if not isinstance(capabilities, Mapping):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.capabilities", "a table as in capabilities.json")
+    out = data.get("out", False)
+    if not isinstance(out, bool):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.out", "true or false")
+    return KernelMapping(
+        repo=check_repo_id(repo if repo is not None else data.get("repo")),
+        op=op,
+        function=function,
+        version=version,
+        variant=_variant(data.get("variant", ""), where),
+        arguments=_names(data.get("arguments", ()), f"{where}.arguments"),
+        keywords=_keywords(data.get("keywords", {}), f"{where}.keywords"),
+        out=out,
+        capabilities=dict(capabilities),
+    )
+
+
+def _variant(value: object, where: str) -> str:
+    if value == "":
+        return ""
+    if not isinstance(value, str) or not re.match(r"[a-z0-9_]{1,40}\Z", value):
+        raise refuse("HUB_POLICY_INVALID", f"{where}.variant", "lower-case letters, digits and _")
+    return value
+
+
+def _names(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one.isidentifier() for one in value):
+        raise refuse("HUB_POLICY_INVALID", where, "a list of argument names")
+    return tuple(value)
+
+
+def _keywords(value: object, where: str) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, Mapping):
+        raise refuse("HUB_POLICY_INVALID", where, "a table: the function's keyword = the op's argument")
+    _names(list(value), where)
+    _names(list(value.values()), where)
+    return tuple(sorted(value.items()))

@@ -1,0 +1,121 @@
+"""`metadata.json` of a build: what the kernel says of itself, and whether its own digest covers every file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.machinery
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.names import check_repo_id
+
+__all__ = ["BuildMetadata", "check_digest", "check_id_free", "parse"]
+
+_MAX_BYTES: Final = 2**20
+# Written by the publisher's tools beside the build, after the digest was taken.
+_OUTSIDE_DIGEST: Final = frozenset({"metadata.json", "metadata.json.sigstore", "metadata.json.sig"})
+
+
+@dataclass(frozen=True, slots=True)
+class BuildMetadata:
+    """The fields that matter here."""
+
+    id: str
+    name: str
+    version: int
+    depends: tuple[tuple[str, int], ...]
+    digest_algorithm: str = ""
+    digest_files: Mapping[str, str] | None = None
+
+
+def parse(raw: bytes, where: str) -> BuildMetadata:
+    """The metadata in these bytes; `kernels` must be able to read them too. Only HubError is raised."""
+    if len(raw) > _MAX_BYTES:
+        raise refuse("HUB_METADATA_INVALID", where, f"larger than {_MAX_BYTES} bytes")
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
+    except HubError:
+        raise
+    except (ValueError, RecursionError):
+        raise refuse("HUB_METADATA_INVALID", where, "no JSON") from None
+    if not isinstance(data, dict):
+        raise refuse("HUB_METADATA_INVALID", where, "no mapping")
+    _ask_vendor(raw, where)
+    identity, name, version = data.get("id"), data.get("name"), data.get("version")
+    if not isinstance(identity, str) or not identity.isascii() or not identity.isidentifier():
+        raise refuse("HUB_METADATA_INVALID", where, "id must be a Python name")
+    if not isinstance(name, str) or not isinstance(version, int) or isinstance(version, bool):
+        raise refuse("HUB_METADATA_INVALID", where, "name and version are needed")
+    algorithm, files = _digest(data.get("digest"), where)
+    depends = tuple(_dependency(item, where) for item in data.get("kernel-depends") or ())
+    return BuildMetadata(identity, name, version, depends, algorithm, files)
+
+
+def check_id_free(identity: str) -> None:
+    """Raise when loading under this id would stand in for a module that exists: `kernels` puts it in sys.modules."""
+    if identity in sys.stdlib_module_names or identity in sys.builtin_module_names:
+        raise refuse("HUB_ID_TAKEN", identity, "the standard library")
+    if identity in sys.modules:
+        raise refuse("HUB_ID_TAKEN", identity, "a module of this process")
+    # PathFinder looks only: importlib.util.find_spec would run hooks of others.
+    if importlib.machinery.PathFinder.find_spec(identity) is not None:
+        raise refuse("HUB_ID_TAKEN", identity, "an installed module")
+
+
+def check_digest(metadata: BuildMetadata, folder: Path, files: Mapping[str, Any]) -> None:
+    """Raise unless the build's own digest, where it has one, covers each file with the right hash."""
+    if metadata.digest_files is None:
+        return
+    for path in files:
+        if path in _OUTSIDE_DIGEST:
+            continue
+        said = metadata.digest_files.get(path)
+        if said is None:
+            raise refuse("HUB_DIGEST_INCOMPLETE", path)
+        with (folder / path).open("rb") as file:
+            found = hashlib.file_digest(file, metadata.digest_algorithm).digest()
+        if base64.b64encode(found).decode("ascii") != said:
+            raise refuse("HUB_HASH_MISMATCH", path, "the digest of metadata.json")
+    for path in metadata.digest_files:
+        if path not in files:
+            raise refuse("HUB_STORE_MISSING_FILE", path)
+
+
+def _ask_vendor(raw: bytes, where: str) -> None:
+    from kernels._rust import Metadata
+
+    try:
+        Metadata.from_bytes(raw)
+    except ValueError as error:
+        raise refuse("HUB_METADATA_INVALID", where, str(error)) from None
+
+
+def _digest(data: Any, where: str) -> tuple[str, Mapping[str, str] | None]:
+    if data is None:
+        return "", None
+    files = data.get("files") if isinstance(data, dict) else None
+    algorithm = data.get("algorithm") if isinstance(data, dict) else None
+    good = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
+    if algorithm not in ("sha256", "sha512") or not good:
+        raise refuse("HUB_METADATA_INVALID", where, "digest must name sha256 or sha512 and its files")
+    return algorithm, files
+
+
+def _dependency(data: Any, where: str) -> tuple[str, int]:
+    version = data.get("version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
+    return check_repo_id(data.get("repo-id")), version
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise refuse("HUB_METADATA_INVALID", where, "a key stands twice")
+    return found

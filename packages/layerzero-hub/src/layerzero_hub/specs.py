@@ -1,0 +1,126 @@
+"""Locked kernels as ordinary kernels of LayerZero: one capabilities document, made from lock and mapping.
+
+Read when plugins register (the first call or inspection, never at `import layerzero`): policy, lock and the names in
+the store. No kernel is hashed, imported or fetched here; that happens when one is bound, and each kernel carries a
+predicate that refuses it, with its reason, as long as it may not load.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layerzero.reasons import Reason
+from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.loading import choose
+from layerzero_hub.lockfile import LockedKernel, LockedVariant, read
+from layerzero_hub.mapping import KernelMapping, parse_descriptor
+from layerzero_hub.policy import HubPolicy
+from layerzero_hub.store import Store
+
+__all__ = ["HubKernel", "capabilities", "table"]
+
+# What is claimed for a function nobody described further: contiguous float32 on a CPU, nothing else.
+_MODEST: Mapping[str, Any] = {"platforms": ["cpu"], "dtypes": ["float32"], "contiguous": True, "priority": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class HubKernel:
+    """One function of one locked build, under its kernel id."""
+
+    kernel_id: str
+    mapping: KernelMapping
+    repo_id: str
+    version: int
+    digest: str
+    refused: tuple[Reason, ...] = ()
+
+    @property
+    def attribute(self) -> str:
+        """The name under which `layerzero_hub.bound` knows it."""
+        return "k_" + re.sub(r"[^a-z0-9]", "_", self.kernel_id)
+
+
+def table(policy: HubPolicy) -> dict[str, HubKernel]:
+    """Kernel id → kernel, of everything that is mapped. A kernel that may not load is there too, with the reasons."""
+    if not policy.enabled or not policy.lock_path.is_file():
+        return {}
+    lock = read(policy.lock_path)
+    store = Store(policy.store_path)
+    found: dict[str, HubKernel] = {}
+    for locked in lock.kernels:
+        try:
+            variant = choose(locked)
+        except HubError:
+            continue  # a build for other machines
+        refused = _refused(policy, store, locked, variant, lock.endpoint)
+        for mapping in _mappings(policy, store, locked, variant):
+            kernel_id = _kernel_id(locked, variant, mapping)
+            kernel = HubKernel(kernel_id, mapping, locked.repo_id, locked.version, variant.digest, refused)
+            if kernel_id in found:
+                raise refuse("HUB_POLICY_INVALID", "kernels", f"{kernel_id} is mapped twice: give one a `variant`")
+            found[kernel_id] = kernel
+    return found
+
+
+def capabilities(policy: HubPolicy, base: Mapping[str, Any]) -> dict[str, Any]:
+    """A capabilities document: `base` (the package's own file) with an entry for each mapped kernel."""
+    ops: dict[str, list[dict[str, Any]]] = {}
+    for kernel in table(policy).values():
+        entry = {**_MODEST, **kernel.mapping.capabilities}
+        entry["kernel_id"] = kernel.kernel_id
+        entry["function"] = f"layerzero_hub.bound:{kernel.attribute}"
+        entry["predicate"] = f"layerzero_hub.bound:p_{kernel.attribute[2:]}"
+        entry.setdefault("doc", f"{kernel.repo_id} version {kernel.version}, {kernel.digest[:19]}")
+        if "cuda" in entry["platforms"]:
+            entry.setdefault("grid_layout", "library")
+        ops.setdefault(kernel.mapping.op, []).append(entry)
+    return {
+        **base,
+        "ops": {op: sorted(entries, key=lambda entry: str(entry["kernel_id"])) for op, entries in ops.items()},
+    }
+
+
+def _refused(
+    policy: HubPolicy, store: Store, kernel: LockedKernel, variant: LockedVariant, endpoint: str
+) -> tuple[Reason, ...]:
+    """The cheap checks; the bytes are looked at when the kernel is bound."""
+    try:
+        policy.check_allowed(kernel.repo_id)
+        policy.check_endpoint(endpoint)
+        policy.check_digest(variant.digest)
+        if variant.digest in store.quarantined():
+            raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine after doing harm")
+        if not store.installed(variant):
+            raise refuse("HUB_NOT_INSTALLED", f"{kernel.repo_id}@{kernel.version}")
+    except HubError as error:
+        return error.reasons
+    return ()
+
+
+def _mappings(
+    policy: HubPolicy, store: Store, kernel: LockedKernel, variant: LockedVariant
+) -> tuple[KernelMapping, ...]:
+    said = tuple(
+        mapping
+        for mapping in policy.kernels
+        if mapping.repo == kernel.repo_id and mapping.version in (None, kernel.version)
+    )
+    if said or "layerzero.json" not in variant.files:
+        return said
+    try:
+        data = json.loads((store.variant_path(variant) / "layerzero.json").read_bytes()[: 2**20])
+    except (OSError, ValueError, RecursionError):
+        return ()
+    return tuple(replace(mapping, version=kernel.version) for mapping in parse_descriptor(data, kernel.repo_id))
+
+
+def _kernel_id(kernel: LockedKernel, variant: LockedVariant, mapping: KernelMapping) -> str:
+    """`hub.<op>.<name>-v<version>[-variant]`: two versions, or two functions, stand side by side."""
+    name = re.sub(r"[^a-z0-9_-]", "-", kernel.repo_id.split("/")[1].lower())
+    owner = re.sub(r"[^a-z0-9_-]", "-", kernel.repo_id.split("/")[0].lower())
+    extra = f"-{mapping.variant}" if mapping.variant else ""
+    return f"hub.{mapping.op}.{owner}-{name}-v{kernel.version}{extra}"

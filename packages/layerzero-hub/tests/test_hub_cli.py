@@ -1,0 +1,163 @@
+"""`lz hub …` as people type it: five commands from nothing to a frozen, signed deployment; exit codes; JSON; doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from layerzero.cli.app import cli
+
+QUIET = {"NO_COLOR": "1"}
+
+
+@pytest.fixture
+def shell(bench, monkeypatch):
+    """Run `lz` with this bench's policy; returns (exit code, output)."""
+    path = bench.folder / "layerzero.yaml"
+
+    def run(*arguments: str):
+        path.write_text(json.dumps({"hub": bench.settings}))
+        monkeypatch.setenv("LAYERZERO_CONFIG", str(path))
+        monkeypatch.setenv("HF_ENDPOINT", bench.hub.endpoint)
+        done = CliRunner(env=QUIET).invoke(cli, ["hub", *arguments])
+        return done.exit_code, done.output
+
+    return run
+
+
+@pytest.mark.req("R-HUB-02", "R-HUB-03")
+def test_from_nothing_to_a_signed_frozen_deployment(bench, shell, tmp_path):
+    repo = bench.publish("deployed", extra="DEPLOYED = True")
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    subprocess.run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private], check=True)
+    subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
+    code, text = shell("lock", f"{repo}@1")
+    assert code == 0 and "locked" in text, text
+    assert (bench.folder / "kernels.lock").exists()
+    bench.settings["signing_keys"] = [str(public)]
+    code, text = shell("verify")
+    assert code != 0 and "HUB_SIGNATURE_MISSING" in text
+    assert shell("sign", "--key", str(private))[0] == 0
+    bench.hub.attack.hang = True  # from here on nobody answers
+    assert shell("install", "--frozen")[0] == 0
+    code, text = shell("verify", "--offline", "--json")
+    assert code == 0 and [entry["state"] for entry in json.loads(text)] == ["verified"]
+    code, text = shell("list", "--json")
+    assert json.loads(text)[0]["state"] == "in store"
+    assert bench.load(repo).DEPLOYED
+
+
+def test_a_refusal_is_exit_code_1_with_its_reason(bench, shell):
+    repo = bench.publish("changed")
+    shell("lock", f"{repo}@1", "--no-probe")
+    (bench.build(repo) / "detail.py").write_text("other")
+    code, text = shell("verify")
+    assert code == 1 and "HUB_STORE_TAMPERED" in text and "lz hub install" in text
+    code, text = shell("verify", "--json")
+    assert code == 1 and json.loads(text)[0]["reasons"][0]["code"] == "HUB_STORE_TAMPERED"
+
+
+def test_audit_speaks_of_the_hub_today(bench, shell):
+    from layerzero_hub.testing import universal_kernel
+
+    repo = bench.publish("audited")
+    shell("lock", f"{repo}@1", "--no-probe")
+    assert shell("audit")[0] == 0
+    bench.put(repo, universal_kernel(id="_lz_newer"))
+    code, text = shell("audit")
+    assert code == 1 and "HUB_BRANCH_MOVED" in text
+    bench.hub.trusted[repo.split("/")[0]] = False
+    assert "HUB_PUBLISHER_UNTRUSTED" in shell("audit")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("lock",), "owner/name@version"),
+        (("lock", "org/name"), "HUB_ID_INVALID"),
+        (("lock", "../x@1"), "HUB_ID_INVALID"),
+        (("lock", "nobody/asked@1"), "HUB_NOT_ALLOWED"),
+        (("install",), "HUB_LOCK_MISSING"),
+        (("verify",), "HUB_LOCK_MISSING"),
+        (("sign", "--key", "/nowhere.pem"), "HUB_LOCK_MISSING"),
+    ],
+)
+def test_mistakes_get_one_clear_error(shell, arguments, word):
+    code, text = shell(*arguments)
+    assert code != 0 and word in text and "Traceback" not in text
+
+
+def test_a_policy_in_the_working_directory_cannot_allow(tmp_path):
+    (tmp_path / "layerzero.yaml").write_text('hub: {allow: ["org/evil"]}')
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("LAYERZERO_")}
+    clean |= {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, "-m", "layerzero.cli", "hub", "lock", "org/evil@1"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0 and "never widen" in done.stdout + done.stderr
+
+
+def test_refusals_of_several_files_add_up(tmp_path, monkeypatch):
+    from layerzero_hub.policy import discovered
+
+    user, here = tmp_path / "user" / "layerzero", tmp_path / "here"
+    user.mkdir(parents=True)
+    here.mkdir()
+    (user / "layerzero.yaml").write_text('hub: {allow: ["a/b", "c/d"], deny: ["e/*"], revoked: ["sha256:1"]}')
+    (here / "layerzero.yaml").write_text('hub: {deny: ["c/*"], revoked: ["sha256:2"]}')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("LAYERZERO_CONFIG", raising=False)
+    policy = discovered(cwd=here)
+    assert (
+        policy.deny == {"e/*", "c/*"} and policy.revoked == {"sha256:1", "sha256:2"} and policy.allow == {"a/b", "c/d"}
+    )
+
+
+@pytest.mark.parametrize(
+    "hub",
+    [
+        {"allow": ["org/*"]},
+        {"allow": "org/a"},
+        {"endpoints": ["http://hub.example"]},
+        {"unknown": 1},
+        {"timeout": 0},
+        {"max_bytes": True},
+        {"kernels": [{"repo": "a/b", "op": "rms_norm"}]},
+        {"kernels": [{"repo": "a/b", "op": "rms_norm", "function": "__import__('os')"}]},
+        {"kernels": {"a": 1}},
+        {"revoked": [1]},
+    ],
+)
+def test_a_policy_that_is_wrong(bench, hub):
+    from layerzero_hub.policy import from_mapping
+
+    with bench.refused("HUB_POLICY_INVALID"):
+        from_mapping(hub)
+
+
+def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
+    repo = bench.publish("doctored")
+    bench.settings["kernels"] = [{"repo": repo, "op": "rms_norm", "function": "rms_norm"}]
+    shell("lock", f"{repo}@1", "--no-probe")
+    from layerzero.plugin.probing import probe
+
+    result = probe("hub", timeout=60.0)
+    assert result.status.available and result.status.kernels == (f"hub.rms_norm.{repo.replace('/', '-')}-v1",)
+    assert result.health is not None and result.health.ok and "1 locked" in result.health.detail
+    (bench.build(repo) / "detail.py").write_text("other")
+    hurt = probe("hub", timeout=60.0).status
+    assert not hurt.available and "HUB_STORE_TAMPERED" in hurt.reasons[-1].message
+    from layerzero_hub.plugin import layerzero_health
+
+    report = layerzero_health("hub")
+    assert not report.ok and "HUB_STORE_TAMPERED" in report.detail

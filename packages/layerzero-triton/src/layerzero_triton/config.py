@@ -1,0 +1,142 @@
+"""Block sizes, warps and grids by rule, never by a search: nothing is tuned while a request waits.
+
+The rules were chosen from measurements on an H200 (benchmarks/results/h200); each function is pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "ActivationConfig",
+    "LinearConfig",
+    "NormConfig",
+    "PagedConfig",
+    "RopeConfig",
+    "activation_config",
+    "linear_config",
+    "next_power",
+    "norm_config",
+    "paged_config",
+    "rope_config",
+    "unit_of",
+]
+
+
+def next_power(value: int) -> int:
+    """The smallest power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def unit_of(*steps: int) -> int:
+    """16 where every step is a multiple of 16 elements, else 1: the unit in which kernels are told their steps."""
+    together = 0
+    for step in steps:
+        together |= step
+    return 1 if together & 15 else 16
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """`rows` rows at a time by `warps` warps; `programs` programs share all rows, loading `depth` steps ahead."""
+
+    rows: int
+    warps: int
+    programs: int
+    depth: int = 1
+
+
+def norm_config(rows: int, width: int, added: bool) -> NormConfig:
+    """One row a program while it fills four warps; several rows where they are short."""
+    block = next_power(width)
+    if block <= 1024:
+        together = min(32, 2048 // block)
+        return NormConfig(together, 4, -(-rows // together))
+    if added:
+        warps = 8 if block <= 2048 else 16
+    else:
+        warps = 4 if block <= 4096 else 8
+    if block > 8192:
+        warps = 16 if block <= 16384 else 32
+    return NormConfig(1, warps, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationConfig:
+    """`block` columns a program, by `warps` warps."""
+
+    block: int
+    warps: int
+
+
+def activation_config(width: int) -> ActivationConfig:
+    """A whole row a program where it fits: rows are then read from one end to the other."""
+    block = min(16384, next_power(width))
+    return ActivationConfig(block, 16 if block >= 8192 else 8 if block >= 2048 else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """`tokens` tokens of `heads` heads at once, by `warps` warps."""
+
+    tokens: int
+    heads: int
+    warps: int
+
+
+def rope_config(dim: int, layout: str) -> RopeConfig:
+    """Tiles of about 2048 pairs, longest along the axis that is next in memory."""
+    scale = 1 if dim <= 128 else 2
+    if layout == "BSHD":
+        return RopeConfig(4 // scale, 8, 4)
+    return RopeConfig(32 // scale, 1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedConfig:
+    """Tiles of `block_m` query heads by `block_n` tokens, the context cut into `splits` pieces."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    warps: int = 4
+    stages: int = 3
+
+
+def paged_config(batch: int, kv_heads: int, group: int, longest: int, row_bytes: int, sms: int) -> PagedConfig:
+    """As many pieces as give four programs a multiprocessor, none shorter than two tiles.
+
+    `row_bytes` is a head's size in bytes: wide rows leave room for fewer tiles loaded ahead.
+    """
+    block_m = min(64, max(16, next_power(group)))
+    block_n = 32
+    programs = batch * kv_heads * -(-group // block_m)
+    most = max(1, -(-longest // (2 * block_n)))
+    splits = max(1, min(most, 64, 4 * sms // programs))
+    return PagedConfig(block_m, block_n, splits, 4, 5 if row_bytes <= 256 else 3 if row_bytes <= 512 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Tiles of a product with a quantized weight; the inner axis is cut into `splits`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def linear_config(m: int, n: int, k: int, block_size: int | None, sms: int) -> LinearConfig:
+    """Few rows read the weight once, cut among all multiprocessors; many rows use square tiles."""
+    block_m = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128
+    block_n = 64 if m <= 64 else 128
+    block_k = 128 if m <= 64 else 64
+    if block_size is not None:  # a step of the inner axis must not cross a block
+        while block_size % block_k:
+            block_k //= 2
+    tiles = -(-m // block_m) * -(-n // block_n)
+    steps = -(-k // block_k)
+    splits = 1 if tiles >= sms else max(1, min(8, 2 * sms // tiles, steps // 4))
+    return LinearConfig(block_m, block_n, block_k, splits, 4 if block_m <= 64 else 8, 4 if block_m <= 32 else 3)

@@ -1,0 +1,120 @@
+"""Our kernels compiled for GPUs that are not here: NVIDIA's from SM 8.0 to 10.0, and ROCm's; and how well.
+
+Triton brings its own assemblers, so this needs no GPU. Compiling takes seconds a kernel: the quick lane takes a few,
+LAYERZERO_PROVE=1 all.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+
+
+def blank(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def rms():
+    from layerzero_triton.norm import norm
+
+    norm(blank(16384, 8192), None, blank(8192), 1e-6, False)
+
+
+def add_rms():
+    from layerzero_triton.norm import norm
+
+    norm(blank(16384, 4096), blank(16384, 4096), blank(4096), 1e-6, False)
+
+
+def norm_backward():
+    from layerzero_triton.norm import gradients
+
+    gradients(blank(64, 4096), blank(64, 4096), blank(64, 4096), blank(4096), 1e-6, False)
+
+
+def silu():
+    from layerzero_triton.activation import gated
+
+    gated(blank(16384, 28672), "silu")
+
+
+def rope():
+    from layerzero_triton.rope import rotate
+
+    q, k, table = blank(1, 64, 32, 128), blank(1, 64, 8, 128), blank(64, 64, dtype=F32)
+    rotate(q, k, table, table, False, "BSHD", None, False, False)
+
+
+def rope_pairs():
+    from layerzero_triton.rope import rotate
+
+    q, table = blank(1, 64, 32, 128), blank(1, 64, 96, dtype=F32)
+    rotate(q, None, table, table, True, "BSHD", blank(64, dtype=torch.int64), False, False)
+
+
+def paged():
+    from layerzero.model.kv_cache import PagedBatch
+    from layerzero_triton.paged import paged_attention
+
+    batch = PagedBatch(blank(16, 256, dtype=I32), blank(16, dtype=I32), None, (4096,) * 16, (1,) * 16)
+    cache = blank(4096, 16, 8, 128)
+    paged_attention(blank(16, 32, 128), cache, cache, batch, None, None, None, None, False, "NHD")
+
+
+def sampling():
+    from layerzero_triton.sampling import _run
+
+    _run(blank(1, 32000), 50, 0.9, None, 1.0, blank(1, 1, dtype=torch.float64), blank(1, dtype=torch.int64))
+
+
+def linear():
+    from layerzero.model.enums import QuantFormat
+    from layerzero.model.quant import QuantizedTensor
+    from layerzero_triton.linear import dequantized
+
+    scale = blank(4096, 1, dtype=F32)
+    weight = QuantizedTensor(
+        blank(4096, 4096, dtype=torch.int8), scale, QuantFormat.INT8, "channel", (4096, 4096), BF16, None, scale
+    )
+    dequantized(blank(16, 4096), weight, None, "silu")
+
+
+KERNELS = {f.__name__: f for f in (rms, add_rms, norm_backward, silu, rope, rope_pairs, paged, sampling, linear)}
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+QUICK = {("rms", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90")}
+
+
+def build(name, place):
+    from layerzero_triton.kernels.launch import collecting
+    from layerzero_triton.kernels.offline import compile_for, target
+
+    with collecting() as launches:
+        KERNELS[name]()
+    assert launches
+    return [compile_for(launch, target(place)) for launch in launches]
+
+
+@pytest.mark.parametrize("place", TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.req("R-BK-TR-04")
+def test_it_compiles(name, place, tmp_path, monkeypatch):
+    if (name, place) not in QUICK and os.environ.get("LAYERZERO_PROVE") != "1":
+        pytest.skip("LAYERZERO_PROVE=1 compiles every kernel for every target")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for made in build(name, place):
+        assert made.asm["cubin" if place.startswith("sm_") else "hsaco"]
+    if place == "sm_90" and name in ("rms", "add_rms", "silu", "rope"):
+        code = made.asm["ptx"]
+        assert "ld.global.v4" in code and "st.global.v4" in code, "16 bytes at once"
+        assert "ld.global.b16" not in code, "and never two"
+    if place == "sm_90" and name == "paged":
+        assert "cp.async.cg" in made.asm["ptx"], "pages are loaded ahead"
+        assert "mma.sync" in made.asm["ptx"], "on tensor cores"

@@ -1,0 +1,295 @@
+"""Our Triton kernels on a GPU: every kernel, dtype and class of shape against the reference; capture and replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerzero.backends.reference import linear as true_linear
+from layerzero.backends.reference import mlp as true_mlp
+from layerzero.backends.reference import norm as true_norm
+from layerzero.backends.reference import positional as true_positional
+from layerzero.backends.reference import sampling as true_sampling
+from layerzero.backends.reference.paged import paged_attention as true_paged
+from layerzero.model.kv_cache import make_paged_batch
+from layerzero.numerics import assert_close, full_float32, tolerance
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+HALVES = DTYPES[:2]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    with full_float32():
+        yield
+
+
+def close(op, got, want, dtype, **options):
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    for a, b in pairs:
+        if b is not None:
+            assert_close(a, b, tolerance(op, dtype, **options))
+
+
+def made(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def gradients(function, tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*(t * 1 for t in leaves))
+    out = out if isinstance(out, tuple) else (out,)
+    gen = torch.Generator("cuda").manual_seed(1)
+    loss = sum((t.float() * torch.randn(t.shape, generator=gen, device="cuda")).sum() for t in out if t is not None)
+    loss.backward()
+    return tuple(t.grad for t in leaves)
+
+
+def replayed(function, *inputs):
+    """Results of a captured call, replayed three times on new numbers, beside those of plain calls."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function()
+    for _ in range(3):
+        for tensor in inputs:
+            tensor.copy_(torch.randn_like(tensor.float()))
+        graph.replay()
+        torch.cuda.synchronize()
+        plain = function()
+        pairs = zip(kept, plain, strict=True) if isinstance(kept, tuple) else [(kept, plain)]
+        for a, b in pairs:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (7, 128), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (2, 32768), (0, 8)]
+)
+def test_norms(shape, dtype):
+    from layerzero_triton import norm
+
+    x, r, w = made(*shape, dtype=dtype), made(*shape, dtype=dtype), made(shape[-1], dtype=dtype)
+    for ours, theirs, args in (
+        (norm.rms_norm, true_norm.rms_norm, (x, w)),
+        (norm.rms_norm, true_norm.rms_norm, (x, None)),
+        (norm.add_rms_norm, true_norm.add_rms_norm, (x, r, w)),
+        (norm.gemma_rms_norm, true_norm.gemma_rms_norm, (x, w)),
+        (norm.gemma_add_rms_norm, true_norm.gemma_add_rms_norm, (x, r, w)),
+    ):
+        close("rms_norm", ours(*args, 1e-6), theirs(*args, 1e-6), dtype)
+
+
+def test_norms_of_strided_and_unaligned_rows_and_wide_weights():
+    from layerzero_triton import norm
+
+    big = made(9, 3 * 1024 + 1, dtype=torch.bfloat16)
+    for x in (big[:, 1024:2048], big[:, 1:1025], big[:, ::3][:, :1024], made(4, 6, 1024).transpose(0, 1)):
+        w = made(1024)
+        close("rms_norm", norm.rms_norm(x, w, 1e-6), true_norm.rms_norm(x, w, 1e-6), x.dtype)
+        got = norm.add_rms_norm(x, x.float(), w, 1e-6)
+        close("rms_norm", got, true_norm.add_rms_norm(x, x.float(), w, 1e-6), x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [100, 4096, 16384])
+def test_norm_gradients(width, dtype):
+    from layerzero_triton import norm
+
+    x, r, w = made(300, width, dtype=dtype), made(300, width, dtype=dtype), made(width, dtype=dtype)
+    # summed over 300 rows, so bounds of a product of that length
+    for ours, theirs, args in (
+        (norm.rms_norm, true_norm.rms_norm, (x, w)),
+        (norm.gemma_add_rms_norm, true_norm.gemma_add_rms_norm, (x, r, w)),
+    ):
+        got = gradients(lambda *a, f=ours: f(*a, 1e-6), args)
+        want = gradients(lambda *a, f=theirs: f(*a, 1e-6), [t.double() for t in args])
+        for a, b in zip(got, want, strict=True):
+            scale = b.abs().max().clamp(min=1.0)
+            close("linear", a.double() / scale, b / scale, dtype, k=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (7, 100), (16, 28672), (2, 3, 22016), (5, 8200)])
+def test_activations(shape, dtype):
+    from layerzero_triton import activation
+
+    x = made(*shape, dtype=dtype, scale=3.0)
+    for name, rest in (("silu", ()), ("gelu", ("none",)), ("gelu", ("tanh",)), ("relu", ())):
+        op = f"{name}_and_mul"
+        ours, theirs = getattr(activation, op), getattr(true_mlp, op)
+        close(op, ours(x, *rest), theirs(x.double(), *rest), dtype)
+        got = gradients(lambda t, f=ours, r=rest: f(t, *r), (x,))
+        close("backward", got, gradients(lambda t, f=theirs, r=rest: f(t, *r), (x.double(),)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "rotary", "full"), [(128, 128, False), (128, 96, True), (80, 80, False), (256, 64, False)]
+)
+def test_rope(dim, rotary, full, interleaved, layout, dtype):
+    from layerzero_triton import rope
+
+    def heads(count):
+        tensor = made(2, 37, count, dim, dtype=dtype)
+        return tensor if layout == "BSHD" else tensor.transpose(1, 2)
+
+    q, k = heads(5), heads(2)
+    shape = (2, 50, rotary) if full else (50, rotary // 2)
+    cos, sin = made(*shape), made(*shape)
+    for rows in (None, torch.randint(0, 50, (37,), device="cuda"), torch.randint(0, 50, (2, 37), device="cuda")):
+        rest = (cos, sin, interleaved, layout, rows)
+        want = true_positional.rope(q, k, *rest, False)
+        close("rope", rope.rope(q, k, *rest, False), want, dtype)
+        mine = q.clone(), k.clone()
+        got = rope.rope(*mine, *rest, True)
+        assert got[0] is mine[0]
+        close("rope", got, want, dtype)
+    got = gradients(lambda a, b: rope.rope(a, b, *rest, False), (q, k))
+    close("rope", got, gradients(lambda a, b: true_positional.rope(a, b, *rest, False), (q, k)), dtype)
+
+
+def paged(dtype, page, layout, heads, kv_heads, dim, lengths, index=torch.int32):
+    blocks = max(1, -(-max(lengths) // page))
+    total = len(lengths) * blocks
+    shape = (total, page, kv_heads, dim) if layout == "NHD" else (total, kv_heads, page, dim)
+    table = torch.randperm(total, device="cuda").view(len(lengths), blocks).to(index)
+    batch = make_paged_batch(table, torch.tensor(lengths, device="cuda", dtype=index))
+    return made(len(lengths), heads, dim, dtype=dtype), made(*shape, dtype=dtype), made(*shape, dtype=dtype), batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("page", "layout", "heads", "kv_heads", "dim", "window", "softcap", "index"),
+    [
+        (16, "NHD", 32, 8, 128, None, None, torch.int32),
+        (1, "HND", 8, 8, 64, None, None, torch.int64),
+        (128, "NHD", 8, 1, 128, (100, 0), None, torch.int32),
+        (32, "HND", 16, 2, 80, None, 20.0, torch.int32),
+        (16, "NHD", 96, 1, 64, None, None, torch.int32),
+        (8, "NHD", 8, 2, 256, (-1, 0), None, torch.int32),
+    ],
+)
+def test_paged_decode(page, layout, heads, kv_heads, dim, window, softcap, index, dtype):
+    from layerzero_triton.paged import paged_attention
+
+    for lengths in ((1, 17, 0, 300, 1000), (64,) * 70):
+        q, k, v, batch = paged(dtype, page, layout, heads, kv_heads, dim, lengths, index)
+        for slopes, lse in ((None, True), (torch.rand(heads, device="cuda"), False)):
+            rest = (None, window, softcap, slopes, lse, layout)
+            close("attention", paged_attention(q, k, v, batch, *rest), true_paged(q, k, v, batch, *rest), dtype)
+
+
+def test_paged_decode_stays_right_in_a_graph_whose_contexts_grow():
+    from layerzero_triton.paged import paged_attention
+
+    q, k, v, batch = paged(torch.bfloat16, 16, "NHD", 32, 8, 128, (700, 20, 1))
+    rest = (None, None, None, None, False, "NHD")
+    paged_attention(q, k, v, batch, *rest)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = paged_attention(q, k, v, batch, *rest)
+    for lengths in ((701, 21, 2), (704, 100, 30)):
+        batch.context_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        fresh = make_paged_batch(batch.block_tables, batch.context_lens)
+        close("attention", kept, true_paged(q, k, v, fresh, *rest), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 128256), (7, 1000), (64, 32000), (3, 5)])
+def test_sampling_draws_the_reference_token(rows, vocab, dtype):
+    from layerzero_triton import sampling
+
+    logits = made(rows, vocab, dtype=dtype, scale=3.0)
+    logits[0] = logits[0].round()
+
+    def spread(low, high):
+        return torch.rand(rows, device="cuda") * (high - low) + low
+
+    for filters in (
+        (50, None, None, 1.0), (None, 0.9, None, 0.8), (50, 0.9, None, 1.0), (None, None, None, 1.0),
+        (1000, 0.95, 0.01, 1.2), (None, 0.0, None, 1.0), (1, None, None, 1.0),
+        (torch.randint(0, 99, (rows,), device="cuda"), spread(0.1, 1.0), spread(0.0, 0.1), spread(0.0, 2.0)),
+    ):  # fmt: skip
+        for seed in range(5):
+            got = sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
+            want = true_sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
+            assert torch.equal(got, want), (filters, seed)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_linear_with_a_quantized_weight(granularity, fmt, dtype):
+    import layerzero as lz
+    from layerzero_triton.linear import dequantized
+
+    sizes = [(1, 4096, 4096), (33, 1000, 1280), (300, 520, 512), (17, 40, 128)]
+    for rows, n, k in sizes if granularity == "block" else [*sizes, (5, 24, 100)]:
+        x, bias = made(rows, k, dtype=dtype), made(n, dtype=dtype)
+        for options in ({}, {"symmetric": False}) if fmt == "int8" else ({},):
+            weight = lz.quantize(made(n, k, scale=0.02), fmt, granularity=granularity, **options)
+            want = true_linear.linear(x.double(), weight, bias.double(), "silu")
+            close("linear", dequantized(x, weight, bias, "silu"), want, dtype)
+
+
+@pytest.mark.req("R-GRAPH-04")
+def test_capture_and_replay():
+    from layerzero_triton import activation, norm, rope
+
+    x, r, w = made(16, 4096, dtype=torch.bfloat16), made(16, 4096, dtype=torch.bfloat16), made(4096)
+    replayed(lambda: norm.rms_norm(x, w, 1e-6), x)
+    replayed(lambda: norm.add_rms_norm(x, r, w, 1e-6), x, r)
+    replayed(lambda: activation.silu_and_mul(x), x)
+    q, k, cos, sin = made(2, 8, 5, 64), made(2, 2, 5, 64), made(5, 32), made(5, 32)
+    replayed(lambda: rope.rope(q, k, cos, sin, False, "BHSD", None, False), q, k)
+
+
+def test_the_second_launch_of_a_shape_does_not_go_through_triton():
+    from layerzero_triton import norm
+    from layerzero_triton.kernels.launch import plain_launches
+
+    x, w = made(16, 4096, dtype=torch.bfloat16), made(4096, dtype=torch.bfloat16)
+    first = norm.rms_norm(x, w, 1e-6)
+    before = plain_launches[0]
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        second = norm.rms_norm(x, w, 1e-6)
+    other.synchronize()
+    assert plain_launches[0] == before
+    assert torch.equal(first, second)
+
+
+def test_other_batch_sizes_of_paged_decode_meet_no_compiler():
+    from triton import knobs
+
+    from layerzero_triton.paged import paged_attention
+
+    rest = (None, None, None, None, False, "NHD")
+    paged_attention(*paged(torch.float16, 16, "NHD", 16, 4, 64, (50,)), *rest)
+    found = []
+    listener, knobs.compilation.listener = knobs.compilation.listener, lambda **kw: found.append(kw["src"].name)
+    try:
+        for lengths in ((5000,), (40,) * 300, (900,) * 9):
+            paged_attention(*paged(torch.float16, 16, "NHD", 16, 4, 64, lengths), *rest)
+    finally:
+        knobs.compilation.listener = listener
+    assert found == []
+
+
+def test_a_kernel_of_ones_own_runs_natively(pytestconfig):
+    import subprocess
+    import sys
+
+    example = pytestconfig.rootpath / "examples" / "custom_triton_kernel.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "triton.silu_and_mul.mine on cuda" in done.stdout

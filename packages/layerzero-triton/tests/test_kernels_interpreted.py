@@ -1,0 +1,339 @@
+"""Our Triton kernels, run by Triton's interpreter against the reference; no GPU is needed.
+
+The interpreter has to be chosen before Triton is imported, so the cases run in one child process, which is this file
+as a script: it prints what each case found wrong. (It rounds to bfloat16 by cutting off, and multiplies bfloat16
+matrices wrongly: products in bfloat16 are tested on the GPU.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CASES: dict[str, object] = {}
+
+
+def case(name):
+    def keep(function):
+        CASES[name] = function
+        return function
+
+    return keep
+
+
+def differs(op, got, want, dtype=F32):
+    """The worst place where a result leaves the bounds of the table; None when there is none."""
+    from layerzero.numerics import compare, tolerance
+
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    for a, b in pairs:
+        if a is None or b is None:
+            if a is not b:
+                return "one is None"
+            continue
+        report = compare(a, b, tolerance(op, dtype))
+        if not report.ok:
+            return str(report)
+    return None
+
+
+def gradients(function, *tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    made = function(*(t * 1 for t in leaves))
+    made = made if isinstance(made, tuple) else (made,)
+    gen = torch.Generator().manual_seed(1)
+    sum((t * torch.randn(t.shape, generator=gen)).sum() for t in made if t is not None).backward()
+    return tuple(t.grad for t in leaves)
+
+
+def norm_case(name, shape, dtype, weight_dtype=None, *, weighted=True):
+    @case(f"norm {name}")
+    def run():
+        from layerzero.backends.reference import norm as truth
+        from layerzero_triton import norm
+
+        x, r = (torch.randn(shape).to(dtype) for _ in range(2))
+        w = torch.randn(shape[-1]).to(weight_dtype or dtype) if weighted else None
+        return differs("rms_norm", norm.rms_norm(x, w, 1e-6), truth.rms_norm(x, w, 1e-6), dtype) or differs(
+            "rms_norm", norm.add_rms_norm(x, r, w, 1e-6), truth.add_rms_norm(x, r, w, 1e-6), dtype
+        )
+
+
+norm_case("float32", (3, 48), F32)
+norm_case("float16", (2, 3, 64), F16)
+norm_case("bfloat16", (1, 130), BF16)
+norm_case("wide weight", (3, 16), F16, F32)
+norm_case("without weight", (5, 20), F32, weighted=False)
+
+
+@case("norm gemma")
+def gemma():
+    from layerzero.backends.reference import norm as truth
+    from layerzero_triton import norm
+
+    x, r, w = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    return differs("rms_norm", norm.gemma_rms_norm(x, w, 1e-6), truth.gemma_rms_norm(x, w, 1e-6)) or differs(
+        "rms_norm", norm.gemma_add_rms_norm(x, r, w, 1e-6), truth.gemma_add_rms_norm(x, r, w, 1e-6)
+    )
+
+
+@case("norm of every other column")
+def norm_strided():
+    from layerzero.backends.reference import norm as truth
+    from layerzero_triton import norm
+
+    x, w = torch.randn(4, 2, 40)[..., ::2], torch.randn(40)[::2]
+    return differs("rms_norm", norm.rms_norm(x, w, 1e-6), truth.rms_norm(x, w, 1e-6))
+
+
+@case("norm gradients")
+def norm_gradients():
+    from layerzero.backends.reference import norm as truth
+    from layerzero_triton import norm
+
+    x, r, w = torch.randn(3, 20), torch.randn(3, 20), torch.randn(20)
+    return differs(
+        "rms_norm backward",
+        gradients(lambda *a: norm.rms_norm(*a, 1e-6), x, w),
+        gradients(lambda *a: truth.rms_norm(*a, 1e-6), x, w),
+    ) or differs(
+        "rms_norm backward",
+        gradients(lambda *a: norm.gemma_add_rms_norm(*a, 1e-6), x, r, w),
+        gradients(lambda *a: truth.gemma_add_rms_norm(*a, 1e-6), x, r, w),
+    )
+
+
+@case("activations")
+def activations():
+    from layerzero.backends.reference import mlp as truth
+    from layerzero_triton import activation
+
+    for dtype, shape in ((F32, (3, 40)), (F16, (2, 2, 128)), (BF16, (1, 6))):
+        x = torch.randn(shape).to(dtype) * 3
+        for name, rest in (("silu", ()), ("gelu", ("none",)), ("gelu", ("tanh",)), ("relu", ())):
+            op = f"{name}_and_mul"
+            wrong = differs(op, getattr(activation, op)(x, *rest), getattr(truth, op)(x, *rest), dtype)
+            if wrong:
+                return f"{op} {rest}: {wrong}"
+    return None
+
+
+@case("activation gradients")
+def activation_gradients():
+    from layerzero.backends.reference import mlp as truth
+    from layerzero_triton import activation
+
+    x = torch.randn(2, 24) * 2
+    for name, rest in (("silu", ()), ("gelu", ("none",)), ("gelu", ("tanh",)), ("relu", ())):
+        ours, theirs = getattr(activation, f"{name}_and_mul"), getattr(truth, f"{name}_and_mul")
+        got = gradients(lambda t, f=ours, r=rest: f(t, *r), x)
+        wrong = differs("backward", got, gradients(lambda t, f=theirs, r=rest: f(t, *r), x))
+        if wrong:
+            return f"{name} {rest}: {wrong}"
+    return None
+
+
+def rope_case(name, *, interleaved=False, layout="BHSD", full=False, rotary=8, ids=0, inplace=False, key=True):
+    @case(f"rope {name}")
+    def run():
+        from layerzero.backends.reference import positional as truth
+        from layerzero_triton import rope
+
+        def heads(count):
+            made = torch.randn(2, 3, count, 8)
+            return made if layout == "BSHD" else made.transpose(1, 2)
+
+        q, k = heads(3), heads(1) if key else None
+        shape = (2, 6, rotary) if full else (6, rotary // 2)
+        cos, sin = torch.randn(shape), torch.randn(shape)
+        rows = {0: None, 1: torch.randint(0, 6, (3,)), 2: torch.randint(0, 6, (2, 3), dtype=torch.int32)}[ids]
+        want = truth.rope(q, k, cos, sin, interleaved, layout, rows, False)
+        mine = q.clone(), None if k is None else k.clone()
+        got = rope.rope(*mine, cos, sin, interleaved, layout, rows, inplace)
+        if inplace and got[0] is not mine[0]:
+            return "not in place"
+        if wrong := differs("rope", got, want):
+            return wrong
+        tensors = (q,) if k is None else (q, k)
+
+        def call(module):
+            def turned(*given):
+                both = given if len(given) == 2 else (given[0], None)
+                return module.rope(*both, cos, sin, interleaved, layout, rows, inplace)
+
+            return turned
+
+        return differs("rope backward", gradients(call(rope), *tensors), gradients(call(truth), *tensors))
+
+
+rope_case("halves")
+rope_case("pairs, picked rows", interleaved=True, layout="BSHD", ids=1)
+rope_case("part of the head, in place", rotary=6, inplace=True, ids=2)
+rope_case("wide tables", full=True, rotary=6, layout="BSHD")
+rope_case("wide tables, pairs, no key", full=True, interleaved=True, key=False, ids=2)
+
+
+@case("rope of a table that wants a gradient")
+def rope_tables():
+    from layerzero.backends.reference import positional as truth
+    from layerzero_triton import rope
+
+    q, cos, sin = torch.randn(1, 2, 3, 8), torch.randn(3, 4), torch.randn(3, 4)
+
+    def call(module):
+        return lambda *t: module.rope(t[0], None, t[1], t[2], False, "BHSD", None, False)
+
+    return differs("rope backward", gradients(call(rope), q, cos, sin), gradients(call(truth), q, cos, sin))
+
+
+@case("rope beyond the table is NaN")
+def rope_beyond():
+    from layerzero_triton import rope
+
+    q, table = torch.randn(1, 1, 2, 4), torch.ones(3, 2)
+    out, _ = rope.rope(q, None, table, table, False, "BHSD", torch.tensor([1, 3]), False)
+    return None if bool(out[0, 0, 1].isnan().all()) and bool(out[0, 0, 0].isfinite().all()) else str(out)
+
+
+def paged_case(
+    name, *, dtype=F32, page=4, layout="NHD", heads=4, kv_heads=2, dim=16, splits=2, index=torch.int32, window=None,
+    softcap=None, slopes=None, scale=None,
+):  # fmt: skip
+    @case(f"paged {name}")
+    def run():
+        from layerzero.backends.reference.paged import paged_attention as truth
+        from layerzero.model.kv_cache import make_paged_batch
+        from layerzero_triton import config, paged
+
+        lengths = (5, 0, 37)
+        blocks = -(-max(lengths) // page)
+        shape = (3 * blocks, page, kv_heads, dim) if layout == "NHD" else (3 * blocks, kv_heads, page, dim)
+        k, v, q = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(3, heads, dim).to(dtype)
+        table = torch.randperm(3 * blocks).view(3, blocks).to(index)
+        batch = make_paged_batch(table, torch.tensor(lengths, dtype=index))
+        rest = (scale, window, softcap, slopes, True, layout)
+        got = paged.paged_attention(q, k, v, batch, *rest, config.PagedConfig(16, 16, splits))
+        return differs("attention", got, truth(q, k, v, batch, *rest), dtype)
+
+
+paged_case("split")
+paged_case("whole, other layout", splits=1, layout="HND", page=1, index=torch.int64)
+paged_case("window and cap", window=(6, 0), softcap=5.0, page=8)
+paged_case("slopes, negative scale", slopes=torch.rand(3, 4), scale=-0.7, heads=4, kv_heads=1)
+paged_case("float16, odd head", dtype=F16, dim=24, splits=3)
+
+
+def sampling_case(name, dtype, *filters, seeds=2):
+    @case(f"sampling {name}")
+    def run():
+        from layerzero.backends.reference import sampling as truth
+        from layerzero_triton import sampling
+
+        logits = torch.randn(2, 24, generator=torch.Generator().manual_seed(3)) * 3
+        logits[1] = logits[1].round()  # equal logits, at the thresholds too
+        logits[0, 4] = -torch.inf
+        logits = logits.to(dtype)
+        for seed in range(seeds):
+            uniform = torch.rand((2, 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            got = torch.empty(2, dtype=torch.int64)
+            sampling._run(logits, *filters, uniform, got, 16)
+            want = truth.sample(logits, *filters, torch.Generator().manual_seed(seed))
+            if not torch.equal(got, want):
+                return f"seed {seed}: {got.tolist()} instead of {want.tolist()}"
+        return None
+
+
+sampling_case("all tokens", F32, None, None, None, 1.0)
+sampling_case("top-k", F32, 7, None, None, 0.8, seeds=1)
+sampling_case("top-p", F16, None, 0.9, None, 1.0, seeds=1)
+sampling_case("top-k, top-p and min-p", BF16, 20, 0.8, 0.05, 1.3, seeds=1)
+sampling_case(
+    "one of each a row", F16, torch.tensor([3, 0]), torch.tensor([0.3, 1.0]), None, torch.tensor([1.0, 0.0]), seeds=1,
+)  # fmt: skip
+
+
+@case("sampling rows without a distribution")
+def sampling_odd():
+    from layerzero_triton import sampling
+
+    logits = torch.zeros(4, 8)
+    logits[0, 3] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 5] = torch.inf
+    got = sampling.sample(logits, 3, None, None, 1.0, None).tolist()
+    greedy = sampling.sample(logits, None, None, None, 0.0, None).tolist()
+    right = got[:3] == [-1, -1, 5] and got[3] in (0, 1, 2) and greedy == [-1, -1, 5, 0]
+    return None if right else f"{got}, {greedy}"
+
+
+def linear_case(name, fmt, granularity, *, splits=1, activation=None, bias=True, **options):
+    @case(f"linear {name}")
+    def run():
+        import layerzero as lz
+        from layerzero.backends.reference.linear import linear as truth
+        from layerzero_triton import config, linear
+
+        weight = lz.quantize(torch.randn(20, 64), fmt, granularity=granularity, **options)
+        x, b = torch.randn(3, 64).half(), torch.randn(20).half() if bias else None
+        got = linear.dequantized(x, weight, b, activation, config.LinearConfig(16, 16, 32, splits))
+        return differs("linear", got, truth(x.double(), weight, None if b is None else b.double(), activation), F16)
+
+
+linear_case("int8 tensor", "int8", "tensor", bias=False)
+linear_case("int8 channel, zero point, split", "int8", "channel", splits=2, symmetric=False, activation="silu")
+linear_case("int8 block, zero point", "int8", "block", block_size=32, symmetric=False, activation="gelu_tanh")
+linear_case("e4m3 channel", "fp8_e4m3", "channel", activation="gelu")
+linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
+
+
+@case("health")
+def health():
+    from layerzero_triton.health import self_test
+
+    report = self_test()
+    return None if report.ok else report.detail
+
+
+@case("custom kernel")
+def custom():
+    import runpy
+
+    found = runpy.run_path(os.environ["LZ_EXAMPLE"])
+    found["main"]()
+
+
+@pytest.fixture(scope="module")
+def found(pytestconfig):
+    example = pytestconfig.rootpath / "examples" / "custom_triton_kernel.py"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "LZ_EXAMPLE": str(example)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.req("R-BK-TR-01")
+def test_the_kernel_gives_what_the_reference_gives(found, name):
+    assert found[name] is None
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore")  # NumPy's, about NaN and infinity inside the interpreter
+    answers = {}
+    for title, check in CASES.items():
+        torch.manual_seed(0)
+        try:
+            answers[title] = check()  # type: ignore[operator]
+        except Exception as error:
+            answers[title] = f"{type(error).__name__}: {error}"
+    print(json.dumps(answers))
