@@ -151,6 +151,15 @@ def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
     shell("lock", f"{repo}@1", "--no-probe")
     from layerzero.plugin.probing import probe
 
+    environment = {**os.environ, "NO_COLOR": "1"}
+
+    def ready():
+        command = [sys.executable, "-m", "layerzero.cli", "readiness", "--json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        (found,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "hub"]
+        return found
+
+    assert ready()["status"] == "ok"
     result = probe("hub", timeout=60.0)
     assert result.status.available and result.status.kernels == (f"hub.rms_norm.{repo.replace('/', '-')}-v1",)
     assert result.health is not None and result.health.ok and "1 locked" in result.health.detail
@@ -161,3 +170,4 @@ def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
 
     report = layerzero_health("hub")
     assert not report.ok and "HUB_STORE_TAMPERED" in report.detail
+    assert ready()["status"] == "fail"

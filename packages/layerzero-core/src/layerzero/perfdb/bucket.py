@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from layerzero.model.context import Context
-from layerzero.model.dispatch_table import situation
+from layerzero.model.situation import situation
 
 __all__ = ["ELASTIC", "bucket_of", "upper"]
 

@@ -125,7 +125,7 @@ def _speaking() -> Iterator[importlib_metadata.Distribution]:
         if os.path.isdir(folder):
             for path in _metadata_folders(folder):
                 try:
-                    with open(os.path.join(path, "entry_points.txt"), "rb") as file:
+                    with open(os.path.join(path, "entry_points.txt"), "rb", buffering=0) as file:
                         ours = _GROUP_BYTES in file.read()
                 except OSError:
                     continue
@@ -182,12 +182,13 @@ def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 def dist_version(dist: str) -> str | None:
     """The installed version of a distribution, from its metadata; None when it is not installed.
 
-    Only the head of the metadata file is looked at: parsing all of torch's takes ten milliseconds.
+    Only the head of the metadata file is looked at: parsing all of torch's takes ten milliseconds, and the parser's
+    import five. Of several distributions of the name, the first on the path that has a version counts.
     """
-    try:
-        return _identity(importlib_metadata.distribution(dist))[1] or None
-    except importlib_metadata.PackageNotFoundError:
-        return None
+    # A place that is not there would be taken for a zip file, again at each question.
+    path = [place for place in sys.path if os.path.exists(place or os.curdir)]
+    found = importlib_metadata.distributions(name=dist, path=path)
+    return next((version for item in found if (version := _identity(item)[1])), None)
 
 
 def dist_version_on(dist: str, path: Iterable[str]) -> str | None:

@@ -191,12 +191,12 @@ class _Loading:
             return _failed(blank, error, "PLUGIN_REGISTER_FAILED")
 
     def _collect(self, item: Found, plugin: Any) -> tuple[Registrar, HookView]:
-        hooks = check_plugin(plugin, item.name)
+        hooks, alone = _checked(plugin, item.name)
         wanted = getattr(plugin, "LAYERZERO_API", None)
         if wanted is not None:
             check_api(str(wanted), f"plugin {item.name}")
         registrar = Registrar(item.name)
-        call_hook(hooks, "layerzero_register", registrar=registrar)
+        _call(alone, "layerzero_register", registrar=registrar)
         registrar.close()
         for op_id in registrar.ops:
             if op_id in self.ops:
@@ -213,7 +213,7 @@ class _Loading:
         for capabilities in registrar.backends.values():
             backend, fix = _backend_spec(capabilities, item, empty=not registrar.all_kernels())
             version = backend.vendor_version or item.version or "0"
-            kernels = (replace(kernel, version=version) for kernel in capabilities.kernels)
+            kernels = (kernel.versioned(version) for kernel in capabilities.kernels)
             registry = registry.add(kernels, backend)
             reasons += backend.reasons
             fixes += [fix] if fix else []
@@ -262,6 +262,11 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
 
 def check_plugin(plugin: Any, name: str) -> HookView:
     """The plugin's hooks; refuses what the contract does not know: other names or arguments, wrappers, bare classes."""
+    return _checked(plugin, name)[0]
+
+
+def _checked(plugin: Any, name: str) -> tuple[HookView, pluggy.PluginManager]:
+    """The hooks of a plugin that keeps the contract, and a manager that has no other plugin."""
     if inspect.isclass(plugin):
         raise PluginError(f"the entry point of {name} names a class", hint="name a module or an object")
     hooks = HookView(plugin)
@@ -279,7 +284,7 @@ def check_plugin(plugin: Any, name: str) -> HookView:
             raise PluginError(code="PLUGIN_HOOK_UNKNOWN", value=attribute, limit=", ".join(known))
         if attribute in known and not getattr(scratch.hook, attribute).get_hookimpls():
             raise PluginError(f"{attribute} is not marked", hint="write @hookimpl above it")
-    return hooks
+    return hooks, scratch
 
 
 def call_hook(plugin: Any, hook: str, **arguments: Any) -> Any:
@@ -289,7 +294,11 @@ def call_hook(plugin: Any, hook: str, **arguments: Any) -> Any:
     """
     scratch = _manager()
     scratch.register(plugin if isinstance(plugin, HookView) else HookView(plugin))
-    for impl in getattr(scratch.hook, hook).get_hookimpls():
+    return _call(scratch, hook, **arguments)
+
+
+def _call(alone: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
+    for impl in getattr(alone.hook, hook).get_hookimpls():
         return impl.function(*(arguments[argument] for argument in impl.argnames))
     return None
 

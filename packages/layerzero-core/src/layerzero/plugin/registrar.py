@@ -14,6 +14,7 @@ from layerzero.errors import PluginError
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.plugin.spec import API_VERSION
+from layerzero.plugin.versions import contains
 from layerzero.registry.capabilities import Capabilities, load_capabilities
 from layerzero.registry.fields import DEFAULT_API
 
@@ -22,11 +23,7 @@ __all__ = ["Registrar", "check_api"]
 
 def check_api(wanted: str, who: str) -> None:
     """Raise PluginError when `wanted` (a version specifier) leaves this core's plugin API out."""
-    if wanted == DEFAULT_API:  # true by definition, and spares the import of packaging
-        return
-    from packaging.specifiers import SpecifierSet
-
-    if not SpecifierSet(wanted).contains(API_VERSION, prereleases=True):
+    if wanted != DEFAULT_API and not contains(wanted, API_VERSION):
         raise PluginError(
             f"{who} is written for plugin API {wanted}, this core has {API_VERSION}",
             code="PLUGIN_API_MISMATCH",
@@ -55,8 +52,7 @@ class Registrar:
         check_api(loaded.api, f"backend {loaded.backend}")
         if loaded.backend in self.backends:
             raise PluginError(code="PLUGIN_DUPLICATE", value=loaded.backend, limit=f"plugin {self.plugin}")
-        for spec in loaded.kernels:
-            self._check_new(spec)
+        self._check_new(*loaded.kernels)
         self.backends[loaded.backend] = loaded
         return loaded
 
@@ -103,6 +99,8 @@ class Registrar:
                 hint="register everything inside the hook",
             )
 
-    def _check_new(self, spec: KernelSpec) -> None:
-        if any(spec.kernel_id == other.kernel_id for other in self.all_kernels()):
-            raise PluginError(code="KERNEL_DUPLICATE", value=spec.kernel_id, limit=f"plugin {self.plugin}")
+    def _check_new(self, *specs: KernelSpec) -> None:
+        known = {other.kernel_id for other in self.all_kernels()}
+        for spec in specs:
+            if spec.kernel_id in known:
+                raise PluginError(code="KERNEL_DUPLICATE", value=spec.kernel_id, limit=f"plugin {self.plugin}")

@@ -20,6 +20,7 @@ from layerzero.model.status import BackendStatus
 from layerzero.plugin.abi import clashes
 from layerzero.plugin.discovery import dist_version, dist_version_on
 from layerzero.plugin.enclosure import Enclosure
+from layerzero.plugin.versions import contains
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 
@@ -59,15 +60,7 @@ def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[
 def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -> tuple[Reason, ...]:
     if installed is None:
         return (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
-    try:
-        # A pre-release that is installed was somebody's choice; it counts.
-        right = SpecifierSet(version).contains(installed, prereleases=True)
-    except InvalidVersion:
-        right = False
-    return () if right else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
+    return () if contains(version, installed) else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
 
 
 def _say(code: str, value: str, limit: str, fix: str) -> Reason:

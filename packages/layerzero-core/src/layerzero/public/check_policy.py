@@ -19,6 +19,7 @@ from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.plugin.vendor import hardware_reasons
 from layerzero.policy.layers import is_kernel_id
 from layerzero.policy.rules import evaluate, matches
+from layerzero.public.check_hub import hub
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, policy_from
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
@@ -42,6 +43,7 @@ def readiness(now: Situation, config: Config) -> tuple[list[Check], dict[str, An
         checks.append(Check("kernels", "required", Status.SKIP, "the policy is not valid, so nothing is known to be"))
     else:
         checks += _kernels(now, now.world.changed(policy=policy), policy)
+        checks += hub(now, policy)
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
     checks.append(_caches(selection, hot))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ __all__ = ["MIGRATIONS", "Capabilities", "Conflict", "Vendor", "json_schema", "l
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
+_LEAVES = frozenset({str, int, float, bool, type(None)})
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     if len(data) > MAX_BYTES:
         raise fail("", f"larger than {MAX_BYTES} bytes", code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=MAX_BYTES)
     try:
-        found = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        found = json.loads(data.removeprefix(_BOM).decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except RecursionError:
         raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH) from None
     except json.JSONDecodeError as error:
@@ -186,11 +188,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
             raise fail(key[:80], "the key stands there twice", value=key)
-        found[key] = value
+        seen.add(key)
     return found
 
 
@@ -200,17 +205,19 @@ def _no_constant(text: str) -> Any:
 
 def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for entry in level for item in _children(entry)]
+    for _ in range(MAX_DEPTH - 1):
+        # Texts and numbers, which most values are, hold nothing deeper.
+        level = [item for entry in level for item in _children(entry) if type(item) not in _LEAVES]
         if not level:
             return
-    raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH)
+    if any(len(_children(entry)) for entry in level):
+        raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH)
 
 
-def _children(value: Any) -> Iterator[Any]:
+def _children(value: Any) -> Collection[Any]:
     if isinstance(value, Mapping):
-        return iter(value.values())
-    return iter(value) if isinstance(value, (list, tuple)) else iter(())
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _digest(document: Mapping[str, Any]) -> str:

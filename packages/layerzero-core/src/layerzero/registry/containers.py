@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.registry.kinds import Kind, Text, fail, nearest, type_name
+from layerzero.registry.kinds import Kind, Text, Where, fail, nearest, type_name
 
 __all__ = ["Either", "Field", "ListOf", "MapOf", "Record", "Tuple"]
 
@@ -23,7 +23,7 @@ class ListOf:
         self.to = to
         self.unique = unique
 
-    def parse(self, value: Any, where: str) -> Any:
+    def parse(self, value: Any, where: Where) -> Any:
         """The items, in the collection `to`."""
         if not isinstance(value, (list, tuple)):
             raise fail(where, f"expected a list, got {type_name(value)}", value=value)
@@ -34,10 +34,11 @@ class ListOf:
                 value=len(value),
                 limit=self.at_least,
             )
-        items = [self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+        parse = self.item.parse
+        items = [parse(entry, (where, index)) for index, entry in enumerate(value)]
         if self.unique and len(set(items)) < len(items):
             index = next(i for i, entry in enumerate(items) if entry in items[:i])
-            raise fail(f"{where}[{index}]", f"{value[index]!r} stands there twice", value=str(value[index]))
+            raise fail((where, index), f"{value[index]!r} stands there twice", value=str(value[index]))
         return self.to(items)
 
     def schema(self) -> dict[str, Any]:
@@ -53,13 +54,13 @@ class Tuple:
         self.item = item
         self.length = length
 
-    def parse(self, value: Any, where: str) -> tuple[Any, ...]:
+    def parse(self, value: Any, where: Where) -> tuple[Any, ...]:
         """A tuple of exactly that length."""
         if not isinstance(value, (list, tuple)) or len(value) != self.length:
             raise fail(
                 where, f"expected a list of {self.length}, got {type_name(value)}", value=value, limit=self.length
             )
-        return tuple(self.item.parse(entry, f"{where}[{index}]") for index, entry in enumerate(value))
+        return tuple(self.item.parse(entry, (where, index)) for index, entry in enumerate(value))
 
     def schema(self) -> dict[str, Any]:
         """An array of fixed length."""
@@ -74,13 +75,13 @@ class MapOf:
         self.key = key
         self.at_least = at_least
 
-    def parse(self, value: Any, where: str) -> dict[str, Any]:
+    def parse(self, value: Any, where: Where) -> dict[str, Any]:
         """A dict in the given order."""
         if not isinstance(value, Mapping):
             raise fail(where, f"expected an object, got {type_name(value)}", value=value)
         if not self.at_least <= len(value) <= _MAX_ITEMS:
             raise fail(where, f"expected at least {self.at_least} entries, got {len(value)}", limit=self.at_least)
-        return {self.key.parse(name, where): self.item.parse(entry, f"{where}.{name}") for name, entry in value.items()}
+        return {self.key.parse(name, where): self.item.parse(entry, (where, name)) for name, entry in value.items()}
 
     def schema(self) -> dict[str, Any]:
         """An object whose keys have a form."""
@@ -96,7 +97,7 @@ class Either:
         self.first = first
         self.second = second
 
-    def parse(self, value: Any, where: str) -> Any:
+    def parse(self, value: Any, where: Where) -> Any:
         """What the picked kind makes of it."""
         return (self.first if self.picks(value) else self.second).parse(value, where)
 
@@ -122,31 +123,31 @@ class Record:
     def __init__(self, title: str, fields: tuple[Field, ...]) -> None:
         self.title = title
         self.fields = fields
+        self._known = {entry.name: entry for entry in fields}
+        self._defaults = {entry.name: entry.default for entry in fields}
 
-    def parse(self, value: Any, where: str) -> dict[str, Any]:
+    def parse(self, value: Any, where: Where) -> dict[str, Any]:
         """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
         if not isinstance(value, Mapping):
             raise fail(where or self.title, f"expected an object, got {type_name(value)}", value=value)
-        known = {entry.name: entry for entry in self.fields}
-        for name in value:
+        known = self._known
+        for name in () if value.keys() <= known.keys() else value:
             if not isinstance(name, str) or name not in known:
                 near = nearest(str(name), known)
                 raise fail(
-                    _join(where, str(name)[:80]),
+                    (where, str(name)[:80]),
                     "unknown field" if near else f"unknown field; known: {', '.join(known)}",
                     code="SCHEMA_FIELD_UNKNOWN",
                     value=str(name),
                     limit=near,
                     hint=None if near else "remove it",
                 )
-        found = {}
+        found = self._defaults.copy()
         for name, entry in known.items():
             if name in value:
-                found[name] = entry.kind.parse(value[name], _join(where, name))
+                found[name] = entry.kind.parse(value[name], (where, name))
             elif entry.required:
-                raise fail(_join(where, name), f"missing; {entry.doc}", code="SCHEMA_FIELD_MISSING", value=name)
-            else:
-                found[name] = entry.default
+                raise fail((where, name), f"missing; {entry.doc}", code="SCHEMA_FIELD_MISSING", value=name)
         return found
 
     def schema(self) -> dict[str, Any]:
@@ -158,7 +159,3 @@ class Record:
             "required": [entry.name for entry in self.fields if entry.required],
             "properties": {entry.name: entry.kind.schema() | {"description": entry.doc} for entry in self.fields},
         }
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name

@@ -8,6 +8,7 @@ JSON Schema is printed from them; to add a field, add a row here and say in `bui
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from layerzero.model.context import KEYABLE
@@ -38,6 +39,7 @@ FEATURES = frozenset({
     "no_key", "mixed_tables",
     "causal_square", "lse_backward", "gated", "split_gate", "ungated", "scoring_softmax", "scoring_sigmoid",
     "choice_bias", "expert_groups", "zero_point", "unquantized", "weight_only", "act_dynamic", "quant_native",
+    "text_batch", "live_tokenizer", "offsets", "plain_special",
     "label_smoothing", "z_loss", "saturate", "float_to_integer", "to_e4m3", "one_rounding", "from_float8",
 })  # fmt: skip
 
@@ -58,19 +60,24 @@ def _specifier(text: str) -> None:
         raise ValueError(str(error)) from None
 
 
+@lru_cache(maxsize=256)  # comparing one word with all the others takes a third of a millisecond
+def _near_feature(word: str) -> str | None:
+    return nearest(word, FEATURES, cutoff=0.85)
+
+
 def _feature(word: str) -> None:
     # A word nobody knows may be a third party's own; one that almost is a known word is a misspelling,
     # and would quietly switch the feature off.
     if word in FEATURES or word.startswith("kv_"):
         return
-    near = nearest(word, FEATURES, cutoff=0.85)
+    near = _near_feature(word)
     if near is not None:
         raise ValueError(f"did you mean {near!r}?")
 
 
 def _jit_field(word: str) -> None:
     # Ops may have sizes of their own, so an unknown word is no error; a misspelt one would merge artifacts that differ.
-    if word in KEYABLE:
+    if word in KEYABLE or word.removeprefix("needs_") in FEATURES:
         return
     near = nearest(word, KEYABLE, cutoff=0.85)
     if near is not None:

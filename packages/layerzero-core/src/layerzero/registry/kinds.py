@@ -2,7 +2,7 @@
 
 One kind is one small object with two methods: `parse(value, where)` returns the value in its
 in-memory form or raises `CapabilitiesError` naming the key path `where`; `schema()` returns the JSON
-Schema of what `parse` accepts. Because both live on the same object, validator and schema cannot drift
+Schema of what `parse` accepts. A path is spelled only when something is wrong there (`Where`). Because both live on the same object, validator and schema cannot drift
 apart. Lists and objects are in `layerzero.registry.containers`. All are plain classes, since making a
 dozen dataclasses would take a third of the first call's time budget.
 """
@@ -11,32 +11,61 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import math
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from layerzero.errors import CapabilitiesError, LayerZeroError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
-__all__ = ["Choice", "Expression", "Flag", "Kind", "Number", "Text", "Whole", "body", "fail", "nearest", "type_name"]
+__all__ = [
+    "Choice",
+    "Expression",
+    "Flag",
+    "Kind",
+    "Number",
+    "Text",
+    "Whole",
+    "Where",
+    "body",
+    "fail",
+    "nearest",
+    "spelled",
+    "type_name",
+]
 
 _MAX_TEXT = 2_000
+
+# A key path: a text, or a path with one more step, a key or an index. Descriptors hold thousands of values, all right
+# but for a few in a lifetime, and putting a text together for each took a fifth of the time.
+Where: TypeAlias = "str | tuple[Where, str | int]"
 
 
 class Kind(Protocol):
     """What every kind of value can do."""
 
-    def parse(self, value: Any, where: str) -> Any:
+    def parse(self, value: Any, where: Where) -> Any:
         """The in-memory form of `value`; raises CapabilitiesError naming `where`."""
 
     def schema(self) -> dict[str, Any]:
         """JSON Schema (draft 2020-12) of the accepted values."""
 
 
+def spelled(where: Where) -> str:
+    """A key path as people read it: `ops.attention[0].dtypes[1]`."""
+    if isinstance(where, str):
+        return where
+    before, step = spelled(where[0]), where[1]
+    if isinstance(step, int):
+        return f"{before}[{step}]"
+    return f"{before}.{step}" if before else step
+
+
 def fail(
-    where: str,
+    where: Where,
     message: str,
     *,
     code: str = "SCHEMA_INVALID",
@@ -48,9 +77,8 @@ def fail(
     shown = value if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__
     if isinstance(shown, str) and len(shown) > 80:
         shown = shown[:77] + "..."
-    return CapabilitiesError(
-        f"{where}: {message}", key=where, code=ReasonCode(code), value=shown, limit=limit, hint=hint
-    )
+    key = spelled(where)
+    return CapabilitiesError(f"{key}: {message}", key=key, code=ReasonCode(code), value=shown, limit=limit, hint=hint)
 
 
 def body(error: LayerZeroError) -> str:
@@ -79,7 +107,7 @@ def _short(number: float) -> int | float | str:
 class Flag:
     """true or false."""
 
-    def parse(self, value: Any, where: str) -> bool:
+    def parse(self, value: Any, where: Where) -> bool:
         """A bool, nothing that merely looks like one."""
         if not isinstance(value, bool):
             raise fail(where, f"expected true or false, got {type_name(value)}", value=value)
@@ -97,7 +125,7 @@ class Whole:
         self.low = low
         self.high = high
 
-    def parse(self, value: Any, where: str) -> int:
+    def parse(self, value: Any, where: Where) -> int:
         """An int inside the bounds; true is not 1 here."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise fail(where, f"expected a whole number, got {type_name(value)}", value=value)
@@ -116,7 +144,7 @@ class Number:
     def __init__(self, low: float = -math.inf) -> None:
         self.low = low
 
-    def parse(self, value: Any, where: str) -> float:
+    def parse(self, value: Any, where: Where) -> float:
         """A finite float."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise fail(where, f"expected a number, got {type_name(value)}", value=value)
@@ -148,13 +176,17 @@ class Text:
         self.check = check
         self.empty = empty
 
-    def parse(self, value: Any, where: str) -> str:
+    @functools.cached_property
+    def _search(self) -> Callable[[str], object]:
+        return re.compile(self.pattern or "").search  # where it is first used: most programs meet few of the forms
+
+    def parse(self, value: Any, where: Where) -> str:
         """The text itself."""
         if not isinstance(value, str):
             raise fail(where, f"expected {self.expected}, got {type_name(value)}", value=value)
         if len(value) > _MAX_TEXT or (not value and not self.empty):
             raise fail(where, f"expected {self.expected} of 1 to {_MAX_TEXT} characters", value=value, limit=_MAX_TEXT)
-        if self.pattern is not None and not re.search(self.pattern, value):
+        if self.pattern is not None and not self._search(value):
             raise fail(where, f"expected {self.expected}, got {value[:60]!r}", value=value, limit=self.expected)
         if self.check is not None:
             try:
@@ -180,14 +212,15 @@ class Choice:
         self.words = words
         self.by_name = by_name
 
+    @functools.cached_property
     def _known(self) -> dict[str, Any]:
         if isinstance(self.words, frozenset):
             return {word: word for word in sorted(self.words)}
         return {(member.name if self.by_name else str(member.value)): member for member in self.words}
 
-    def parse(self, value: Any, where: str) -> Any:
+    def parse(self, value: Any, where: Where) -> Any:
         """The enum member (or the word)."""
-        known = self._known()
+        known = self._known
         if not isinstance(value, str) or value not in known:
             near = nearest(value, known) if isinstance(value, str) else None
             shown = repr(value[:60]) if isinstance(value, str) else type_name(value)
@@ -197,20 +230,25 @@ class Choice:
 
     def schema(self) -> dict[str, Any]:
         """An enum of strings."""
-        return {"enum": list(self._known())}
+        return {"enum": list(self._known)}
+
+
+@functools.lru_cache(maxsize=256)  # kernels of one library ask for the same workspace
+def _formula(text: str) -> Formula:
+    return Formula(text)
 
 
 class Expression:
     """An arithmetic formula over context sizes."""
 
-    def parse(self, value: Any, where: str) -> Formula:
+    def parse(self, value: Any, where: Where) -> Formula:
         """A checked Formula; a plain whole number is a formula too."""
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
-            return Formula(str(value))
+            return _formula(str(value))
         if not isinstance(value, str):
             raise fail(where, f"expected a formula such as 'batch * num_heads', got {type_name(value)}", value=value)
         try:
-            return Formula(value)
+            return _formula(value)
         except CapabilitiesError as error:
             raise fail(where, body(error), value=value) from None
 

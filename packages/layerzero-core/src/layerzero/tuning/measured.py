@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
@@ -113,13 +114,12 @@ def _fingerprint(db: PerfDB) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class Believed:
+class Believed(NamedTuple):
     """Times in µs by kernel id, and what else was found and why it does not count."""
 
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = MappingProxyType({})
     notes: tuple[Reason, ...] = ()
-    refused: Mapping[str, Reason] = field(default_factory=dict)
+    refused: Mapping[str, Reason] = MappingProxyType({})
 
 
 def believed(
