@@ -2,12 +2,13 @@
 
     python benchmarks/blocks.py --machine NAME [--json FILE] [--quick] [--seconds N]
 
-Contestants: `plan` is `lz.plan_block(..., measure=True)`; `alone` is the same machinery with the kernel that was
-measured to be fastest for each op alone; `per_op` calls LayerZero's public functions step by step, as the layer is
-written; `hand_fused` does so with the fused ops a careful author would use (add_rms_norm, mlp). Results are compared
-before anything is timed. Everyone runs in every round; a ratio is the median of the ratios within a round, which a busy
-machine disturbs least. On a GPU kernels are compiled before they are timed; FlashInfer's and TorchInductor's take too
-long for that and stay out. Writes JSON.
+Contestants: `plan` is `lz.plan_block(..., measure=True)`; `per_op` calls LayerZero's public functions step by step, as
+the layer is written; `own` runs the very kernels of `per_op` by the plan's machinery; `alone` does so with the kernel
+that was measured to be fastest for each op alone; `hand_fused` calls public functions with the fused ops a careful
+author would use (add_rms_norm, mlp). Results are compared before anything is timed. Everyone is timed in every round,
+also where the plan is the path of `own`: what the two differ by is then the noise of the run. A ratio is the median of
+the ratios within a round, which a busy machine disturbs least. On a GPU kernels are compiled before they are timed;
+FlashInfer's and TorchInductor's take too long for that and stay out. Writes JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
+from layerzero.dispatch.run import current_world
 from layerzero.plans.blocks import decoder_layer
+from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import BlockPlan
+from layerzero.plans.blocks_search import Path as Way
+from layerzero.plans.blocks_search import fastest_each
 from layerzero.tuning.clock import Clock, clock_for
 
 
@@ -115,9 +120,12 @@ def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, A
     """One case: plan, compare, race."""
     t = layer(case, device)
     plan = lz.plan_block(decoder_layer(case.heads, case.kv_heads), t, measure=True)
-    alone = BlockPlan(plan.block, t, replace(plan.report, path=plan.report.alone))
+    world = current_world()  # after the plan: what had to be compiled for it is ready
+    each = fastest_each(plan.block, t, world, Meter(world, measure=True))
+    own, alone = (BlockPlan(plan.block, t, replace(plan.report, path=way)) for way in (plan.report.alone, each))
     contestants: dict[str, Callable[[], Tensor]] = {
         "plan": lambda: plan(t["x"], t["cos"], t["sin"]),
+        "own": lambda: own(t["x"], t["cos"], t["sin"]),
         "alone": lambda: alone(t["x"], t["cos"], t["sin"]),
         "per_op": step_by_step(case, t, fused=False),
         "hand_fused": step_by_step(case, t, fused=True),
@@ -127,41 +135,43 @@ def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, A
     errors = {name: _error(run(), truth) for name, run in contestants.items()}
     # The paths round in different places; none may be farther from the truth than twice the plain one.
     assert errors["plan"] <= 2 * errors["per_op"] + 1e-7, errors
-    same = [item.kernel_id or item.step for item in plan.report.path.taken] == [
-        item.kernel_id or item.step for item in plan.report.alone.taken
-    ]
-    if same:  # nothing was worth changing: the two are one program, and a ratio would be noise
-        del contestants["alone"]
     samples = rounds_of(contestants, clock_for(device), rounds, seconds)
-    if same:
-        samples["alone"] = samples["plan"]
     medians = {name: statistics.median(values) for name, values in samples.items()}
     found = plan.explain()
     return {
-        "case": case.name, **asdict(case), "same_path": same, "median_us": medians, "error": errors,
+        "case": case.name, **asdict(case), "median_us": medians, "error": errors,
+        "same_path": told(plan.report.path) == told(plan.report.alone),
         "rounds": len(samples["plan"]),
         "plan_over_per_op": ratio(samples, "per_op"),
+        "plan_over_own": ratio(samples, "own"),
         "plan_over_alone": ratio(samples, "alone"),
         "plan_over_hand_fused": ratio(samples, "hand_fused"),
         "fused": list(found.fused), "kernels": list(plan.kernels), "note": found.note,
+        "own_kernels": list(own.kernels), "alone_kernels": list(alone.kernels),
         "path": found.to_json()["path"], "rejected": found.to_json()["rejected"][:12],
     }  # fmt: skip
+
+
+def told(way: Way) -> list[Any]:
+    """What a path runs."""
+    return [item.kernel_id or item.step for item in way.taken]
 
 
 def rounds_of(
     contestants: dict[str, Callable[[], Tensor]], clock: Clock, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
     """µs of everyone in each round, the order turned round every time; at least five rounds, then until time is up."""
-    batch = {}
-    for name, call in contestants.items():
+    for call in contestants.values():
         for _ in range(3):
             call()
-        batch[name] = max(1, min(50, round(1_000.0 / max(clock(call, 1), 1.0))))
+    # One number of calls for everyone: samples of different lengths meet a busy machine differently.
+    shortest = min(min(clock(call, 1) for _ in range(3)) for call in contestants.values())
+    batch = max(1, min(50, round(1_000.0 / max(shortest, 1.0))))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     begin, order = time.monotonic(), list(contestants)
     for number in range(rounds):
         for name in order if number % 2 else order[::-1]:
-            samples[name].append(clock(contestants[name], batch[name]))
+            samples[name].append(clock(contestants[name], batch))
         order = order[1:] + order[:1]
         if number >= 5 and time.monotonic() - begin > seconds:
             break
@@ -196,9 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(row)
             m = row["median_us"]
             print(
-                f"{case.name:24} plan {m['plan']:9.1f} µs  alone {m['alone']:9.1f}  per op {m['per_op']:9.1f}  "
-                f"hand fused {m['hand_fused']:9.1f}  plan/per op {row['plan_over_per_op']:.3f}  plan/alone "
-                f"{row['plan_over_alone']:.3f}  {len(row['fused'])} rewrites"
+                f"{case.name:24} plan {m['plan']:9.1f} µs  own {m['own']:9.1f}  alone {m['alone']:9.1f}  per op "
+                f"{m['per_op']:9.1f}  hand fused {m['hand_fused']:9.1f}  plan/per op {row['plan_over_per_op']:.3f}  "
+                f"plan/own {row['plan_over_own']:.3f}  plan/alone {row['plan_over_alone']:.3f}  {len(row['fused'])} "
+                f"rewrites{', the path of each op' if row['same_path'] else ''}"
             )
     worst = max(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)
     best = min(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ import layerzero as lz
 from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.enums import Layout
+from layerzero.plans import blocks_cost
 from layerzero.plans.blocks import Block, Ref, Step, attention_input, attention_output, decoder_layer
+from layerzero.plans.blocks_cost import Meter
+from layerzero.plans.blocks_plan import settled
+from layerzero.plans.blocks_search import fastest_each
+from layerzero.public import blocks as public_blocks
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
 
@@ -294,6 +300,76 @@ def test_the_command_line_plans_a_model(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, ["plan", str(config)]).exit_code == 1
 
 
+def one_by_one(t: dict[str, Tensor]) -> Tensor:
+    """The layer in public functions."""
+    normed = lz.rms_norm(t["x"], t["ln1"], 1e-6)
+    q, k, v = (lz.linear(normed, t[name]) for name in ("wq", "wk", "wv"))
+    q, k, v = (item.unflatten(-1, (-1, WIDTH)) for item in (q, k, v))
+    q, k = lz.rope(q, k, t["cos"], t["sin"], layout="BSHD")
+    stream = lz.linear(lz.attention(q, k, v, is_causal=True, layout="BSHD").flatten(-2), t["wo"]) + t["x"]
+    normed = lz.rms_norm(stream, t["ln2"], 1e-6)
+    return stream + lz.linear(F.silu(lz.linear(normed, t["w_gate"])) * lz.linear(normed, t["w_up"]), t["w_down"])
+
+
+def dawdling(lab: Any, seconds: float) -> Any:
+    """The reference of rms_norm, and then some."""
+
+    def run(*args: Any) -> Any:
+        out, end = lab.reference("rms_norm")(*args), perf_counter() + seconds
+        while perf_counter() < end:
+            pass
+        return out
+
+    return run
+
+
+@pytest.mark.req("R-PLAN-03", "R-PLAN-04")
+def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where other kernels are faster alone: a plan may not fall behind what the caller has without one."""
+    lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
+    original = public_blocks.race
+    monkeypatch.setattr(public_blocks, "race", lambda *args, **named: replace(original(*args, **named), clear=False))
+    t = layer()
+    with torch.no_grad():
+        plan = lz.plan_block(BLOCK, t, measure=True)
+        wanted, public = lab.run(one_by_one, t)
+        found, ran = lab.run(plan, *inputs(t))
+        each = fastest_each(BLOCK, t, state.world, Meter(state.world, measure=True))
+    assert ran == public == list(plan.kernels) and "lab.rms_norm.preferred" in ran
+    assert torch.equal(found, wanted)
+    assert "lab.rms_norm.preferred" not in [item.kernel_id for item in each.taken]  # it is far slower than the others
+    assert "each op keeps its own choice" in plan.explain().note
+
+
+def test_what_was_compiled_for_a_plan_is_bound_as_dispatch_would_bind_it(lab: Any) -> None:
+    lab.use(lab.kernel("lab.rms_norm.compiled", jit=True, priority=99.0), jit="block")
+    t = layer()
+    with torch.no_grad():
+        plan = lz.plan_block(BLOCK, t)
+        lab.run(one_by_one, t)
+    searched = [item for item in plan.report.path.taken if item.kernel_id == "lab.rms_norm.compiled"]
+    assert searched and state.world.ready
+    hot = {id(bound.run) for bound in state.world.hot.values()}
+    assert id(searched[0].bound.run) not in hot  # bound before its artifact was there, with the wrapper that makes it
+    again = settled(searched[0])
+    assert again is not None and id(again.run) in hot
+
+
+def test_on_a_gpu_a_step_costs_its_launch_where_that_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there = torch.empty(4, device="cuda")
+    monkeypatch.setattr(blocks_cost, "clock_for", lambda device: lambda call, count: 5.0)
+    meter = Meter(state.world, measure=True)
+    for launch, price in ((90.0, 90.0), (3.0, 5.0)):
+        monkeypatch.setattr(blocks_cost, "launch_clock", lambda call, count, launch=launch: launch)
+        assert meter._time(lambda x: None, (there,)) == price
+        assert meter._time(lambda x: None, (torch.empty(4),)) == 5.0  # a CPU does its work in the call
+
+
 @pytest.mark.gpu
 @pytest.mark.req("R-PLAN-03")
 def test_a_layer_planned_on_a_gpu_is_right() -> None:
@@ -302,3 +378,35 @@ def test_a_layer_planned_on_a_gpu_is_right() -> None:
         found = lz.plan_block(BLOCK, t, measure=measure)(*inputs(t)).double()
         wanted = truth(t)
         assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_kernel_with_a_long_launch_is_not_a_cheap_one() -> None:
+    from layerzero.tuning.clock import cuda_clock, launch_clock
+
+    x = torch.randn(16, 64, device="cuda")
+
+    def late(item: Tensor) -> Tensor:
+        end = perf_counter() + 3e-4
+        while perf_counter() < end:
+            pass
+        return item + 1
+
+    assert launch_clock(lambda: late(x), 10) >= 300.0 > launch_clock(lambda: x + 1, 10)
+    meter = Meter(state.world, measure=True)
+    assert meter._time(late, (x,)) >= 300.0 > meter._time(lambda item: item + 1, (x,))
+    assert cuda_clock(lambda: x + 1, 5) < 300.0
+
+
+@pytest.mark.gpu
+@pytest.mark.req("R-PLAN-03", "R-PLAN-04")
+def test_on_a_gpu_a_plan_that_does_not_win_gives_what_the_public_functions_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = public_blocks.race
+    monkeypatch.setattr(public_blocks, "race", lambda *args, **named: replace(original(*args, **named), clear=False))
+    t = {name: item.cuda() for name, item in layer(tokens=1, batch=8, dtype=torch.bfloat16).items()}
+    with lz.scoped(jit="block", deny=["flashinfer.*", "inductor.*"]), torch.no_grad():
+        plan = lz.plan_block(BLOCK, t, measure=True)
+        assert list(plan.kernels) == [item.kernel_id for item in plan.report.alone.taken if item.bound is not None]
+        torch.testing.assert_close(plan(*inputs(t)), one_by_one(t), rtol=0, atol=0)

@@ -330,3 +330,61 @@ def test_the_built_in_descriptors_fit_the_schema(backend: str) -> None:
     file = Path(layerzero.backends.__path__[0]) / backend / "capabilities.json"
     jsonschema.Draft202012Validator(json_schema()).validate(json.loads(file.read_text(encoding="utf-8")))
     assert load_capabilities(file).kernels
+
+
+# -- read again ------------------------------------------------------------------------------------
+def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "capabilities.json"
+    path.write_text(json.dumps(FULL))
+    first = load_capabilities(path)
+    assert load_capabilities(path) == first
+    path.write_text(json.dumps(changed("ops/attention/0/priority", 7)))
+    second = load_capabilities(path)
+    assert (second.kernels[0].priority, second.hash != first.hash) == (7.0, True)
+    path.write_text(json.dumps(changed("ops/attention/0/min_sm", 999)))
+    with pytest.raises(CapabilitiesError):
+        load_capabilities(path)
+    path.write_text(json.dumps(FULL))
+    assert load_capabilities(path) == first
+
+
+def test_kernels_have_the_version_of_today_however_often_the_file_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "capabilities.json"
+    path.write_text(json.dumps(FULL))
+    for version in ("2.1", "2.2", "2.2", "2.1"):
+        loaded = load_capabilities(path, version=lambda vendor, v=version: f"{vendor.dist} {v}")  # type: ignore[misc]
+        assert {kernel.version for kernel in loaded.kernels} == {f"libmine {version}"}
+    assert {kernel.version for kernel in load_capabilities(path).kernels} == {"0"}
+
+
+def test_of_two_wrong_fields_the_first_of_the_table_is_reported_whatever_their_order() -> None:
+    kernel = FULL["ops"]["attention"][0]
+    for order in (list(kernel), list(reversed(kernel))):
+        twice = {name: kernel[name] for name in order} | {"dtypes": "float16", "priority": "high"}
+        with pytest.raises(CapabilitiesError) as caught:
+            load_capabilities(FULL | {"ops": {"attention": [{name: twice[name] for name in order}]}})
+        assert caught.value.key == "ops.attention[0].dtypes"
+
+
+def test_equal_lists_of_wrong_things_are_wrong_each_time() -> None:
+    for value in (["float16", 1], ["float16", ["bfloat16"]], ["float16", "float16"], ["float61"]):
+        for _ in range(2):
+            with pytest.raises(CapabilitiesError) as caught:
+                load_capabilities(changed("ops/attention/0/dtypes", value))
+            assert str(caught.value.key).startswith("ops.attention[0].dtypes[")
+
+
+@pytest.mark.parametrize("inside", [1, [], {"a": 1}])
+def test_depth_is_counted_also_where_another_part_checks_the_content(inside: Any) -> None:
+    def nested(levels: int) -> Any:
+        value = inside
+        for _ in range(levels):
+            value = {"generation": value}
+        return value
+
+    with pytest.raises(CapabilitiesError, match="nested deeper"):
+        load_capabilities(FULL | {"generation_map": {"130+": nested(20)}})
+    for place in ("unknown", "schema_version", "backend"):
+        for levels in (20, 5_000):
+            with pytest.raises(CapabilitiesError, match="nested deeper"):
+                load_capabilities(FULL | {place: nested(levels)})

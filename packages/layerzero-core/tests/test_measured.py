@@ -113,3 +113,15 @@ def test_a_damaged_database_only_costs_its_measurements(db):
     db.close()
     db.path.write_bytes(b"\0" * 4096)
     assert chosen(db).chosen == FLASH
+
+
+@pytest.mark.req("R-TUNE-04")
+def test_times_that_cannot_be_told_apart_count_as_equal(db):
+    """The name decides then, at every run alike; steady times decide themselves."""
+    db.put([timed(FLASH, 104.0, spread=0.1), timed(MATH, 100.0, spread=0.1)])
+    decision = chosen(db)
+    assert decision.chosen == min(FLASH, MATH) == FLASH and decision.winner.measured_us == pytest.approx(100.0)
+    db.put([timed(FLASH, 104.0, spread=0.005), timed(MATH, 100.0, spread=0.005)])
+    assert chosen(db).chosen == MATH
+    db.put([timed(FLASH, 107.0, spread=0.1), timed(MATH, 100.0, spread=0.1)])  # no spread excuses seven percent
+    assert chosen(db).chosen == MATH

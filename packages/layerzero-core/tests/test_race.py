@@ -7,7 +7,8 @@ import torch
 
 from layerzero.errors import InvalidInputError
 from layerzero.tuning import race as module
-from layerzero.tuning.race import Times, leader, race
+from layerzero.tuning.noise import alike, median_error
+from layerzero.tuning.race import Times, calls_a_sample, leader, race, winner_of
 
 
 class Clock:
@@ -107,3 +108,41 @@ def test_real_work_is_timed():
 def test_nobody_is_refused():
     with pytest.raises(InvalidInputError):
         race({})
+
+
+@pytest.mark.req("R-TUNE-02")
+def test_kernels_of_a_few_microseconds_get_three_times_the_rounds(clock):
+    short = race({"b": clock.takes(5.0), "a": clock.takes(5.0)}, least=4, most=6, seconds=0.0)
+    longer = race({"b": clock.takes(300.0), "a": clock.takes(300.0)}, least=4, most=6, seconds=0.0)
+    assert (short.rounds, longer.rounds) == (12, 4) and short.winner == longer.winner == "a"
+    near, far = clock.takes(5.0), clock.takes(50.0)
+    found = race({"near": near, "also": clock.takes(5.05), "far": far}, least=4, most=6, seconds=0.0)
+    assert found.times["far"].samples == 4 and found.times["near"].samples == 12  # no need to know the far one better
+
+
+def test_a_sample_on_a_gpu_is_the_median_of_several_calls_and_no_long_stretch():
+    assert [calls_a_sample(us, cold=True) for us in (5.0, 136.0, 500.0, 5_000.0)] == [15, 7, 3, 1]
+    assert [calls_a_sample(us, cold=False) for us in (0.0, 5.0, 136.0, 5_000.0)] == [1000, 40, 1, 1]
+
+
+def test_an_unsteady_lead_is_raced_on_until_patience_ends(clock):
+    """Samples of 100 to 180 µs say nothing about 140 against 139: more of them do, up to three times the seconds."""
+
+    def contest(*us):
+        return {"a": clock.takes(*us), "b": clock.takes(*us[::-1])}
+
+    wild = race(contest(300.0, 500.0, 340.0, 460.0, 380.0), least=5, most=10_000, seconds=0.02)
+    calm = race(contest(400.0, 401.0, 400.5, 402.0, 400.2), least=5, most=10_000, seconds=0.02)
+    assert not wild.clear and 0.02 < wild.seconds <= 0.065 and calm.seconds <= 0.025
+    assert wild.rounds > 2 * calm.rounds
+
+
+def test_the_noise_band_follows_the_spread_up_to_five_percent():
+    def times(us, deviation):
+        return Times(us, us, us, deviation**2, 12, deviation**2)
+
+    assert median_error(144.0, 144) == pytest.approx(1.2533)
+    assert winner_of({"b": times(100.0, 0.1), "a": times(103.0, 0.1)}, 0.02) == "b"  # steady: three percent count
+    assert winner_of({"b": times(100.0, 5.0), "a": times(103.0, 5.0)}, 0.02) == "a"  # they may as well be equal
+    assert winner_of({"b": times(100.0, 50.0), "a": times(106.0, 50.0)}, 0.02) == "b"  # no spread excuses six
+    assert alike(100.0, 0.0, 102.0, 0.0, 0.02) and not alike(100.0, 0.0, 102.1, 0.0, 0.02)

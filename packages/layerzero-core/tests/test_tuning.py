@@ -18,8 +18,11 @@ from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.tuning import drift as drift_module
 from layerzero.tuning import sitting
+from layerzero.tuning import trial as trial_module
+from layerzero.tuning.clock import cpu_clock
 from layerzero.tuning.drift import Watcher, drifted
 from layerzero.tuning.measured import measurements_from
+from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.traffic import Recorded, Traffic
 from layerzero.tuning.trial import trial as any_trial
 
@@ -91,6 +94,43 @@ def bench(lab):
     made.add("lab.rms_norm.slow", taking(SLOW), 90)
     made.add("lab.rms_norm.fast", taking(FAST), 10)
     return made
+
+
+# -- who races -----------------------------------------------------------------------------------------
+@pytest.mark.req("R-TUNE-01", "R-TUNE-03")
+def test_one_interruption_does_not_throw_the_winner_out(bench, monkeypatch):
+    """Whatever is timed second or later is interrupted for a second at its first sample."""
+    seen = set()
+
+    def interrupted(call, count):
+        us = cpu_clock(call, count)
+        first = bool(seen) and id(call) not in seen
+        seen.add(id(call))
+        return us + 1e6 if first else us
+
+    monkeypatch.setattr(trial_module, "clock_for", lambda device: interrupted)
+    found = trial(context(), seconds=0.05, only=frozenset({"lab.rms_norm.slow", "lab.rms_norm.fast"}))
+    assert found.winner == "lab.rms_norm.fast"
+    assert found.times["lab.rms_norm.fast"].samples >= 12 and found.times["lab.rms_norm.fast"].median_us < 600
+
+
+def test_screening_takes_three_samples_in_turns_and_the_fastest_counts():
+    told = {"good": [9_000.0, 9_000.0, 120.0], "slow": [210.0, 210.0, 230.0], "bad": [9_000.0, 8_000.0, 7_000.0]}
+    order, counts = [], []
+    calls = {name: (lambda name=name: order.append(name)) for name in told}
+    left = {name: list(us) for name, us in told.items()}
+
+    def clock(call, count):
+        call()
+        counts.append(count)
+        return left[order[-1]].pop(0)
+
+    found = screened(calls, clock)
+    assert found == told and order == ["good", "slow", "bad"] * 4  # one to warm up, three samples
+    assert hopeful(found) == ["good", "slow"]
+    assert counts == [1, 1, 1, 1, 5, 1, 1, 5, 1]  # long calls are not made more often than needed
+    # A late launch is as long as many kernels: nobody is sent away for 44 µs against 5.
+    assert hopeful({"a": [5.0], "late": [44.0], "far": [300.0]}) == ["a", "late"]
 
 
 # -- the gate ------------------------------------------------------------------------------------------
@@ -313,7 +353,8 @@ def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_pat
     assert lz.which("rms_norm", *call()) == "lab.rms_norm.moody"
     assert list(drifted([context()], db, retune=False, slower=1e6)) == []
     found = tune([context()], database=db.path, check=True)
-    assert "PERF_DRIFTED" in found.outcomes[0].why and found.rows == len(rows)
+    # How many rows: a kernel far behind may be left out of one race and not of the other.
+    assert "PERF_DRIFTED" in found.outcomes[0].why and found.rows > 1
     times = {row.kernel_id: row.median_us for row in db.all()}
     assert times["lab.rms_norm.moody"] > now / 50 and times["lab.rms_norm.fast"] < 10 * now
     measured = lz.explain("rms_norm", *call()).decision.candidate("lab.rms_norm.moody").measured_us

@@ -201,7 +201,8 @@ def test_a_paged_cache_matches_the_reference(kernels: Any, prefill: bool) -> Non
             spots = torch.arange(length, device="cuda")
             pages[tables[row, spots // page].long(), spots % page] = randn(length, 2, 64, seed=10 * which + row)
     lens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
-    batch = lz.paged_batch(tables, lens, torch.tensor(queries, device="cuda", dtype=torch.int32) if prefill else None)
+    new = torch.tensor(queries, device="cuda", dtype=torch.int32) if prefill else None
+    batch = lz.paged_batch(tables, lens, query_lens=new)
     query = randn(sum(queries), 4, 64)
     run = paged_kernels(kernels).paged_prefill if prefill else paged_kernels(kernels).paged_decode
     with torch.no_grad():

@@ -30,8 +30,7 @@ WRONG = [
 ]
 FIXES = {
     "flashattn2": "pip install --no-build-isolation 'layerzero-flashattn[fa2]'",
-    "flashattn3": "git clone https://github.com/Dao-AILab/flash-attention"
-    " && pip install --no-build-isolation ./flash-attention/hopper",
+    "flashattn3": "pip install --no-build-isolation ./hopper in a checkout of Dao-AILab/flash-attention",
     "flashattn4": "pip install 'layerzero-flashattn[fa4]'",
     "quack": "pip install 'layerzero-flashattn[quack]'",
 }

@@ -7,7 +7,8 @@ import pytest
 from layerzero.plugin.probing import probe
 from layerzero.testing import fakes
 from layerzero.testing.vendors import pretend
-from layerzero_hub.plugin import layerzero_capabilities, layerzero_health
+from layerzero_hub.plugin import DEFAULT_LOCK, layerzero_capabilities, layerzero_health
+from layerzero_hub.policy import HubPolicy
 
 DEVICE = fakes.cpu()
 
@@ -62,3 +63,7 @@ def test_a_broken_policy_is_said_and_costs_only_the_hub(tmp_path, monkeypatch):
     status = layerzero_capabilities(DEVICE)
     assert not status.available and codes(status) == ["HUB_POLICY_INVALID"]
     assert not layerzero_health("hub").ok
+
+
+def test_the_plugin_looks_for_the_lock_where_the_policy_would():
+    assert HubPolicy().lock == DEFAULT_LOCK

@@ -152,7 +152,7 @@ def signs(scale):
 
     query, key, value, batch, _ = scene(((5,), (6,)), (40,), ((20,), (40,)))
     launch.FORWARD[DIM] = launch.Config(16, 16, 4, 2)
-    launch.SHARED[DIM] = launch.Config(16, 16, 4, 2), launch.Config(32, 16, 4, 2)
+    launch.SHARED[DIM] = launch.Config(16, 16, 4, 2)
     want, _ = formula(query, key, value, batch, True, scale)
     ways = (launch.work_list, launch.shared_tiles)
     return max(largest(way(query, key, value, batch, True, scale, False), want) for way in ways)

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, Segment
 
 __all__ = ["Requests", "grouped_attention", "requests"]
 
 _LN2 = math.log(2.0)
 _CAUSAL, _FULL, _NHD = 1, 0, 0
+_HEAD_DIMS = (64, 128, 256)
+_HALVES = (torch.float16, torch.bfloat16)
 _SMALLEST_TILE = 64  # rows; FlashInfer takes 128 or more, so its work list is never longer than with this many
 
 
@@ -87,10 +90,27 @@ def _planned(
     return _Planned(module, info, floats, ints, pinned, host_q.to(device), host_k.to(device))
 
 
+def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
+    """What the launch relies on: the module takes pointers and strides, and believes the plan."""
+    (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
+    fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
+    if not fits or (tokens, total_k) != (batch.total_q, batch.total_k):
+        raise InvalidInputError(
+            code="SHAPE_INVALID",
+            value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit=f"[{batch.total_q}, Hq, D] and twice [{batch.total_k}, Hkv, D]",
+        )
+    if dim not in _HEAD_DIMS:
+        raise InvalidInputError(code="HEAD_DIM_INVALID", value=dim, limit=str(_HEAD_DIMS))
+    if query.is_cuda and (query.dtype not in _HALVES or not query.dtype == key.dtype == value.dtype):
+        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(query.dtype), limit="float16 or bfloat16")
+
+
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
     """FlashInfer's ragged prefill with the groups as requests over the same keys."""
+    _check(query, key, value, batch)
     tokens, heads, dim = query.shape
     if scale is None:
         scale = 1.0 / math.sqrt(dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, ReasonCode, Registrar, hookimpl, vendor_status
 
 CAPABILITIES = Path(__file__).with_name("capabilities.json")
+DEFAULT_LOCK = "layerzero-hub.lock"
 
 
 @hookimpl
@@ -23,10 +25,15 @@ def layerzero_register(registrar: Registrar) -> None:
 
 
 def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
+    from layerzero import env
     from layerzero.errors import LayerZeroError
-    from layerzero_hub.policy import discovered
+    from layerzero.policy.load import discover
 
     try:
+        if not Path(DEFAULT_LOCK).is_file() and not discover(env.read(os.environ)):
+            return base  # no lock at its own place, and no file that could name another
+        from layerzero_hub.policy import discovered
+
         policy = discovered()
         if not policy.lock_path.is_file():
             return base

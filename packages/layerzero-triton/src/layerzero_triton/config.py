@@ -8,17 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "SHORTLISTS",
     "ActivationConfig",
     "LinearConfig",
     "NormConfig",
     "PagedConfig",
     "RopeConfig",
+    "ShortlistConfig",
     "activation_config",
     "linear_config",
     "next_power",
     "norm_config",
     "paged_config",
     "rope_config",
+    "shortlist_config",
     "unit_of",
 ]
 
@@ -70,9 +73,9 @@ class ActivationConfig:
 
 
 def activation_config(width: int) -> ActivationConfig:
-    """A whole row a program where it fits: rows are then read from one end to the other."""
-    block = min(16384, next_power(width))
-    return ActivationConfig(block, 16 if block >= 8192 else 8 if block >= 2048 else 4)
+    """Eight elements a thread: measured, wide rows want it, cut or whole. Padding beyond a row's end is idle work."""
+    block = min(4096, next_power(width))
+    return ActivationConfig(block, 16 if block >= 4096 else 8 if block >= 2048 else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,9 @@ class RopeConfig:
 
 
 def rope_config(dim: int, layout: str) -> RopeConfig:
-    """Tiles of about 2048 pairs, longest along the axis that is next in memory."""
-    scale = 1 if dim <= 128 else 2
-    if layout == "BSHD":
-        return RopeConfig(4 // scale, 8, 4)
-    return RopeConfig(32 // scale, 1, 4)
+    """One warp a tile of eight rows, along the axis that is next in memory; rows beyond 128 wide get two."""
+    warps = 1 if dim <= 128 else 2
+    return RopeConfig(1, 8, warps) if layout == "BSHD" else RopeConfig(8, 1, warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +141,36 @@ def linear_config(m: int, n: int, k: int, block_size: int | None, sms: int) -> L
     steps = -(-k // block_k)
     splits = 1 if tiles >= sms else max(1, min(8, 2 * sms // tiles, steps // 4))
     return LinearConfig(block_m, block_n, block_k, splits, 4 if block_m <= 64 else 8, 4 if block_m <= 32 else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortlistConfig:
+    """Groups of `group` neighbouring tokens, `many` of them a program of `peak_warps`; a row's draw by `warps`.
+
+    Room for `slots` tokens, `broad` of which are compared with the others at a time.
+    """
+
+    group: int
+    many: int
+    peak_warps: int
+    slots: int
+    broad: int
+    warps: int
+
+
+SHORTLISTS = (64, 256, 1024)  # room for so many tokens: few, since each is compiled
+
+
+def shortlist_config(rows: int, vocab: int, k: int, sms: int) -> ShortlistConfig | None:
+    """Groups about as many as the tokens of k of them, which one program holds; None where they are too many."""
+    slots = next((room for room in SHORTLISTS if k <= room), None)
+    if slots is None:
+        return None
+    group = 16
+    while group < 128 and slots * group * group * 2 < vocab:
+        group *= 2
+    held = max(next_power(-(-vocab // group)), slots * group)
+    if held > 16384:
+        return None
+    tile = 4096 if rows * vocab >= 4096 * 4 * sms else 1024
+    return ShortlistConfig(group, tile // group, 4, slots, max(4, 4096 // slots), min(16, held // 512))

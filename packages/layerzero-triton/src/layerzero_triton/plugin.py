@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from layerzero.plugin import (
@@ -20,10 +21,9 @@ CAPABILITIES = Path(__file__).with_name("capabilities.json")
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
     """Register our kernels, and those the program has registered itself so far."""
-    from layerzero_triton.custom import registered
-
     registrar.backend(CAPABILITIES)
-    for kernel in registered():
+    custom = sys.modules.get("layerzero_triton.custom")  # a program that never imported it has registered nothing
+    for kernel in custom.registered() if custom is not None else ():
         registrar.kernel(kernel.spec)
 
 

@@ -1,5 +1,7 @@
 """Sampling one token a row of logits without a sort. Canonical arguments of `sample`, `sample_topk`, `sample_topp`.
 
+A small top-k given as a number is sampled from a shortlist, in two launches; anything else by searching thresholds.
+
 Same tokens as the reference for the same generator state: one uniform float64 a row is drawn as it draws it, the same
 tokens are kept, and the draw walks them in the order of their ids. Nothing waits for the device.
 """
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_triton.config import next_power
+from layerzero_triton.config import SHORTLISTS, ShortlistConfig, next_power, shortlist_config, unit_of
 from layerzero_triton.kernels import sampling as device
-from layerzero_triton.kernels.launch import Launcher
+from layerzero_triton.kernels import shortlist as few
+from layerzero_triton.kernels.launch import Launcher, collecting, prepare, sm_count
 
 __all__ = ["sample", "sample_topk", "sample_topp"]
 
@@ -26,6 +29,9 @@ _count = Launcher(device.count)
 _weigh = Launcher(device.weigh)
 _choose = Launcher(device.choose)
 _draw = Launcher(device.draw)
+_peaks = Launcher(few.peaks)
+_shortlist = Launcher(few.shortlist)
+_known: set[Any] = set()
 
 
 def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
@@ -70,6 +76,13 @@ def _run(
         top_k = None
     if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
         top_p = None
+    if isinstance(top_k, int) and tile is None:
+        config = shortlist_config(rows, vocab, top_k, sm_count(logits.device))
+        if config is not None:
+            rest = (top_p, min_p, temperature, uniform, out)
+            _prepared(logits, rest)
+            _from_shortlist(logits, top_k, *rest, config)
+            return
     bits = 32 if logits.dtype is torch.float32 else 16
     tile = tile or min(4096, next_power(vocab))
     tiles = -(-vocab // tile)
@@ -127,6 +140,56 @@ def _run(
             t_rows is not None,
         ),
         warps,
+    )  # fmt: skip
+
+
+def _prepared(logits: Tensor, rest: tuple[Any, ...]) -> None:
+    """Compile what other batch sizes and top-k of the same vocabulary need."""
+    vocab = logits.shape[1]
+    kinds = tuple([value is None or isinstance(value, Tensor) for value in rest[:3]])
+    given = tuple([value is None for value in rest[:2]])
+    key = (logits.dtype, vocab, logits.get_device(), unit_of(logits.stride(0), vocab), kinds, given)
+    if key in _known:
+        return
+    _known.add(key)
+    sms = sm_count(logits.device)
+    with collecting() as launches:
+        for k in (room for room in (1, *(room + 1 for room in SHORTLISTS)) if room < vocab):
+            for rows in (1, 1 << 20):
+                config = shortlist_config(rows, vocab, k, sms)
+                if config is not None:
+                    _from_shortlist(logits, k, *rest, config)
+    prepare(launches, logits.device)
+
+
+def _from_shortlist(
+    logits: Tensor, top_k: int, top_p: Param | None, min_p: Param | None, temperature: Param, uniform: Tensor,
+    out: Tensor, config: ShortlistConfig,
+) -> None:  # fmt: skip
+    """0 < top_k < vocab, and rows of logits without gaps; `config` apart for measuring."""
+    rows, vocab = logits.shape
+    step = logits.stride(0)
+    unit = unit_of(step, vocab)
+    groups = -(-vocab // config.group)
+    best = torch.empty(rows * groups, dtype=torch.int32, device=logits.device)
+    room = torch.empty(rows * 3 * config.slots, dtype=torch.int32, device=logits.device)
+    p_rows, p = _real(top_p, logits)
+    m_rows, least = _real(min_p, logits)
+    t_rows, warmth = _real(temperature, logits)
+    sizes = (groups, vocab // unit, step // unit)
+    _peaks(
+        (rows, -(-groups // config.many), 1), (logits, best), sizes, (config.group, config.many, unit),
+        config.peak_warps,
+    )  # fmt: skip
+    _shortlist(
+        (rows, 1, 1),
+        (logits, best, room, p_rows, m_rows, t_rows, uniform, out),
+        (*sizes, top_k, p, least, warmth),
+        (
+            config.group, next_power(groups), config.slots, config.broad, unit, top_p is not None, min_p is not None,
+            p_rows is not None, m_rows is not None, t_rows is not None,
+        ),
+        config.warps,
     )  # fmt: skip
 
 

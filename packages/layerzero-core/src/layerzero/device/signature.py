@@ -7,10 +7,10 @@ versions: `environment_signature` adds those. Versions are read from package met
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Iterable
 
+from layerzero.device.dists import installed_version
 from layerzero.model.device import DeviceSpec
 
 __all__ = ["VENDOR_DISTRIBUTIONS", "backend_versions", "environment_signature"]
@@ -24,14 +24,14 @@ VENDOR_DISTRIBUTIONS = (
 def backend_versions(
     distributions: Iterable[str] = VENDOR_DISTRIBUTIONS,
     *,
-    read: Callable[[str], str] = importlib.metadata.version,
+    read: Callable[[str], str | None] = installed_version,
 ) -> tuple[tuple[str, str], ...]:
     """(name, version) of those distributions that are installed, sorted. Broken metadata counts as not installed."""
     found: list[tuple[str, str]] = []
     for name in distributions:
         try:
             version = read(name)
-        except Exception:  # PackageNotFoundError, or metadata that some installer left half written
+        except Exception:  # metadata that some installer left half written
             continue
         if version:
             found.append((name, version))

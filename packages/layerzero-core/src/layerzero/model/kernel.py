@@ -179,16 +179,6 @@ class KernelSpec:
         quantized_only = bool(self.quant_formats) and "unquantized" not in self.features
         object.__setattr__(self, "_careful_weight", quantized_only or self.weight_layout is not None)
 
-    def versioned(self, version: str) -> KernelSpec:
-        """The same kernel with this version. Nothing else changes, so nothing is checked again: registering does this
-        for every kernel, and `dataclasses.replace` takes ten times as long.
-        """
-        made = object.__new__(KernelSpec)
-        for name in KernelSpec.__slots__:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "version", version)
-        return made
-
     # -- constraints -----------------------------------------------------------------------------
     def check(self, ctx: Context) -> list[Reason]:
         """Every static reason against this kernel for this context; empty means it fits as is."""

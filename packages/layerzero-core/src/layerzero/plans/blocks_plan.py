@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.errors import PlanMismatchError
+from layerzero.dispatch.bind import Bound, bind
+from layerzero.dispatch.run import current_world, decide
+from layerzero.errors import BackendNotAvailableError, PlanMismatchError
 from layerzero.plans.blocks import Block
 from layerzero.plans.blocks_run import runner
-from layerzero.plans.blocks_search import Path
+from layerzero.plans.blocks_search import Path, Taken
 
-__all__ = ["BlockPlan", "BlockReport", "signature"]
+__all__ = ["BlockPlan", "BlockReport", "settled", "signature"]
 
 
 def signature(block: Block, tensors: Mapping[str, Any], measure: bool) -> Any:
@@ -127,7 +129,7 @@ class BlockPlan:
         self._weights = {name: tensors.get(name) for name in block.weights}
         self._packs = [item.step for item in report.path.taken if item.step.op == "pack"]
         self._steps: list[Callable[[dict[str, Any]], None]] = [
-            runner(item.step, item.spec, item.bound) for item in report.path.taken if item.step.op != "pack"
+            runner(item.step, item.spec, settled(item)) for item in report.path.taken if item.step.op != "pack"
         ]
         self._sources: list[Tensor] = [tensors[name] for step in self._packs for name in step.reads()]
         self._wanted = _looks(block, tensors) if check else None
@@ -174,6 +176,22 @@ class BlockPlan:
                 f"block plan for {self.block.name}, input {wrong}", code="PLAN_ARGUMENTS_CHANGED",
                 value=found[wrong], limit=self._wanted[wrong],
             )  # fmt: skip
+
+
+def settled(item: Taken) -> Bound | None:
+    """A step's kernel bound in the World of now, as dispatch would: what was compiled while the path was searched for
+    needs no wrapper any more that asks whether it is."""
+    bound, spec = item.bound, item.spec
+    if bound is None or spec is None or not bound.kernel.jit:
+        return bound
+    world = current_world()
+    decision = decide(spec, bound.decision.context, world)
+    if bound.kernel_id not in decision.ranking:
+        return bound
+    try:
+        return bind(spec, decision, world, bound.kernel_id, rng=bound.rng)
+    except BackendNotAvailableError:  # the runner hands over to the next candidate when it is called
+        return bound
 
 
 def _version(tensor: Tensor) -> int:

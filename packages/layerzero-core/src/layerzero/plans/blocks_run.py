@@ -70,11 +70,7 @@ def results(step: Step, out: Any) -> tuple[Any, ...]:
 def runner(step: Step, spec: OperationSpec | None, bound: Bound | None) -> Callable[[dict[str, Any]], None]:
     """A function that runs one step on the named tensors and adds its results to them."""
     if bound is None or spec is None:
-
-        def plain(tensors: dict[str, Any]) -> None:
-            tensors.update(zip(step.outputs, glue(step.op, arguments(step, tensors)), strict=True))
-
-        return plain
+        return _glued(step)
     run, layout, outputs = bound.run, op_layout(step), step.outputs
     names = [item.name if isinstance(item, Ref) else None for item in step.args]
     constants = [None if isinstance(item, Ref) else item for item in step.args]
@@ -102,3 +98,35 @@ def runner(step: Step, spec: OperationSpec | None, bound: Bound | None) -> Calla
         tensors.update(zip(outputs, results(step, out), strict=True))
 
     return general
+
+
+def _glued(step: Step) -> Callable[[dict[str, Any]], None]:
+    """Glue as a layer's author would write it: its price is that of the torch calls."""
+    outputs = step.outputs
+    names = step.reads()
+    if step.op == "add":
+        (left, right), (out,) = names, outputs
+
+        def added(tensors: dict[str, Any]) -> None:
+            tensors[out] = tensors[left] + tensors[right]
+
+        return added
+    if step.op == "heads":
+        source, sizes, (made,) = names[0], (step.args[1], -1), outputs
+
+        def cut(tensors: dict[str, Any]) -> None:
+            tensors[made] = tensors[source].unflatten(-1, sizes)
+
+        return cut
+    if step.op == "gate":
+        (gate, up), act, (gated,) = names, _ACTIVATIONS[step.args[2]], outputs
+
+        def activated(tensors: dict[str, Any]) -> None:
+            tensors[gated] = act(tensors[gate]) * tensors[up]
+
+        return activated
+
+    def plain(tensors: dict[str, Any]) -> None:
+        tensors.update(zip(outputs, glue(step.op, arguments(step, tensors)), strict=True))
+
+    return plain

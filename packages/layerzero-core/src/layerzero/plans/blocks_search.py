@@ -26,7 +26,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World
 
-__all__ = ["Edge", "Path", "Taken", "per_op", "search"]
+__all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search"]
 
 _CANDIDATES = 4  # kernels tried for a step, the best of the ranking
 
@@ -122,13 +122,20 @@ def search(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter)
 
 
 def per_op(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
-    """The path of choosing for each op alone: the block's own steps, each with the kernel selection gives it.
+    """The path of the public functions called one by one: the block's own steps, each with the kernel selection gives
+    it now. This is what a joint path has to beat, and what runs where it does not."""
+    return _one_by_one(block, tensors, world, meter, 1)
 
-    Where times are taken here, with the kernel that is fastest for the step: what a tuned selection would give it.
-    """
+
+def fastest_each(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+    """The block's own steps, each with the kernel that is cheapest for the step alone. For comparisons."""
+    return _one_by_one(block, tensors, world, meter, _CANDIDATES)
+
+
+def _one_by_one(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int) -> Path:
     edges: list[Edge] = []
     for position, step in enumerate(block.steps):
-        ways = list(_edges(position, Stretch((step,), 1), tensors, world, meter, _CANDIDATES if meter.measure else 1))
+        ways = list(_edges(position, Stretch((step,), 1), tensors, world, meter, candidates))
         edge, tensors = min(ways, key=lambda way: way[0].us * (1.0 + world.measurements.noise * way[0].other))
         edges.append(edge)
     return Path(tuple(edges))

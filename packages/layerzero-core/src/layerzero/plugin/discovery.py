@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import importlib_metadata
 
+from layerzero.device.dists import first_version, identity, there
 from layerzero.env import Env
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.version import __version__
@@ -26,6 +26,7 @@ __all__ = [
     "discover",
     "dist_version",
     "dist_version_on",
+    "forget_versions",
     "kept_out",
     "normalized",
 ]
@@ -60,8 +61,7 @@ class EntryPointLike(Protocol):
         """Import and return what `value` names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One entry point with the distribution that declares it."""
 
     name: str
@@ -87,7 +87,7 @@ def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Foun
     for entry in declared:
         if BUILTINS.get(entry.name) == entry.value:
             continue  # added below, without reading our own metadata (its parser takes 20 ms to import)
-        dist_name, version = _identity(getattr(entry, "dist", None))
+        dist_name, version = identity(getattr(entry, "dist", None))
         key = (entry.name, entry.value, normalized(dist_name))
         if key in seen:  # one distribution seen through two path entries
             continue
@@ -111,7 +111,7 @@ def _declared() -> Iterator[EntryPointLike]:
         try:
             yield from [entry for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP]
         except Exception as error:  # a damaged file of one distribution must not hide the others
-            yield Unreadable(_identity(dist)[0] or "unknown", dist, error)
+            yield Unreadable(identity(dist)[0] or "unknown", dist, error)
 
 
 def _speaking() -> Iterator[importlib_metadata.Distribution]:
@@ -143,14 +143,12 @@ def _metadata_folders(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith((".dist-info", ".egg-info"))]
 
 
-@dataclass(frozen=True, slots=True)
 class Unreadable:
     """Stands for the plugins of a distribution whose entry_points.txt cannot be parsed; loading it says so."""
 
-    name: str
-    dist: Any
-    error: Exception
-    value: str = "entry_points.txt"
+    def __init__(self, name: str, dist: Any, error: Exception) -> None:
+        self.name, self.dist, self.error = name, dist, error
+        self.value = "entry_points.txt"
 
     def load(self) -> Any:
         """Raise what the parser raised."""
@@ -182,35 +180,19 @@ def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 def dist_version(dist: str) -> str | None:
     """The installed version of a distribution, from its metadata; None when it is not installed.
 
-    Only the head of the metadata file is looked at: parsing all of torch's takes ten milliseconds, and the parser's
-    import five. Of several distributions of the name, the first on the path that has a version counts.
+    Of several distributions of the name, the first on the path that has a version counts.
     """
-    # A place that is not there would be taken for a zip file, again at each question.
-    path = [place for place in sys.path if os.path.exists(place or os.curdir)]
-    found = importlib_metadata.distributions(name=dist, path=path)
-    return next((version for item in found if (version := _identity(item)[1])), None)
+    return first_version(importlib_metadata.distributions(name=dist, path=there(tuple(sys.path))))
+
+
+def forget_versions() -> None:
+    """Look at the installed distributions anew: a package may have come or gone."""
+    dist_version.cache_clear()
+    there.cache_clear()
 
 
 def dist_version_on(dist: str, path: Iterable[str]) -> str | None:
     """The version of a distribution in these folders, else of the one this process has."""
     for found in importlib_metadata.distributions(name=dist, path=list(path)):
-        return _identity(found)[1] or None
+        return identity(found)[1] or None
     return dist_version(dist)
-
-
-def _identity(dist: Any) -> tuple[str, str]:
-    """Name and version of a distribution object; empty where its metadata does not say."""
-    found: dict[str, str] = {}
-    read = getattr(dist, "read_text", None)
-    try:
-        text = (read("METADATA") or read("PKG-INFO") or "") if read is not None else ""
-        for line in text.splitlines():
-            if not line:
-                break
-            key, _, value = line.partition(":")
-            if key in ("Name", "Version"):
-                found[key] = value.strip()
-        name, version = found.get("Name"), found.get("Version")
-        return name or str(getattr(dist, "name", "") or ""), version or str(getattr(dist, "version", "") or "")
-    except Exception:  # broken metadata of one distribution must not hide the others
-        return found.get("Name", ""), found.get("Version", "")

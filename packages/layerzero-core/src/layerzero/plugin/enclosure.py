@@ -9,14 +9,12 @@ from __future__ import annotations
 import site
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Enclosure", "enter", "inside", "is_hidden"]
 
 
-@dataclass(frozen=True, slots=True)
-class Enclosure:
+class Enclosure(NamedTuple):
     """What is different inside: folders searched first, and modules that are not there."""
 
     path: tuple[str, ...] = ()

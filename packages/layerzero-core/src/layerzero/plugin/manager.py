@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -21,7 +21,7 @@ from layerzero.errors import LayerZeroError, PluginError
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.op import OperationSpec
 from layerzero.plugin import spec
-from layerzero.plugin.discovery import EntryPointLike, Found, discover, dist_version, kept_out
+from layerzero.plugin.discovery import EntryPointLike, Found, discover, forget_versions, kept_out
 from layerzero.plugin.registrar import Registrar, check_api
 from layerzero.plugin.vendor import vendor_presence
 from layerzero.reasons import Reason, ReasonCode, reason
@@ -75,16 +75,15 @@ class PluginRecord:
         }
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """Everything discovery gave: the registry, the ops, one record per plugin, and in `pm` the plugins' hooks."""
 
     registry: KernelRegistry
     ops: Mapping[str, OperationSpec]
     records: tuple[PluginRecord, ...]
     pm: pluggy.PluginManager
-    capabilities: Mapping[str, Capabilities] = field(default_factory=lambda: MappingProxyType({}))
-    plugin_of: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    capabilities: Mapping[str, Capabilities] = MappingProxyType({})
+    plugin_of: Mapping[str, str] = MappingProxyType({})
 
     def record(self, name: str) -> PluginRecord | None:
         """The record of a plugin, or of the plugin that brought the backend of this name."""
@@ -118,6 +117,8 @@ def _attributes(target: Any) -> dict[str, Any]:
 
 
 def _is_hook(name: str, item: Any) -> bool:
+    if isinstance(item, type) or not callable(item):  # most of what a module holds; `isroutine` asks at length
+        return False
     return inspect.isroutine(item) and (name.startswith("layerzero_") or hasattr(item, f"{spec.PROJECT}_impl"))
 
 
@@ -138,7 +139,7 @@ def load_plugins(
     `entry_points` replaces what package metadata declares (the built-ins are always there); `env` the environment.
     """
     settings = env if isinstance(env, environment.Env) else environment.read(env)
-    dist_version.cache_clear()  # a package may have come or gone since the last load
+    forget_versions()  # a package may have come or gone since the last load
     state = _Loading()
     for item in discover(entry_points):
         started = time.perf_counter()
@@ -195,7 +196,7 @@ class _Loading:
         wanted = getattr(plugin, "LAYERZERO_API", None)
         if wanted is not None:
             check_api(str(wanted), f"plugin {item.name}")
-        registrar = Registrar(item.name)
+        registrar = Registrar(item.name, item.version)
         _call(alone, "layerzero_register", registrar=registrar)
         registrar.close()
         for op_id in registrar.ops:
@@ -212,9 +213,7 @@ class _Loading:
         usable = False
         for capabilities in registrar.backends.values():
             backend, fix = _backend_spec(capabilities, item, empty=not registrar.all_kernels())
-            version = backend.vendor_version or item.version or "0"
-            kernels = (kernel.versioned(version) for kernel in capabilities.kernels)
-            registry = registry.add(kernels, backend)
+            registry = registry.add(capabilities.kernels, backend)
             reasons += backend.reasons
             fixes += [fix] if fix else []
             usable = usable or backend.available

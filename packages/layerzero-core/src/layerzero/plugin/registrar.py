@@ -13,9 +13,10 @@ from typing import Any
 from layerzero.errors import PluginError
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
+from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.spec import API_VERSION
 from layerzero.plugin.versions import contains
-from layerzero.registry.capabilities import Capabilities, load_capabilities
+from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 from layerzero.registry.fields import DEFAULT_API
 
 __all__ = ["Registrar", "check_api"]
@@ -33,10 +34,11 @@ def check_api(wanted: str, who: str) -> None:
 
 
 class Registrar:
-    """Collects the backends, kernels and ops of one plugin."""
+    """Collects the backends, kernels and ops of one plugin; `version` is that of its distribution."""
 
-    def __init__(self, plugin: str) -> None:
+    def __init__(self, plugin: str, version: str = "") -> None:
         self.plugin = plugin
+        self.version = version
         self.backends: dict[str, Capabilities] = {}
         self.kernels: dict[str, KernelSpec] = {}
         self.ops: dict[str, OperationSpec] = {}
@@ -48,7 +50,7 @@ class Registrar:
         Raises CapabilitiesError for a wrong file and PluginError for a wrong API version or a repetition.
         """
         self._check_open()
-        loaded = load_capabilities(capabilities)
+        loaded = load_capabilities(capabilities, version=self._kernel_version)
         check_api(loaded.api, f"backend {loaded.backend}")
         if loaded.backend in self.backends:
             raise PluginError(code="PLUGIN_DUPLICATE", value=loaded.backend, limit=f"plugin {self.plugin}")
@@ -91,6 +93,10 @@ class Registrar:
         """Everything collected so far."""
         described = (spec for loaded in self.backends.values() for spec in loaded.kernels)
         return (*described, *self.kernels.values())
+
+    def _kernel_version(self, vendor: Vendor | None) -> str:
+        """A kernel is as new as the library that computes, else as the package that brings it."""
+        return (dist_version(vendor.dist) if vendor else None) or self.version or "0"
 
     def _check_open(self) -> None:
         if not self._open:

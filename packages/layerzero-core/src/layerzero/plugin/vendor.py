@@ -60,7 +60,9 @@ def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[
 def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -> tuple[Reason, ...]:
     if installed is None:
         return (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
-    return () if contains(version, installed) else (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
+    if contains(version, installed):
+        return ()
+    return (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
 
 
 def _say(code: str, value: str, limit: str, fix: str) -> Reason:

@@ -10,9 +10,8 @@ import os
 import reprlib
 import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from layerzero.env import Env
 from layerzero.errors import ConfigurationError, PolicyValidationError
@@ -48,8 +47,7 @@ _NARROWING: Final[Mapping[str, Mapping[str, object]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A policy file that discovery found. `trusted` is False for one in the working directory."""
 
     path: Path

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from layerzero.errors import PolicyValidationError
 from layerzero.reasons import ReasonCode
@@ -24,8 +23,7 @@ MAX_NODES: Final = 20_000
 Place = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class Parsed:
+class Parsed(NamedTuple):
     """The content of a file and where each key stands."""
 
     name: str

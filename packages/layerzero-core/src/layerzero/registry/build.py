@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from layerzero.errors import ConfigurationError
@@ -14,17 +15,23 @@ from layerzero.registry.kinds import body, fail
 
 __all__ = ["kernel_spec"]
 
-# Fields that mean the same in the file and in KernelSpec; those of the second group may be left out.
+# Fields that mean the same in the file and in KernelSpec; those of the second group are empty when left out.
 _SAME = (
     "kernel_id", "function", "dtypes", "priority", "min_sm", "max_sm", "mixed_dtypes", "stride_last_dim", "contiguous",
     "aligned_strides", "pointer_alignment", "square", "graph_safe", "deterministic", "tp_invariant", "jit", "workspace",
     "predicate", "doc", "weight_layout", "packer",
 )  # fmt: skip
-_SETS = ("instruction_families", "layouts", "granularities", "adapt", "guards")
+_LEFT_OUT = ("instruction_families", "layouts", "granularities", "adapt", "guards", "fuses", "jit_key")
+_pick = itemgetter(*_SAME)
 
 
 def kernel_spec(
-    entry: dict[str, Any], backend: str, op: str, platforms: frozenset[Platform] | None, where: str
+    entry: dict[str, Any],
+    backend: str,
+    op: str,
+    platforms: frozenset[Platform] | None,
+    where: str,
+    version: str = "0",
 ) -> KernelSpec:
     """The KernelSpec of one checked entry; raises CapabilitiesError where fields contradict each other."""
     kernel_id: str = entry["kernel_id"]
@@ -46,25 +53,32 @@ def kernel_spec(
         )
     paged = entry["paged"] if isinstance(entry["paged"], dict) else {}
     limits = tuple(_limits(entry, paged, where).items())
-    given: dict[str, Any] = {name: entry[name] for name in _SAME}
-    given |= {name: entry[name] or frozenset() for name in _SETS}
+    # Only what the entry says; a kernel has a tenth of all fields, and a first call builds hundreds of kernels.
+    given: dict[str, Any] = dict(zip(_SAME, _pick(entry), strict=True))
+    given |= {name: entry[name] for name in _LEFT_OUT if entry[name]}
+    if entry["head_dim"] and entry["head_dim"]["pairs"]:
+        given["head_dim_pairs"] = entry["head_dim"]["pairs"]
+    if entry["generations"]:
+        given["supported_generations"] = entry["generations"]
+    if entry["cpu_features"]:
+        given["cpu_features"] = frozenset(canonical_cpu_feature(word) for word in entry["cpu_features"])
+    if paged.get("layouts"):
+        given["kv_cache_layouts"] = frozenset(Layout(word) for word in paged["layouts"])
+    if paged.get("index_dtypes"):
+        given["index_dtypes"] = paged["index_dtypes"]
+    if entry["quant_formats"]:
+        given["quant_formats"] = frozenset(item.value for item in entry["quant_formats"])
+    if entry["error_bounds"]:
+        given["error_bounds"] = tuple(sorted(entry["error_bounds"].items()))
     try:
         return KernelSpec(
             op=op,
             backend=backend,
+            version=version,
             platforms=chosen,
             features=_features(entry),
             limits=limits,
-            head_dim_pairs=(entry["head_dim"] or {}).get("pairs") or frozenset(),
-            supported_generations=entry["generations"] or frozenset(),
-            cpu_features=frozenset(canonical_cpu_feature(word) for word in entry["cpu_features"] or ()),
-            kv_cache_layouts=frozenset(Layout(word) for word in paged.get("layouts") or ()),
-            index_dtypes=paged.get("index_dtypes") or frozenset(),
-            quant_formats=frozenset(item.value for item in entry["quant_formats"] or ()),
-            fuses=entry["fuses"] or (),
-            jit_key=entry["jit_key"] or (),
             grid_layout=entry["grid"],
-            error_bounds=tuple(sorted((entry["error_bounds"] or {}).items())),
             **given,
         )
     except ConfigurationError as error:
@@ -76,13 +90,15 @@ def kernel_spec(
 
 
 def _features(entry: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset({
-        *(entry["features"] or ()),
-        *(name for name in FLAG_FEATURES if entry[name]),
-        *(f"mask_{kind}" for kind in entry["attn_mask"] or ()),
-        *(f"causal_{side}" for side in entry["causal"] or ()),
-        *(("paged",) if entry["paged"] is not False else ()),
-    })  # fmt: skip
+    found = [name for name in FLAG_FEATURES if entry[name]]
+    found += entry["features"] or ()
+    if entry["attn_mask"]:
+        found += [f"mask_{kind}" for kind in entry["attn_mask"]]
+    if entry["causal"]:
+        found += [f"causal_{side}" for side in entry["causal"]]
+    if entry["paged"] is not False:
+        found.append("paged")
+    return frozenset(found)
 
 
 def _limits(entry: Mapping[str, Any], paged: Mapping[str, Any], where: str) -> dict[str, Limit]:

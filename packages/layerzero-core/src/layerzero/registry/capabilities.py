@@ -6,12 +6,10 @@ says which key is wrong. The checks are those of the table in `layerzero.registr
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.errors import CapabilitiesError
 from layerzero.model.config import FrozenMap
@@ -21,17 +19,26 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.registry.build import kernel_spec
 from layerzero.registry.fields import DEFAULT_API, DOCUMENT, SCHEMA_VERSION
 from layerzero.registry.kinds import body, fail
+from layerzero.registry.reading import MAX_BYTES, check_depth, decoded, digest, read
 
-__all__ = ["MIGRATIONS", "Capabilities", "Conflict", "Vendor", "json_schema", "load_capabilities", "migrate"]
+__all__ = [
+    "MAX_BYTES",
+    "MIGRATIONS",
+    "Capabilities",
+    "Conflict",
+    "Vendor",
+    "json_schema",
+    "load_capabilities",
+    "migrate",
+]
 
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 16
-_LEAVES = frozenset({str, int, float, bool, type(None)})
-_BOM = b"\xef\xbb\xbf"
+_MAX_RECENT = 64
+# Descriptors read and found right, by file and content: loading plugins again, a probe and doctor ask for the same.
+_RECENT: dict[tuple[str, bytes], Capabilities] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Vendor:
+# Making the class of a dataclass takes a millisecond of the first call; a named tuple's, a fifth of that.
+class Vendor(NamedTuple):
     """The library behind a backend, as far as package metadata can tell."""
 
     dist: str
@@ -51,8 +58,7 @@ class Vendor:
         return f"pip install '{self.dist}{self.version}'" if self.version else f"pip install {self.dist}"
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(NamedTuple):
     """A distribution that cannot share a process with the vendor, and the module they quarrel about."""
 
     dist: str
@@ -147,17 +153,28 @@ def json_schema() -> dict[str, Any]:
     return head | DOCUMENT.schema()
 
 
-def load_capabilities(source: str | Path | Mapping[str, Any]) -> Capabilities:
+def load_capabilities(
+    source: str | Path | Mapping[str, Any], *, version: Callable[[Vendor | None], str] | None = None
+) -> Capabilities:
     """Read a descriptor from a file (or take a mapping), check it whole, and build its kernels.
 
+    `version` says, for the vendor the descriptor names, which version its kernels have; "0" without it.
     Raises CapabilitiesError with `.key` at the wrong place; nothing else escapes for any content.
     """
     where = "" if isinstance(source, Mapping) else str(source)
     try:
-        raw = source if isinstance(source, Mapping) else _read(Path(source))
-        _check_depth(raw)
-        document = DOCUMENT.parse(migrate(raw), "")
-        return _build(document, _digest(raw), where)
+        if isinstance(source, Mapping):
+            return _build(_checked(source), digest(source), where, version)
+        data = read(Path(source))
+        known = _RECENT.get((where, data))
+        if known is not None and _as_new(known, version):
+            return known
+        raw = decoded(data)
+        made = _build(_checked(raw), digest(raw), where, version)
+        if len(_RECENT) >= _MAX_RECENT:
+            _RECENT.clear()
+        _RECENT[where, data] = made
+        return made
     except CapabilitiesError as error:
         if not where:
             raise
@@ -166,76 +183,36 @@ def load_capabilities(source: str | Path | Mapping[str, Any]) -> Capabilities:
         ) from None
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Every declared field in its in-memory form. Nothing but a generation map can be deep and otherwise right."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise fail("", f"cannot be read: {error.strerror}", code="CONFIG_FILE_MISSING", value=path.name) from None
-    if len(data) > MAX_BYTES:
-        raise fail("", f"larger than {MAX_BYTES} bytes", code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=MAX_BYTES)
-    try:
-        found = json.loads(data.removeprefix(_BOM).decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except RecursionError:
-        raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH) from None
-    except json.JSONDecodeError as error:
-        raise fail(f"line {error.lineno}, column {error.colno}", f"not JSON: {error.msg}", value=error.msg) from None
-    except ValueError as error:  # bad UTF-8, a number with too many digits
-        raise fail("", f"not JSON: {error}", value=str(error)) from None
-    if not isinstance(found, dict):
-        raise fail("", f"expected an object at the top, got {type(found).__name__}", value=type(found).__name__)
-    return found
+        document = DOCUMENT.parse(migrate(raw), "")
+    except (CapabilitiesError, RecursionError):  # spelling a wrong value that is deep ends in the latter
+        check_depth(raw)
+        raise
+    if document["generation_map"]:
+        check_depth(raw)
+    return document
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise fail(key[:80], "the key stands there twice", value=key)
-        seen.add(key)
-    return found
+def _as_new(known: Capabilities, version: Callable[[Vendor | None], str] | None) -> bool:
+    """Whether the kernels of a descriptor read before have the version they would get now."""
+    wanted = version(known.vendor) if version is not None else "0"
+    return all(kernel.version == wanted for kernel in known.kernels[:1])
 
 
-def _no_constant(text: str) -> Any:
-    raise fail("", f"{text} is not a JSON number", value=text)
-
-
-def _check_depth(value: Any) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH - 1):
-        # Texts and numbers, which most values are, hold nothing deeper.
-        level = [item for entry in level for item in _children(entry) if type(item) not in _LEAVES]
-        if not level:
-            return
-    if any(len(_children(entry)) for entry in level):
-        raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH)
-
-
-def _children(value: Any) -> Collection[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    try:
-        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    except (TypeError, ValueError) as error:
-        raise fail("", f"holds a value that JSON has no word for: {error}", value=str(error)) from None
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _build(document: Mapping[str, Any], digest: str, source: str) -> Capabilities:
+def _build(
+    document: Mapping[str, Any], digest: str, source: str, version_of: Callable[[Vendor | None], str] | None = None
+) -> Capabilities:
     backend: str = document["backend"]
+    vendor = _vendor(document)
+    version = version_of(vendor) if version_of is not None else "0"
     kernels: list[KernelSpec] = []
     seen: dict[str, str] = {}
     for op, entries in document["ops"].items():
         for index, entry in enumerate(entries):
             where = f"ops.{op}[{index}]"
-            kernel = kernel_spec(entry, backend, op, document["platforms"], where)
+            kernel = kernel_spec(entry, backend, op, document["platforms"], where, version)
             if kernel.kernel_id in seen:
                 raise fail(
                     f"{where}.kernel_id", f"{kernel.kernel_id} is also the id of {seen[kernel.kernel_id]}",
@@ -243,7 +220,6 @@ def _build(document: Mapping[str, Any], digest: str, source: str) -> Capabilitie
                 )  # fmt: skip
             seen[kernel.kernel_id] = where
             kernels.append(kernel)
-    vendor = document["vendor"]
     try:
         given = document["generation_map"]
         generations = DEFAULT_GENERATIONS.override(given) if given else DEFAULT_GENERATIONS
@@ -259,19 +235,24 @@ def _build(document: Mapping[str, Any], digest: str, source: str) -> Capabilitie
         platforms=frozenset().union(*(k.platforms for k in kernels))
         if kernels
         else document["platforms"] or frozenset(),
-        vendor=None
-        if vendor is None
-        else Vendor(
-            vendor["dist"],
-            vendor["import"],
-            ",".join(filter(None, (vendor["version"], document["backend_version"]))),
-            vendor["extra"],
-            vendor["install"],
-            *((vendor["build"]["file"], vendor["build"]["cuda"]) if vendor["build"] else ()),
-        ),
+        vendor=vendor,
         generations=generations,
         doc=document["doc"],
         source=source,
         conflicts=tuple(Conflict(c["dist"], c["module"], c["why"], c["unless"]) for c in document["conflicts"] or ()),
         isolation=FrozenMap({name: value for name, value in (document["isolation"] or {}).items() if value}),
+    )
+
+
+def _vendor(document: Mapping[str, Any]) -> Vendor | None:
+    vendor = document["vendor"]
+    if vendor is None:
+        return None
+    return Vendor(
+        vendor["dist"],
+        vendor["import"],
+        ",".join(filter(None, (vendor["version"], document["backend_version"]))),
+        vendor["extra"],
+        vendor["install"],
+        *((vendor["build"]["file"], vendor["build"]["cuda"]) if vendor["build"] else ()),
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerzero.registry.kinds import Kind, Text, Where, fail, nearest, type_name
+from layerzero.errors import CapabilitiesError
+from layerzero.registry.kinds import Choice, Kind, Text, Where, fail, nearest, type_name
 
 __all__ = ["Either", "Field", "ListOf", "MapOf", "Record", "Tuple"]
 
 _MAX_ITEMS = 4_096
+_MAX_KEPT = 512
 
 
 class ListOf:
@@ -22,9 +24,23 @@ class ListOf:
         self.at_least = at_least
         self.to = to
         self.unique = unique
+        # Kernels of one backend name the same dtypes and layouts again and again: lists of texts found right are kept.
+        self._right: dict[tuple[Any, ...], Any] | None = {} if isinstance(item, (Choice, Text)) else None
 
     def parse(self, value: Any, where: Where) -> Any:
         """The items, in the collection `to`."""
+        if self._right is None or type(value) is not list:
+            return self._parse(value, where)
+        key = tuple(value)
+        try:
+            return self._right[key]
+        except (KeyError, TypeError):  # not met yet, or something in it is no text
+            found = self._parse(value, where)
+        if len(self._right) < _MAX_KEPT:
+            self._right[key] = found
+        return found
+
+    def _parse(self, value: Any, where: Where) -> Any:
         if not isinstance(value, (list, tuple)):
             raise fail(where, f"expected a list, got {type_name(value)}", value=value)
         if not self.at_least <= len(value) <= _MAX_ITEMS:
@@ -125,13 +141,22 @@ class Record:
         self.fields = fields
         self._known = {entry.name: entry for entry in fields}
         self._defaults = {entry.name: entry.default for entry in fields}
+        self._required = frozenset(entry.name for entry in fields if entry.required)
 
     def parse(self, value: Any, where: Where) -> dict[str, Any]:
         """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
         if not isinstance(value, Mapping):
             raise fail(where or self.title, f"expected an object, got {type_name(value)}", value=value)
-        known = self._known
-        for name in () if value.keys() <= known.keys() else value:
+        known, found = self._known, self._defaults.copy()
+        if self._required <= value.keys() <= known.keys():
+            try:
+                for name, item in value.items():
+                    found[name] = known[name].kind.parse(item, (where, name))
+                return found
+            except CapabilitiesError:
+                pass
+        # Something is wrong: look again, in the order of the table, which says what of it is reported.
+        for name in value:
             if not isinstance(name, str) or name not in known:
                 near = nearest(str(name), known)
                 raise fail(
@@ -142,7 +167,6 @@ class Record:
                     limit=near,
                     hint=None if near else "remove it",
                 )
-        found = self._defaults.copy()
         for name, entry in known.items():
             if name in value:
                 found[name] = entry.kind.parse(value[name], (where, name))

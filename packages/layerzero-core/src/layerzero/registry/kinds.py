@@ -2,9 +2,10 @@
 
 One kind is one small object with two methods: `parse(value, where)` returns the value in its
 in-memory form or raises `CapabilitiesError` naming the key path `where`; `schema()` returns the JSON
-Schema of what `parse` accepts. A path is spelled only when something is wrong there (`Where`). Because both live on the same object, validator and schema cannot drift
-apart. Lists and objects are in `layerzero.registry.containers`. All are plain classes, since making a
-dozen dataclasses would take a third of the first call's time budget.
+Schema of what `parse` accepts. Because both live on the same object, validator and schema cannot drift
+apart. A path is spelled only when something is wrong there (`Where`). Lists and objects are in
+`layerzero.registry.containers`. All are plain classes, since making a dozen dataclasses would take a third
+of the first call's time budget.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = [
     "Kind",
     "Number",
     "Text",
-    "Whole",
     "Where",
+    "Whole",
     "body",
     "fail",
     "nearest",

@@ -63,15 +63,20 @@ def pretend(
     of them that were imported.
     """
     wanted = {normalized(name): version for name, version in dists.items()}
-    real = importlib_metadata.distribution
+    real = importlib_metadata.distributions
+
+    def distributions(**asked: Any) -> Any:
+        name = normalized(asked.get("name") or "")
+        if name not in wanted:
+            return real(**asked)
+        version = wanted[name]
+        return iter(() if version is None else (_Dist(version),))
 
     def distribution(name: str) -> Any:
-        if normalized(name) not in wanted:
-            return real(name)
-        version = wanted[normalized(name)]
-        if version is None:
+        found = next(iter(distributions(name=name)), None)
+        if found is None:
             raise importlib_metadata.PackageNotFoundError(name)
-        return _Dist(version)
+        return found
 
     finder = _Imports(modules or {})
     hidden = {name: found for name, found in sys.modules.items() if _ours(name, finder)}
@@ -80,7 +85,7 @@ def pretend(
     sys.meta_path.insert(0, finder)
     dist_version.cache_clear()
     try:
-        with mock.patch.object(importlib_metadata, "distribution", distribution):
+        with mock.patch.multiple(importlib_metadata, distribution=distribution, distributions=distributions):
             yield finder.tried
     finally:
         dist_version.cache_clear()

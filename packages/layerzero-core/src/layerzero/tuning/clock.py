@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODES", "Clock", "clock_for", "cpu_clock", "cuda_clock", "graphed"]
+__all__ = ["MODES", "Clock", "clock_for", "cpu_clock", "cuda_clock", "graphed", "launch_clock"]
 
 Clock = Callable[[Callable[[], Any], int], float]
 """(call, how often) -> µs a call."""
@@ -50,6 +50,20 @@ def cuda_clock(call: Callable[[], Any], count: int) -> float:
         last.record()
     pairs[-1][1].synchronize()
     return statistics.median(float(first.elapsed_time(last)) for first, last in pairs) * 1e3
+
+
+def launch_clock(call: Callable[[], Any], count: int) -> float:
+    """µs of the host for a call whose work the device does later: what a chain of short kernels waits for.
+
+    `count` calls are queued without waiting, after the device has finished what came before; a few dozen fit the queue.
+    """
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    for _ in range(count):
+        call()
+    spent = time.perf_counter_ns() - begin
+    torch.cuda.synchronize()
+    return spent / 1e3 / count
 
 
 def graphed(call: Callable[[], Any], calls: int = 20) -> Callable[[], float]:

@@ -2,7 +2,8 @@
 
 A measurement counts when kernel, backend, torch, driver and device are the very ones of this process. Where a bucket
 has none of those, devices of the same family say which kernel is faster than which, at half their weight: a ranking,
-no times. A time with a wide spread moves towards the middle of its bucket, one that is all spread says nothing.
+no times. A time with a wide spread moves towards the middle of its bucket, one that is all spread says nothing. Times
+that cannot be told from the fastest, by their own spread, count as equal to it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.selection.world import Measurements, World
+from layerzero.tuning.noise import alike, median_error
 
 __all__ = [
     "NOISE",
@@ -145,7 +147,8 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
             fitting.append(item)
         else:
             doubts[doubt] = doubts.get(doubt, 0) + 1
-    own = [(item.kernel_id, item.median_us, weight(item)) for item in fitting if item.platform == platform]
+    here = [item for item in fitting if item.platform == platform]
+    own = [(item.kernel_id, us, weight(item)) for item, us in zip(here, _levelled(here), strict=True)]
     similar: dict[Platform, list[Measurement]] = {}
     for item in fitting:
         if item.platform != platform:
@@ -163,6 +166,23 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     ranked = _weighed([(item.kernel_id, item.median_us, _SIMILAR * weight(item)) for item in best])
     notes.append(reason("PERF_RANKED_BY", best[0].platform.device, platform.family))
     return Believed(ranked, tuple(notes), refused)
+
+
+def _levelled(items: list[Measurement]) -> list[float]:
+    """Medians in order; one inside the noise band of the fastest, by the spread of both, is the fastest's."""
+    steady = [item for item in items if weight(item) > 0.0]
+    if not steady:
+        return [item.median_us for item in items]
+    best = min(steady, key=lambda item: (item.median_us, item.kernel_id))
+    level = []
+    for item in items:
+        same = alike(best.median_us, _error(best), item.median_us, _error(item), 0.0)
+        level.append(best.median_us if same else item.median_us)
+    return level
+
+
+def _error(item: Measurement) -> float:
+    return median_error(item.variance, item.samples)
 
 
 def _refusal(item: Measurement) -> Reason:

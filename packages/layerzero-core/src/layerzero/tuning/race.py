@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,13 +13,20 @@ from typing import Any
 import torch
 
 from layerzero.errors import InvalidInputError
-from layerzero.tuning.clock import Clock, clock_for
+from layerzero.tuning.clock import Clock, clock_for, cuda_clock
+from layerzero.tuning.noise import SURE, alike, median_error
 
-__all__ = ["Race", "Times", "race"]
+__all__ = ["Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
 
 _LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
 _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
+_SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
+_SHORT_ROUNDS = 3  # times as many rounds there
+_COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
+_COLD_CALL_US = 65.0  # what overwriting it takes
+_COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
+_PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,11 @@ class Times:
             statistics.pvariance(ordered), len(ordered),
             ((_percentile(ordered, 0.75) - _percentile(ordered, 0.25)) / _QUARTILES) ** 2,
         )  # fmt: skip
+
+    @property
+    def error_us(self) -> float:
+        """Standard error of the median, by the steady part of the samples."""
+        return median_error(self.steady, self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +89,18 @@ def race(
 
     Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
     leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
-    Inside the noise band the name decides, so that two runs agree. `clock` is the device's own unless it is given.
+    Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
+    three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
+    two runs agree. `clock` is the device's own unless it is given.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
     clock = clock_for(device) if clock is None else clock
     start = time.perf_counter()
-    batch = {name: _batch(clock, call, warmup) for name, call in contestants.items()}
+    once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
+    batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
+    enough = least * (_SHORT_ROUNDS if min(once.values()) < _SHORT_US else 1)
+    most = max(most, enough)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     running, done, clear = list(contestants), 0, False
     was_on = gc.isenabled()
@@ -97,22 +115,44 @@ def race(
             medians = {name: statistics.median(found) for name, found in samples.items()}
             best = min(medians.values())
             running = [name for name in running if medians[name] <= _DROP_AT * best]
+            if done < enough:
+                continue
             clear = _clear(samples, medians, noise)
-            if clear or time.perf_counter() - start > seconds:
+            spent = time.perf_counter() - start
+            if clear or spent > _PATIENCE * seconds or (spent > seconds and not _unsure(samples, medians, noise)):
                 break
     finally:
         if was_on:
             gc.enable()
     times = {name: Times.of(found) for name, found in samples.items()}
-    return Race(
-        times, leader({n: t.median_us for n, t in times.items()}, noise), clear, done, time.perf_counter() - start
-    )
+    return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
 
 
 def leader(medians: Mapping[str, float], noise: float) -> str:
     """The fastest; of those within the noise band of the fastest, the first by name."""
     best = min(medians.values())
     return min(name for name, us in medians.items() if us <= best * (1.0 + noise))
+
+
+def winner_of(times: Mapping[str, Times], noise: float) -> str:
+    """The fastest; of those that cannot be told from it, the first by name."""
+    best = min(times.values(), key=lambda item: item.median_us)
+    return min(
+        name
+        for name, item in times.items()
+        if alike(best.median_us, best.error_us, item.median_us, item.error_us, noise)
+    )
+
+
+def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
+    """Whether someone may be the fastest, or seem so, only because the times are unsteady."""
+    found = {name: Times.of(values) for name, values in samples.items()}
+    best = min(found.values(), key=lambda item: item.median_us)
+    for name, item in found.items():
+        wide = SURE * math.hypot(best.error_us, item.error_us)
+        if item is not best and wide > noise * best.median_us and medians[name] - wide <= best.median_us:
+            return True
+    return False
 
 
 def _clear(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
@@ -135,9 +175,16 @@ def _percentile(ordered: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _batch(clock: Clock, call: Callable[[], Any], warmup: int) -> int:
-    """Warm up, and how many calls make one sample long enough."""
+def _once(clock: Clock, call: Callable[[], Any], warmup: int) -> float:
+    """Warm up, and about how long a call takes."""
     for _ in range(max(1, warmup)):
         call()
-    us = min(clock(call, 1) for _ in range(2))
+    return min(clock(call, 1) for _ in range(2))
+
+
+def calls_a_sample(us: float, *, cold: bool) -> int:
+    """How many calls make one sample: in a row until the clock's grain does not matter, or, where each call is timed
+    by itself (`cold`), so many that their median is not at the mercy of one late launch."""
+    if cold:
+        return max(1, min(_COLD_CALLS, round(_COLD_SAMPLE_US / (us + _COLD_CALL_US))))
     return max(1, min(1000, round(_LEAST_SAMPLE_US / max(us, 0.01))))

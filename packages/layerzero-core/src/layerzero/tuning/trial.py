@@ -33,12 +33,11 @@ from layerzero.selection.world import Measurements, World
 from layerzero.tuning.clock import Clock, clock_for, graphed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
-from layerzero.tuning.race import Times, race
+from layerzero.tuning.race import Times, race, winner_of
+from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.truth import Gate, Verdict, flat
 
 __all__ = ["Trial", "neutral", "trial"]
-
-_HOPELESS = 4.0  # a kernel whose first calls take so many times the best one's is not raced
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ def trial(
         bench = _Bench(spec, ctx, call, calm)
         bench.admit(only)
         times, clear = bench.timed(seconds, least, noise)
-    winner = _winner(times, noise)
+    winner = winner_of(times, noise)
     made = [_row(here, spec, ctx, name, found, bench.errors[name]) for name, found in times.items()]
     wrong = [_wrong(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
@@ -154,11 +153,6 @@ def _made(call: Callable[[], Call], context: Context) -> Call:
 def _no_room(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
-
-
-def _winner(times: Mapping[str, Times], noise: float) -> str:
-    best = min(item.median_us for item in times.values())
-    return min(name for name, item in times.items() if item.median_us <= best * (1.0 + noise))
 
 
 class _Bench:
@@ -214,20 +208,12 @@ class _Bench:
             ) from error
 
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
-        """Race those that are right; whoever is hopeless after two calls has only those."""
+        """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
         calls = {name: self._step(name) for name in self.errors}
         clock = clock_for(_torch_device(self._ctx))
         calls, clock = self._graphs(calls, clock)
-        first: dict[str, list[float]] = {}
-        for name, step in calls.items():
-            step()  # warm: the first call of a bound kernel may set up a workspace
-            found = [clock(step, 1)]
-            # A second sample only for whom it may matter: the reference of a long call takes seconds.
-            if found[0] <= _HOPELESS * min((min(known) for known in first.values()), default=found[0]):
-                found.append(clock(step, 1))
-            first[name] = found
-        best = min(min(found) for found in first.values())
-        racing = {name: step for name, step in calls.items() if min(first[name]) <= _HOPELESS * best}
+        first = screened(calls, clock)
+        racing = {name: calls[name] for name in hopeful(first)}
         # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
         a_round = sum(min(first[name]) for name in racing) / 1e6
         least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))

@@ -77,7 +77,8 @@ def verify(
     wanted = _levels(level)
     word = None if dtype is None else _dtype(dtype)
     chosen = None if config is None else configs.named(config)
-    target = resolve(op=op, kernel=kernel, backend=backend, device=device)
+    compiles = plan.thorough or kernel is not None or backend is not None
+    target = resolve(op=op, kernel=kernel, backend=backend, device=device, compiles=compiles)
     runner = _Runner(plan, target, wanted, chosen, word, model, seed)
     with warnings.catch_warnings(), _calm(plan.threads), full_float32():
         # A CPU without bfloat16 units says so once; the result is right all the same.

@@ -47,7 +47,8 @@ class LineUp:
         """Calls inside the block are selected from this line-up."""
         settings: dict[str, Any] = {}
         if self.kernels:
-            settings |= {"allow": self.kernels, "boosts": dict.fromkeys(self.kernels, _BOOST)}
+            boosts = dict.fromkeys(self.kernels, _BOOST)
+            settings |= {"allow": self.kernels, "boosts": boosts, "jit": "block"}
         if self.without:
             settings["deny"] = self.without
         with scoped(**settings):
@@ -84,9 +85,17 @@ class Target:
 
 
 def resolve(
-    *, op: str | None = None, kernel: str | None = None, backend: str | None = None, device: str | None = None
+    *,
+    op: str | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    compiles: bool = True,
 ) -> Target:
-    """The kernels that a request names, on a device of this machine (the first accelerator unless one is named)."""
+    """The kernels that a request names, on a device of this machine (the first accelerator unless one is named).
+
+    Without `compiles`, kernels that were never compiled here are absent: a quick look must not wait for compilers.
+    """
     spec = probe_device(device)
     world = current_world()
     if op is not None and op not in world.ops:
@@ -106,7 +115,7 @@ def resolve(
     ]
     usable, absent = [], []
     for item in sorted(chosen, key=lambda item: (item.op, -item.priority, item.kernel_id)):
-        why = _absent(item, spec)
+        why = _absent(item, spec) or ("" if compiles else _uncompiled(item))
         if why:
             absent.append((item.kernel_id, why))
         else:
@@ -145,6 +154,12 @@ def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
         return blocked.message
     found = hardware_reasons(kernel, device)
     return found[0].message if found else ""
+
+
+def _uncompiled(kernel: KernelSpec) -> str:
+    if not kernel.jit or any(artifact[0] == kernel.kernel_id for artifact in current_world().ready):
+        return ""
+    return "never compiled here: `lz warmup`, `--lane full` or naming it compiles it"
 
 
 def _combinations(backend: str, kernels: list[KernelSpec]) -> list[LineUp]:

@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, Segment
+from layerzero_flashattn.quiet import hush, quietly
 from layerzero_flashattn.shared import upright
 
 __all__ = ["Sequences", "grouped_attention", "sequences"]
 
 # Rows and keys of a block by head_dim, measured on an H200 (benchmarks/results/h200); the library's own elsewhere.
 _TILES = {128: (128, 160)}
+_quiet = lru_cache(maxsize=2)(quietly)
 
 
 class Sequences(NamedTuple):
@@ -74,10 +77,25 @@ def _tables(lengths: tuple[tuple[int, ...], ...], causal: bool, device: torch.de
     )
 
 
+def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
+    """What the launch relies on: the library looks at shapes, but not at what the offsets point to."""
+    (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
+    fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
+    if not fits or (tokens, total_k) != (batch.total_q, batch.total_k):
+        raise InvalidInputError(
+            code="SHAPE_INVALID",
+            value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit=f"[{batch.total_q}, Hq, D] and twice [{batch.total_k}, Hkv, D]",
+        )
+    if dim % 8 or not 8 <= dim <= 256:
+        raise InvalidInputError(code="HEAD_DIM_INVALID", value=dim, limit="8 to 256, a multiple of 8")
+
+
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
     """FlashAttention 4's variable-length forward with the groups as sequences over the same keys."""
+    _check(query, key, value, batch)
     if scale is None:
         scale = query.shape[2] ** -0.5
     elif scale <= 0.0:
@@ -89,8 +107,9 @@ def grouped_attention(
         out = query.new_zeros(query.shape)
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         return (out, lse) if return_lse else out
-    library = importlib.import_module("flash_attn.cute.interface")
-    out, lse = library._flash_attn_fwd(
+    hush()
+    library = importlib.import_module("flash_attn.cute.interface")  # late: tables are made without it
+    out, lse = _quiet(library._flash_attn_fwd)(
         query,
         key,
         value,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layerzero_flashattn.fa4.families import Families
 from layerzero_flashattn.fa4.replay import Recorded, record, replayable
+from layerzero_flashattn.quiet import hush, hush_backward, quietly
 from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, no_keys, sides, upright
 
 __all__ = [
@@ -28,10 +29,13 @@ __all__ = [
     "varlen_attention",
 ]
 
+hush()
 _library: Any = importlib.import_module("flash_attn.cute.interface")
 _forward = _library._flash_attn_fwd
-_func = _library.flash_attn_func
-_varlen_func = _library.flash_attn_varlen_func
+_quiet_forward = quietly(_forward)
+_func = quietly(_library.flash_attn_func)
+_varlen_func = quietly(_library.flash_attn_varlen_func)
+_record = quietly(record)
 
 _grad_enabled = torch.is_grad_enabled
 # Kernel of each query shape and set of options; cleared when full, so that changing shapes cannot fill the memory.
@@ -108,7 +112,7 @@ def _remembered(
         return plain_forward(query, key, value, *options)
     left, right = sides(window)
     with _on_device(query.device):
-        result, made = record(
+        result, made = _record(
             _forward,
             query,
             key,
@@ -146,7 +150,7 @@ def plain_forward(
     left, right = sides(window)
     options.pop("score_mod_bwd", None)
     with _on_device(query.device):
-        out, lse, *_ = _forward(
+        out, lse, *_ = _quiet_forward(
             query,
             key,
             value,
@@ -182,6 +186,7 @@ def _with_gradient(
         return_lse=return_lse,
         **({} if softcap is None else _softcap(softcap)),
     )
+    hush_backward(*found)
     return found
 
 
@@ -263,6 +268,7 @@ def varlen_attention(
             **lengths,
             **options,
         )
+        hush_backward(out, lse)
     else:
         out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **lengths, **options)
 

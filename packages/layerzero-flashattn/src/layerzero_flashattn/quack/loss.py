@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero_flashattn.quiet import hush, hush_backward, quietly
+
 __all__ = ["cross_entropy"]
 
+hush()
 _library: Any = importlib.import_module("quack.cross_entropy")
-_forward = _library.cross_entropy_fwd
-_recorded = _library.cross_entropy
+_forward = quietly(_library.cross_entropy_fwd)
+_recorded = quietly(_library.cross_entropy)
 
 
 def cross_entropy(
@@ -30,6 +33,7 @@ def cross_entropy(
     lse: Tensor | None = None
     if torch.is_grad_enabled() and logits.requires_grad:
         loss: Tensor = _recorded(rows, targets, ignore_index=ignore_index, reduction="none")
+        hush_backward(loss)
     elif return_lse:
         loss, lse = _forward(rows, targets, ignore_index=ignore_index, return_lse=True)
     else:

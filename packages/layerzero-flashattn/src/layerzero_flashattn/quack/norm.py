@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero_flashattn.quiet import hush, hush_backward, quietly
+
 __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
+hush()
 _library: Any = importlib.import_module("quack.rmsnorm")
-_forward = _library.rmsnorm_fwd
-_rmsnorm = _library.rmsnorm
-_layernorm_forward = _library.layernorm_fwd
-_layernorm_backward = _library.layernorm_bwd
+_forward = quietly(_library.rmsnorm_fwd)
+_rmsnorm = quietly(_library.rmsnorm)
+_layernorm_forward = quietly(_library.layernorm_fwd)
+_layernorm_backward = quietly(_library.layernorm_bwd)
 
 _grad_enabled = torch.is_grad_enabled
 
@@ -78,6 +81,7 @@ class _LayerNorm(torch.autograd.Function):
 def _norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
     if _needs_grad(x, weight, None):
         found: Tensor = _rmsnorm(x, weight, eps=eps, weight_offset=offset)
+        hush_backward(found)
         return found
     if x.ndim == 2:
         out: Tensor = _forward(x, weight, eps=eps, weight_offset=offset)[0]
@@ -89,6 +93,7 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     if _needs_grad(x, weight, residual):
         out, stream = _rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True, weight_offset=offset)
+        hush_backward(out, stream)
         return out, stream
     flat, flat_stream, _ = _forward(_rows(x), weight, residual=_rows(residual), eps=eps, weight_offset=offset)
     return flat.view(x.shape), flat_stream.view(x.shape)

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero_flashattn.quiet import hush, quietly
+
 __all__ = ["rope"]
 
+hush()
 _library: Any = importlib.import_module("quack.rotary")
-_apply = _library.apply_rotary
+_apply = quietly(_library.apply_rotary)
 
 _grad_enabled = torch.is_grad_enabled
 
