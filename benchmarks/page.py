@@ -52,7 +52,7 @@ def section(name: str, data: dict[str, Any]) -> str:
     ]
     for figure, value in data["figures"].items():
         limit = data["limits"].get(figure)
-        verdict = "" if limit is None else "within" if value <= limit else "over"
+        verdict = "" if limit is None else "within" if value <= limit else "missed"
         shown = "" if limit is None else _number(limit)
         lines.append(f"| {figure} | {_number(value)} | {shown} | {verdict} | {_number(value / ratio)} |")
     decode, threads, parts = data["decode"], data["threads"], data["parts"]
