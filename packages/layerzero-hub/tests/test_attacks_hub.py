@@ -149,9 +149,10 @@ def test_ordinary_paths_pass():
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
 @pytest.mark.req("R-HUB-05")
-def test_a_file_that_the_digest_does_not_cover(bench):
-    files = universal_kernel(id="_lz_uncovered")
-    bench.put("org/uncovered", {**files, "build/torch-universal/late.py": b"open('x')"})
+def test_a_file_that_the_digest_does_not_cover(bench, victim):
+    files = universal_kernel(id="_lz_uncovered", extra="def go():\n    from . import late\n    return late.VALUE\n")
+    bench.put("org/uncovered", {**files, "build/torch-universal/late.py": b"VALUE = 'unsigned'"})
+    assert victim.run("value = kernels.get_kernel('org/uncovered', version=1).go()") == "unsigned"
     with bench.refused("HUB_DIGEST_INCOMPLETE"):
         bench.lock("org/uncovered")
 
@@ -244,11 +245,12 @@ def test_a_lie_about_the_commit(bench, victim):
 
 
 @pytest.mark.req("R-HUB-02")
-def test_a_branch_that_moved_after_the_lock(bench):
+def test_a_branch_that_moved_after_the_lock(bench, victim):
     repo = bench.publish()
     first = bench.lock(repo).find(repo)
     changed = universal_kernel(extra="\nVERSION = 'new'\n", id="_lz_moved")
     assert bench.put(repo, changed) != first.commit
+    assert victim.run(f"value = kernels.get_kernel({repo!r}, version=1).VERSION") == "new"  # one version, other code
     import shutil
 
     shutil.rmtree(bench.store.root)
@@ -291,7 +293,9 @@ def test_ids_of_installed_modules(bench, taken):
 
 
 def test_one_id_in_two_repositories(bench, victim):
-    one, two = bench.publish("one", id="_lz_twice"), bench.publish("two", id="_lz_twice", extra="SECOND = 1")
+    one, two = bench.publish("one", id="_lz_twice", extra="X = 1"), bench.publish("two", id="_lz_twice", extra="X = 2")
+    victim.run(f"one = kernels.get_kernel({one!r}, version=1); kernels.get_kernel({two!r}, version=1)")
+    assert victim.run("import sys; value = sys.modules['_lz_twice'].X") == 2  # the second stands in for the first
     bench.lock(one)
     with bench.refused("HUB_ID_TAKEN"):
         bench.lock(two)

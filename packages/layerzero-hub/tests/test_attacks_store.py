@@ -52,8 +52,15 @@ def test_a_flipped_byte_in_a_binary(bench, compiled):
         bench.load("org/binary")
 
 
-def test_a_file_more(locked):
+def test_a_file_more(locked, victim):
     bench, repo, folder = locked
+    other, cached = _cached(victim, bench, "shadowed")
+    (cached.parent / "detail.so.py").write_text("")
+    package = cached.parent / "detail"
+    package.mkdir()
+    (package / "__init__.py").write_text("def normalized(x, eps):\n    return 'shadowed'")
+    code = f"value = kernels.get_kernel({other!r}, version=1).detail.normalized(None, 0)"
+    assert victim.run(code) == "shadowed"  # a package goes before a module of the same name
     (folder / "extra.py").write_text("print('hello')")
     with bench.refused("HUB_STORE_EXTRA_FILE"):
         bench.load(repo)
