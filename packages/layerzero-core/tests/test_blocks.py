@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.enums import Layout
-from layerzero.plans import blocks_cost
+from layerzero.plans import blocks_cost, jit_cache
 from layerzero.plans.blocks import Block, Ref, Step, attention_input, attention_output, decoder_layer
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import settled
@@ -330,7 +330,9 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
     """Also where other kernels are faster alone: a plan may not fall behind what the caller has without one."""
     lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
     original = public_blocks.race
-    monkeypatch.setattr(public_blocks, "race", lambda *args, **named: replace(original(*args, **named), clear=False))
+    monkeypatch.setattr(
+        public_blocks, "race", lambda who, **named: replace(original(who, **{**named, "seconds": 0.1}), clear=False)
+    )
     t = layer()
     with torch.no_grad():
         plan = lz.plan_block(BLOCK, t, measure=True)
@@ -343,8 +345,14 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
     assert "each op keeps its own choice" in plan.explain().note
 
 
-def test_what_was_compiled_for_a_plan_is_bound_as_dispatch_would_bind_it(lab: Any) -> None:
-    lab.use(lab.kernel("lab.rms_norm.compiled", jit=True, priority=99.0), jit="block")
+def test_what_was_compiled_for_a_plan_is_bound_as_dispatch_would_bind_it(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(tmp_path / "jit"))  # nothing is ready, and nothing is left behind
+    for name in jit_cache.VENDOR_FOLDERS:
+        monkeypatch.setenv(name, "")
+    kernel = lab.kernel("lab.rms_norm.compiled", jit=True, priority=99.0)
+    lab.use(kernel, jit="block", deny=["inductor.*"])
     t = layer()
     with torch.no_grad():
         plan = lz.plan_block(BLOCK, t)
@@ -404,7 +412,9 @@ def test_on_a_gpu_a_plan_that_does_not_win_gives_what_the_public_functions_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = public_blocks.race
-    monkeypatch.setattr(public_blocks, "race", lambda *args, **named: replace(original(*args, **named), clear=False))
+    monkeypatch.setattr(
+        public_blocks, "race", lambda who, **named: replace(original(who, **{**named, "seconds": 0.1}), clear=False)
+    )
     t = {name: item.cuda() for name, item in layer(tokens=1, batch=8, dtype=torch.bfloat16).items()}
     with lz.scoped(jit="block", deny=["flashinfer.*", "inductor.*"]), torch.no_grad():
         plan = lz.plan_block(BLOCK, t, measure=True)

@@ -179,9 +179,10 @@ def test_a_kernel_that_fails_for_three_shapes_is_left_alone_for_all(lab: Any, ca
     assert compiler.runs == 3 and KERNEL in state.world.uncompilable
 
 
-def test_running_out_of_memory_is_no_failed_compile(lab: Any, cache: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, UserWarning, torch.AcceleratorError])
+def test_what_says_nothing_about_the_compiler_is_no_failed_compile(lab: Any, cache: Path, kind: Any) -> None:
     def hungry(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("not now")
+        raise kind("not now")
 
     lab.use(lab.kernel(KERNEL, hungry, jit=True, priority=90.0))
     with lz.scoped(jit="block"):

@@ -129,6 +129,8 @@ def test_screening_takes_three_samples_in_turns_and_the_fastest_counts():
     assert found == told and order == ["good", "slow", "bad"] * 4  # one to warm up, three samples
     assert hopeful(found) == ["good", "slow"]
     assert counts == [1, 1, 1, 1, 5, 1, 1, 5, 1]  # long calls are not made more often than needed
+    lucky = {"lucky": [4_000.0, 20_000.0, 21_000.0], "steady": [17_000.0, 17_500.0, 18_000.0]}
+    assert hopeful(lucky) == ["lucky", "steady"]  # one sample on an idle machine sends nobody away
     # A late launch is as long as many kernels: nobody is sent away for 44 µs against 5.
     assert hopeful({"a": [5.0], "late": [44.0], "far": [300.0]}) == ["a", "late"]
 

@@ -12,8 +12,10 @@ import torch
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.grouped import grouped_attention as reference
+from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.numerics import assert_close, tolerance
+from layerzero_flashattn.fa4 import grouped
 from layerzero_flashattn.fa4.grouped import grouped_attention, sequences
 
 
@@ -114,3 +116,20 @@ def test_on_a_gpu_it_is_the_reference(shape, dim):
             seen = ~log.isneginf()
             assert torch.equal(lse[mine].t().isneginf(), ~seen)
             torch.testing.assert_close(lse[mine].t()[seen].double(), log[seen], rtol=1e-3, atol=2e-3)
+
+
+WRONG = [
+    ((18, 4, 64), (22, 2, 64)),
+    ((17, 4, 64), (21, 2, 64)),
+    ((17, 4, 264), (22, 2, 264)),
+    ((17, 4, 60), (22, 2, 60)),
+    ((17, 3, 64), (22, 2, 64)),
+]
+
+
+@pytest.mark.parametrize("shapes", WRONG)
+def test_a_wrong_call_raises_before_anything_is_launched(monkeypatch, shapes):
+    monkeypatch.setattr(grouped, "_tables", lambda *args: pytest.fail("planned"))
+    query, key = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(InvalidInputError):
+        grouped_attention(query, key, key, batch_of(((8, 5), (4, 0)), (9, 13), ((5, 6), (9, 13))), True, None, False)

@@ -12,6 +12,7 @@ import torch
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.grouped import grouped_attention as reference
+from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.numerics import assert_close, tolerance
 from layerzero_flashinfer import grouped
@@ -120,3 +121,12 @@ def test_on_a_gpu_it_is_the_reference(shape):
         assert torch.equal(lse.isneginf(), logs.isneginf())
         seen = ~logs.isneginf()
         torch.testing.assert_close(lse[seen].double(), logs[seen].double(), rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("shapes", [((18, 4, 64), (22, 2, 64)), ((17, 4, 64), (21, 2, 64)), ((17, 4, 96), (22, 2, 96)),
+                                    ((17, 3, 64), (22, 2, 64))])  # fmt: skip
+def test_a_wrong_call_raises_before_anything_is_launched(monkeypatch, shapes):
+    monkeypatch.setattr(grouped, "_planned", lambda *args: pytest.fail("planned"))
+    query, key = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(InvalidInputError):
+        grouped_attention(query, key, key, batch_of(((8, 5), (4, 0)), (9, 13), ((5, 6), (9, 13))), True, None, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 
@@ -116,6 +117,22 @@ def test_65536_tokens_at_picked_rows(way):
             assert abs(lse[s.q_start + row, head].item() - torch.logsumexp(scores, 0).item()) < 1e-3
 
 
+@pytest.mark.parametrize("way", ["work_list"])  # "hopper" joins once it survives this, see `launch.hopper`
+@pytest.mark.parametrize("groups", [2, 16])
+@pytest.mark.req("R-GRP-02", "R-GRP-08")
+def test_thousands_of_programs_in_which_every_token_asks(way, groups):
+    step = 32_768 // groups
+    query, key, value, batch = scene([[step]] * groups, [32_768], [[step * (g + 1)] for g in range(groups)])
+    out = kernel(way)(query, key, value, batch, True, None, False)
+    torch.cuda.synchronize()  # a fault shows here, and not in another test
+    for s in batch.segments():
+        for row, head in itertools.product((0, 1, s.q_len - 1), (0, 31)):
+            keys = slice(s.k_start, s.k_start + s.kv_len - s.q_len + row + 1)
+            scores = key[keys, head // 4].double() @ query[s.q_start + row, head].double() / math.sqrt(128)
+            want = torch.softmax(scores, 0) @ value[keys, head // 4].double()
+            assert_close(out[s.q_start + row, head], want, tolerance("grouped_attention", BF16))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.req("R-GRP-07")
 def test_inputs_ten_times_as_large(way):
@@ -174,10 +191,11 @@ def test_strided_inputs_give_the_same(way):
 def test_ten_calls_leave_nothing_behind():
     query, key, value, batch = scene([[128] * 32, [128] * 32], [1024] * 32, [[512] * 32, [1024] * 32])
     leaves = [t.requires_grad_() for t in (query, key, value)]
-    for turn in range(10):
+    held = []
+    for _ in range(10):
         out = kernel("work_list")(*leaves, batch, True, None, False)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
         del out
-        if turn == 1:
-            held = torch.cuda.memory_allocated()
-    assert torch.cuda.memory_allocated() == held
+        gc.collect()  # what earlier tests left in cycles may be freed at any time, and is not ours to count
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[1:])) == 1, held  # the first call also makes the tables, which are kept

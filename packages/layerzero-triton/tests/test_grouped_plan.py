@@ -124,3 +124,32 @@ def test_the_same_lengths_are_planned_once():
     first, second = (batch_of(*SHAPES["long"]) for _ in range(2))
     options = dict(block_m=16, block_n=16, together=False)
     assert forward_tables(first, True, 4, 2, CPU, **options) is forward_tables(second, True, 4, 2, CPU, **options)
+
+
+LONG = {
+    "2 groups of 64K": (2, 65_536, 1),
+    "16 groups of 32K": (16, 32_768, 1),
+    "32 sequences": (2, 0, 32),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.req("R-GRP-02", "R-GRP-08")
+def test_long_plans_hold_every_row_once_and_stay_inside_the_keys(name):
+    """Shapes in which every token asks: what the kernels are told must lie inside the tensors, in 32 bits."""
+    groups, tokens, count = LONG[name]
+    lens = [tokens] if tokens else [512 + 96 * b for b in range(count)]
+    steps = [[n // groups for n in lens]] * groups
+    batch = batch_of(steps, lens, [[n // groups * (g + 1) for n in lens] for g in range(groups)])
+    tables = forward_tables(batch, True, 32, 8, CPU, block_m=128, block_n=128, together=False)
+    rows = tables.tokens[tables.tokens >= 0]
+    assert torch.equal(rows.sort().values, torch.arange(batch.total_q, dtype=torch.int32))
+    token, asked, head, low, high, free, slot, start, limit, step = tables.spans[:, :10].unbind(1)
+    assert (token >= 0).all() and (token + asked <= batch.total_q).all() and asked.max() <= 128
+    assert (head >= 0).all() and (head < 32).all()
+    assert (low >= 0).all() and (low < high).all() and (start + high <= batch.total_k).all()
+    assert ((low <= free) & (free <= high) & ((free - low) % 128 == 0)).all()
+    assert (free <= torch.maximum(limit, low)).all()  # what needs no mask is seen by the first row
+    assert (limit + step * (asked - 1) >= high).all()  # and something is seen by the last one
+    assert (slot < tables.plan.slots).all()
+    assert asked.sum() == 32 * batch.total_q if not tables.plan.merges else asked.sum() > 32 * batch.total_q

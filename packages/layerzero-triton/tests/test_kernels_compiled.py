@@ -72,7 +72,17 @@ def paged():
 def sampling():
     from layerzero_triton.sampling import _run
 
-    _run(blank(1, 32000), 50, 0.9, None, 1.0, blank(1, 1, dtype=torch.float64), blank(1, dtype=torch.int64))
+    _run(blank(1, 32000), None, 0.9, None, 1.0, blank(1, 1, dtype=torch.float64), blank(1, dtype=torch.int64))
+    rows = blank(1, dtype=torch.int64)
+    _run(blank(1, 32000), rows, 0.9, None, 1.0, blank(1, 1, dtype=torch.float64), rows)
+
+
+def shortlist():
+    from layerzero_triton.config import shortlist_config
+    from layerzero_triton.sampling import _from_shortlist
+
+    logits, uniform, out = blank(64, 128256, dtype=F32), blank(64, 1, dtype=torch.float64), blank(64, dtype=torch.int64)
+    _from_shortlist(logits, 50, 0.9, None, 1.0, uniform, out, shortlist_config(64, 128256, 50, 132))
 
 
 def linear():
@@ -87,9 +97,11 @@ def linear():
     dequantized(blank(16, 4096), weight, None, "silu")
 
 
-KERNELS = {f.__name__: f for f in (rms, add_rms, norm_backward, silu, rope, rope_pairs, paged, sampling, linear)}
+KERNELS = {
+    f.__name__: f for f in (rms, add_rms, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear)
+}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-QUICK = {("rms", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90")}
+QUICK = {("rms", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90"), ("shortlist", "sm_90")}
 
 
 def build(name, place):
@@ -115,6 +127,8 @@ def test_it_compiles(name, place, tmp_path, monkeypatch):
         code = made.asm["ptx"]
         assert "ld.global.v4" in code and "st.global.v4" in code, "16 bytes at once"
         assert "ld.global.b16" not in code, "and never two"
+    if place == "sm_90" and name == "shortlist":
+        assert made.asm["ptx"].count("ld.global.v4") and ".local" not in made.asm["ptx"], "16 bytes at once, no stack"
     if place == "sm_90" and name == "paged":
         assert "cp.async.cg" in made.asm["ptx"], "pages are loaded ahead"
         assert "mma.sync" in made.asm["ptx"], "on tensor cores"

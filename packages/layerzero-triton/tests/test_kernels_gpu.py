@@ -216,10 +216,32 @@ def test_sampling_draws_the_reference_token(rows, vocab, dtype):
 
     for filters in (
         (50, None, None, 1.0), (None, 0.9, None, 0.8), (50, 0.9, None, 1.0), (None, None, None, 1.0),
-        (1000, 0.95, 0.01, 1.2), (None, 0.0, None, 1.0), (1, None, None, 1.0),
+        (200, 0.9, None, 1.0), (1000, 0.95, 0.01, 1.2), (None, 0.0, None, 1.0), (1, None, None, 1.0),
         (torch.randint(0, 99, (rows,), device="cuda"), spread(0.1, 1.0), spread(0.0, 0.1), spread(0.0, 2.0)),
     ):  # fmt: skip
         for seed in range(5):
+            got = sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
+            want = true_sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
+            assert torch.equal(got, want), (filters, seed)
+
+
+@pytest.mark.parametrize("k", [1, 50, 200, 1000])
+@pytest.mark.parametrize("vocab", [1001, 32000, 128256])
+def test_sampling_of_equal_infinite_and_broken_logits(vocab, k):
+    from layerzero_triton import sampling
+
+    logits = made(8, vocab, scale=3.0)
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[2, ::2] = -0.0
+    logits[3] = -torch.inf
+    logits[3, 7::400] = 1.0
+    logits[4, vocab - 1] = torch.nan
+    logits[5] = -torch.inf
+    logits[6, ::97] = torch.inf
+    logits[7] = logits[7].clamp(max=1.0)
+    for filters in ((k, None, None, 1.0), (k, 0.9, None, 0.7), (k, 0.5, 0.1, 1.5), (None, 0.9, None, 1.0)):
+        for seed in range(3):
             got = sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
             want = true_sampling.sample(logits, *filters, torch.Generator("cuda").manual_seed(seed))
             assert torch.equal(got, want), (filters, seed)

@@ -260,6 +260,59 @@ sampling_case(
 )  # fmt: skip
 
 
+def shortlist_case(name, dtype, *filters, vocab=40):
+    @case(f"sampling from a shortlist, {name}")
+    def run():
+        from layerzero.backends.reference import sampling as truth
+        from layerzero_triton import sampling
+        from layerzero_triton.config import ShortlistConfig
+
+        logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(3)) * 3
+        logits[1] = logits[1].round()  # equal logits, at the threshold and across groups
+        logits[2] = 0.0
+        logits[2, ::2] = -0.0
+        logits[3] = -torch.inf
+        logits[3, 9] = 1.0  # fewer tokens than k have any weight
+        logits[4, 7] = torch.nan
+        logits[5, torch.tensor([3, 11, 12])] = torch.inf
+        logits = logits.to(dtype)
+        uniform = torch.rand((6, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        got = torch.empty(6, dtype=torch.int64)
+        sampling._from_shortlist(logits, *filters, uniform, got, ShortlistConfig(4, 4, 4, 64, 16, 4))
+        want = truth.sample(logits, *filters, torch.Generator().manual_seed(1))
+        return None if torch.equal(got, want) else f"{got.tolist()} instead of {want.tolist()}"
+
+
+shortlist_case("top-k", F32, 7, None, None, 0.8)
+shortlist_case("one token", F16, 1, None, None, 1.0)
+shortlist_case("nearly all tokens, more than groups", BF16, 38, 0.9, None, 1.0)
+shortlist_case("top-p and min-p", F32, 6, 0.8, 0.05, 1.3, vocab=45)
+shortlist_case(
+    "parameters a row", F32, 5, torch.linspace(0.2, 1.0, 6), torch.full((6,), 0.02),
+    torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 0.7]),
+)  # fmt: skip
+
+
+@case("sampling takes the shortlist for a small top-k")
+def sampling_route():
+    from layerzero.backends.reference import sampling as truth
+    from layerzero_triton import sampling
+
+    taken = []
+    real = sampling._from_shortlist
+    sampling._from_shortlist = lambda *args: (taken.append(args[1]), real(*args))
+    try:
+        logits = torch.randn(2, 70)
+        for k in (3, 70, 0):  # as many as there are, and none, are no top-k
+            got = sampling.sample(logits, k, None, None, 1.0, torch.Generator().manual_seed(0))
+            want = truth.sample(logits, k, None, None, 1.0, torch.Generator().manual_seed(0))
+            if not torch.equal(got, want):
+                return f"top_k {k}: {got.tolist()} instead of {want.tolist()}"
+    finally:
+        sampling._from_shortlist = real
+    return None if 3 in taken and 70 not in taken and 0 not in taken else str(taken)
+
+
 @case("sampling rows without a distribution")
 def sampling_odd():
     from layerzero_triton import sampling

@@ -166,10 +166,15 @@ def _one_compiler(artifact: Artifact, folder: Path | None) -> AbstractContextMan
 
 
 def _innocent(error: Exception) -> bool:
-    """Whether a failure says nothing about the compiler: bad input, a guard, no memory at the moment."""
+    """Whether a failure says nothing about the compiler.
+
+    Bad input, a guard, no memory at the moment, a vendor's warning that this process makes an error, or an error of
+    the device: after one of those every later call fails too, whatever the kernel.
+    """
     from layerzero.dispatch.bind import GuardFailed
 
-    return isinstance(error, (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError))
+    device_errors: type[Exception] = getattr(torch, "AcceleratorError", MemoryError)
+    return isinstance(error, (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError, Warning, device_errors))
 
 
 def _settle(ctx: Context) -> None:

@@ -128,6 +128,7 @@ _gemma_groups("gemma_add_rms_norm")
 
 # -- cross-entropy ---------------------------------------------------------------------------------
 def _loss(
+    spec: KernelSpec,
     reduction: str = "mean",
     *,
     smoothing: float | None = None,
@@ -137,9 +138,11 @@ def _loss(
     ignored: str = "some",
     index: torch.dtype = torch.int64,
 ) -> Maker:
+    vocab = fit(spec, "vocab", 37)
+
     def make(draw: Draw) -> tuple[Any, ...]:
-        logits = draw.normal(3, 5, 37, scale=3.0)
-        labels = draw.integers(37, 3, 5, dtype=index)
+        logits = draw.normal(3, 5, vocab, scale=3.0)
+        labels = draw.integers(vocab, 3, 5, dtype=index)
         if ignored == "all":
             labels = torch.full_like(labels, -100)
         elif ignored == "some":
@@ -151,17 +154,17 @@ def _loss(
 
 @group("result", "cross_entropy", every_dtype=True)
 def _loss_plain(spec: KernelSpec) -> Pairs:
-    yield "mean", _loss()
-    yield "sum", _loss("sum", ignored="none")
-    yield "none", _loss("none", index=torch.int32)
-    yield "all_ignored", _loss(ignored="all")
+    yield "mean", _loss(spec)
+    yield "sum", _loss(spec, "sum", ignored="none")
+    yield "none", _loss(spec, "none", index=torch.int32)
+    yield "all_ignored", _loss(spec, ignored="all")
 
 
 def _loss_option(label: str, *features: str, **options: Any) -> None:
     @group("loss_options", "cross_entropy", *features, every_dtype=True)
     def _option(spec: KernelSpec) -> Pairs:
         for reduction in ("mean", "none"):
-            yield f"{label}_{reduction}", _loss(reduction, **options)
+            yield f"{label}_{reduction}", _loss(spec, reduction, **options)
 
 
 _loss_option("smoothing", "label_smoothing", smoothing=0.1)

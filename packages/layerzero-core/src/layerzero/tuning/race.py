@@ -26,6 +26,7 @@ _SHORT_ROUNDS = 3  # times as many rounds there
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
 _COLD_CALL_US = 65.0  # what overwriting it takes
 _COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
+_WILD = 0.25  # a spread at which selection believes a time only half
 _PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
 
 
@@ -148,6 +149,8 @@ def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], no
     """Whether someone may be the fastest, or seem so, only because the times are unsteady."""
     found = {name: Times.of(values) for name, values in samples.items()}
     best = min(found.values(), key=lambda item: item.median_us)
+    if len(found) > 1 and math.sqrt(best.steady) > _WILD * best.median_us:
+        return True
     for name, item in found.items():
         wide = SURE * math.hypot(best.error_us, item.error_us)
         if item is not best and wide > noise * best.median_us and medians[name] - wide <= best.median_us:

@@ -1,7 +1,7 @@
 """The forward for Hopper, with every step of the pipeline written out in Gluon.
 
-Three parts of a block work at once: one warp moves keys and values into shared memory, and two warpgroups of 64 rows
-each multiply. A warpgroup issues the product of the next keys before it adds up the values of the last ones, and takes
+Three warpgroups of a block work at once: one moves keys and values into shared memory, and two of 64 rows each
+multiply. A warpgroup issues the product of the next keys before it adds up the values of the last ones, and takes
 the softmax of the one while the other is still running. TURNS makes the two warpgroups alternate, so that the
 exponentials of one hide behind the products of the other. Keys come from the end backwards: only the first blocks need
 a mask.
@@ -31,7 +31,7 @@ def _produce(
     token, q_column, key_start, column, low, high,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the queries once, then keys and values, block after block from the end."""
+    """One warpgroup: the queries once, then keys and values, block after block from the end."""
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [token, q_column], q_full, q_smem.index(0))
     tma.async_copy_global_to_shared(q_desc, [token + 64, q_column], q_full, q_smem.index(1))
@@ -233,6 +233,8 @@ def attend(
                 ),
             ),
         ],
-        [4, 1],
+        # The whole last warpgroup produces, though one thread would do: with fewer warps, those to spare wait in other
+        # code and set their registers there, while PTX demands the same instruction of a whole warpgroup.
+        [4, 4],
         [240, 24],
     )  # fmt: skip

@@ -3,109 +3,27 @@
 Tokens are ranked by key, the bits of a logit in an order that integers share, and a filter keeps the tokens above a
 threshold key and the first few of those at it. Thresholds are found digit by digit, the highest first: each launch
 counts (top-k) or weighs (top-p) the tokens at or above every value of one digit, one tile of the vocabulary a program,
-and the next launch reads the digit off. `choose` then weighs what is kept, and `draw` finds the token. All sums of
-weights are in float64 and in a fixed order.
+and the next launch reads the digit off. Top-p weighs only what the digits found so far leave in question, and passes
+over a tile without any, which after a few digits is nearly every one. `choose` then weighs what is kept, and `draw`
+finds the token. All sums of weights are in float64 and in a fixed order.
 """
 
 import triton
 import triton.language as tl
 
-# Mass this close to p counts as reached; the reference has the same slack.
-SLACK = tl.constexpr(1e-9)
-
-
-@triton.jit
-def _key(logit, BITS: tl.constexpr):
-    """A whole number, larger for a larger logit and equal for equal ones."""
-    wide = logit.to(tl.float32)
-    wide = tl.where(wide == 0.0, 0.0, wide)  # both zeros are one
-    if BITS == 32:
-        bits = wide.to(tl.uint32, bitcast=True).to(tl.int64)
-        result = tl.where(bits >= 2147483648, 4294967295 - bits, bits + 2147483648)
-    else:
-        bits = wide.to(logit.dtype).to(tl.uint16, bitcast=True).to(tl.int64)
-        result = tl.where(bits >= 32768, 65535 - bits, bits + 32768)
-    return result
-
-
-@triton.jit
-def _logit(key, like, BITS: tl.constexpr):
-    """The logit of a key, in float64."""
-    if BITS == 32:
-        bits = tl.where(key >= 2147483648, key - 2147483648, 4294967295 - key)
-        result = bits.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.float64)
-    else:
-        bits = tl.where(key >= 32768, key - 32768, 65535 - key)
-        result = bits.to(tl.uint16).to(like.dtype.element_ty, bitcast=True).to(tl.float32).to(tl.float64)
-    return result
-
-
-@triton.jit
-def _number(tensor, bits, row, GIVEN: tl.constexpr):
-    """A parameter in float64: one a row, or the same for all."""
-    if GIVEN:
-        result = tl.load(tensor + row).to(tl.float64)
-    else:
-        result = bits.to(tl.int64).to(tl.float64, bitcast=True)
-    return result
-
-
-@triton.jit
-def _weight(logit, head, warmth):
-    """exp((logit - head) / warmth) in float64; what equals the head has 1, also where both are infinite."""
-    distance = tl.where(logit == head, 0.0, logit - head)
-    return tl.exp(distance / tl.where(warmth > 0.0, warmth, 1.0))
-
-
-@triton.jit
-def _tile(logits, row, step, vocab, TILE: tl.constexpr):
-    """The logits of this program's tile, and which of its places exist."""
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = place < vocab
-    return tl.load(logits + row * step + place, mask=inside, other=0.0), inside
-
-
-@triton.jit
-def _head(room, row, tiles, BLOCK_C: tl.constexpr):
-    """The largest logit of a row; NaN when it holds one."""
-    tile = tl.arange(0, BLOCK_C)
-    best = tl.load(room + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    top = tl.max(best, axis=0)
-    return tl.where(tl.sum((best != best).to(tl.int32), axis=0) > 0, float("nan"), top)
-
-
-@triton.jit
-def _wanted(k_rows, k, row, vocab, K_ROWS: tl.constexpr):
-    """How many tokens top-k keeps; zero and less leave the filter out."""
-    result = tl.minimum(k, vocab).to(tl.int64)
-    if K_ROWS:
-        given = tl.load(k_rows + row).to(tl.int64)
-        result = tl.where(given <= 0, vocab, tl.minimum(given, vocab))
-    return result
-
-
-@triton.jit
-def _counted(state, counts, slot, row, rows, tiles, shift, wanted, BLOCK_C: tl.constexpr):
-    """(prefix, tokens above it): the slot's, with the digit at `shift` that its launch has counted for."""
-    prefix = tl.load(state + (slot * rows + row) * 2)
-    above = tl.load(state + (slot * rows + row) * 2 + 1)
-    tile, digit = tl.arange(0, BLOCK_C), tl.arange(0, 256)
-    where = (((slot % 2) * rows + row) * tiles + tile[:, None]) * 256 + digit[None, :]
-    there = (tile < tiles)[:, None] & (digit >= 0)[None, :]
-    found = tl.sum(tl.load(counts + where, mask=there, other=0), axis=0).to(tl.int64)
-    # reached[j] is the count of digits from j on
-    reached = tl.sum(found, axis=0) - tl.cumsum(found, axis=0) + found + above
-    chosen = tl.maximum(tl.max(tl.where(reached >= wanted, digit, -1), axis=0), 0)
-    return prefix + (chosen.to(tl.int64) << shift), above + tl.sum(tl.where(digit > chosen, found, 0), axis=0)
-
-
-@triton.jit
-def _masses(room, parity, row, rows, tiles, BLOCK_C: tl.constexpr):
-    """Mass at or above each value of the digit that the launch of this parity has weighed for, [16]."""
-    tile, digit = tl.arange(0, BLOCK_C), tl.arange(0, 16)
-    where = 2 * rows * tiles + ((parity * rows + row) * tiles + tile[:, None]) * 16 + digit[None, :]
-    there = (tile < tiles)[:, None] & (digit >= 0)[None, :]
-    return tl.sum(tl.load(room + where, mask=there, other=0.0), axis=0), digit
+from layerzero_triton.kernels.search import (
+    SLACK,
+    _counted,
+    _head,
+    _key,
+    _logit,
+    _masses,
+    _number,
+    _reached,
+    _tile,
+    _wanted,
+    _weight,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "vocab", "step"])
@@ -162,8 +80,9 @@ def weigh(
     TILE: tl.constexpr, BLOCK_C: tl.constexpr, BITS: tl.constexpr, STAGE: tl.constexpr, TOP_K: tl.constexpr,
     K_ROWS: tl.constexpr, P_ROWS: tl.constexpr, T_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Mass of this tile's tokens at or above each value of the digit at `shift`, among those that top-k keeps.
+    """Mass of this tile's tokens from each value of the digit at `shift` on, among those that top-k keeps.
 
+    Only of tokens with the digits found so far: the mass above them is carried from launch to launch.
     STAGE is 0 for the first digit, 1 for the second, where the goal becomes known, and 2 for the others. The last slot
     of `count` is count_slot; the top-k threshold and how many tokens at it stay are left in edge_slot; slot is this
     launch's own, and the one before it was the last launch's.
@@ -186,6 +105,7 @@ def weigh(
             floor = tl.load(state + (edge_slot * rows + row) * 2)
             ties = tl.load(state + (edge_slot * rows + row) * 2 + 1)
     prefix = tl.full([], 0, dtype=tl.int64)
+    carried = tl.full([], 0.0, dtype=tl.float64)
     if STAGE > 0:
         mass, digits = _masses(room, (slot - 1) % 2, row, rows, tiles, BLOCK_C)
         goals = room + 2 * rows * tiles * 17 + row
@@ -195,21 +115,31 @@ def weigh(
                 tl.store(goals, goal)
         else:
             goal = tl.load(goals)
-        chosen = tl.maximum(tl.max(tl.where(mass >= goal, digits, -1), axis=0), 0)
-        prefix = tl.load(state + ((slot - 1) * rows + row) * 2) + (chosen.to(tl.int64) << (shift + 4))
+        prefix, chosen, carried = _reached(state, mass, digits, slot - 1, row, rows, goal)
+        prefix += chosen.to(tl.int64) << (shift + 4)
+        carried += tl.sum(tl.where(digits == chosen + 1, mass, 0.0), axis=0)
     if here == 0:
         tl.store(state + (slot * rows + row) * 2, prefix)
+        tl.store(state + (slot * rows + row) * 2 + 1, carried.to(tl.int64, bitcast=True))
     values, inside = _tile(logits, row, step, vocab, TILE)
     key = _key(values, BITS)
-    weights = tl.where(inside & (key > floor), _weight(values.to(tl.float32).to(tl.float64), head, warm), 0.0)
+    distance = (key - prefix) >> shift  # the digit, where the ones before it are those of the prefix
+    asked = inside & (key > floor) & (distance >= 0) & (distance < 16)
     target = room + 2 * rows * tiles + (((slot % 2) * rows + row) * tiles + here) * 16
-    for digit in tl.static_range(16):
-        least = prefix + (tl.full([], digit, dtype=tl.int64) << shift)
-        found = tl.sum(tl.where(key >= least, weights, 0.0), axis=0)
-        if TOP_K:
-            edge = ties.to(tl.float64) * _weight(_logit(floor, logits, BITS), head, warm)
-            found += tl.where((here == 0) & (least <= floor), edge, 0.0)
-        tl.store(target + digit, found)
+    edge = tl.full([], 0.0, dtype=tl.float64)
+    edge_digit = (floor - prefix) >> shift
+    if TOP_K:
+        edge = ties.to(tl.float64) * _weight(_logit(floor, logits, BITS), head, warm)
+        edge = tl.where((here == 0) & (edge_digit < 16), edge, 0.0)
+    if tl.sum(asked.to(tl.int32), axis=0) > 0:
+        weights = tl.where(asked, _weight(values.to(tl.float32).to(tl.float64), head, warm), 0.0)
+        digit = distance.to(tl.int32)
+        for least in tl.static_range(16):
+            found = tl.sum(tl.where(digit >= least, weights, 0.0), axis=0)
+            tl.store(target + least, found + tl.where(edge_digit >= least, edge, 0.0))
+    else:
+        every = tl.arange(0, 16)
+        tl.store(target + every, tl.where(edge_digit >= every, edge, 0.0))
 
 
 @triton.jit(
@@ -245,8 +175,8 @@ def choose(
     if TOP_P:
         mass, digits = _masses(room, slot % 2, row, rows, tiles, BLOCK_C)
         goal = tl.load(room + 2 * rows * tiles * 17 + row)
-        chosen = tl.maximum(tl.max(tl.where(mass >= goal, digits, -1), axis=0), 0)
-        reached = tl.load(state + (slot * rows + row) * 2) + chosen.to(tl.int64)
+        reached, chosen, _ = _reached(state, mass, digits, slot, row, rows, goal)
+        reached += chosen.to(tl.int64)
         # beyond the likeliest there is nothing to keep; top-p of one keeps all that top-k keeps
         reached = tl.minimum(reached, _key(head.to(tl.float32).to(logits.dtype.element_ty), BITS))
         whole = _number(p_rows, p, row, P_ROWS) >= 1.0

@@ -9,8 +9,8 @@ all the way, and sums of weights are in float64 and in a fixed order.
 import triton
 import triton.language as tl
 
-# Mass this close to p counts as reached; the reference has the same slack.
-SLACK = tl.constexpr(1e-9)
+from layerzero_triton.kernels.search import SLACK, _number
+
 NOTHING = tl.constexpr(-2147483648)  # the key of a place that does not exist, below that of -inf
 BROKEN = tl.constexpr(2147483647)  # the key of NaN, above that of +inf
 
@@ -27,16 +27,6 @@ def _key(logit):
 def _logit(key):
     """The logit of a key, in float64."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True).to(tl.float64)
-
-
-@triton.jit
-def _number(tensor, bits, row, GIVEN: tl.constexpr):
-    """A parameter in float64: one a row, or the same for all."""
-    if GIVEN:
-        result = tl.load(tensor + row).to(tl.float64)
-    else:
-        result = bits.to(tl.int64).to(tl.float64, bitcast=True)
-    return result
 
 
 @triton.jit
