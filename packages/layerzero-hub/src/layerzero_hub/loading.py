@@ -159,7 +159,8 @@ def _import(store: Store, variant: LockedVariant, needed: dict[str, ModuleType])
     metadata = Metadata.read_from_file(path / "metadata.json")
     validator = AllValidator(validators=[*default_metadata_validators(), ArchValidator()])
     validator.validate_metadata(metadata=metadata, variant=variant.name)
-    return _import_from_path(path, deps=needed)
+    module: ModuleType = _import_from_path(path, deps=needed)
+    return module
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class Remote:
 
     def tree(self, repo_id: str, commit: str) -> tuple[RemoteFile, ...]:
         """Every file of a commit, as the hub lists it; paths are not yet judged."""
-        path: str | None = f"/api/kernels/{repo_id}/tree/{commit}?recursive=true&expand=false"
+        path = f"/api/kernels/{repo_id}/tree/{commit}?recursive=true&expand=false"
         found: list[RemoteFile] = []
         for _ in range(_PAGES):
             data, answer = self.web.json(path)
@@ -91,9 +91,10 @@ class Remote:
             found += [_file(entry) for entry in data if isinstance(entry, dict) and entry.get("type") == "file"]
             if len(found) > _FILES:
                 raise refuse("HUB_TOO_LARGE", f"{len(found)} files", f"{_FILES} files")
-            path = self._next_page(answer)
-            if path is None:
+            following = self._next_page(answer)
+            if following is None:
                 return tuple(found)
+            path = following
         raise refuse("HUB_TOO_LARGE", f"more than {_PAGES} pages of files", f"{_PAGES} pages")
 
     def fetch(

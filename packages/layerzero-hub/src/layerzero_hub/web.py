@@ -175,8 +175,8 @@ def _within(ask: Callable[[], Any], deadline: float, limit: float, url: str) -> 
 
 
 def _answer(response: Any) -> Answer:
-    status = getattr(response, "status", None) or getattr(response, "code", 0)
-    return Answer(int(status), {key.lower(): value for key, value in response.headers.items()})
+    status: int = getattr(response, "status", None) or getattr(response, "code", None) or 0
+    return Answer(status, {key.lower(): value for key, value in response.headers.items()})
 
 
 def _raise_for(answer: Answer, path: str) -> None:

@@ -94,7 +94,7 @@ def resolve(
 ) -> Target:
     """The kernels that a request names, on a device of this machine (the first accelerator unless one is named).
 
-    Without `compiles`, kernels that were never compiled here are absent: a quick look must not wait for compilers.
+    Without `compiles`, kernels that are compiled at run time are absent: a quick look must not wait for compilers.
     """
     spec = probe_device(device)
     world = current_world()
@@ -157,9 +157,7 @@ def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
 
 
 def _uncompiled(kernel: KernelSpec) -> str:
-    if not kernel.jit or any(artifact[0] == kernel.kernel_id for artifact in current_world().ready):
-        return ""
-    return "never compiled here: `lz warmup`, `--lane full` or naming it compiles it"
+    return "compiled at run time: `--lane full`, or naming it or its backend, takes it in" if kernel.jit else ""
 
 
 def _combinations(backend: str, kernels: list[KernelSpec]) -> list[LineUp]:
