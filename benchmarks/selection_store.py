@@ -3,6 +3,9 @@
     python benchmarks/selection_store.py                     # prints, and writes results/<machine>/selection_store.json
     python benchmarks/selection_store.py --rows 1000000
 
+It also holds a baked decision against a selection at run time, for calls that were not seen before: idle, and with
+eight threads at it; and the first call of a fresh process with and without a warm-up before it.
+
 Budgets: a solved table answers in 1.5 µs, a database of a million rows in 200 µs, opening it adds 10 ms to the first
 selection, recording adds 1 µs to a hot call. Exit code 1 when one is missed.
 """
@@ -17,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,11 +32,14 @@ import torch
 import layerzero as lz
 from layerzero import env
 from layerzero.device.probe import probe_device
+from layerzero.model.decision import Decision
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.public.tuning import record, solve
 from layerzero.runtime.state import state
+from layerzero.selection.engine import select
+from layerzero.selection.following import follow
 from layerzero.tuning.measured import platform_of, versions_of
 
 BUDGET = {"table_lookup_us": 1.5, "query_us": 200.0, "open_ms": 10.0, "record_us": 1.0}
@@ -56,6 +63,8 @@ def main() -> int:
             "open_ms": opening(path),
             "record_us": recording(),
             "table_first_lookup_us": first_lookup(),
+            **baked_against_runtime(),
+            **cold_start(),
         }
     result = {
         "machine": f"{platform.machine()} {probe_device('cpu').name}",
@@ -69,6 +78,8 @@ def main() -> int:
     }
     for name, limit in BUDGET.items():
         print(f"{name:16} {found[name]:10.3f}   budget {limit:g}   {'ok' if result['met'][name] else 'MISSED'}")
+    for name in found.keys() - BUDGET.keys():
+        print(f"{name:24} {found[name]:10.3f}")
     out = given.json or Path(__file__).parent / "results" / _machine() / "selection_store.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -153,6 +164,75 @@ def first_lookup() -> float:
         table.find(ctx)
 
     return _best(ask, 2000)
+
+
+def baked_against_runtime() -> dict[str, float]:
+    """A decision for a call that was not seen before, µs: from a solved table, and by selection; idle and under load.
+
+    Under load eight threads decide at once, and a decision takes what it takes a thread.
+    """
+    with record() as recording_, torch.no_grad():
+        lz.attention(*(torch.randn(1, 2, 64, 16) for _ in range(3)))
+    table, ctx = solve(recording_), recording_.traffic.contexts[0]
+    spec = state.world.ops["attention"]
+    plain = state.world.changed(table=None)
+    baked = state.world.changed(table=table)
+    assert isinstance(follow(spec, ctx, baked), Decision)
+
+    def obey() -> None:
+        table._asked.clear()
+        follow(spec, ctx, baked)
+
+    def choose() -> None:
+        select(ctx, plain)
+
+    found = {}
+    for name, run in (("baked_us", obey), ("runtime_us", choose)):
+        found[name] = _best(run, 100)
+        found[f"{name.removesuffix('_us')}_under_load_us"] = _under_load(run, 8, 100)
+    return found
+
+
+def _under_load(run: Callable[[], Any], threads: int, count: int) -> float:
+    """Median µs a call over threads that all run at once."""
+    times: list[float] = []
+    gate = threading.Barrier(threads)
+
+    def work() -> None:
+        gate.wait()
+        for _ in range(count):
+            begin = time.perf_counter_ns()
+            run()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+
+    crowd = [threading.Thread(target=work) for _ in range(threads)]
+    for item in crowd:
+        item.start()
+    for item in crowd:
+        item.join()
+    return statistics.median(times)
+
+
+def cold_start() -> dict[str, float]:
+    """The first call of a fresh process, ms, with and without a warm-up of that call before it; best of five each."""
+    code = (
+        "import sys, time, torch, layerzero as lz\n"
+        "x, w = torch.randn(16, 256), torch.randn(256)\n"
+        "if sys.argv[1] == 'warm':\n"
+        "    lz.warmup([lz.select('rms_norm', x, w).context], background=False)\n"
+        "begin = time.perf_counter()\n"
+        "lz.rms_norm(x, w)\n"
+        "print((time.perf_counter() - begin) * 1e3)\n"
+    )
+    times: dict[str, list[float]] = {"warm": [], "cold": []}
+    environ = {**os.environ, "LAYERZERO_PERFDB": "off"}
+    for _ in range(5):
+        for name, found in times.items():
+            run = subprocess.run(
+                [sys.executable, "-c", code, name], capture_output=True, text=True, check=True, env=environ
+            )
+            found.append(float(run.stdout))
+    return {"first_call_cold_ms": min(times["cold"]), "first_call_warm_ms": min(times["warm"])}
 
 
 def query(path: Path, ctx: Any) -> float:

@@ -109,3 +109,14 @@ def test_a_mistake_in_one_place_is_not_reported_everywhere(reports: dict[str, di
         "wrong_head_dim_limit",
     ):
         assert len(reports[f"layerzero_{name}.plugin"]["failed"]) <= 3, reports[f"layerzero_{name}.plugin"]
+
+
+def test_a_module_that_a_library_may_not_compile_is_skipped_not_failed() -> None:
+    """FlashInfer says it with an error of its own, which adapters may wrap; any other error stays one."""
+    from layerzero.testing.pytest_plugin import _uncompiled
+
+    missing = type("MissingJITCacheError", (RuntimeError,), {})("the module is missing. Build it")
+    wrapped = ValueError("the adapter's own words")
+    wrapped.__cause__ = missing
+    assert _uncompiled(wrapped) == _uncompiled(missing) == "the module is missing"
+    assert _uncompiled(ValueError("wrong")) is None

@@ -21,7 +21,9 @@ from layerzero.tuning import sitting
 from layerzero.tuning import trial as trial_module
 from layerzero.tuning.clock import cpu_clock
 from layerzero.tuning.drift import Watcher, drifted
+from layerzero.tuning.launches import HIDDEN_US, with_launches
 from layerzero.tuning.measured import measurements_from
+from layerzero.tuning.race import Times, winner_of
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.traffic import Recorded, Traffic
 from layerzero.tuning.trial import trial as any_trial
@@ -136,6 +138,18 @@ def test_screening_takes_three_samples_in_turns_and_the_fastest_counts():
 
 
 # -- the gate ------------------------------------------------------------------------------------------
+@pytest.mark.req("R-TUNE-01")
+def test_a_launch_that_the_device_cannot_hide_counts_as_time():
+    """A kernel of 4 µs behind a launch of 90 is no fast kernel; one of 25 is hidden, and a long kernel hides any."""
+    launch = {"eager": 90.0, "quick": 25.0, "long": 900.0}
+    calls = {name: (lambda name=name: name) for name in launch}
+    times = {name: Times(us, us + 1, us + 2, 0.0, 36) for name, us in (("eager", 4.0), ("quick", 5.0), ("long", 500.0))}
+    found = with_launches(times, calls, lambda call, count: launch[call()])
+    assert found["eager"].median_us == 90.0 - HIDDEN_US and found["eager"].p99_us == 62.0
+    assert found["quick"] == times["quick"] and found["long"] == times["long"]
+    assert winner_of(times, 0.02) == "eager" and winner_of(found, 0.02) == "quick"
+
+
 @pytest.mark.req("R-TUNE-01", "R-TUNE-02", "R-TUNE-03")
 def test_the_fastest_right_kernel_wins(bench):
     found = trial(context(), seconds=0.2)

@@ -48,6 +48,18 @@ CONFIG = {
     "max_position_embeddings": 256, "hidden_act": "silu",
 }  # fmt: skip
 
+GRID = """
+schema_version = "1.0"
+[[case]]
+name = "norm {n}x{h}"
+op = "rms_norm"
+devices = ["cpu"]
+each = { n = [1, 16, 300], h = [8, 16] }
+grows = ["n"]
+shape = "{n},{h}"
+dtype = "float32"
+"""
+
 
 def norm_of(rows: int, hidden: int) -> Any:
     return lz.select("rms_norm", torch.ones(rows, hidden), torch.ones(hidden)).context
@@ -214,6 +226,37 @@ def test_the_command_line_writes_manifests_and_warms_up(
     words = runner.invoke(cli, ["warmup", str(path)])
     assert words.exit_code == 0 and "ready" in words.stdout and KERNEL in words.stdout
     assert runner.invoke(cli, ["warmup", str(tmp_path / "none.json")]).exit_code == 1
+
+
+@pytest.mark.req("R-SOLV-02")
+def test_solving_compiles_for_every_bucket_first_where_it_is_asked_to(
+    tmp_path: Path, cache: Path, lab: Any, compiler: Compiler
+) -> None:
+    """Without it, a kernel that is not compiled is not in the table; with it every bucket has it, ready."""
+    use(lab)
+    grid, table, runner = tmp_path / "grid.toml", tmp_path / "table.json", CliRunner()
+    grid.write_text(GRID)
+    words = ["solve", "--grid", str(grid), "-o", str(table), "--device", "cpu", "--json"]
+
+    def kernels() -> list[str]:
+        done = runner.invoke(cli, [*words, *more])
+        assert done.exit_code == 0, done.output
+        plans = json.loads(table.read_text())["plans"]
+        return [item["kernel_id"] for plan in plans for item in plan["ops"]]
+
+    more: list[str] = []
+    with lz.scoped(jit="off"):
+        assert KERNEL not in kernels() and compiler.runs == 0
+    more = ["--warm"]
+    found = kernels()
+    assert len(found) == 6 and set(found) == {KERNEL}
+    runs = compiler.runs
+    assert runs > 0
+    lz.use_table(table)
+    with lz.scoped(jit="off"):
+        for rows, hidden in ((1, 8), (16, 16), (300, 8)):
+            lab.run(lz.rms_norm, torch.randn(rows, hidden), torch.ones(hidden))
+    assert compiler.runs == runs
 
 
 def test_a_request_that_asked_first_is_not_compiled_twice(lab: Any, cache: Path, compiler: Compiler) -> None:

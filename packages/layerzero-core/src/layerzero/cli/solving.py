@@ -33,7 +33,7 @@ def add(group: click.Group) -> None:
     @click.option(
         "--key", type=path, help="Key file to sign the table with: a shared secret, or an ed25519 key in PEM."
     )
-    @click.option("--warm", is_flag=True, help="Also compile what the table needs, now.")
+    @click.option("--warm", is_flag=True, help="First compile what these calls need.")
     @click.option("--diff", is_flag=True, help="Compare two tables, OLD NEW, and say what changed and why.")
     def solve(
         source: Path | None,
@@ -75,12 +75,12 @@ def add(group: click.Group) -> None:
             chosen = calls_path(database)
             if not chosen.exists():
                 raise click.UsageError("say which calls to decide: a traffic file, --config, --grid, or lz tune first")
-        table = lz.solve(chosen, out, database=database, device=device, model_id=model_id, key=key)
-        if warm:
+        if warm:  # first: a kernel that is not compiled yet could not be decided for
             from layerzero.public.tuning import calls_of
             from layerzero.public.warming import warmup
 
             warmup([item.context for _, item in calls_of(chosen)], background=False)
+        table = lz.solve(chosen, out, database=database, device=device, model_id=model_id, key=key)
         data = {"path": str(out), "entries": len(table.entries), "table": table_json(table)}
         return Answer(data, _blocks(out, table), OK if table.entries else PROBLEM)
 
