@@ -61,7 +61,7 @@ def test_a_version_outside_the_range_is_reported_with_the_range(backend, dist, w
     assert (status.version, status.reasons[0].value, status.reasons[0].limit) == (wrong, f"{dist} {wrong}", limit)
 
 
-@pytest.mark.req("R-BK-FA-01")
+@pytest.mark.req("R-BK-FA-01", "R-BK-FA4-01")
 @pytest.mark.parametrize(("backend", "versions", "module"), THERE)
 def test_each_library_is_seen_by_itself(backend, versions, module):
     found = ask(DEVICE, versions, {module: None})
@@ -112,6 +112,7 @@ def test_a_cpu_is_no_device_for_any_of_them():
         assert (status.available, codes(status)) == (False, ["PLATFORM_MISMATCH"])
 
 
+@pytest.mark.req("R-BK-FA4-01")
 def test_flash_attention_4_needs_its_compiler():
     status = ask(DEVICE, FA4 | {"nvidia-cutlass-dsl": "4.4.0"}, {"flash_attn.cute": None})["flashattn4"]
     assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
