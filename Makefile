@@ -23,7 +23,7 @@ QUICK := not slow and not stress and not benchmark and not memray
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
-	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tune prove-tokenizers prove-tuned prove-isolation prove-warmup prove-liger prove-triton prove-coverage artifacts bench wheels lock clean
+	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tune prove-tokenizers prove-tuned prove-isolation prove-faults prove-warmup prove-liger prove-triton prove-ranks prove-fuzz prove-telemetry soak prove-compile prove-coverage artifacts bench wheels lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,8 +50,13 @@ $(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
 	$(PIP) install -qq --no-deps $$($(PY) -m tools.workspace requirements bare)
 	@touch $@
 
-setup-run: $(VENV)/.run-stamp ## virtual environment with the packages only
-setup: $(VENV)/.dev-stamp ## virtual environment with the packages and the tools
+# the CPU kernels are compiled when the package is installed, and again when their text has changed; without a compiler they stay away
+$(VENV)/.native-stamp: $(VENV)/.run-stamp $(wildcard packages/layerzero-cpu/src/layerzero_cpu/native/*) packages/layerzero-cpu/src/layerzero_cpu/build.py
+	-$(PY) -m layerzero_cpu.build --if-needed --cache build/native
+	@touch $@
+
+setup-run: $(VENV)/.run-stamp $(VENV)/.native-stamp ## virtual environment with the packages only
+setup: $(VENV)/.dev-stamp $(VENV)/.native-stamp ## virtual environment with the packages and the tools
 
 # --- the two commands ---------------------------------------------------------------------------------------------------------
 
@@ -121,6 +126,10 @@ prove-hub: setup ## installers killed at random, 1 000 000 mutated locks and pol
 prove-isolation: setup ## 500 faults injected into isolated children: answered in time, no process or memory left
 	$(PROVE) isolation -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_isolation.py packages/layerzero-core/tests/test_isolation_prove.py --junitxml=build/prove/isolation.xml
 
+prove-faults: setup ## every failure of the checklist injected for real: signals, kills, full disks, limits, corrupt files; wants an idle machine
+	$(PROVE) faults -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s tests/faults packages/layerzero-core/tests/test_health_wiring.py packages/layerzero-core/tests/test_memory.py packages/layerzero-core/tests/test_canary.py packages/layerzero-core/tests/test_failover.py --junitxml=build/prove/faults.xml
+	$(PROVE) faults-cost -- $(PY) benchmarks/faults.py --machine prove --json build/prove/faults.json
+
 prove-warmup: setup ## real compilers counted: nothing compiles after warm-up; every inductor program against the reference
 	$(PROVE) warmup -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_jit.py packages/layerzero-core/tests/test_warmup.py packages/layerzero-core/tests/test_inductor.py packages/layerzero-core/tests/test_kit_builtins.py -k "not built_in_backend" --junitxml=build/prove/warmup.xml
 
@@ -130,12 +139,42 @@ prove-liger: setup ## the conformance kit over Liger's real kernels, run on the 
 prove-triton: setup ## every Triton kernel compiled for SM 8.0, 9.0, 10.0 and gfx942, and run by the interpreter; no GPU needed
 	$(PROVE) triton -- env LAYERZERO_PROVE=1 $(PY) -m pytest packages/layerzero-triton/tests/test_kernels_compiled.py packages/layerzero-triton/tests/test_kernels_interpreted.py packages/layerzero-triton/tests/test_custom.py --junitxml=build/prove/triton.xml
 
+prove-cpu: setup ## CPU kernels: sanitizers, 200 000 drawn calls, the kit on every instruction set, wheel in a fresh environment
+	$(PROVE) cpu -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-cpu/tests --junitxml=build/prove/cpu.xml
+
 prove-tuned: setup ## tuned choice against the oracle, torch and each library; wants an idle machine, about eight minutes
 	$(PROVE) tuned -- $(PY) benchmarks/tuned.py --machine prove --state build/tuned/prove --json build/prove/tuned.json --budget 480
 	$(BIN)/lz report build/prove/tuned.json --out build/prove/tuned.html
 
+prove-compile: setup ## every op under Inductor with and without gradients, opcheck in full; a Llama block against plain torch
+	$(PROVE) compile -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_torch_ops_written.py packages/layerzero-core/tests/test_torch_ops_library.py packages/layerzero-core/tests/test_torch_ops_traced.py packages/layerzero-core/tests/test_torch_ops_export.py packages/layerzero-core/tests/test_graphs.py -m "slow or not slow" --junitxml=build/prove/compile.xml
+	$(PROVE) compiled-block -- $(PY) benchmarks/compiled.py --machine prove --json build/prove/compiled.json
+
 prove-grouped: setup ## the machine code of grouped attention's Hopper kernel: products in flight beside the softmax, no spills
 	$(PROVE) grouped -- $(PY) -m pytest packages/layerzero-triton/tests/test_grouped_compiled.py --junitxml=build/prove/grouped.xml
+
+prove-ranks: setup ## torchrun on 2, 4 and 8 processes; eight ranks agree, disagree 1 000 times and are killed 20 times
+	$(PROVE) ranks-torchrun -- $(PY) -m pytest -s tests/distributed --junitxml=build/prove/ranks.xml
+	$(PROVE) ranks -- $(PY) benchmarks/ranks.py --json build/prove/ranks.json
+
+# as many as the machine manages in FUZZ_MINUTES; the next run goes on where this one stopped
+FUZZ_MINUTES ?= 600
+prove-fuzz: setup ## 1 000 000 mutated inputs for each of seven targets, resumable; only our exceptions come out
+	$(PROVE) fuzz -- $(PY) -m tools.fuzz --iterations 1000000 --minutes $(FUZZ_MINUTES) --json build/prove/fuzz.json
+	$(PROVE) fuzz-figures -- $(PY) -m pytest tests/fuzz --junitxml=build/prove/fuzz.xml
+
+prove-telemetry: setup ## what counting costs a hot call; wants an idle machine
+	$(PROVE) telemetry -- $(PY) benchmarks/telemetry.py --json build/prove/telemetry.json
+
+MINUTES ?= 30
+soak: setup ## a process under full load for MINUTES=30, faults and changes all the while; memory must stay flat
+	$(PROVE) soak -- env OMP_NUM_THREADS=1 $(PY) -m tools.soak --minutes $(MINUTES) --json build/prove/soak.json
+
+prove-accel: setup ## the tests of the core with layerzero-accel and without it; its own under the sanitizers; the figures want an idle machine
+	$(PROVE) accel-off -- env LAYERZERO_PROVE=0 LAYERZERO_ACCEL=off $(PYTEST) -m "$(QUICK)" -n $(WORKERS) --maxprocesses=4 --dist=worksteal packages/layerzero-core/tests --junitxml=build/prove/accel-off.xml
+	$(PROVE) accel-on -- env LAYERZERO_PROVE=0 LAYERZERO_ACCEL=on $(PYTEST) -m "$(QUICK)" -n $(WORKERS) --maxprocesses=4 --dist=worksteal packages/layerzero-core/tests --junitxml=build/prove/accel-on.xml
+	$(PROVE) accel -- env LAYERZERO_ACCEL=on $(PYTEST) packages/layerzero-accel/tests --junitxml=build/prove/accel.xml
+	$(PROVE) accel-bench -- env LAYERZERO_ACCEL=on $(PY) benchmarks/accel.py --json build/prove/accel.json
 
 prove-coverage: setup ## coverage of the core, at least 80 %
 	@mkdir -p build/coverage

@@ -28,6 +28,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
+# The path in Python is measured here, whatever is installed; benchmarks/accel.py holds layerzero-accel against it.
+os.environ.setdefault("LAYERZERO_ACCEL", "off")
+
 import layerzero as lz
 from layerzero.dispatch.bind import resolve
 from layerzero.model.context import Context

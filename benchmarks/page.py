@@ -12,6 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from models_page import models_section
+
+sys.path.insert(0, str(Path(__file__).parent))
+from page_accel import accel_section
+
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 
@@ -148,6 +154,36 @@ def tuned_section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compiled_section(name: str, data: dict[str, Any]) -> str:
+    """A Llama block on LayerZero's ops under torch.compile, against the same block in plain torch."""
+    machine = data["machine"]
+    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
+    lines = [
+        f"## {name}: a compiled Llama block",
+        "",
+        f"{device}; Python {machine['python']}, torch {machine['torch']}; load before the run {machine['load']}; "
+        f"commit `{data['commit']}`; {data['graph_breaks']} graph breaks. Time ÷ plain torch under torch.compile; "
+        f"native: torch's own kernels, written into the graph (limit {data['limit']}); selected: foreign kernels as "
+        f"opaque ops; attention: selected for attention alone. Repeat: `{data['command']}`.",
+        "",
+        "| block | plain torch, µs | native | selected | attention | selected kernel of attention |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in data["cases"]:
+        lines.append(_compiled_row(row["case"], row, row["kernels"]["attention"]))
+        if "replayed" in row:
+            lines.append(_compiled_row(f"{row['case']}, replayed graph", row["replayed"], row["kernels"]["attention"]))
+    return "\n".join(lines) + "\n"
+
+
+def _compiled_row(name: str, row: dict[str, Any], kernel: str) -> str:
+    ratios = " | ".join(
+        f"{row['over_torch'][way]:.3f}" if way in row["over_torch"] else ""
+        for way in ("native", "selected", "attention")
+    )
+    return f"| {name} | {row['median_us']['torch']:,.1f} | {ratios} | `{kernel}` |"
+
+
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
@@ -159,6 +195,17 @@ def render(results: Path = HERE / "results") -> str:
     ]
     found += [
         tuned_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/tuned.json"))
+    ]
+    found += [
+        compiled_section(path.parent.name, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/compiled.json"))
+    ]
+    found += [
+        accel_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/accel.json"))
+    ]
+    found += [
+        models_section(path.parent.name, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/models*.json"))
     ]
     return "\n".join([INTRO, *found])
 

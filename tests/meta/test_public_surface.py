@@ -33,8 +33,15 @@ SURFACE = {
     # inspection
     "Context", "DeviceSpec", "doctor", "dry_run", "explain", "list_kernels", "list_ops", "readiness_check", "select",
     "validate", "verify", "which",
+    "capture_graph", "is_graph_safe", "validate_graph_capture",
+    # being seen
+    "metrics", "observe", "structured_logs",
+    # many ranks
+    "agree",
     # planning
     "plan", "plan_block", "warmup", "__version__",
+    # inside other libraries
+    "enable_transformers", "patch", "patched", "unpatch",
     # measuring and fixing choices
     "compile", "record", "solve", "tune",
 }  # fmt: skip
@@ -90,6 +97,10 @@ SIGNATURES = {
     "backend=None)",
     "row_linear": "(x, weight, bias=None, *, group=None, split_input=False, reduce_dtype=None, backend=None)",
     "shard_weight": "(weight, dim, rank, world, *, parts=1)",
+    "agree": "(group=None, *, training=False, timeout=30.0, tp_invariant=None, store=None)",
+    "observe": "(*, counters=True, metrics=None, interval=2.0, trace=False, spans=False, registry=None)",
+    "structured_logs": "(target=None, *, level='INFO', json=True, redact=False)",
+    "readiness_check": "(config=None, *, production=False)",
     "lock": "(op, kernel_id)",
     "unlock": "(op=None)",
     "use_table": "(path)",

@@ -15,14 +15,13 @@ def test_the_installed_metadata_names_the_plugin():
     assert found.dist is not None and found.dist.name == "layerzero-accel"
 
 
-def test_it_keeps_the_contract_and_registers(monkeypatch):
+def test_it_keeps_the_contract_and_registers_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, "layerzero_accel.plugin", raising=False)
     kit = Kit.open("accel")
     assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert (tuple(kit.capabilities), kit.kernels) == (("accel",), ())
+    assert (tuple(kit.capabilities), kit.kernels) == ((), ())
 
 
 def test_discovery_finds_it_and_no_kernel():
     record = load_plugins(env={}).record("accel")
-    assert (record.backends, record.kernels) == (("accel",), ())
-    assert record.state != "failed"
+    assert (record.state, record.backends, record.kernels) == ("ok", (), ())

@@ -1,43 +1,48 @@
-"""What the accelerator says about itself."""
+"""What the accelerator says about itself, compiled and not."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+import layerzero as lz
+import layerzero.dispatch.accel as seam
 from layerzero.plugin.probing import probe
+from layerzero.reasons import reason
 from layerzero.testing import fakes
 from layerzero_accel.plugin import layerzero_capabilities, layerzero_health
 
 
-def codes(status):
-    return [item.code.value for item in status.reasons]
-
-
 @pytest.mark.parametrize("device", [fakes.cpu(), fakes.gpu(90)], ids=["cpu", "cuda"])
-def test_it_needs_no_vendor_and_says_that_nothing_is_there_yet(device):
+def test_compiled_it_is_available_on_any_device(native: Any, device: Any) -> None:
     status = layerzero_capabilities(device)
-    assert (status.available, status.version, status.kernels) == (False, None, ())
-    assert codes(status) == ["BACKEND_STUB"]
+    assert (status.available, status.version, status.kernels) == (True, "0.1.0", ())
 
 
-def test_a_torch_without_the_exchange_api_is_reported(monkeypatch):
-    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+def test_uncompiled_it_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "accelerator", seam.Accelerator(None, reason("ACCEL_NOT_BUILT")))
     status = layerzero_capabilities(fakes.cpu())
-    assert codes(status) == ["BACKEND_VERSION_MISMATCH", "BACKEND_STUB"]
-    assert status.reasons[0].limit == ">=2.10"
-    assert status.fix == "pip install 'torch>=2.10'"
+    assert not status.available
+    assert [item.code.value for item in status.reasons] == ["ACCEL_NOT_BUILT"]
+    assert "python -m layerzero_accel.build" in status.fix
+    assert not layerzero_health("accel").ok
 
 
-def test_the_probe_answers_within_its_time_limit():
-    result = probe("accel", timeout=60.0)
-    assert not result.status.available
-    assert result.status.reasons
-    assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
-    assert result.health is None
-
-
-def test_health_claims_nothing():
+def test_the_self_test_runs_the_c_path(fresh: Any) -> None:
+    before = fresh.counts()["exact"]
     report = layerzero_health("accel")
-    assert (report.ok, report.max_error) == (False, None)
-    assert "yet" in report.detail
+    assert (report.ok, report.max_error) == (True, 0.0)
+    assert fresh.counts()["exact"] > before
+
+
+def test_a_table_that_finds_nothing_fails_the_self_test(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lz, "silu_and_mul", lambda x, **options: torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
+    assert not layerzero_health("accel").ok
+
+
+def test_the_probe_answers_within_its_time_limit(native: Any) -> None:
+    result = probe("accel", timeout=60.0)
+    assert result.status.available
+    assert result.health is not None and result.health.ok

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.errors import ConfigurationError
+from layerzero.health.book import HealthBook
 from layerzero.health.breaker import (
     BreakerPhase,
     BreakerSettings,
     BreakerState,
     Health,
-    HealthBook,
     HealthStatus,
     on_failure,
     on_success,

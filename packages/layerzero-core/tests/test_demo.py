@@ -24,7 +24,6 @@ from layerzero.model.decision import Candidate
 from layerzero.reasons import reason
 
 STATIONS = (*PREFILL, *DECODE)
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 HOSTILE = '<script>alert("x")</script>&\'"'
 
@@ -340,29 +339,3 @@ def test_a_browser_renders_every_op_and_fetches_nothing(tour: Tour, page: str, t
     assert dom.count('title="context ') == len(tour.decode)
     for stop in tour.stops:
         assert stop.kernel in dom.replace("<wbr>", "")
-
-
-# -- examples ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("quickstart.py", ["ran: ", "chosen: ", "the others:", "plan: "]),
-        ("policy.py", ["locked and denied", "LOCKED_KERNEL_UNAVAILABLE", "after reset"]),
-        ("paged_decode.py", ["last step: (3, 8, 64)", "80 calls, 3 selections"]),
-    ],
-)
-def test_the_examples_run(name: str, says: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name)],
-        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for words in says:
-        assert words in done.stdout
-
-
-def test_every_example_is_tested() -> None:
-    # The last one is a test of layerzero-tokenizers, whose libraries it needs.
-    # So is the first, of layerzero-triton.
-    here = ["custom_triton_kernel.py", "paged_decode.py", "policy.py", "quickstart.py", "text_generation.py"]
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == here

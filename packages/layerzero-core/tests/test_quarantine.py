@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layerzero.health.breaker import HealthBook
+from layerzero.health.book import HealthBook
 from layerzero.health.quarantine import Quarantine
 
 KERNEL = ("fake.attention.fast", "1.2.0", "0123456789abcdef")

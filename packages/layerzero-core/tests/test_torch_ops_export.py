@@ -113,6 +113,58 @@ def test_a_saved_program_loads_where_no_op_was_asked_for_yet(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+class Named(nn.Module):
+    """A program that names its backend, and one op that names none."""
+
+    def forward(self, x, weight):
+        return lz.layer_norm(lz.rms_norm(x, weight, backend="vendor"))
+
+
+ELSEWHERE = """
+import sys, torch
+import layerzero as lz
+from layerzero.runtime.state import state
+x, weight, want, long = torch.load(sys.argv[2])
+program = torch.export.load(sys.argv[1]).module()
+try:
+    program(x, weight)
+except lz.errors.UnknownNameError as error:
+    assert error.code == "BACKEND_UNKNOWN" and "vendor" in str(error), error
+    assert "layer_norm" not in {ctx.op for ctx, _ in state.ran}  # refused, not computed by another
+else:
+    raise SystemExit("a backend that is not here was not missed")
+lz.configure(on_fault="fallback")
+torch.testing.assert_close(program(x, weight), want)
+lz.lock("rms_norm", "reference.rms_norm.plain")  # it selects here, by the policy that is in force here
+program(x, weight)
+assert "reference.rms_norm.plain" in state.ran.values(), state.ran
+try:
+    program(long, weight)
+except Exception as error:
+    assert "12" in str(error), error
+else:
+    raise SystemExit("a size outside of the exported range was taken")
+"""
+
+
+@pytest.mark.req("R-PT-03")
+def test_in_a_fresh_process_without_its_backend_a_program_fails_clearly_or_falls_back_as_configured(lab, tmp_path):
+    import subprocess
+    import sys
+
+    lab.use(lab.kernel("vendor.rms_norm.fast"))
+    x, weight = rand(5, 16), rand(16)
+    rows = torch.export.Dim("rows", min=2, max=12)
+    program = torch.export.export(Named(), (x, weight), dynamic_shapes={"x": {0: rows}, "weight": None})
+    want, ran = lab.run(program.module(), x, weight)
+    assert ran[0] == "vendor.rms_norm.fast"
+    torch.export.save(program, tmp_path / "named.pt2")
+    torch.save((x, weight, want, rand(13, 16)), tmp_path / "io.pt")
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "named.pt2"), str(tmp_path / "io.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_make_fx_records_the_opaque_op(mode):
     x, weight = rand(3, 8), rand(8)
@@ -121,7 +173,7 @@ def test_make_fx_records_the_opaque_op(mode):
     torch.testing.assert_close(graph(x, weight), lz.rms_norm(x, weight) + 1)
 
 
-def test_make_fx_on_real_tensors_records_what_ran():
+def test_make_fx_on_real_tensors_records_what_ran(lab):  # torch's own kernels: a library's call is no torch op
     x, weight = rand(3, 8), rand(8)
     graph = make_fx(lambda a, b: lz.rms_norm(a, b) + 1)(x, weight)
     other = rand(3, 8) * 2

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
 
 from layerzero.plugin.manager import load_plugins
 from layerzero.testing.kit import Kit
 from layerzero.testing.vendors import pretend
+from layerzero_cpu import plugin
 
 
 def test_the_installed_metadata_names_the_plugin():
@@ -23,11 +27,27 @@ def test_it_keeps_the_contract_and_registers_without_importing_a_vendor(monkeypa
     ) as imported:
         kit = Kit.open("cpu")
     assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert (tuple(kit.capabilities), kit.kernels) == (("cpu",), ())
+    assert tuple(kit.capabilities) == ("cpu",)
     assert imported == []
 
 
-def test_discovery_finds_it_and_no_kernel():
+def test_registration_loads_no_kernels(monkeypatch):
+    """The library is opened when a kernel is bound, not when it is registered."""
+    for name in [n for n in sys.modules if n.startswith("layerzero_cpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert Kit.open("cpu").register_error is None
+    assert "layerzero_cpu.library" not in sys.modules
+
+
+def test_discovery_finds_it_and_its_kernels():
     record = load_plugins(env={}).record("cpu")
-    assert (record.backends, record.kernels) == (("cpu",), ())
+    assert record.backends == ("cpu",)
     assert record.state != "failed"
+    assert {"cpu.rms_norm.rows", "cpu.rope.tokens", "cpu.sample.select"} <= set(record.kernels)
+
+
+@pytest.mark.req("R-OP-15")
+def test_without_its_library_it_registers_no_kernel_and_calls_fall_back(monkeypatch):
+    monkeypatch.setattr(plugin, "LIBRARY", Path("/nonexistent/_native.abi3.so"))
+    kit = Kit.open("layerzero_cpu.plugin")
+    assert (kit.register_error, kit.kernels) == (None, ())

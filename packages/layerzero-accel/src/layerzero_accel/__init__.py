@@ -1,1 +1,1 @@
-"""An optional C accelerator for LayerZero's hot path."""
+"""LayerZero's hot path in C. `import layerzero` finds it; `python -m layerzero_accel.build` compiles it."""

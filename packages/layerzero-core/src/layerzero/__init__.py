@@ -34,10 +34,13 @@ from layerzero.ops.signature import PUBLIC as _PUBLIC
 from layerzero.runtime.current import collector_paused as _collector_paused
 from layerzero.runtime.late_ops import LATE_OPS as _LATE_OPS
 from layerzero.torch_ops import install as _install
+from layerzero.torch_ops.functions import functions as _functions
 from layerzero.version import __version__
 
 if TYPE_CHECKING:
+    from layerzero.distributed.agreement import agree
     from layerzero.integrations.tensor_parallel import column_linear, row_linear, shard_weight
+    from layerzero.integrations.transformers_models import enable_transformers
     from layerzero.model.bias import relative_bias
     from layerzero.model.context import Context
     from layerzero.model.device import DeviceSpec
@@ -74,10 +77,13 @@ if TYPE_CHECKING:
         use_table,
     )
     from layerzero.public.freezing import compile
+    from layerzero.public.graphing import capture_graph, is_graph_safe, validate_graph_capture
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
+    from layerzero.public.patching import patch, patched, unpatch
     from layerzero.public.planning import plan
     from layerzero.public.tuning import record, solve, tune
     from layerzero.public.warming import warmup
+    from layerzero.runtime.observation import metrics, observe, structured_logs
     from layerzero.verification.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
@@ -85,6 +91,11 @@ if TYPE_CHECKING:
 with _collector_paused():
     for _name in ("layerzero.dispatch.run", "layerzero.env", "importlib_metadata", "pluggy"):
         importlib.import_module(_name)
+    _accelerator = importlib.import_module("layerzero.dispatch.accel").accelerator
+    if _accelerator.native is not None:  # layerzero-accel: the same functions, their hot path in C
+        _fast = importlib.import_module("layerzero.ops.accelerated")
+        globals().update(_functions.accelerate(_fast.accelerated(_accelerator.native)))
+        _fast.put_in_place(_functions.accelerated)
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
 __all__ = [
@@ -92,9 +103,11 @@ __all__ = [
     "DeviceSpec",
     "__version__",
     "add_rms_norm",
+    "agree",
     "alibi_slopes",
     "attention",
     "block_mask",
+    "capture_graph",
     "cast",
     "chunk_mask",
     "column_linear",
@@ -107,6 +120,7 @@ __all__ = [
     "doctor",
     "dry_run",
     "embedding",
+    "enable_transformers",
     "explain",
     "gelu_and_mul",
     "gemma_add_rms_norm",
@@ -116,6 +130,7 @@ __all__ = [
     "grouped_attention",
     "grouped_batch",
     "grouped_gemm",
+    "is_graph_safe",
     "kv_cache",
     "layer_norm",
     "linear",
@@ -123,12 +138,16 @@ __all__ = [
     "list_ops",
     "load_config",
     "lock",
+    "metrics",
     "mla_paged_attention",
     "mlp",
     "moe",
+    "observe",
     "pack_weight",
     "paged_attention",
     "paged_batch",
+    "patch",
+    "patched",
     "plan",
     "plan_block",
     "prefer",
@@ -154,14 +173,17 @@ __all__ = [
     "shard_weight",
     "silu_and_mul",
     "solve",
+    "structured_logs",
     "tokenize",
     "topk_gate",
     "tree_mask",
     "tree_positions",
     "tune",
     "unlock",
+    "unpatch",
     "use_table",
     "validate",
+    "validate_graph_capture",
     "varlen_attention",
     "verify",
     "warmup",
@@ -175,16 +197,21 @@ _LAZY = {
     **dict.fromkeys(("column_linear", "row_linear", "shard_weight"), "layerzero.integrations.tensor_parallel"),
     "Context": "layerzero.model.context",
     "DeviceSpec": "layerzero.model.device",
+    "agree": "layerzero.distributed.agreement",
     "block_mask": "layerzero.model.masks",
     "chunk_mask": "layerzero.model.masks",
     "doctor": "layerzero.public.checks",
+    "enable_transformers": "layerzero.integrations.transformers_models",
     "grouped_batch": "layerzero.ops.grouped",
     "kv_cache": "layerzero.ops.kv_cache",
     "pack_weight": "layerzero.ops.packing",
+    **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.public.graphing"),
+    **dict.fromkeys(("patch", "patched", "unpatch"), "layerzero.public.patching"),
     "plan": "layerzero.public.planning",
     "plan_block": "layerzero.public.blocks",
     "compile": "layerzero.public.freezing",
     "readiness_check": "layerzero.public.checks",
+    **dict.fromkeys(("metrics", "observe", "structured_logs"), "layerzero.runtime.observation"),
     **dict.fromkeys(("record", "solve", "tune"), "layerzero.public.tuning"),
     "verify": "layerzero.verification.ladder",
     "warmup": "layerzero.public.warming",

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from layerzero.errors import ConfigurationError
 
-__all__ = ["Env", "Variable", "documentation", "read"]
+__all__ = ["Env", "Variable", "documentation", "read", "read_one"]
 
 PREFIX: Final = "LAYERZERO_"
 _LOCK, _BOOST = "LAYERZERO_LOCK_", "LAYERZERO_BOOST_"
@@ -53,6 +53,10 @@ def _folders(text: str) -> tuple[str, ...]:
     if not all(os.path.isabs(part) for part in found):  # a relative one would mean another place in each directory
         raise _Bad(f"absolute paths separated by {os.pathsep}")
     return found
+
+
+def _expressions(text: str) -> tuple[str, ...]:
+    return () if text.lower() in ("0", "false", "no", "off") else tuple(text.split())
 
 
 def _number(text: str, low: float, expected: str) -> float:
@@ -149,6 +153,9 @@ class Env:
         "PROBE_TIMEOUT", _positive_seconds, 20.0, "seconds a vendor probe may take in lz doctor"
     )
     perfdb: str | None = _var("PERFDB", _path, None, "file of measured kernel times; off: none")
+    quarantine: str | None = _var(
+        "QUARANTINE", _path, None, "file of kernels that took a process down, crumbs beside it; off: none"
+    )
     dispatch_table: str | None = _var("DISPATCH_TABLE", _path, None, "table of decisions to obey, written by lz solve")
     jit: str | None = _var(
         "JIT", _one_of("background", "block", "off"), None, "compile beside requests, let calls wait, or neither"
@@ -158,6 +165,7 @@ class Env:
     )
     jit_timeout: float = _var("JIT_TIMEOUT", _positive_seconds, 300.0, "seconds a background compile may take")
     table_key: str | None = _var("TABLE_KEY", _path, None, "key file; only dispatch tables signed with it are obeyed")
+    accel: bool | None = _var("ACCEL", _flag, None, "layerzero-accel: off leaves it aside, on refuses to go without")
     record: str | None = _var("RECORD", _path, None, "file to write the calls of this process to, when it ends")
     jit_cache_dir: str | None = _var("JIT_CACHE_DIR", _path, None, "directory of compiled kernels (made with 0700)")
     trusted_definitions: tuple[str, ...] = _var(
@@ -165,6 +173,12 @@ class Env:
     )
     debug: bool = _var("DEBUG", _flag, False, "check plans at each call; the CLI shows tracebacks")
     verbose: bool = _var("VERBOSE", _flag, False, "log every selection")
+    log: str | None = _var("LOG", _path, None, "json or text: log to stderr in that form; else a file for JSON lines")
+    redact: tuple[str, ...] = _var(
+        "REDACT", _expressions, (), "leave secrets out of that log: 1, or regular expressions (separated by blanks)"
+    )
+    metrics: str | None = _var("METRICS", _path, None, "port or file by which lz top and Prometheus see the process")
+    trace: str | None = _var("TRACE", _path, None, "file for a Chrome trace of what was not hot, written at the end")
     prove: bool = _var("PROVE", _flag, False, "tests: the long counts of the prove lanes")
     commit: str | None = _var("COMMIT", _path, None, "tests and benchmarks: the commit to write where git cannot tell")
     require: bool = _var("REQUIRE", _flag, False, "tests: a missing tool fails instead of skipping")
@@ -231,6 +245,13 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
             )
         values[attribute] = tuple(sorted(families[family]))
     return Env(**values, unknown=tuple(unknown))
+
+
+def read_one(attribute: str) -> Any:
+    """One variable by its name in `Env`, for what is needed before all others are read."""
+    name, variable = next((name, found[1]) for name, found in _VARIABLES.items() if found[0] == attribute)
+    raw = os.environ.get(name, "").strip()
+    return _parse(name, raw, variable.parse) if raw else variable.default
 
 
 def _parse(name: str, raw: str, parse: Callable[[str], Any]) -> Any:

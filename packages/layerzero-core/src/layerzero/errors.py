@@ -6,6 +6,7 @@
      ├─ NoKernelFoundError                   nothing, not even the reference, may run
      ├─ LockedKernelError                    the op is locked to a kernel that cannot run
      ├─ KernelExecutionError                 every candidate raised, or a retry was not safe
+     │   └─ DeviceLostError                  the device answers nothing more to this process
      ├─ CudaGraphUnsafeError                 no graph-safe kernel inside a capture
      ├─ BackendNotAvailableError             the backend is not installed or does not work here
      ├─ ConfigurationError                   a setting, file or variable is wrong
@@ -16,6 +17,7 @@
      ├─ PlanMismatchError                    a checked plan was called with other arguments
      ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
      ├─ TuningError                          a call cannot be measured here
+     ├─ DistributedError                     ranks disagree, or one does not answer
      └─ CacheCorruptionError                 a stored cache cannot be trusted
 
 Each carries `.code` (a ReasonCode) and `.reasons` (all that apply, the first being the cause).
@@ -33,7 +35,9 @@ __all__ = [
     "CapabilitiesError",
     "ConfigurationError",
     "CudaGraphUnsafeError",
+    "DeviceLostError",
     "DispatchTableError",
+    "DistributedError",
     "InvalidInputError",
     "KernelExecutionError",
     "LayerZeroError",
@@ -109,6 +113,12 @@ class KernelExecutionError(LayerZeroError):
     default_code = "KERNEL_RAISED"
 
 
+class DeviceLostError(KernelExecutionError):
+    """An error no later call on that device survives: the process must be restarted."""
+
+    default_code = "DEVICE_LOST"
+
+
 class CudaGraphUnsafeError(LayerZeroError):
     """Inside a graph capture no safe kernel exists."""
 
@@ -176,6 +186,16 @@ class TuningError(LayerZeroError):
     """A call cannot be measured here."""
 
     default_code = "TUNING_IMPOSSIBLE"
+
+
+class DistributedError(LayerZeroError):
+    """Ranks disagree, or one does not answer; `.ranks` names those that are meant, where that is known."""
+
+    default_code = "RANK_DISAGREEMENT"
+
+    def __init__(self, message: str = "", *, ranks: tuple[int, ...] = (), **kwargs: object) -> None:
+        super().__init__(message, **kwargs)  # type: ignore[arg-type]
+        self.ranks = ranks
 
 
 class CacheCorruptionError(LayerZeroError):

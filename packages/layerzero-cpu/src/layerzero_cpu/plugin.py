@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from layerzero.plugin import (
     BackendStatus,
     DeviceSpec,
     HealthReport,
-    ReasonCode,
+    Reason,
     Registrar,
     dist_version,
     hookimpl,
@@ -21,27 +22,47 @@ from layerzero.plugin import (
 )
 
 CAPABILITIES = Path(__file__).with_name("capabilities.json")
+LIBRARY = Path(__file__).with_name("_native.abi3.so")
 
 
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
-    """Register the backend from its descriptor."""
-    registrar.backend(CAPABILITIES)
+    """Register the kernels; none where the package was installed without its library."""
+    registrar.backend(CAPABILITIES if LIBRARY.exists() else _empty())
 
 
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
-    """No vendor is needed; what other CPU libraries are here stands beside the reason."""
-    status = vendor_status(CAPABILITIES, device)
-    stub = reason("BACKEND_STUB", detail="; ".join(libraries()))
-    reasons = tuple(stub if item.code is ReasonCode.BACKEND_STUB else item for item in status.reasons)
-    return replace(status, reasons=reasons)
+    """The library loads and has an instruction set of this machine; other CPU libraries stand beside a refusal."""
+    if LIBRARY.exists():
+        return vendor_status(CAPABILITIES, device, _loads)
+    missing = reason("NATIVE_KERNELS_MISSING", f"{LIBRARY.name} is not there", detail="; ".join(libraries()))
+    status = vendor_status(_empty(), device)
+    reasons = tuple(missing if item.code == "BACKEND_STUB" else item for item in status.reasons)
+    return replace(status, reasons=reasons, fix=missing.hint)
 
 
 @hookimpl
 def layerzero_health(backend: str) -> HealthReport:
-    """Nothing can be shown to be right before there is a kernel."""
-    return HealthReport(backend, False, "no kernels to test yet")
+    """Known-answer test."""
+    from layerzero_cpu.health import self_test
+
+    return self_test()
+
+
+def _empty() -> dict[str, object]:
+    described: dict[str, object] = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+    return described | {"ops": {}}
+
+
+def _loads(device: DeviceSpec) -> list[Reason]:
+    from layerzero.plugin import BackendNotAvailableError, InvalidInputError
+
+    try:
+        importlib.import_module("layerzero_cpu.library")
+    except (BackendNotAvailableError, InvalidInputError) as error:
+        return list(error.reasons)
+    return []
 
 
 def libraries() -> Iterator[str]:

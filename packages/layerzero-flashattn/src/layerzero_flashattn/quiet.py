@@ -27,7 +27,7 @@ __all__ = ["hush", "hush_backward", "quietly"]
 # By message alone: code that the compiler rewrites runs with globals of its own, so its module has no sure name.
 THEIRS = (
     r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument for function 'cutlass___call___flash_attn"
-    r"|cutlass\.utils\.smem_allocator\.SmemAllocator is deprecated"
+    r"|cutlass\.[\w.]+ is deprecated; use cutlass\."
     r"|warpgroup\.OperandMajorMode is deprecated"
 )
 _theirs = re.compile(THEIRS, re.IGNORECASE)

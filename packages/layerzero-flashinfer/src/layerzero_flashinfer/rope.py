@@ -2,7 +2,7 @@
 
 FlashInfer reads one float32 table, cosines in the first half of a row and sines in the second, and packed tokens
 [T, H * D]. The table is written anew at each call, since tables belong to the caller and may change behind our back:
-two small copies beside the rotation.
+one small copy beside the rotation.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ def rope(
 
 def _table(cos: Tensor, sin: Tensor, rows: int) -> Tensor:
     """[rows, rotary] in float32: cosines, then sines."""
-    half = cos.shape[1]
-    table = torch.empty((rows, 2 * half), dtype=torch.float32, device=cos.device)
-    table[:, :half].copy_(cos[:rows])
-    table[:, half:].copy_(sin[:rows])
-    return table
+    table = torch.empty((rows, 2 * cos.shape[1]), dtype=torch.float32, device=cos.device)
+    return torch.cat((cos[:rows], sin[:rows]), dim=1, out=table)
 
 
 def _positions(position_ids: Tensor | None, batch: int, seq: int, device: torch.device) -> Tensor:

@@ -18,7 +18,8 @@ def add(group: click.Group) -> None:
 
     @verb(group, "readiness")
     @click.option("--config", type=click.Path(path_type=Path), help="Policy file to judge instead of the one in force.")
-    def readiness(config: Path | None) -> Answer:
+    @click.option("--production", is_flag=True, help="As a server that takes traffic: what would warn fails.")
+    def readiness(config: Path | None, production: bool) -> Answer:
         """Check that everything the policy needs exists and works.
 
         Capability schemas, the policy itself, the kernels it locks or lists, compiled artifacts, caches. Exit code 1
@@ -26,5 +27,5 @@ def add(group: click.Group) -> None:
         """
         from layerzero.public.checks import readiness_check
 
-        report = readiness_check(config)
+        report = readiness_check(config, production=production)
         return Answer(report.to_dict(), check_blocks(report), OK if report.ok else PROBLEM)

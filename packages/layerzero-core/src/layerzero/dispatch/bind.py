@@ -12,12 +12,13 @@ from torch import Tensor
 
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
-from layerzero.dispatch.modes import SWITCHES
+from layerzero.dispatch.modes import SWITCHES, stream_capturing
 from layerzero.errors import BackendNotAvailableError
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason, reason
+from layerzero.runtime.quarantining import first_run
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.isolation import apart
@@ -116,7 +117,12 @@ def bind(
         kernel = apart(kernel)
         fn = isolated(kernel, world, rng=rng)
     else:
-        fn = resolve(kernel)
+        crumbs, slot = first_run(kernel, decision.context.device)  # a vendor may crash at its import
+        try:
+            fn = resolve(kernel)
+        finally:
+            if crumbs is not None:
+                crumbs.leave(slot)
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
@@ -133,9 +139,20 @@ def bind(
         from layerzero.plans.jit import compiling
 
         run = compiling(run, kernel, decision.context, world)
+    if world.policy.breaker.deadline_s is not None:
+        from layerzero.runtime.watchdog import watchdog
+
+        run = watchdog.watched(run, kernel, state, world.policy.breaker.deadline_s)
+    if decision.shadow and not rng and plan.kernel_id == decision.chosen:
+        from layerzero.dispatch.canary import shadowed
+
+        run = shadowed(run, spec, decision, world)
     if rng:
         run = _restorable(run, spec)
-    bound = Bound(run, _guard(kernel, decision), kernel, plan, rng)
+    guard = _guard(kernel, decision)
+    if state.counting is not None:
+        guard = state.counting.guard(spec.op_id, kernel.kernel_id, guard)
+    bound = Bound(run, guard, kernel, plan, rng)
     if len(memo) >= HOT_LIMIT:
         memo.clear()
     memo[memo_key] = bound
@@ -163,9 +180,9 @@ def _guard(kernel: KernelSpec, decision: Decision) -> Callable[[], bool] | None:
         checks.extend(SWITCHES[name] for name in sorted(kernel.guards) if name in SWITCHES)
     if decision.context.device.device_type == "cuda":
         if not kernel.graph_safe:
-            checks.append(lambda: not torch.cuda.is_current_stream_capturing())
+            checks.append(lambda: not stream_capturing())
         elif decision.context.capturing:
-            checks.append(torch.cuda.is_current_stream_capturing)
+            checks.append(stream_capturing)
     if not checks:
         return None
     if len(checks) == 1:

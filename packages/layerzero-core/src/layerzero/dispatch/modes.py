@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "functorch_active",
     "keyable_device",
     "plain",
+    "rehearsed",
     "switched_off",
     "tensors_of",
 ]
@@ -41,6 +43,9 @@ SWITCHES: dict[str, Callable[[], bool]] = {
     "sdp_cudnn": torch._C._get_cudnn_sdp_enabled,
     "tf32": _tf32_allowed,
 }
+
+# Kinds of device whose calls are described as captured although nothing is: a capture is being rehearsed.
+rehearsed: ContextVar[frozenset[str]] = ContextVar("layerzero_rehearsed", default=frozenset())
 
 _devices: dict[torch.device, DeviceSpec] = {}
 _PLAIN = (Tensor, Parameter)
@@ -85,8 +90,18 @@ def autocast_dtype(device_type: str) -> str | None:
 
 
 def capturing(device_type: str) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return device_type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    """Whether a CUDA graph is being captured on the current stream, or such a capture rehearsed."""
+    if device_type in rehearsed.get():
+        return True
+    return device_type == "cuda" and torch.cuda.is_initialized() and stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def stream_capturing() -> bool:
+    """Whether the current stream is captured. A device that is gone answers with an error; the kernel will say it."""
+    try:
+        return bool(torch.cuda.is_current_stream_capturing())
+    except RuntimeError:
+        return False
 
 
 def switched_off() -> frozenset[str]:

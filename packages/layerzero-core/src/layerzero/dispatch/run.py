@@ -16,6 +16,16 @@ from torch import Tensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
+from layerzero.dispatch.faults import (
+    Running,
+    charge_memory,
+    check_device,
+    crashed_child,
+    lost_device,
+    none_leaner,
+    out_of_memory,
+    to_try_after,
+)
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.errors import (
     BackendNotAvailableError,
@@ -31,10 +41,14 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.op import Call, OperationSpec
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.runtime.current import opaque_ops, scope
+from layerzero.runtime.pressure import pressure
+from layerzero.runtime.probation import on_miss
 from layerzero.runtime.state import state
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.engine import refuse, select
+from layerzero.selection.memory import device_name
 from layerzero.selection.world import World
+from layerzero.telemetry.events import details, observed
 
 __all__ = ["bypass", "current_world", "decide", "describe", "miss", "ready", "recover"]
 
@@ -118,7 +132,8 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
     asked = _asked_alignment(world, spec.op_id)
     if asked > 1 and not _aligned(tensors, asked):
         changes["aligned_pointers"] = False
-    return replace(ctx, **changes) if changes else ctx
+    ctx = replace(ctx, **changes) if changes else ctx
+    return ctx if world.ranks is None else world.ranks.requires(ctx)
 
 
 def _guards_of(world: World, op: str) -> frozenset[str]:
@@ -165,9 +180,20 @@ def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
         # A call that the table in force does not cover says so.
         return decision if followed is None else replace(decision, notes=(*decision.notes, followed))
 
+    if world.ranks is not None:
+        return state.cache.get_or_compute(key, lambda: world.ranks.settle(compute()))
     return state.cache.get_or_compute(key, compute)
 
 
+def _choice(args: tuple[Any, ...], decision: Decision | None) -> dict[str, Any]:
+    """What telemetry says of a selection."""
+    found: dict[str, Any] = {"op": args[0].op, "dtype": args[0].dtype, **dict(args[0].dims)}
+    if decision is not None:
+        found |= {"kernel": decision.chosen, "transform_cost_us": decision.transform_cost_total}
+    return found
+
+
+@observed("select", _choice)
 def _selected(ctx: Context, world: World) -> Decision:
     state.counters.selections += 1
     decision = select(ctx, world)
@@ -184,13 +210,16 @@ def _announce(decision: Decision) -> None:
     unasked = [c for c in unasked if c.reasons[0].code != "JIT_NOT_READY" or c.kernel_id in decision.pending]
     if unasked and not decision.locked:
         why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in unasked[:5])
-        _select_log.warning("%s: no kernel fits, the reference runs (%s)", decision.op, why)
+        _select_log.warning(
+            "%s: no kernel fits, the reference runs (%s)", decision.op, why, extra=details(**_told(decision))
+        )
     elif _select_log.isEnabledFor(logging.INFO):
         _select_log.info(
             "%s -> %s (transform_cost_total=%.1f us)",
             decision.op,
             decision.chosen or "nothing",
             decision.transform_cost_total,
+            extra=details(**_told(decision)),
         )
     manager = state.plugin_manager
     if manager is not None:
@@ -201,7 +230,22 @@ def _announce(decision: Decision) -> None:
                 _log.exception("observer %s raised", impl.plugin_name)
 
 
+def _told(decision: Decision) -> dict[str, Any]:
+    """A decision for a structured log."""
+    return {
+        "event": "selection",
+        "op": decision.op,
+        "kernel_id": decision.chosen,
+        "dtype": decision.context.dtype,
+        "dims": dict(decision.context.dims),
+        "fallback": decision.is_fallback,
+        "transform_cost_total": decision.transform_cost_total,
+        "reasons": {c.kernel_id: [item.code.value for item in c.reasons] for c in decision.candidates if c.reasons},
+    }
+
+
 # -- running -------------------------------------------------------------------------------------
+@observed("dispatch", lambda args, out: {"op": args[0].op_id})
 def miss(
     spec: OperationSpec,
     world: World,
@@ -216,9 +260,13 @@ def miss(
     if not modes.plain(tensors):
         return bypass(spec, args, layout, backend)
     state.counters.misses += 1
-    if state.health.next_deadline() is not None and state.health.tick():
+    if state.lost:
+        check_device(tensors)
+    if state.health.next_deadline() is not None and on_miss(state):
         world, near = current_world(), None  # the near key holds buckets of the World before
     ctx = describe(spec, args, layout, backend, world)
+    if pressure.met(state, world, device_name(ctx)):
+        world, near = current_world(), None
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng, args)
     _insert(world, key, near, bound, tensors)
@@ -226,7 +274,8 @@ def miss(
         world.tally.met(world.hot, (key, near), ctx, bound, args)
     _remember(bound, bound.kernel_id)
     try:
-        return bound.run(*args)
+        with Running(bound, world, ctx):
+            return bound.run(*args)
     except Exception as error:
         return recover(spec, world, key, bound, args, layout, backend, error)
 
@@ -294,6 +343,8 @@ def _remember(bound: Bound, kernel_id: str) -> None:
     if len(state.ran) >= _RAN_LIMIT:
         state.ran.clear()
     state.ran[bound.decision.context, bound.decision.policy_hash] = kernel_id
+    if state.counting is not None:
+        state.counting.cold(bound.decision.op, kernel_id)
 
 
 def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
@@ -327,6 +378,9 @@ def recover(
         return bypass(spec, args, layout, backend)
     if isinstance(error, LayerZeroError):
         raise error
+    lost = lost_device(bound, tensors, error)
+    if lost is not None:
+        raise lost from error
     if tensors and modes.capturing(tensors[0].device.type):
         raise CudaGraphUnsafeError(
             f"{bound.kernel_id} raised during capture: {error}", code="GRAPH_CAPTURE_FAILED", value=str(error)
@@ -344,7 +398,7 @@ def recover(
         ) from error
     if spec.mutates is not None and spec.mutates(args):
         if bound.kernel_id != spec.fallback_id:  # the last resort stays in reach
-            state.health.kernel_failed(bound.kernel_id, error)
+            state.health.kernel_failed(bound.kernel_id, error, bound.kernel.backend)
         raise KernelExecutionError(
             f"{bound.kernel_id} raised while writing in place; the inputs may be half written, so nothing was retried",
             value=_short(error),
@@ -352,15 +406,14 @@ def recover(
     return _next_candidate(spec, ctx, bound, args, error)
 
 
+@observed("failover", lambda args, out: {"op": args[0].op_id, "kernel": args[2].kernel_id, "cause": _short(args[4])})
 def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
     """Run the candidates of the present decision, best first: a plan's own may be long out of date."""
     world = current_world()
     # A table names one kernel a call, which has just raised: the others are for selection to rank.
     decision = decide(spec, ctx, world if world.table is None else world.changed(table=None))
     failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
-    for kernel_id in decision.ranking:
-        if kernel_id == failed.kernel_id:
-            continue
+    for kernel_id in to_try_after(decision, failed.kernel_id, world, error):
         try:
             bound = bind(spec, decision, world, kernel_id, rng=failed.rng)
             out = bound.run(*args)
@@ -370,17 +423,24 @@ def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tupl
         except GuardFailed:
             continue  # it does not fit after all, which is nobody's fault
         except Exception as next_error:
+            lost = lost_device(failed, modes.tensors_of(args), next_error)
+            if lost is not None:
+                raise lost from next_error
             failures.append((kernel_id, next_error))
             continue
-        _charge(spec, decision, failures, kernel_id)
+        _charge(spec, decision, failures, kernel_id, world)
         _remember(bound, kernel_id)
         return out
+    if all(out_of_memory(item) for _, item in failures):
+        raise none_leaner(spec, decision, failures, world) from error
     reasons = tuple(_reason_for(kernel_id, item) for kernel_id, item in failures)
     lines = "".join(f"\n  {kernel_id}: {_short(item)}" for kernel_id, item in failures)
     raise KernelExecutionError(f"{spec.op_id}: every candidate raised{lines}", reasons=reasons) from error
 
 
-def _charge(spec: OperationSpec, decision: Decision, failures: list[tuple[str, Exception]], ran: str) -> None:
+def _charge(
+    spec: OperationSpec, decision: Decision, failures: list[tuple[str, Exception]], ran: str, world: World
+) -> None:
     state.counters.failovers += 1
     for kernel_id, error in failures:
         item = _reason_for(kernel_id, error)
@@ -392,22 +452,22 @@ def _charge(spec: OperationSpec, decision: Decision, failures: list[tuple[str, E
             item,
             dict(decision.context.dims),
             exc_info=error,
+            extra=details(event="failover", op=spec.op_id, kernel_id=kernel_id, ran=ran, reasons=[item.code.value]),
         )
-        if _out_of_memory(error):
-            continue  # memory pressure is not the kernel's fault
-        state.health.kernel_failed(kernel_id, error)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Python's, a device's, or the CPU allocator's, which raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+        kernel = world.registry.kernels.get(kernel_id)
+        owner = kernel_id.partition(".")[0] if kernel is None else kernel.backend
+        if out_of_memory(error):
+            charge_memory(kernel_id, owner, decision.context)
+            continue
+        crashed_child(kernel_id, decision, item, world)
+        state.health.kernel_failed(kernel_id, error, owner)
 
 
 def _reason_for(kernel_id: str, error: Exception) -> Reason:
     own = getattr(error, "reason", None)
     if isinstance(own, Reason):  # a fault of an isolated kernel knows what it is
         return own
-    if _out_of_memory(error):
+    if out_of_memory(error):
         return reason("OUT_OF_MEMORY", _short(error))
     return reason("KERNEL_RAISED", f"{kernel_id}: {_short(error)}")
 

@@ -1,1 +1,1 @@
-"""Which kernels may be tried: `breaker` (circuit breakers in memory) and `quarantine` (on disk)."""
+"""Which kernels may be tried: `breaker` and `book` (in memory), `quarantine` and `crumbs` (on disk), `sticky`."""

@@ -1,19 +1,13 @@
 """Circuit breakers: closed → open after N failures → half-open after a cooldown → closed, or open again.
 
 The state machine is a handful of pure functions over a frozen `BreakerState`; time comes in as an argument.
-`HealthBook` is the one mutable thing: it holds the states of kernels and backends, and hands out frozen
-`Health` snapshots that selection reads. User errors, interrupts and errors during capture are not failures
-of a kernel; the caller must not report them here.
+`Health` is what selection reads of them; `layerzero.health.book` holds the states and hands out such snapshots.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import logging
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,11 +16,9 @@ from layerzero.model.config import BreakerSettings
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = [
-    "BreakerPhase", "BreakerSettings", "BreakerState", "Health", "HealthBook", "HealthStatus",
-    "on_failure", "on_success", "tick",
+    "BreakerPhase", "BreakerSettings", "BreakerState", "Health", "HealthStatus",
+    "on_failure", "on_success", "reopened", "tick", "until",
 ]  # fmt: skip
-
-_log = logging.getLogger(__name__)
 
 
 class BreakerPhase(enum.StrEnum):
@@ -107,12 +99,18 @@ def on_success(state: BreakerState, now: float, settings: BreakerSettings) -> Br
 
 def tick(state: BreakerState, now: float, settings: BreakerSettings) -> BreakerState:
     """The state once `now` is here: an open breaker whose cooldown is over becomes half-open."""
-    if state.phase is BreakerPhase.OPEN and now >= _deadline(state, settings):
+    if state.phase is BreakerPhase.OPEN and now >= until(state, settings):
         return replace(state, phase=BreakerPhase.HALF_OPEN, successes=0)
     return state
 
 
-def _deadline(state: BreakerState, settings: BreakerSettings) -> float:
+def reopened(state: BreakerState, now: float, error: str) -> BreakerState:
+    """The state after a self test that failed while it was open: another whole cooldown."""
+    return replace(state, phase=BreakerPhase.OPEN, opened_at=now, successes=0, last_error=error)
+
+
+def until(state: BreakerState, settings: BreakerSettings) -> float:
+    """Clock time at which an open breaker's cooldown is over."""
     return (state.opened_at or 0.0) + settings.cooldown_s
 
 
@@ -163,162 +161,3 @@ class Health:
         if self.blocks(kernel_id, backend):
             return HealthStatus.UNHEALTHY
         return HealthStatus.DEGRADED if self.watches(kernel_id, backend) else HealthStatus.HEALTHY
-
-
-Listener = Callable[[Health], None]
-
-
-class HealthBook:
-    """Thread-safe breakers of all kernels and backends. Names without a past cost no memory."""
-
-    def __init__(self, settings: BreakerSettings | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings or BreakerSettings()
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._states: dict[str, dict[str, BreakerState]] = {"kernel": {}, "backend": {}}
-        self._quarantined: dict[str, str] = {}
-        self._version = 0
-        self._snapshot: Health | None = None
-        self._listeners: tuple[Listener, ...] = ()
-
-    def kernel_failed(self, kernel_id: str, error: BaseException | str = "") -> BreakerState:
-        """Count a failed call of the kernel; returns its new state."""
-        return self._step("kernel", kernel_id, lambda s, now, cfg: on_failure(s, now, cfg, _text(error)))
-
-    def kernel_succeeded(self, kernel_id: str) -> BreakerState:
-        """Count a good call of the kernel. Free of locks while the kernel has no past."""
-        return self._step("kernel", kernel_id, on_success)
-
-    def backend_failed(self, backend: str, error: BaseException | str = "") -> BreakerState:
-        """Count a failure of a whole backend (import, self test): when open, all its kernels are blocked."""
-        return self._step("backend", backend, lambda s, now, cfg: on_failure(s, now, cfg, _text(error)))
-
-    def backend_succeeded(self, backend: str) -> BreakerState:
-        """Count a good self test or call of a backend."""
-        return self._step("backend", backend, on_success)
-
-    def tick(self, now: float | None = None) -> bool:
-        """Move every breaker whose cooldown is over to half-open; True if any did. Timers call this."""
-        now = self._clock() if now is None else now
-        with self._lock:
-            changed = False
-            for states in self._states.values():
-                for name, state in states.items():
-                    after = tick(state, now, self._settings)
-                    changed |= after is not state
-                    states[name] = after
-            health = self._changed() if changed else None
-        self._tell(health)
-        return changed
-
-    def next_deadline(self, now: float | None = None) -> float | None:
-        """Clock time at which `tick` next has something to do (never before `now`), or None."""
-        now = self._clock() if now is None else now
-        with self._lock:
-            waits = [
-                _deadline(s, self._settings) for states in self._states.values() for s in states.values() if s.blocks
-            ]
-        return max(now, min(waits)) if waits else None
-
-    def configure(self, settings: BreakerSettings) -> None:
-        """Use other settings from now on; open breakers follow the new cooldown at the next tick."""
-        with self._lock:
-            self._settings = settings
-            health = self._changed()
-        self._tell(health)
-
-    def set_quarantined(self, kernels: Mapping[str, str]) -> None:
-        """Replace the quarantined kernels (id → why); they are blocked whatever their breaker says."""
-        with self._lock:
-            if self._quarantined == dict(kernels):
-                return
-            self._quarantined = dict(kernels)
-            health = self._changed()
-        self._tell(health)
-
-    def reset(self, name: str | None = None) -> None:
-        """Forget the failures of one kernel or backend, or of all. Quarantine stays."""
-        with self._lock:
-            for states in self._states.values():
-                if name is None:
-                    states.clear()
-                else:
-                    states.pop(name, None)
-            health = self._changed()
-        self._tell(health)
-
-    def snapshot(self) -> Health:
-        """The present as a frozen value."""
-        with self._lock:
-            return self._health()
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with a snapshot after each visible change; returns the way to stop it.
-
-        Listeners run in the thread that caused the change, outside the lock. Two may run at once: keep the
-        snapshot with the higher `version`. One that raises is logged and costs nobody else anything.
-        """
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._listeners = tuple(kept for kept in self._listeners if kept is not listener)
-
-        return unsubscribe
-
-    def reinit_after_fork(self) -> None:
-        """Replace the lock in a forked child, where its owner may not exist any more."""
-        self._lock = threading.Lock()
-
-    def _step(
-        self, kind: str, name: str, move: Callable[[BreakerState, float, BreakerSettings], BreakerState]
-    ) -> BreakerState:
-        states = self._states[kind]
-        if move is on_success and name not in states:
-            return _FRESH
-        with self._lock:
-            before = states.get(name, _FRESH)
-            after = move(before, self._clock(), self._settings)
-            if after == _FRESH:
-                states.pop(name, None)
-            else:
-                states[name] = after
-            self._snapshot = None
-            visible = (before.phase, before.watched) != (after.phase, after.watched)
-            health = self._changed() if visible else None
-        self._tell(health)
-        return after
-
-    def _changed(self) -> Health:
-        self._version += 1
-        self._snapshot = None
-        return self._health()
-
-    def _health(self) -> Health:
-        if self._snapshot is None:
-            kernels, backends = dict(self._states["kernel"]), dict(self._states["backend"])
-            self._snapshot = Health(
-                MappingProxyType(kernels), MappingProxyType(backends), MappingProxyType(dict(self._quarantined)),
-                self._settings, self._version, _fingerprint(kernels, backends, self._quarantined),
-            )  # fmt: skip
-        return self._snapshot
-
-    def _tell(self, health: Health | None) -> None:
-        if health is None:
-            return
-        for listener in self._listeners:
-            try:
-                listener(health)
-            except Exception:
-                _log.exception("a health listener raised")
-
-
-def _text(error: BaseException | str) -> str:
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-
-
-def _fingerprint(*named: Mapping[str, BreakerState | str]) -> str:
-    """Hash of the blocked names only: counters and error texts do not change a choice."""
-    blocked = ["\x1f".join(sorted(n for n, s in part.items() if isinstance(s, str) or s.blocks)) for part in named]
-    return hashlib.sha256("\x1e".join(blocked).encode()).hexdigest()[:16]

@@ -3,6 +3,9 @@
 After a sticky device error nothing in that process can fall back on that device; what can be done is to
 skip the kernel at the next start. The file is JSON, read whole and written whole (temp file, fsync, rename),
 so a reader never sees half of it; one that cannot be trusted is set aside and a new one begun.
+
+A kernel whose process was ended from outside while it ran is only a suspect, counted here; the second time it is
+in quarantine.
 """
 
 from __future__ import annotations
@@ -19,11 +22,18 @@ from typing import Any
 from layerzero.files import write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["Quarantine", "QuarantineEntry"]
+__all__ = ["SUSPECTED", "Quarantine", "QuarantineEntry", "default_file"]
 
+SUSPECTED = 2
+"""So many processes that ended during a kernel's first run, without a fault of their own, put it in quarantine."""
+
+_OFF = ("off", "none", "0")
 _SCHEMA_VERSION = "1.0"
 _MAX_BYTES = 4 * 2**20
 _MAX_TEXT = 2000
+
+
+_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,15 @@ class QuarantineEntry:
     def key(self) -> tuple[str, str, str]:
         """What identifies the entry: another version or another device is not quarantined."""
         return self.kernel_id, self.version, self.device_signature
+
+
+def default_file(named: str | None) -> Path | None:
+    """The file of this user: what LAYERZERO_QUARANTINE names, None where it says off."""
+    if named is not None:
+        return None if named.lower() in _OFF else Path(named)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "quarantine.json"
 
 
 class Quarantine:
@@ -74,8 +93,19 @@ class Quarantine:
             kernel_id, version, device_signature, ReasonCode(code).value, detail[:_MAX_TEXT], self._clock()
         )
         with _FileLock(self.path):
-            self._write(self._load() | {entry.key: entry})
+            entries, suspects = self._read()
+            suspects.pop(entry.key, None)
+            self._write(entries | {entry.key: entry}, suspects)
         return entry
+
+    def suspect(self, kernel_id: str, version: str, device_signature: str) -> int:
+        """Count one more process that ended while the kernel ran; returns how many that makes."""
+        key = (kernel_id, version, device_signature)
+        with _FileLock(self.path):
+            entries, suspects = self._read()
+            suspects[key] = suspects.get(key, 0) + 1
+            self._write(entries, suspects)
+        return suspects[key]
 
     def remove(self, kernel_id: str, version: str | None = None, device_signature: str | None = None) -> int:
         """Lift the quarantine of a kernel (of one version or device, when given); returns how many entries went."""
@@ -88,23 +118,29 @@ class Quarantine:
             )
 
         with _FileLock(self.path):
-            before = self._load()
+            before, suspects = self._read()
             after = {key: entry for key, entry in before.items() if not goes(entry)}
-            if len(after) != len(before):
-                self._write(after)
+            kept = {key: times for key, times in suspects.items() if key[0] != kernel_id}
+            if len(after) != len(before) or len(kept) != len(suspects):
+                self._write(after, kept)
         return len(before) - len(after)
 
-    def _load(self) -> dict[tuple[str, str, str], QuarantineEntry]:
+    def _load(self) -> dict[_Key, QuarantineEntry]:
+        return self._read()[0]
+
+    def _read(self) -> tuple[dict[_Key, QuarantineEntry], dict[_Key, int]]:
+        """Entries, and how often a suspect was met."""
         try:
             if self.path.stat().st_size > _MAX_BYTES:
                 raise ValueError(f"larger than {_MAX_BYTES} bytes")
-            entries = _parse(json.loads(self.path.read_bytes()))
+            data = json.loads(self.path.read_bytes())
+            entries, suspects = _parse(data), _parse_suspects(data)
         except FileNotFoundError:
-            return {}
+            return {}, {}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._set_aside(f"{type(error).__name__}: {error}")
-            return {}
-        return {entry.key: entry for entry in entries}
+            return {}, {}
+        return {entry.key: entry for entry in entries}, suspects
 
     def _set_aside(self, why: str) -> None:
         kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
@@ -117,10 +153,13 @@ class Quarantine:
             reason(ReasonCode.CACHE_CORRUPT, f"{self.path.name}: {why}", detail=f"kept as {kept.name}"),
         )
 
-    def _write(self, entries: Mapping[tuple[str, str, str], QuarantineEntry]) -> None:
-        rows = [asdict(entries[key]) for key in sorted(entries)]
-        text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1, sort_keys=True)
-        write_whole(self.path, text + "\n")
+    def _write(self, entries: Mapping[_Key, QuarantineEntry], suspects: Mapping[_Key, int]) -> None:
+        data: dict[str, Any] = {
+            "schema_version": _SCHEMA_VERSION, "entries": [asdict(entries[key]) for key in sorted(entries)],
+        }  # fmt: skip
+        if suspects:
+            data["suspects"] = [[*key, suspects[key]] for key in sorted(suspects)]
+        write_whole(self.path, json.dumps(data, indent=1, sort_keys=True) + "\n")
 
 
 def _parse(data: Any) -> list[QuarantineEntry]:
@@ -133,6 +172,15 @@ def _parse(data: Any) -> list[QuarantineEntry]:
             raise ValueError("an entry has a field of the wrong type")
         ReasonCode(entry.code)
     return entries
+
+
+def _parse_suspects(data: Any) -> dict[_Key, int]:
+    found: dict[_Key, int] = {}
+    for kernel_id, version, signature, times in data.get("suspects", ()):
+        if not all(isinstance(text, str) for text in (kernel_id, version, signature)) or type(times) is not int:
+            raise ValueError("a suspect has a field of the wrong type")
+        found[kernel_id, version, signature] = times
+    return found
 
 
 def _text_of(entry: QuarantineEntry) -> str:

@@ -186,10 +186,17 @@ class BreakerSettings:
     cooldown_s: float = 30.0
     successes: int = 1
     enabled: bool = True
+    # So many kernels of a backend set aside at once mean that the backend itself is ill.
+    backend_kernels: int = 3
+    # Whether a backend's own self test comes before traffic when a cooldown is over, and how long it may take.
+    probe: bool = True
+    probe_timeout_s: float = 60.0
+    # A call that runs longer is reported and its kernel set aside; None: calls are not watched.
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.failures < 1 or self.successes < 1:
-            value = f"failures={self.failures}, successes={self.successes}"
+        if self.failures < 1 or self.successes < 1 or self.backend_kernels < 1:
+            value = f"failures={self.failures}, successes={self.successes}, backend_kernels={self.backend_kernels}"
             raise ConfigurationError(f"breaker counts must be at least 1, got {value}", value=value, limit=1)
         if not (math.isfinite(self.cooldown_s) and self.cooldown_s >= 0):
             message = f"breaker cooldown must be a finite number >= 0, got {self.cooldown_s}"
@@ -236,6 +243,8 @@ class Policy:
     jit: str = "background"
     breaker: BreakerSettings = BreakerSettings()
     cache: CacheSettings = CacheSettings()
+    canary: FrozenMap = field(default_factory=FrozenMap)
+    """kernels (patterns), fraction, calls: new kernels that run in shadow before they may be chosen."""
     dispatch_table: str | None = None
     perfdb: FrozenMap = field(default_factory=FrozenMap)
     distributed: FrozenMap = field(default_factory=FrozenMap)
@@ -292,6 +301,8 @@ class Policy:
         """sha256 over the canonical JSON of all that decides. Equal policies from other places hash equal."""
         data: dict[str, Any] = {"program": [rule.to_json(canonical=True) for rule in self.program]}
         for item in fields(self):
+            if item.name == "canary" and not self.canary:
+                continue  # a policy without one hashes as it did before there were any
             if item.name not in _IN_PROGRAM and item.name not in _PLACES:
                 data[item.name] = _canonical(getattr(self, item.name))
         data["graph_whitelist"] = sorted(self.graph_whitelist)
@@ -340,14 +351,20 @@ _IN_PROGRAM: Final = frozenset(
 )
 
 
+_PLAIN_BREAKER: Final = BreakerSettings()
+
+
 def _canonical(value: Any) -> Any:
     if isinstance(value, BreakerSettings):
-        return {
+        base = {
             "failures": value.failures,
             "cooldown_s": float(value.cooldown_s),
             "successes": value.successes,
             "enabled": value.enabled,
         }
+        # Settings that came later are part of the hash only where they are used: older tables stay valid.
+        later = {name: getattr(value, name) for name in ("backend_kernels", "probe", "probe_timeout_s", "deadline_s")}
+        return base | {name: found for name, found in later.items() if found != getattr(_PLAIN_BREAKER, name)}
     if isinstance(value, CacheSettings):
         return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
     return _plain(value)

@@ -37,6 +37,8 @@ class Candidate:
     transforms: tuple[Transform, ...] = ()
     score_parts: tuple[tuple[str, float], ...] = ()
     flip: str = ""
+    # Estimated bytes besides inputs and result: scratch of the kernel, copies of adapted inputs.
+    memory: tuple[int, int] = (0, 0)
 
     @property
     def transform_cost_us(self) -> float:
@@ -56,6 +58,7 @@ class Candidate:
             "transforms": [step.to_json() for step in self.transforms],
             "transform_cost_us": round(self.transform_cost_us, 3),
             "flip": self.flip,
+            "memory": {"workspace": self.memory[0], "temporaries": self.memory[1], "total": sum(self.memory)},
         }
 
 
@@ -130,6 +133,8 @@ class Decision:
     buckets: tuple[Bucket, ...] = ()
     # Kernels that would have come before the chosen one, were they compiled; dispatch has them compiled.
     pending: tuple[str, ...] = ()
+    # Canaries that would have come before the chosen one: dispatch runs the first in shadow, now and then.
+    shadow: tuple[str, ...] = ()
     # Set when nothing may run; `chosen` is then empty.
     refusal: Reason | None = None
 
@@ -169,6 +174,7 @@ class Decision:
             "policy_hash": self.policy_hash,
             "fingerprint": self.fingerprint,
             "pending": list(self.pending),
+            "shadow": list(self.shadow),
             "refusal": None if self.refusal is None else self.refusal.to_json(),
             "notes": [note.to_json() for note in self.notes],
             "candidates": [item.to_json() for item in self.candidates],

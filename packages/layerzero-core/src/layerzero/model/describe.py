@@ -300,6 +300,10 @@ def attention_context(
     value = key if value is None else value
     for name, item in (("query", query), ("key", key), ("value", value)):
         _check_tensor(item, name)
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"backend: {type(backend).__name__}", limit="a backend name or kernel id"
+        )
     special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
     tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
     for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes)):
@@ -342,8 +346,8 @@ def attention_context(
             value=str(tuple(alibi_slopes.shape)),
             limit=f"[{dims['num_heads']}]",
         )
-    grad = requires_grad
-    if grad is None:
+    grad = bool(requires_grad)
+    if requires_grad is None:
         grad = any(t.requires_grad for t in (query, key, value))
     needs = {
         "gqa": dims["num_heads"] != dims["num_kv_heads"],

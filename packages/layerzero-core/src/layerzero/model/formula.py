@@ -17,6 +17,7 @@ from layerzero.errors import CapabilitiesError
 __all__ = ["Formula"]
 
 _MAX_LENGTH = 400
+_VERY_MUCH = 2**62
 _FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil}
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: lambda a, b: a + b,
@@ -44,11 +45,11 @@ def _check(node: ast.AST, text: str) -> None:
     for part in ast.walk(node):
         bad = not isinstance(part, allowed)
         if isinstance(part, ast.Constant):
-            bad = isinstance(part.value, bool) or not isinstance(part.value, (int, float))
+            bad = type(part.value) not in (int, float) or (type(part.value) is float and not math.isfinite(part.value))
         elif isinstance(part, ast.Call):
-            bad = not (isinstance(part.func, ast.Name) and part.func.id in _FUNCTIONS and part.args) or bool(
-                part.keywords
-            )
+            name = part.func.id if isinstance(part.func, ast.Name) else ""
+            bad = name not in _FUNCTIONS or bool(part.keywords) or (len(part.args) == 1) is not (name == "ceil")
+            bad = bad or not part.args
         if bad:
             raise CapabilitiesError(
                 f"formula {text!r}: {type(part).__name__} is not allowed", code="SCHEMA_INVALID", value=text
@@ -83,8 +84,10 @@ class Formula:
         )
 
     def __call__(self, lookup: Callable[[str], float]) -> int:
-        """The value, rounded up to a whole number; division by zero counts as 0."""
+        """The value, rounded up to a whole number; division by zero counts as 0, what no float can hold as a lot."""
         try:
             return math.ceil(_evaluate(self._tree, lookup))
         except ZeroDivisionError:
             return 0
+        except (OverflowError, ValueError):  # infinite, or infinities against each other
+            return _VERY_MUCH

@@ -14,7 +14,7 @@ from layerzero.model.describe import stride_class_of
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["near_key", "remember_edges"]
+__all__ = ["bucket_ends", "near_key", "remember_edges"]
 
 _EDGES = "attention edges"
 
@@ -24,6 +24,11 @@ def remember_edges(world: World) -> None:
     from layerzero.selection.buckets import boundaries
 
     world.memo[_EDGES] = boundaries(world, "attention", "seq_len_k")
+
+
+def bucket_ends(world: World) -> tuple[int, ...] | None:
+    """What `remember_edges` has put there; None before it did."""
+    return world.memo.get(_EDGES)
 
 
 def near_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 
-__all__ = ["Change", "TableDiff", "diff_tables"]
+__all__ = ["Change", "TableDiff", "bucket_words", "diff_tables"]
 
 Lookup = Callable[[PlanEntry, str], float | None]
 
@@ -65,7 +65,7 @@ def diff_tables(old: DispatchTable, new: DispatchTable, measured: Lookup | None 
         left, right = before.get(key), after.get(key)
         entry = right or left
         assert entry is not None
-        words = _words(entry)
+        words = bucket_words(entry)
         if left is None or right is None:
             why = _time(right.median_us) if right is not None else "no such calls any more"
             names = (None if left is None else left.kernel_id, None if right is None else right.kernel_id)
@@ -95,7 +95,8 @@ def _header(old: DispatchTable, new: DispatchTable) -> list[str]:
     return found
 
 
-def _words(entry: PlanEntry) -> str:
+def bucket_words(entry: PlanEntry) -> str:
+    """The calls of a bucket in words: sizes, and what is special about them."""
     sizes = " ".join(f"{name}≤{size}" if name in _GROWING else f"{name}={size}" for name, size in entry.sizes)
     when = " ".join(f"{name}={value}" for name, value in entry.when if name in _SHOWN)
     return f"{sizes} {when}".strip()

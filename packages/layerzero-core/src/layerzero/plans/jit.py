@@ -40,6 +40,7 @@ from layerzero.runtime.timers import timers
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
+from layerzero.telemetry.events import events
 
 __all__ = ["blocking", "compile_beside", "compile_now", "compiling", "forget_failures", "publish", "queue"]
 
@@ -88,6 +89,7 @@ def publish() -> None:
 def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None) -> None:
     _results.add(artifact, more_coming=threading.current_thread().name == "layerzero-jit" and queue().busy > 1)
     _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
+    events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact))
     if folder is not None:
         _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
 
@@ -95,6 +97,7 @@ def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder
 def _not_ready(artifact: Artifact, error: Exception, folder: Path | None) -> None:
     text = f"{type(error).__name__}: {error}"[:2_000]
     _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
+    events.tell("compile", error=text.splitlines()[0][:300], kernel=artifact[0], artifact=words_of(artifact))
     _put_failure(artifact, failure(text.splitlines()[0][:300]))
     if folder is not None:
         _write(Index(folder), artifact, error=text)

@@ -23,7 +23,7 @@ from layerzero.selection.filter import artifact_for, is_empty
 from layerzero.selection.world import World
 from layerzero.tuning.measured import mode_of, platform_of, versions_of
 
-__all__ = ["solve_table", "time_of"]
+__all__ = ["solve_table", "time_of", "times_of"]
 
 Edges = dict[str, dict[str, tuple[int, ...]]]
 
@@ -99,10 +99,34 @@ def _measured(
 
 
 def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:
-    """The time of a kernel in the bucket of a table's entry, as measured here; None where it was not.
+    """The time of a kernel in the bucket of a table's entry, as measured here; None where it was not."""
+    bucket = _bucket_of_entry(entry, world)
+    if bucket is None:
+        return None
+    versions = versions_of(world.registry, kernel_id)
+    for kind in ("cpu", "cuda"):
+        for row in db.find(entry.op, bucket, mode_of(kind)):
+            if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
+                return row.median_us
+    return None
 
-    An entry ends where its buckets end, as the database's do, so its sizes spell the database's bucket.
+
+def times_of(entry: PlanEntry, world: World, db: PerfDB) -> dict[str, float]:
+    """Kernel -> its time in the bucket of a table's entry, on the platform where the entry's own kernel was measured.
+
+    The table may come from another machine with its database; no kernel has to be there to be looked up.
     """
+    bucket = _bucket_of_entry(entry, world)
+    rows = [row for kind in ("cpu", "cuda") for row in db.find(entry.op, bucket, mode_of(kind))] if bucket else []
+    same = [row for row in rows if row.kernel_id == entry.kernel_id and row.median_us == entry.median_us]
+    if not same:
+        return {}
+    here = sorted((row for row in rows if row.platform == same[0].platform), key=lambda row: row.measured_at)
+    return {row.kernel_id: row.median_us for row in here}  # of several, the latest
+
+
+def _bucket_of_entry(entry: PlanEntry, world: World) -> str | None:
+    """An entry ends where its buckets end, as the database's do, so its sizes spell the database's bucket."""
     import json
 
     spec = world.ops.get(entry.op)
@@ -110,10 +134,4 @@ def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float
         return None
     growing = ELASTIC | set(spec.elastic)
     sizes = {name: upper(size) if name in growing else size for name, size in entry.sizes}
-    bucket = json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))
-    versions = versions_of(world.registry, kernel_id)
-    for kind in ("cpu", "cuda"):
-        for row in db.find(entry.op, bucket, mode_of(kind)):
-            if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
-                return row.median_us
-    return None
+    return json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))

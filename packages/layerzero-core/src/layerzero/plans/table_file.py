@@ -17,7 +17,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCode
 
-__all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_json"]
+__all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_from_json", "table_json"]
 
 _MAX_BYTES = 64 << 20
 
@@ -63,7 +63,15 @@ def load_table(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | No
 
     With a `key` (default: LAYERZERO_TABLE_KEY) a table that is not signed with it is refused, too.
     """
-    found = _read(Path(path))
+    return _trusted(_read(Path(path)), key)
+
+
+def table_from_json(data: Any, name: str = "table", *, key: str | os.PathLike[str] | None = None) -> DispatchTable:
+    """A table from its file form, checked like a file: schema, content hash, signature where one is wanted."""
+    return _trusted(_parsed(Path(name), data), key)
+
+
+def _trusted(found: DispatchTable, key: str | os.PathLike[str] | None) -> DispatchTable:
     trusted = env.read().table_key if key is None else key
     if trusted is not None:
         from layerzero.plans.signing import verify

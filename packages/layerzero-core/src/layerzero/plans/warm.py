@@ -103,6 +103,8 @@ class Warmup:
 
 Told = Callable[[int, int], None]
 
+latest: Warmup | None = None  # what telemetry shows
+
 
 def warm(
     items: Sequence[Item],
@@ -119,7 +121,8 @@ def warm(
     """
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
-    result = Warmup(calls=len(items))
+    global latest
+    latest = result = Warmup(calls=len(items))
     queue = jit.queue()
     if workers is not None:
         queue.workers = workers

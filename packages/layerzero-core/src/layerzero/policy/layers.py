@@ -42,7 +42,7 @@ class Level(enum.IntEnum):
     CALL = 5
 
 
-_SUBMAPS: Final = ("breaker", "cache", "perfdb", "distributed", "hub", "plugins")
+_SUBMAPS: Final = ("breaker", "cache", "canary", "perfdb", "distributed", "hub", "plugins")
 _FORBIDDING: Final = ("deny", "revoked")
 _OFF: Final = ("off", "none", "0")  # of LAYERZERO_PERFDB: no database at all
 _KERNEL_ID: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){2,}")
@@ -86,6 +86,13 @@ def _submap(**checks: Callable[[object], str | None]) -> Callable[[object], str 
         return None
 
     return check
+
+
+def _fraction(value: object) -> str | None:
+    expected = "a number above 0, at most 1"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return expected
+    return None if 0 < value <= 1 else expected
 
 
 def _path(value: object) -> str | None:
@@ -147,8 +154,16 @@ SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
     "isolation": _isolation,
     "jit": _one_of(*JIT_MODES),
     "breaker": _submap(
-        failures=_number(1, whole=True), cooldown_s=_number(0), successes=_number(1, whole=True), enabled=_flag
+        failures=_number(1, whole=True),
+        cooldown_s=_number(0),
+        successes=_number(1, whole=True),
+        enabled=_flag,
+        backend_kernels=_number(1, whole=True),
+        probe=_flag,
+        probe_timeout_s=_number(0.1),
+        deadline_s=_number(0.001, none=True),
     ),
+    "canary": _submap(kernels=_texts, fraction=_fraction, calls=_number(1, whole=True)),
     "cache": _submap(max_entries=_number(1, whole=True), ttl_s=_number(0, none=True)),
     "dispatch_table": _path,
     "perfdb": _submap(
@@ -399,7 +414,7 @@ def _policy_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
         fields["breaker"] = BreakerSettings(**fields["breaker"])
     if "cache" in fields:
         fields["cache"] = CacheSettings(**fields["cache"])
-    for name in ("perfdb", "distributed", "hub", "plugins"):
+    for name in ("canary", "perfdb", "distributed", "hub", "plugins"):
         if name in fields:
             fields[name] = FrozenMap(fields[name])
     return fields

@@ -137,6 +137,20 @@ class Breaker(_Strict):
     failures: int = Field(default=1, ge=1, description="failures that open the breaker")
     cooldown_s: Points = Field(default=30.0, ge=0, description="seconds it stays open")
     successes: int = Field(default=1, ge=1, description="good runs that close it again")
+    backend_kernels: int = Field(default=3, ge=1, description="open kernels of a backend that open the backend's own")
+    probe: bool = Field(default=True, description="run the backend's self test before it gets traffic again")
+    probe_timeout_s: Points = Field(default=60.0, ge=0.1, description="seconds that self test may take")
+    deadline_s: Points | None = Field(
+        default=None, ge=0.001, description="a call that runs longer is reported and its kernel set aside; null: none"
+    )
+
+
+class Canary(_Strict):
+    """New kernels on trial: they run in shadow, beside the kernel that would be chosen without them."""
+
+    kernels: Patterns = Field(default_factory=list, description="kernels or backends on trial")
+    fraction: float = Field(default=0.05, gt=0, le=1, description="share of calls they run beside")
+    calls: int = Field(default=100, ge=1, description="good comparisons that promote one")
 
 
 class Cache(_Strict):
@@ -164,6 +178,7 @@ class Distributed(_Strict):
 
     mode: Literal["rank0_broadcast", "independent"] = "rank0_broadcast"
     tp_invariant: bool = Field(default=False, description="only kernels whose result does not depend on the TP size")
+    wait_s: Points = Field(default=1.0, ge=0, description="seconds a rank waits for the first rank's choice")
 
 
 class Plugins(_Strict):
@@ -206,6 +221,7 @@ class PolicyFile(_Strict):
     plan_mode: bool = Field(default=False, description="plan whole blocks of ops together")
     breaker: Breaker = Breaker()
     cache: Cache = Cache()
+    canary: Canary = Canary()
     dispatch_table: str | None = Field(default=None, min_length=1, description="table of lz solve to obey")
     perfdb: PerfDB = PerfDB()
     distributed: Distributed = Distributed()

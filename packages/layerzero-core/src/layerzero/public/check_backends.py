@@ -140,7 +140,8 @@ def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, resul
         why = reason("HEALTH_CHECK_FAILED", result.health.detail or "no detail given")
         return Check.because("backends", name, Status.FAIL, why, _reinstall(record))
     mine = [kernel for kernel in record.kernels if kernel.startswith(f"{name}.")]
-    words = [f"{len(status.kernels)} of {len(mine)} kernels usable on this device", _self_test(result)]
+    brings = f"{len(status.kernels)} of {len(mine)} kernels usable on this device" if mine else "brings no kernels"
+    words = [brings, _self_test(result)]
     if status.version:
         words.insert(0, status.version)
     if status.reasons:  # usable, but not wholly: an adapter that cannot be imported
@@ -159,7 +160,8 @@ def _not_available(name: str, promised: bool, record: PluginRecord, result: Prob
     if not promised:
         return Check.because("backends", name, Status.WARN, why, fix)
     hardware = all(item.category is ReasonCategory.HARDWARE for item in status.reasons)
-    if why.code is ReasonCode.BACKEND_STUB:
+    # Nothing depends on these.
+    if why.code in (ReasonCode.BACKEND_STUB, ReasonCode.ACCEL_NOT_BUILT, ReasonCode.ACCEL_UNFIT):
         return Check.because("backends", name, Status.WARN, why, fix)
     if status.reasons and hardware:
         return Check("backends", name, Status.WARN, f"not usable on this device: {why.message}", why.code, fix)

@@ -20,6 +20,7 @@ from layerzero.policy.load import discover, load_file
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, quarantine_file
 from layerzero.reasons import ReasonCode, reason
+from layerzero.runtime.state import state
 
 __all__ = ["health", "libraries", "platform", "settings", "supported"]
 
@@ -151,8 +152,28 @@ def _policy_files(now: Situation) -> list[Check]:
 # -- health ------------------------------------------------------------------------------------------------------
 def health(now: Situation, file: Path | None = None) -> list[Check]:
     """Open breakers, kernels that could not be bound, and the quarantine file."""
-    checks = [*_breakers(now), *_unbindable(now), *_quarantine(file or quarantine_file())]
+    kept = file or quarantine_file()
+    away = () if kept is None else _quarantine(kept)
+    checks = [*_lost(), *_breakers(now), *_unbindable(now), *_canaries(now), *away]
     return checks or [Check("health", "breakers", Status.OK, "all closed, nothing in quarantine")]
+
+
+def _lost() -> Iterable[Check]:
+    for device, why in state.lost.items():
+        yield Check.because("health", f"device {device}", Status.FAIL, why)
+
+
+def _canaries(now: Situation) -> Iterable[Check]:
+    from layerzero.dispatch.canary import trials
+
+    wanted = now.world.policy.canary.get("calls", 100)
+    for kernel_id, good in trials().items():
+        yield Check("health", f"canary {kernel_id}", Status.OK, f"{good} of {wanted} comparisons were good")
+    for kernel_id, wrong in now.world.trials.items():
+        if wrong:
+            yield Check.because("health", f"canary {kernel_id}", Status.WARN, reason("CANARY_FAILED", wrong))
+        else:
+            yield Check("health", f"canary {kernel_id}", Status.OK, "promoted")
 
 
 def _breakers(now: Situation) -> Iterable[Check]:
@@ -181,4 +202,4 @@ def _quarantine(path: Path) -> Iterable[Check]:
         yield Check.because("health", "quarantine", Status.WARN, problem)
     for entry in entries:
         why = reason("QUARANTINED", f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip())
-        yield Check.because("health", "quarantine", Status.WARN, why, f"fix the cause, then remove it from {path.name}")
+        yield Check.because("health", "quarantine", Status.WARN, why, f"lz quarantine clear {entry.kernel_id}")

@@ -34,7 +34,7 @@ __all__ = ["named_nothing", "readiness", "required"]
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
-def readiness(now: Situation, config: Config) -> tuple[list[Check], dict[str, Any]]:
+def readiness(now: Situation, config: Config, production: bool = False) -> tuple[list[Check], dict[str, Any]]:
     """All checks, cheap ones first, and the numbers of the caches."""
     checks = [*_schemas(now)]
     policy, told = _policy(now, config)
@@ -47,7 +47,12 @@ def readiness(now: Situation, config: Config) -> tuple[list[Check], dict[str, An
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
     checks.append(_caches(selection, hot))
-    checks.append(_table(now, now.world if policy is None else now.world.changed(policy=policy)))
+    world = now.world if policy is None else now.world.changed(policy=policy)
+    checks.append(_table(now, world))
+    if production:
+        from layerzero.public.check_production import production as strict
+
+        checks += strict(now, world, policy)
     return checks, caches
 
 

@@ -181,14 +181,18 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     return DoctorReport(tuple(checks), libraries())
 
 
-def readiness_check(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> ReadinessReport:
+def readiness_check(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *, production: bool = False
+) -> ReadinessReport:
     """May this process take traffic? Schemas, policy, the kernels the policy needs, JIT artifacts, caches.
 
     `config` is a policy file (or a mapping in its form) to judge instead of the policy in force. What the policy
-    names and cannot be had is a failure with its fix; `report.require()` turns failures into an exception.
+    names and cannot be had is a failure with its fix; `report.require()` turns failures into an exception. With
+    `production` also what a server must not start with: kernels that may be chosen and are not compiled, quarantined
+    ones, misspelt variables, a compiler or a tuner beside requests.
     """
     from layerzero.public.check_policy import readiness
     from layerzero.public.situation import look
 
-    checks, caches = readiness(look(), config)
+    checks, caches = readiness(look(), config, production)
     return ReadinessReport(tuple(checks), caches)

@@ -23,6 +23,7 @@ from layerzero.ops.signature import PUBLIC
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.policy.layers import from_env, merge
 from layerzero.policy.load import from_mapping, load_file
+from layerzero.runtime.quarantining import place
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
@@ -96,8 +97,6 @@ def policy_from(config: str | os.PathLike[str] | Mapping[str, Any], env: Env) ->
     return merge((layer, from_env(env)))
 
 
-def quarantine_file() -> Path:
-    """Where quarantined kernels are remembered."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "quarantine.json"
+def quarantine_file() -> Path | None:
+    """Where quarantined kernels are remembered; None where LAYERZERO_QUARANTINE says off."""
+    return place()

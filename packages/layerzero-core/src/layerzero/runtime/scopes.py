@@ -48,6 +48,10 @@ class Scope:
             from layerzero.runtime.enclosures import with_enclosures
 
             derived = with_enclosures(derived)
+        if derived.policy.memory_headroom_mb is not None:
+            from layerzero.runtime.pressure import pressure
+
+            derived = pressure.with_memory(derived)
         self._derived = (base, derived)
         return derived
 

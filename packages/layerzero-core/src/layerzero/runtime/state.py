@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import DispatchTableError
-from layerzero.health.breaker import HealthBook
+from layerzero.health.book import HealthBook
 from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -83,10 +83,14 @@ class Runtime:
         self.records: tuple[PluginRecord, ...] = ()
         self.plugin_manager: Any = None
         self.ran: dict[Any, str] = {}
+        # Devices that answer nothing more to this process ("cuda:0"), and why.
+        self.lost: dict[str, Reason] = {}
         self.table_path: str | None = None
         self.table_problem: DispatchTableError | None = None
         self.tally: Any = None
+        self.counting: Any = None  # telemetry's counters, while calls are counted by kernel
         self._listeners: list[Callable[[World], None]] = []
+        self._forgetting: list[Callable[[], None]] = []
         self._policy_source: Callable[[], Policy] = _merged_policy
         self._unsubscribe = self.health.subscribe(self._health_changed)
 
@@ -118,10 +122,15 @@ class Runtime:
             settings = env.read()
             if settings.verbose:
                 _log_selections()
+            if settings.metrics or settings.trace or settings.log:
+                from layerzero.runtime.observation import from_environment
+
+                from_environment(settings)
             loaded = load_plugins(env=replace(settings, plugins=only, plugins_deny=tuple(denied)))
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)
+            self._take_up_quarantine(loaded.registry)
             ops = ChainMap(builtin_ops, dict(loaded.ops))
             named = settings.dispatch_table or policy.dispatch_table
             table = None if named is None else self._read_table(named)
@@ -135,6 +144,11 @@ class Runtime:
             tally = self.tally or tally_from(settings)
             self.tally = tally
             return self._install(world.changed(measurements=known_times(policy, world), tally=tally))
+
+    def _take_up_quarantine(self, registry: KernelRegistry) -> None:
+        from layerzero.runtime.quarantining import take_up
+
+        take_up(self, registry)
 
     def _read_table(self, path: str) -> DispatchTable | None:
         """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
@@ -161,6 +175,7 @@ class Runtime:
         with self._lock:
             policy = policy or self._policy_source()
             self._apply(policy)
+            self._take_up_quarantine(registry)
             from layerzero.plans.jit_known import known
 
             ops = ChainMap(builtin_ops, dict(ops or {}))
@@ -234,6 +249,10 @@ class Runtime:
             from layerzero.runtime.enclosures import with_enclosures
 
             world = with_enclosures(world)
+        if world.policy.memory_headroom_mb is not None or world.free_memory is not None:
+            from layerzero.runtime.pressure import pressure
+
+            world = pressure.with_memory(world)
         health = self.health.snapshot()
         if world.health.version != health.version:
             world = world.changed(health=health)
@@ -255,6 +274,10 @@ class Runtime:
         """Call `listener(world)` after each swap."""
         self._listeners.append(listener)
 
+    def on_reset(self, forget: Callable[[], None]) -> None:
+        """Call `forget()` with each reset: for modules that keep something of this process beside the World."""
+        self._forgetting.append(forget)
+
     def reset(self) -> None:
         """Forget everything; the next use loads again. For tests."""
         with self._lock:
@@ -264,9 +287,13 @@ class Runtime:
             self.table_path = self.table_problem = None
             self.tally = None
             self.ran.clear()
+            self.lost.clear()
             self.cache.invalidate_all()
             self.counters.reset()
             self.health.reset()
+            self.health.set_quarantined({})
+            for forget in tuple(self._forgetting):
+                forget()
 
     def after_fork(self) -> None:
         """Fresh locks in a forked child; the World itself is a value and stays valid."""

@@ -50,10 +50,18 @@ class Timers:
             return
 
         def tick() -> None:
-            runtime.health.tick()
+            from layerzero.runtime.probation import advance
+
+            advance(runtime)
             self.at_health_deadline(runtime)
 
         self.after("health", deadline - time.monotonic(), tick)
+
+    def ensure_health(self, runtime: Runtime) -> None:
+        """Arm that tick unless it is armed or at work: after a fork its thread is gone."""
+        timer = self._armed.get("health")
+        if timer is None or not timer.is_alive():
+            self.at_health_deadline(runtime)
 
     def forget(self) -> None:
         """In a forked child the timer threads are gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from layerzero.errors import (
@@ -15,10 +16,11 @@ from layerzero.model.config import PREFER_BONUS
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision, Trace, Transform
 from layerzero.policy.rules import judge
-from layerzero.reasons import Reason, ReasonCode, reason
+from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.isolation import NAME as ISOLATED
+from layerzero.selection.memory import estimate
 from layerzero.selection.score import rank, score
 from layerzero.selection.world import World
 
@@ -57,7 +59,7 @@ def select(ctx: Context, world: World) -> Decision:
         op=ctx.op,
         context=canonical,
         chosen=chosen,
-        candidates=Trace(lambda: _written(ranked, standing)),
+        candidates=Trace(lambda: _written(ranked, standing, canonical)),
         steps=tuple((item.kernel_id, item.transforms) for item in ranked),
         is_fallback=is_fallback,
         locked=locked is not None and locked == chosen,
@@ -67,8 +69,13 @@ def select(ctx: Context, world: World) -> Decision:
         policy_hash=world.policy.policy_hash,
         buckets=buckets,
         refusal=refusal,
-        pending=_pending(ranked, standing, canonical, world, fallback_id, locked),
+        pending=_pending(ranked, standing, canonical, world, fallback_id, locked, _NOT_READY),
+        shadow=_pending(ranked, standing, canonical, world, fallback_id, locked, _SHADOW) if _tries(world) else (),
     )
+
+
+def _tries(world: World) -> bool:
+    return bool(world.policy.canary.get("kernels"))
 
 
 def _lock(locked: str | None, ctx: Context, world: World) -> str | None:
@@ -138,9 +145,10 @@ def _pending(
     world: World,
     fallback_id: str,
     locked: str | None,
+    lacking: ReasonCode,
 ) -> tuple[str, ...]:
-    """Kernels that only lack their compiled artifact and would come before the chosen one, best first."""
-    waiting = {item.kernel.kernel_id for item in standing if [r.code for r in item.reasons] == [_NOT_READY]}
+    """Kernels that only lack one thing (their artifact, a promotion) and would come before the chosen, best first."""
+    waiting = {item.kernel.kernel_id for item in standing if [r.code for r in item.reasons] == [lacking]}
     if not waiting:
         return ()
     lookup = world.measurements.lookup
@@ -158,14 +166,19 @@ def _pending(
 
 
 _NOT_READY = ReasonCode.JIT_NOT_READY
+_SHADOW = ReasonCode.CANARY_SHADOW
 
 
-def _written(ranked: list[_Ranked], standing: list[Filtered]) -> tuple[Candidate, ...]:
+def _written(ranked: list[_Ranked], standing: list[Filtered], ctx: Context) -> tuple[Candidate, ...]:
     """Every verdict in words: accepted ones by rank, then the rejected, those with fewest objections first."""
     accepted = {item.kernel_id for item in ranked}
+    takes = {item.kernel.kernel_id: estimate(item.kernel, ctx, item.transforms) for item in standing}
     rejected = [_rejected(item) for item in standing if item.kernel.kernel_id not in accepted]
     rejected.sort(key=lambda item: (len(item.reasons), item.kernel_id))
-    return (*(_accepted(item, ranked[0]) for item in ranked), *rejected)
+    written = (*(_accepted(item, ranked[0]) for item in ranked), *rejected)
+    return tuple(
+        replace(item, memory=(takes[item.kernel_id].workspace, takes[item.kernel_id].temporaries)) for item in written
+    )
 
 
 def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
@@ -200,7 +213,7 @@ def _refusal(ctx: Context, locked: str | None, standing: list[Filtered]) -> Reas
         why = next((item.reasons for item in standing if item.kernel.kernel_id == locked), ())
         detail = "; ".join(str(item) for item in why) or "it is not registered"
         return reason("LOCKED_KERNEL_UNAVAILABLE", locked, detail=detail)
-    if ctx.capturing and any(r.code is ReasonCode.CUDA_GRAPH_UNSAFE for item in standing for r in item.reasons):
+    if ctx.capturing and any(r.category is ReasonCategory.GRAPH for item in standing for r in item.reasons):
         return reason("CUDA_GRAPH_UNSAFE", ctx.op)
     return reason("NO_KERNEL", ctx.op)
 

@@ -15,6 +15,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.isolation import apart, passage
+from layerzero.selection.memory import objection
 from layerzero.selection.transforms import adaptations
 from layerzero.selection.world import World
 
@@ -52,6 +53,7 @@ def examine(
     careful = policy.strict_mode or not policy.allow_adaptation
     graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
     bounded = world.free_memory is not None
+    trials = bool(policy.canary.get("kernels"))
     found: list[Filtered] = []
     for kernel, fixed in _fixed(ctx, world):
         if only is not None and kernel.kernel_id != only:
@@ -79,7 +81,10 @@ def examine(
             if world.enclosed and kernel.backend in world.enclosed:
                 transforms = (*transforms, passage(ctx))
             if bounded:
-                against += _memory(kernel, ctx, world)
+                short = objection(kernel, ctx, transforms, world)
+                against += () if short is None else (short,)
+            if trials and kernel.kernel_id != fallback_id:
+                against += _on_trial(kernel, ctx, world, locked)
             if kernel.jit:
                 against += _compiled(kernel, ctx, world)
             if graphs and not _whitelisted(kernel, policy.graph_whitelist):
@@ -151,6 +156,8 @@ def _available(kernel: KernelSpec, world: World) -> list[Reason]:
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
         found.append(blocked)
+    if world.ranks is not None and kernel.kernel_id in world.ranks.excluded:
+        found.append(world.ranks.excluded[kernel.kernel_id])
     return found
 
 
@@ -176,14 +183,15 @@ def _compiled(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
     return [reason("JIT_NOT_READY", ", ".join(artifact[1][2:]) or None)]
 
 
-def _memory(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
-    """Workspace against headroom: free memory minus what the policy keeps free."""
-    if kernel.workspace is None or world.free_memory is None:
+def _on_trial(kernel: KernelSpec, ctx: Context, world: World, locked: str | None) -> list[Reason]:
+    """A canary is not chosen before it was promoted, unless the call or a lock asks for it by name."""
+    asked = ctx.backend in (kernel.kernel_id, kernel.backend) or locked == kernel.kernel_id
+    outcome = world.trials.get(kernel.kernel_id)
+    if asked or outcome == "" or matches_any(world.policy.canary["kernels"], kernel.kernel_id, kernel.backend) is None:
         return []
-    keep = int((world.policy.memory_headroom_mb or 0) * 2**20)
-    room = max(0, world.free_memory - keep)
-    needed = kernel.workspace_bytes(ctx)
-    return [reason("MEMORY_HEADROOM_EXCEEDED", needed, room)] if needed > room else []
+    if outcome:
+        return [reason("CANARY_FAILED", outcome)]
+    return [reason("CANARY_SHADOW", None, world.policy.canary.get("calls", 100))]
 
 
 def _whitelisted(kernel: KernelSpec, whitelist: tuple[str, ...]) -> bool:

@@ -55,7 +55,8 @@ class World:
     policy: Policy = field(default_factory=Policy)
     health: Health = field(default_factory=Health)
     measurements: Measurements = field(default_factory=Measurements)
-    free_memory: int | None = None
+    # Free bytes, or free bytes by device ("cpu", "cuda:0"); None: memory plays no part.
+    free_memory: int | Mapping[str, int] | None = None
     # Decisions made beforehand (`lz solve`), obeyed where they hold.
     table: DispatchTable | None = None
     # Kernels that could not be bound (missing adapter, failed vendor import), with the reason.
@@ -65,6 +66,10 @@ class World:
     # Compiled artifacts that exist here; a `jit` kernel without its own is rejected. And those that could not be made.
     ready: frozenset[Artifact] = frozenset()
     uncompilable: Mapping[Any, Reason] = field(default_factory=lambda: _NOTHING)
+    # Canaries whose trial is over: "" was promoted, anything else says why it failed.
+    trials: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    # What the ranks of a distributed run agreed on (`lz.agree`); None where there is one process.
+    ranks: Any = field(default=None, repr=False)
     # Counts calls while traffic is recorded (`lz.record`); None otherwise.
     tally: Any = field(default=None, repr=False)
     # hot key -> bound kernel; owned by this World, never shared.
@@ -79,12 +84,14 @@ class World:
             self.policy.policy_hash,
             self.health.fingerprint,
             self.measurements.fingerprint,
-            str(self.free_memory),
+            str(sorted(self.free_memory.items()) if isinstance(self.free_memory, Mapping) else self.free_memory),
             "" if self.table is None else self.table.content_hash,
             repr(sorted((name, item.code.value) for name, item in self.unbindable.items())),
             repr(sorted((name, spec.available, spec.vendor_version) for name, spec in self.enclosed.items())),
             repr(sorted(self.ready)) if self.ready else "",
             repr(sorted(map(repr, self.uncompilable))) if self.uncompilable else "",
+            "" if self.ranks is None else self.ranks.fingerprint,
+            repr(sorted(self.trials.items())) if self.trials else "",
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 

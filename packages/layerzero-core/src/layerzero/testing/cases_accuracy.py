@@ -52,10 +52,11 @@ for _op in ("rms_norm", "add_rms_norm"):
 @group("accumulation", "attention", every_dtype=True)
 def _attention(spec: KernelSpec) -> Pairs:
     dim, heads, keys = fit(spec, "head_dim", 32), fit(spec, "num_heads", 2), fit(spec, "seq_len_k", 512)
-    queries = keys if spec.square else fit(spec, "seq_len_q", 3)
+    queries, batch = keys if spec.square else fit(spec, "seq_len_q", 3), fit(spec, "batch", 1)
 
     def make(draw: Draw) -> tuple[Any, ...]:
-        query, key = draw.normal(1, heads, queries, dim, scale=0.1), draw.normal(1, heads, keys, dim, scale=0.1)
-        return query, key, _positive(draw, 1, heads, keys, dim), None, 0.0, False, None, None, None, None, False
+        query = draw.normal(batch, heads, queries, dim, scale=0.1)
+        key = draw.normal(batch, heads, keys, dim, scale=0.1)
+        return query, key, _positive(draw, batch, heads, keys, dim), None, 0.0, False, None, None, None, None, False
 
     yield "many_keys", make

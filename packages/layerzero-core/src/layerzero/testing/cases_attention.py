@@ -45,7 +45,7 @@ def attention_call(
         if mask in ("bool", "dead"):
             attn_mask = draw.bools(batch, 1, seq_q, seq_k)
             if mask == "dead":
-                attn_mask[:, :, 1] = False
+                attn_mask[:, :, min(1, seq_q - 1)] = False
         elif mask == "bool_shared":
             attn_mask = draw.bools(1, 1, seq_q, seq_k)
         elif mask == "float":

@@ -23,8 +23,17 @@ def _first_word(spec: KernelSpec) -> str:
 
 
 # -- the feed-forward block ----------------------------------------------------------------------------
-def _mlp(spec: KernelSpec, kind: str, activation: str, *, bias: bool = False, lead: tuple[int, ...] = (5,)) -> Maker:
-    hidden, inner, out = fit(spec, "hidden", 48), fit(spec, "inner", 64), fit(spec, "n", 40)
+def _mlp(
+    spec: KernelSpec,
+    kind: str,
+    activation: str,
+    *,
+    bias: bool = False,
+    lead: tuple[int, ...] = (5,),
+    square: bool = False,
+) -> Maker:
+    hidden, inner = fit(spec, "hidden", 48), fit(spec, "inner", 64)
+    out = hidden if square else fit(spec, "n", 40)
     rows = 2 * inner if kind == "gated" else inner
     split = kind == "split_gate"
 
@@ -45,6 +54,7 @@ def _mlp_groups(kind: str) -> None:
     def _plain(spec: KernelSpec) -> Pairs:
         yield kind, _mlp(spec, kind, _first_word(spec))
         yield f"{kind}_tokens", _mlp(spec, kind, _first_word(spec), lead=(2, 3))
+        yield f"{kind}_square", _mlp(spec, kind, _first_word(spec), square=True)  # some blocks give back what they take
 
     @group("result", "mlp", kind, "bias", every_dtype=True)
     def _biased(spec: KernelSpec) -> Pairs:

@@ -10,6 +10,7 @@ import torch
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.more import more_twins
 from layerzero.torch_ops.traced import TWINS
+from layerzero.torch_ops.written import prepare
 
 __all__ = ["register"]
 
@@ -25,11 +26,14 @@ def register() -> None:
 
     if trace_rules.is_polyfilled_callable(functions["attention"]):
         return
+    prepare()
     for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
     for name, twin in {**TWINS, **more_twins()}.items():
         torch.compiler.substitute_in_graph(functions[name])(twin)
         _run_natively(functions[name].__code__)
+        if name in functions.accelerated:
+            torch.compiler.substitute_in_graph(functions.accelerated[name])(twin)
     for item in vars(importlib.import_module("layerzero.public.planning")).values():
         if isinstance(item, FunctionType):
             _run_natively(item.__code__)

@@ -14,11 +14,18 @@ class _Functions:
     def __init__(self) -> None:
         self._public: Mapping[str, Any] = {}
         self._helpers: dict[str, Callable[..., Any]] = {}
+        # The C forms that stand in the public namespace in their place; they are traced alike.
+        self.accelerated: dict[str, Callable[..., Any]] = {}
 
     def fill(self, public: Mapping[str, Any], helpers: Iterable[Callable[..., Any]]) -> None:
         """Take the ops and the helper functions that are not ops."""
         self._public = public
         self._helpers = {helper.__name__: helper for helper in helpers}
+
+    def accelerate(self, found: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Take C forms of some functions; returns all there are."""
+        self.accelerated.update(found)
+        return self.accelerated
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from layerzero.dispatch import modes
 from layerzero.torch_ops import calls, fakes, plain
+from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.more import more_ops
 from layerzero.torch_ops.opaque import OpaqueOp
 
@@ -200,6 +201,8 @@ def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         bare = tuple(_bare(item) for item in _fill(args, count))
+        if bare[-1] is not None:
+            bare = (*bare[:-1], present(bare[-1]))
         if not torch.is_grad_enabled():
             return run(*bare)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -189,10 +190,12 @@ def mlp(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.mlp`."""
-    args = (x, up_weight, down_weight, gate_weight, activation, up_bias, gate_bias, down_bias, backend)
-    if differentiable(backend, x, up_weight, down_weight, gate_weight, up_bias, gate_bias, down_bias):
-        return _plain_mlp(*args)
-    return torch.ops.layerzero.mlp.default(*args)
+    args = (x, up_weight, down_weight, gate_weight, activation, up_bias, gate_bias, down_bias)
+    grad = differentiable(backend, x, up_weight, down_weight, gate_weight, up_bias, gate_bias, down_bias)
+    own = chosen("mlp", args, None, backend, grad)
+    if own:
+        return write(own, _feed_forward.feed_forward, args, True)
+    return torch.ops.layerzero.mlp.default(*args, backend)
 
 
 def topk_gate(
@@ -208,10 +211,12 @@ def topk_gate(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.topk_gate`."""
-    args = (router_logits, k, num_groups, top_groups, scoring, renormalize, bias, scale, backend)
-    if differentiable(backend, router_logits):
-        return _plain_gate(*args)
-    return torch.ops.layerzero.topk_gate.default(*args)
+    canonical = (router_logits, (k, num_groups, top_groups), scoring, renormalize, bias, scale)
+    own = chosen("topk_gate", canonical, None, backend, differentiable(backend, router_logits))
+    if own:
+        return write(own, _reference.topk_gate, canonical, False)
+    given = (router_logits, k, num_groups, top_groups, scoring, renormalize, bias, scale, backend)
+    return torch.ops.layerzero.topk_gate.default(*given)
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor, *, backend: str | None = None) -> Any:

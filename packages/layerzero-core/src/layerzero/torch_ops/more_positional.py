@@ -13,6 +13,7 @@ from layerzero.torch_ops import fakes
 from layerzero.torch_ops.calls import ordered
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -125,11 +126,11 @@ def _plain_xpos_query(q: Tensor, *rest: Any) -> Any:
     return _plain_xpos(q, None, *rest)[0]
 
 
-def _plain_gemma(x: Tensor, weight: Tensor, eps: float, backend: str | None) -> Any:
+def _plain_gemma(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Any:
     return _norm.gemma_rms_norm(x, weight, eps)
 
 
-def _plain_gemma_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None) -> Any:
+def _plain_gemma_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Any:
     return _norm.gemma_add_rms_norm(x, residual, weight, eps)
 
 
@@ -210,7 +211,8 @@ def xpos(
 ) -> Any:
     """Twin of `lz.xpos`."""
     rest = (cos, sin, interleaved, layout, position_ids, scale_base, gamma, origin, backend)
-    if differentiable(backend, q, k, cos, sin):
+    canonical = (q, k, *rest[:-1])
+    if chosen("xpos", canonical, layout, backend, differentiable(backend, q, k, cos, sin)):
         return _plain_xpos(q, k, *rest)
     if k is None:
         return torch.ops.layerzero.xpos_query.default(q, *rest), None
@@ -219,18 +221,22 @@ def xpos(
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None) -> Any:
     """Twin of `lz.gemma_rms_norm`."""
-    if differentiable(backend, x, weight):
-        return _plain_gemma(x, weight, eps, backend)
-    return torch.ops.layerzero.gemma_rms_norm.default(x, weight, eps, backend)
+    args = (x, weight, eps)
+    own = chosen("gemma_rms_norm", args, None, backend, differentiable(backend, x, weight))
+    if own:
+        return write(own, _plain_gemma, args, False)
+    return torch.ops.layerzero.gemma_rms_norm.default(*args, backend)
 
 
 def gemma_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None
 ) -> Any:
     """Twin of `lz.gemma_add_rms_norm`."""
-    if differentiable(backend, x, residual, weight):
-        return _plain_gemma_add(x, residual, weight, eps, backend)
-    return torch.ops.layerzero.gemma_add_rms_norm.default(x, residual, weight, eps, backend)
+    args = (x, residual, weight, eps)
+    own = chosen("gemma_add_rms_norm", args, None, backend, differentiable(backend, x, residual, weight))
+    if own:
+        return write(own, _plain_gemma_add, args, False)
+    return torch.ops.layerzero.gemma_add_rms_norm.default(*args, backend)
 
 
 def cross_entropy(
@@ -248,17 +254,21 @@ def cross_entropy(
     """Twin of `lz.cross_entropy`."""
     smoothing, weight = None if label_smoothing == 0.0 else label_smoothing, None if z_loss == 0.0 else z_loss
     args = (logits, labels, ignore_index, smoothing, softcap, weight, reduction, backend)
-    if differentiable(backend, logits):
-        return _plain_loss_lse(*args) if return_lse else _plain_loss(*args)
+    canonical = (*args[:-1], return_lse)
+    own = chosen("cross_entropy", canonical, None, backend, differentiable(backend, logits))
+    if own:
+        return write(own, _loss.cross_entropy, canonical, False)
     ops = torch.ops.layerzero
     return ops.cross_entropy_lse.default(*args) if return_lse else ops.cross_entropy.default(*args)
 
 
 def cast(x: Tensor, dtype: torch.dtype, *, saturate: bool = False, backend: str | None = None) -> Any:
     """Twin of `lz.cast`."""
-    if differentiable(backend, x):
-        return _plain_cast(x, dtype, saturate, backend)
-    return torch.ops.layerzero.cast.default(x, dtype, saturate, backend)
+    args = (x, dtype, saturate)
+    own = chosen("cast", args, None, backend, differentiable(backend, x))
+    if own:
+        return write(own, _conversion.cast, args, False)
+    return torch.ops.layerzero.cast.default(*args, backend)
 
 
 TWINS: dict[str, Callable[..., Any]] = {

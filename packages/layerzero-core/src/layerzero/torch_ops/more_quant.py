@@ -18,6 +18,7 @@ from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import plain
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -99,9 +100,11 @@ def linear(
 ) -> Any:
     """Twin of `lz.linear`."""
     if isinstance(weight, Tensor):
-        if differentiable(backend, x, weight, bias):
-            return plain.linear(x, weight, bias, activation, backend)
-        return torch.ops.layerzero.linear.default(x, weight, bias, activation, backend)
+        given = (x, weight, bias, activation)
+        own = chosen("linear", given, None, backend, differentiable(backend, x, weight, bias))
+        if own:
+            return write(own, plain.linear, given, True)
+        return torch.ops.layerzero.linear.default(*given, backend)
     args = _arguments(x, weight, bias, activation)
     if differentiable(backend, x, args[2], args[4], bias):
         return _plain(*args, backend)

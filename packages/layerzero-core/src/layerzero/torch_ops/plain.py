@@ -1,7 +1,7 @@
 """Each op in plain torch, differentiable: what a graph holds where a gradient is needed, and every op's VJP.
 
 The reference, except that attention takes `F.scaled_dot_product_attention` wherever that computes exactly the same.
-Arguments are those of the op's schema in `library`. Everything here is written for Dynamo to trace.
+Arguments are those of the op's schema in `library`; a backend has no say here. It is written for Dynamo to trace.
 """
 
 from __future__ import annotations
@@ -163,17 +163,17 @@ def paged_attention_lse(*args: Any) -> Any:
     return page(*args[:-1], return_lse=True)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Any:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, backend: str | None = None) -> Any:
     """RMSNorm."""
     return _norm.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Any:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, backend: str | None = None) -> Any:
     """RMSNorm of a residual stream, and the stream."""
     return _norm.add_rms_norm(x, residual, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None) -> Any:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None = None) -> Any:
     """LayerNorm."""
     return _norm.layer_norm(x, weight, bias, eps)
 
@@ -188,8 +188,31 @@ def rope(
     position_ids: Tensor | None,
     backend: str | None,
 ) -> Any:
-    """Rotated q and k."""
-    return _positional.rope(q, k, cos, sin, interleaved, layout, position_ids, False)
+    """Rotated q and k. Pairs (i, i + rotary/2) are turned half by half: the compiler makes one loop of it."""
+    full = cos.dim() == 3  # the two elements of a pair have entries of their own
+    half = cos.shape[-1] // 2 if full else cos.shape[-1]
+    if interleaved or 2 * half > q.shape[-1]:
+        return _positional.rope(q, k, cos, sin, interleaved, layout, position_ids, False)
+    seq_len = q.shape[2] if layout == "BHSD" else q.shape[1]
+    tables = [_positional._rows(table, position_ids, seq_len) for table in (cos, sin)]
+    if tables[0].dim() == 3 or layout != "BHSD":
+        tables = [table.unsqueeze(1 if layout == "BHSD" else -2) for table in tables]
+    return _halves(q, tables, half, full), None if k is None else _halves(k, tables, half, full)
+
+
+def _halves(x: Tensor, tables: list[Tensor], half: int, full: bool) -> Tensor:
+    wide = torch.float64 if torch.float64 in (x.dtype, tables[0].dtype) else torch.float32
+    cos, sin = (table.to(wide) for table in tables)
+    turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
+    one, two = (part.to(wide) for part in turning.chunk(2, dim=-1))
+    if full:
+        turned = (one * cos[..., :half] - two * sin[..., :half], two * cos[..., half:] + one * sin[..., half:])
+    else:
+        turned = (one * cos - two * sin, two * cos + one * sin)
+    parts = [part.to(x.dtype) for part in turned]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
 
 
 def rope_query(q: Tensor, *rest: Any) -> Any:
@@ -202,27 +225,27 @@ def slopes(num_heads: int, device: torch.device | str | None) -> Any:
     return _positional.alibi_slopes(num_heads, device=device)
 
 
-def silu_and_mul(x: Tensor, backend: str | None) -> Any:
+def silu_and_mul(x: Tensor, backend: str | None = None) -> Any:
     """SwiGLU's activation."""
     return _mlp.silu_and_mul(x)
 
 
-def gelu_and_mul(x: Tensor, approximate: str, backend: str | None) -> Any:
+def gelu_and_mul(x: Tensor, approximate: str, backend: str | None = None) -> Any:
     """GeGLU's activation."""
     return _mlp.gelu_and_mul(x, approximate)
 
 
-def relu_and_mul(x: Tensor, backend: str | None) -> Any:
+def relu_and_mul(x: Tensor, backend: str | None = None) -> Any:
     """ReGLU's activation."""
     return _mlp.relu_and_mul(x)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str | None) -> Any:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str | None = None) -> Any:
     """Linear layer with its activation."""
     return _linear.linear(x, weight, bias, activation)
 
 
-def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, backend: str | None) -> Any:
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, backend: str | None = None) -> Any:
     """Embedding lookup."""
     return _linear.embedding(ids, weight, padding_idx)
 

@@ -1,9 +1,10 @@
 """What torch.compile traces in place of each public op.
 
-A twin has the signature of its op and two forms. Without gradients it is the opaque op: one node of the graph, whose
-kernel is selected when the graph runs. Where a gradient is needed, it is plain torch, which AOTAutograd differentiates
-and the compiler fuses; no kernel is selected then. Under torch.export, and where the caller names a `backend`, the
-opaque op is taken in both cases (it has a gradient of its own).
+A twin has the signature of its op. While it is traced the kernel is selected (`written`): one that is plain torch is
+written into the graph, where the compiler fuses across it, and stays as long as it would be selected again (`basis`);
+any other is an opaque op, one node of the graph, whose kernel is selected when the graph runs. Where a gradient is
+needed, the best kernel that is plain torch is written out, for AOTAutograd to differentiate. Under torch.export it is
+always the opaque op (it has a gradient of its own), and so is a foreign kernel that the caller names by `backend`.
 
 Inside a compiled region
 * `lz.plan`, `lz.explain`, `lz.configure` and all else that is no op break the graph and run as ever; with
@@ -32,6 +33,7 @@ from layerzero.torch_ops.more_quant import linear
 from layerzero.torch_ops.more_varlen import varlen_attention
 from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable
+from layerzero.torch_ops.written import chosen, write, write_attention
 
 __all__ = ["TWINS"]
 
@@ -95,9 +97,19 @@ def attention(
         attn_mask = None
     elif isinstance(attn_mask, MASK_VALUES):
         attn_mask = plain.written_out(attn_mask, query, key, layout, window)
-    args = (query, key, value, attn_mask, causal, scale, layout, _sides(window), softcap, alibi_slopes)
-    if dropout_p != 0.0 or differentiable(backend, query, key, value, attn_mask, alibi_slopes):
+    sides = _sides(window)
+    args = (query, key, value, attn_mask, causal, scale, layout, sides, softcap, alibi_slopes)
+    grad = differentiable(backend, query, key, value, attn_mask, alibi_slopes)
+    if dropout_p != 0.0 or (grad and return_lse):  # the fused kernels give no gradient through the log-sum-exp
         return plain.attend(*args, dropout_p=dropout_p, return_lse=return_lse)
+    flag = calls.CAUSAL[causal]
+    pair = None if sides is None else tuple(sides)
+    canonical = (query, key, value, attn_mask, 0.0, flag, scale, pair, softcap, alibi_slopes, return_lse)
+    own = chosen("attention", canonical, layout, backend, grad)
+    if own == "plain":
+        return plain.attend(*args, return_lse=return_lse)
+    if own:
+        return write_attention(own, canonical, layout)
     return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
 
 
@@ -150,18 +162,18 @@ def paged_batch(
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Any:
     """Twin of `lz.rms_norm`."""
-    if differentiable(backend, x, weight):
-        return plain.rms_norm(x, weight, eps, backend)
-    return _RMS_NORM(x, weight, eps, backend)
+    args = (x, weight, eps)
+    own = chosen("rms_norm", args, None, backend, differentiable(backend, x, weight))
+    return write(own, plain.rms_norm, args, False) if own else _RMS_NORM(*args, backend)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None
 ) -> Any:
     """Twin of `lz.add_rms_norm`."""
-    if differentiable(backend, x, residual, weight):
-        return plain.add_rms_norm(x, residual, weight, eps, backend)
-    return _ADD_RMS_NORM(x, residual, weight, eps, backend)
+    args = (x, residual, weight, eps)
+    own = chosen("add_rms_norm", args, None, backend, differentiable(backend, x, residual, weight))
+    return write(own, plain.add_rms_norm, args, False) if own else _ADD_RMS_NORM(*args, backend)
 
 
 def layer_norm(
@@ -173,9 +185,9 @@ def layer_norm(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.layer_norm`."""
-    if differentiable(backend, x, weight, bias):
-        return plain.layer_norm(x, weight, bias, eps, backend)
-    return _LAYER_NORM(x, weight, bias, eps, backend)
+    args = (x, weight, bias, eps)
+    own = chosen("layer_norm", args, None, backend, differentiable(backend, x, weight, bias))
+    return write(own, plain.layer_norm, args, False) if own else _LAYER_NORM(*args, backend)
 
 
 def rope(
@@ -192,7 +204,8 @@ def rope(
 ) -> Any:
     """Twin of `lz.rope`. In place is a copy at the end, which the compiler turns back into a write."""
     rest = (cos, sin, interleaved, layout, position_ids, backend)
-    if differentiable(backend, q, k, cos, sin):
+    canonical = (q, k, cos, sin, interleaved, layout, position_ids, False)
+    if chosen("rope", canonical, layout, backend, differentiable(backend, q, k, cos, sin)):
         turned_q, turned_k = plain.rope(q, k, *rest)
     elif k is None:
         turned_q, turned_k = _ROPE_QUERY(q, *rest), None
@@ -210,26 +223,28 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 
 def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.silu_and_mul`."""
-    return plain.silu_and_mul(x, backend) if differentiable(backend, x) else _SILU(x, backend)
+    own = chosen("silu_and_mul", (x,), None, backend, differentiable(backend, x))
+    return write(own, plain.silu_and_mul, (x,), False) if own else _SILU(x, backend)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Any:
     """Twin of `lz.gelu_and_mul`."""
-    if differentiable(backend, x):
-        return plain.gelu_and_mul(x, approximate, backend)
-    return _GELU(x, approximate, backend)
+    args = (x, approximate)
+    own = chosen("gelu_and_mul", args, None, backend, differentiable(backend, x))
+    return write(own, plain.gelu_and_mul, args, False) if own else _GELU(*args, backend)
 
 
 def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.relu_and_mul`."""
-    return plain.relu_and_mul(x, backend) if differentiable(backend, x) else _RELU(x, backend)
+    own = chosen("relu_and_mul", (x,), None, backend, differentiable(backend, x))
+    return write(own, plain.relu_and_mul, (x,), False) if own else _RELU(x, backend)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Any:
     """Twin of `lz.embedding`."""
-    if differentiable(backend, weight):
-        return plain.embedding(ids, weight, padding_idx, backend)
-    return _EMBEDDING(ids, weight, padding_idx, backend)
+    args = (ids, weight, padding_idx)
+    own = chosen("embedding", args, None, backend, differentiable(backend, weight))
+    return write(own, plain.embedding, args, False) if own else _EMBEDDING(*args, backend)
 
 
 def _no_generator(generator: torch.Generator | None) -> None:

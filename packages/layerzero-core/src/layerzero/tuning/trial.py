@@ -30,8 +30,10 @@ from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
-from layerzero.tuning.clock import Clock, clock_for, graphed
+from layerzero.telemetry.events import observed
+from layerzero.tuning.clock import Clock, clock_for, cuda_clock, graphed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
+from layerzero.tuning.launches import with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.race import Times, race, winner_of
 from layerzero.tuning.screen import hopeful, screened
@@ -97,6 +99,7 @@ def neutral(world: World, *, jit: str = "block") -> World:
     return world.changed(policy=policy, measurements=Measurements(), table=None, tally=None)
 
 
+@observed("tune", lambda args, out: {"op": args[0].op, "kernel": "" if out is None else out.winner})
 def trial(
     context: Context,
     *,
@@ -219,7 +222,8 @@ class _Bench:
         least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))
         outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1)
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
-        return {**outcome.times, **slow}, outcome.clear
+        raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing)
+        return {**raced, **slow}, outcome.clear
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerzero.integrations.transformers_models.attending import biased
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.verification.caller import Caller
 
@@ -69,7 +70,7 @@ def attention_function(call: Caller) -> Callable[..., tuple[Tensor, None]]:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
         options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
         if position_bias is not None:
-            options["attn_mask"] = _biased(position_bias, attention_mask, causal, query, key)
+            options["attn_mask"] = biased(position_bias, attention_mask, causal, query, key)
         elif attention_mask is not None:
             options["attn_mask"] = attention_mask
         else:
@@ -81,17 +82,6 @@ def attention_function(call: Caller) -> Callable[..., tuple[Tensor, None]]:
         return out.transpose(1, 2).contiguous(), None
 
     return attend
-
-
-def _biased(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
-    """T5's position bias with whatever may not be attended at minus infinity."""
-    out = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if mask is not None:
-        return out.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else out + mask
-    if causal:
-        later = torch.ones(out.shape[-2:], dtype=torch.bool, device=out.device).triu(1 + key.shape[2] - query.shape[2])
-        return out.masked_fill(later, -torch.inf)
-    return out
 
 
 @contextmanager

@@ -29,10 +29,13 @@ def paged_attention(
 
     The caches are [blocks, page, Hkv, D] (NHD) or [blocks, Hkv, page, D] (HND). A sequence with no context gives
     zeros. The log-sum-exp, when asked for, is [total_q, Hq]. Lengths are read from the host side of `batch`, so
-    nothing waits for the device.
+    nothing waits for the device; of a batch made for capture they are read where they are, on the device.
     """
     page_size = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
     _check(query, batch, page_size)
+    if batch.capture:
+        options = (scale, window, softcap, alibi_slopes, return_lse, layout)
+        return _on_device(query, key_cache, value_cache, batch, *options)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     start = 0
@@ -63,6 +66,56 @@ def _gather(cache: Tensor, pages: Tensor, context_len: int, layout: str) -> Tens
     if layout == "HND":
         blocks = blocks.transpose(1, 2)
     return blocks.flatten(0, 1)[:context_len].transpose(0, 1).unsqueeze(0)
+
+
+def _on_device(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    layout: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same with the lengths and pages that the batch's tensors hold when it runs, for a batch made for capture.
+
+    A graph keeps the numbers of the host as they were when it was captured, while `batch.update` changes the tensors.
+    So every token looks at all pages of its row, behind a mask; what the table holds beyond a context is ignored.
+    """
+    tokens = torch.arange(query.shape[0], device=query.device)
+    if batch.query_lens is None:
+        rows, behind = tokens, torch.zeros_like(tokens)
+    else:
+        ends = batch.query_lens.to(torch.int64).cumsum(0)
+        rows = torch.searchsorted(ends, tokens, right=True)
+        behind = ends[rows] - 1 - tokens
+    position = (batch.context_lens.to(torch.int64)[rows] - 1 - behind).unsqueeze(-1)
+    pages = batch.block_tables.to(torch.int64)[rows].clamp(0, key_cache.shape[0] - 1)
+    keys, values = (_all_pages(cache, pages, layout) for cache in (key_cache, value_cache))
+    slot = torch.arange(keys.shape[2], device=query.device)
+    allowed = slot <= position
+    if window is not None and window[0] >= 0:
+        allowed &= slot >= position - window[0]
+    mask = allowed[:, None, None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes[rows] if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
+        bias = -slopes.unsqueeze(-1) * (position - slot).abs().unsqueeze(1)
+        mask = bias.unsqueeze(2).masked_fill(~mask, -torch.inf)
+    result = attention(query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse)
+    if isinstance(result, tuple):
+        return result[0].squeeze(2), result[1].squeeze(2)
+    return result.squeeze(2)
+
+
+def _all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
+    """The pages of each token's row, one after another: [tokens, Hkv, blocks * page, D]."""
+    found = torch.index_select(cache, 0, pages.flatten()).reshape(*pages.shape, *cache.shape[1:])
+    if layout == "HND":
+        found = found.transpose(2, 3)
+    return found.flatten(1, 2).transpose(1, 2)
 
 
 def _check(query: Tensor, batch: PagedBatch, page_size: int) -> None:

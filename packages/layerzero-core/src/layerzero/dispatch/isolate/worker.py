@@ -22,6 +22,7 @@ from layerzero.dispatch.isolate.process import Process
 from layerzero.dispatch.isolate.settings import Settings
 from layerzero.dispatch.isolate.values import Malformed, Unsendable, pack, tensors_in, unpack
 from layerzero.dispatch.isolate.wire import Frame, Kind, WireError
+from layerzero.health.sticky import sticky
 from layerzero.reasons import reason
 
 __all__ = ["Worker", "delay_s"]
@@ -143,7 +144,9 @@ class Worker:
             self._ensure()
             try:
                 answer = ask(time.monotonic() + limit)
-            except ChildError:
+            except ChildError as error:
+                if sticky(error) is not None:  # its device answers nothing more: a new process has a new context
+                    raise self._failed(error) from None
                 self._failures = 0 if proves else self._failures  # the kernel raised; the process is well
                 raise
             except (Malformed, KeyError, TypeError) as error:

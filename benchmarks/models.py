@@ -1,0 +1,355 @@
+"""A whole Llama of transformers, as it comes against `lz.patch`, in one interleaved run.
+
+    python benchmarks/models.py --machine NAME [--device cuda|cpu] [--json FILE] [--quick] [--seconds N] [--only WORDS]
+
+The model has the architecture of Llama 3.2 1B on a GPU and a small one on a CPU, with random weights, twice with the
+same numbers: once as transformers runs it (`attn_implementation="sdpa"`), once patched. Contestants:
+
+    stock         eager, dynamic cache: what everything is divided by
+    patched       the same after `lz.patch`
+    stock graph   the decode step of the unpatched model with a static cache in a CUDA graph
+    patched graph the decode step of the patched one
+
+Prefill is a forward pass over a prompt with logits for its last token, as `generate` makes it; decode is one token
+after another, each the most probable one, over a context of --context tokens. Every round times everyone; a ratio is
+the median of the ratios within a round. Logits are compared before anything is timed. Kernels are compiled first. What
+a patched call costs beyond its kernel is measured around an empty kernel, as in overhead.py. Writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import RESULTS, commit, interleaved, machine, write_json
+
+import layerzero as lz
+
+ONE_B: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    **ONE_B, "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+LIMITS = {"prefill": 1.2, "decode": 1.3, "decode graph": 1.5, "cpu decode": 1.2, "overhead": 3.0}
+
+
+def models(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The same model twice, the second one patched."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    made = LlamaConfig(**config, attn_implementation="sdpa")
+    with torch.device(device):
+        stock = LlamaForCausalLM(made).to(dtype).eval()
+    patched = copy.deepcopy(stock)
+    return stock, lz.patch(patched)
+
+
+def prompt(batch: int, length: int, vocab: int, device: str) -> torch.Tensor:
+    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+class Decoding:
+    """A loop over a dynamic cache; `steps` tokens, then back to the context it began with."""
+
+    def __init__(self, model: Any, ids: torch.Tensor) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.context = model, ids.shape[1]
+        self.cache = DynamicCache(config=model.config)
+        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.logits = out.logits[:, -1].float()
+        self.first = out.logits[:, -1:].argmax(-1)
+
+    def run(self, steps: int) -> None:
+        token = self.first
+        for _ in range(steps):
+            out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            token = out.logits[:, -1:].argmax(-1)
+
+    def rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[..., : self.context, :], layer.values[..., : self.context, :]
+
+
+class Graphed:
+    """The decode step over a static cache, captured once and replayed."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, room: int) -> None:
+        from transformers import StaticCache
+
+        self.context = ids.shape[1]
+        self.cache = StaticCache(config=model.config, max_cache_len=self.context + room)
+        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token = out.logits[:, -1:].argmax(-1)
+        self.first = self.token.clone()
+        self.place = torch.full((ids.shape[0], 1), self.context, dtype=torch.long, device=ids.device)
+
+        def step() -> None:
+            made = model(
+                self.token, past_key_values=self.cache, position_ids=self.place, use_cache=True, logits_to_keep=1
+            )
+            self.logits = made.logits
+            self.token.copy_(made.logits[:, -1:].argmax(-1))
+            self.place.add_(1)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.rewind()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            step()
+        self.rewind()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.graph.replay()
+
+    def rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)
+        self.token.copy_(self.first)
+        self.place.fill_(self.context)
+
+
+def timed(contestants: dict[str, Any], sync: Callable[[], None], units: int, seconds: float) -> dict[str, Any]:
+    """Median ms a unit of each, and the median of each round's ratio to the first."""
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    for call, rewind in contestants.values():
+        call()
+        sync()
+        rewind()
+    gc.collect()
+    gc.disable()
+    until = time.perf_counter() + seconds
+    rounds = 0
+    try:
+        while rounds < 5 or (time.perf_counter() < until and rounds < 200):
+            order = list(contestants.items())
+            for name, (call, rewind) in order if rounds % 2 else reversed(order):
+                sync()
+                start = time.perf_counter()
+                call()
+                sync()
+                samples[name].append((time.perf_counter() - start) * 1e3 / units)
+                rewind()
+            rounds += 1
+    finally:
+        gc.enable()
+    base = samples[next(iter(samples))]
+    return {
+        "rounds": rounds,
+        "ms": {name: round(statistics.median(values), 4) for name, values in samples.items()},
+        "times faster": {
+            name: round(statistics.median(b / v for b, v in zip(base, values, strict=True)), 3)
+            for name, values in samples.items()
+        },
+    }
+
+
+def far(stock: torch.Tensor, patched: torch.Tensor) -> dict[str, float]:
+    """How far two logits are apart, in standard deviations of the first, and how often they agree on the best."""
+    error = (stock - patched).abs().max() / stock.std()
+    same = (stock.argmax(-1) == patched.argmax(-1)).float().mean()
+    return {"max_error_in_deviations": round(float(error), 5), "same_top1": round(float(same), 4)}
+
+
+def nothing() -> None:
+    pass
+
+
+def errors(stock: Any, patched: Any, device: str) -> dict[str, float]:
+    """Mean distance of both from the same model in float32, in standard deviations: what the dtype itself costs."""
+    ids = prompt(1, 256, stock.config.vocab_size, device)
+    truth = copy.deepcopy(stock).float()(ids, use_cache=False).logits
+    return {
+        name: round(float((model(ids, use_cache=False).logits.float() - truth).abs().mean() / truth.std()), 5)
+        for name, model in (("stock", stock), ("patched", patched))
+    }
+
+
+def prefill_case(stock: Any, patched: Any, batch: int, length: int, device: str, sync: Any, seconds: float) -> Any:
+    ids = prompt(batch, length, stock.config.vocab_size, device)
+
+    def forward(model: Any) -> Callable[[], Any]:
+        return lambda: model(ids, use_cache=True, logits_to_keep=1)
+
+    logits = [forward(model)().logits[:, -1].float() for model in (stock, patched)]
+    contestants = {"stock": (forward(stock), nothing), "patched": (forward(patched), nothing)}
+    found = timed(contestants, sync, 1, seconds)
+    found["tokens_per_s"] = {name: round(batch * length / ms * 1e3) for name, ms in found["ms"].items()}
+    return {"batch": batch, "tokens": length, "logits": far(*logits), **found}
+
+
+def decode_case(
+    stock: Any, patched: Any, batch: int, context: int, device: str, sync: Any, seconds: float, steps: int, graphs: bool
+) -> Any:
+    ids = prompt(batch, context, stock.config.vocab_size, device)
+    loops: dict[str, Any] = {"stock": Decoding(stock, ids), "patched": Decoding(patched, ids)}
+    logits = far(loops["stock"].logits, loops["patched"].logits)
+    failed = {}
+    for name, model in (("stock graph", stock), ("patched graph", patched)) if graphs else ():
+        try:
+            loops[name] = Graphed(model, ids, 128)
+        except Exception as error:
+            failed[name] = "".join(traceback.format_exception_only(error))[:500]
+            torch.cuda.synchronize()
+    contestants = {name: (lambda loop=loop: loop.run(steps), loop.rewind) for name, loop in loops.items()}
+    found = timed(contestants, sync, steps, seconds)
+    found["tokens_per_s"] = {name: round(batch / ms * 1e3, 1) for name, ms in found["ms"].items()}
+    if "stock graph" in loops and "patched graph" in loops:
+        found["patched graph / stock graph"] = round(found["ms"]["stock graph"] / found["ms"]["patched graph"], 3)
+        for name in ("stock graph", "patched graph"):
+            loops[name].token.copy_(loops["stock"].first)  # the same token for both, even where they disagree on it
+            loops[name].run(1)
+        one, two = (loops[name].logits[:, -1].float() for name in ("stock graph", "patched graph"))
+        logits["graphs"] = far(one, two)
+        for name in ("stock graph", "patched graph"):
+            loops[name].rewind()
+    return {"batch": batch, "context": context, "logits": logits, **({"failed": failed} if failed else {}), **found}
+
+
+def overheads(device: str) -> dict[str, float]:
+    """µs of each kind of patched call beyond its kernel, the kernels being empty."""
+    from layerzero.integrations.transformers_models import parts, quick
+    from layerzero.runtime.current import now
+
+    _, model = models({**SMALL, "num_hidden_layers": 2}, device, torch.float32)
+    layer = model.model.layers[0]
+    norm, after = layer.input_layernorm, layer.post_attention_layernorm
+    x, residual = (torch.randn(1, 1, 512, device=device) for _ in range(2))
+    q, k = (torch.randn(1, 1, heads, 64, device=device).transpose(1, 2) for heads in (8, 2))
+    cos, sin = (torch.randn(1, 1, 64, device=device) for _ in range(2))
+    v = torch.randn(1, 2, 1, 64, device=device)
+    wide = torch.randn(1, 1, 2816, device=device)
+    attn = layer.self_attn
+    from transformers import AttentionInterface
+
+    attention = AttentionInterface()[attn.config._attn_implementation]
+    calls: dict[str, Callable[[], Any]] = {
+        "norm": lambda: norm.forward(x),
+        "add + norm": lambda: parts.add_norm(after, x, residual),
+        "rope": lambda: quick.rotate(q, k, cos, sin),
+        "gated activation": lambda: quick.activate("silu_and_mul", wide, ()),
+        "attention": lambda: attention(attn, q, k, v, None, scaling=0.125),
+    }
+    # What transformers' own attention function does around its kernel is no cost of the patch.
+    floors = {"attention": lambda: q.transpose(1, 2).contiguous()}
+    for call in calls.values():
+        call()
+    world, before = now.world, {}
+    outs: dict[str, Any] = {"attention": q}
+    try:
+        for key, bound in world.hot.items():
+            before[key] = bound.run
+            found = outs.get(key[0], x)
+            bound.run = lambda *args, found=found: found
+        contestants = {"empty": nothing, **calls, **{f"{name} floor": call for name, call in floors.items()}}
+        medians = interleaved(contestants, rounds=300, batch=40)
+    finally:
+        for key, run in before.items():
+            world.hot[key].run = run
+    return {name: round((medians[name] - medians.get(f"{name} floor", medians["empty"])) / 1e3, 3) for name in calls}
+
+
+def run(args: argparse.Namespace, path: Path) -> None:
+    cuda = args.device == "cuda"
+    config, types = (ONE_B, ["bfloat16"]) if cuda else (SMALL, ["float32"])
+    # Without instructions for it a CPU multiplies bf16 matrices a hundred times slower: nobody decodes like that.
+    if not cuda and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        types.append("bfloat16")
+    if args.quick:
+        config = {**config, "num_hidden_layers": 2}
+    sync = torch.cuda.synchronize if cuda else nothing
+    lz.configure(jit="block", **({"deny": args.deny.split(",")} if args.deny else {}))
+    figures: dict[str, Any] = {}
+    import transformers
+
+    from layerzero.dispatch.accel import accelerator
+
+    found = {
+        "benchmark": "models",
+        "commit": commit(),
+        "command": "python benchmarks/models.py " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "transformers": transformers.__version__,
+        "accel": accelerator.native is not None,
+        "model": config,
+        "limits": LIMITS,
+        "figures": figures,
+    }
+
+    def case(name: str, make: Callable[[], Any]) -> None:
+        if args.only and not any(word in name for word in args.only.split(",")):
+            return
+        try:
+            figures[name] = make()
+        except Exception:
+            figures[name] = {"failed": traceback.format_exc()[-1500:]}
+        write_json(path, found)  # what was measured is kept, whatever comes next
+        shown = figures[name].get("times faster") or figures[name].get("failed", "")[-300:]
+        print(name, shown, figures[name].get("ms", ""), figures[name].get("logits", ""), flush=True)
+
+    for word in types:
+        stock, patched = models(config, args.device, getattr(torch, word))
+        if word != "float32":
+            found.setdefault("error_to_float32", {})[word] = errors(stock, patched, args.device)
+        batches = (1, 16, 64) if cuda else (1, 4)
+        length = args.prompt or (4096 if cuda else 256)
+        case(f"prefill {length} {word}", lambda s=stock, p=patched, n=length: prefill_case(
+            s, p, 1, n, args.device, sync, args.seconds))  # fmt: skip
+        for batch in batches:
+            case(f"decode B{batch} {word}", lambda s=stock, p=patched, b=batch: decode_case(
+                s, p, b, args.context, args.device, sync, args.seconds, args.steps, cuda))  # fmt: skip
+        found["patched"] = str(lz.patched(patched))
+        del stock, patched
+        gc.collect()
+    try:
+        found["overhead_us"] = overheads("cpu")
+    except Exception:
+        found["overhead_us"] = {"failed": traceback.format_exc()[-600:]}
+    print("overhead, µs:", found["overhead_us"], flush=True)
+    write_json(path, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--machine", default="here")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two layers")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timing, each case")
+    parser.add_argument("--context", type=int, default=0)
+    parser.add_argument("--prompt", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--deny", default="", help="kernels that may not run, globs parted by commas")
+    parser.add_argument("--only", default="", help="cases whose names contain one of these words")
+    args = parser.parse_args()
+    args.context = args.context or (1024 if args.device == "cuda" else 256)
+    name = "models.json" if args.device == "cuda" else "models_cpu.json"
+    with torch.no_grad():
+        run(args, args.json or RESULTS / args.machine / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+/* What core tells us once: where torch and the runtime keep what a key depends on, and the shape of each op's call. */
+#ifndef LAYERZERO_OPS_H
+#define LAYERZERO_OPS_H
+
+#include <dlfcn.h>
+
+#include "pyabi.h"
+#include "table.h"
+
+#define MOST_PARAMETERS 16
+
+/* How a parameter enters the key. Anything else than what its kind takes is Python's to judge. */
+enum Kind {
+    TENSOR = 'T',   /* a plain tensor */
+    MAYBE = 'O',    /* a plain tensor or None */
+    NUMBER = 'N',   /* a float or an int, by type; or None */
+    WORD = 'W',     /* None, True, False or a str, by identity */
+    FINITE = 'F',   /* None or a finite float, not keyed */
+    ZERO = 'Z',     /* 0.0 */
+    NOTHING = 'A',  /* None */
+    IGNORED = 'I',  /* anything, not looked at */
+};
+
+typedef struct {
+    PyObject *name;     /* interned */
+    PyObject *fallback; /* the default; NULL: required */
+    uint64_t word;      /* what the default adds to a key, where `keyed` */
+    char kind, keyed;
+} Parameter;
+
+typedef struct {
+    PyObject *python; /* the same function in Python: what runs whenever there is no key */
+    PyObject *find;   /* (world, arguments, layout, backend) -> None or (bound, edges) */
+    PyObject *rescue; /* (error, world, bound, arguments, layout, backend) -> result */
+    Parameter parameters[MOST_PARAMETERS];
+    PyObject *defaults[MOST_PARAMETERS];
+    int count, positional, required; /* parameters; how many may be given by position; how many have no default */
+    int tensors[MOST_PARAMETERS];   /* which of them are tensors */
+    int tensor_count;
+    int canonical[MOST_PARAMETERS]; /* the kernel's arguments, as indices of parameters */
+    int canonical_count;
+    int layout, backend; /* indices; -1: the op has none */
+    int bucketed;        /* the first three tensors are q, k, v, and the length of k and v grows; the fourth is a mask */
+    PyMethodDef method;
+} Op;
+
+/* A function of torch without arguments, called without Python's machinery where it is a plain C function. */
+typedef struct {
+    PyObject *callable;
+    PyCFunction direct;
+    FastCFunction fast;
+    PyObject *self;
+} Asked;
+
+/* An attribute that lives in a slot (__slots__) of exact type `owner`, read where it lies; offset 0: ask Python. */
+typedef struct {
+    PyTypeObject *owner;
+    size_t offset;
+    PyObject *name;
+} Slot;
+
+static struct {
+    const Exchange *exchange;
+    PyTypeObject *tensor, *parameter;
+    Asked grad_enabled, any_autocast, deterministic, scope;
+    PyObject *requires_grad;
+    descrgetfunc get_requires_grad;
+    PyObject *now;
+    Slot world, guard, run;
+    PyObject *memo, *hot, *near_hits, *accel, *sequence_first, *one;
+    /* In the stable ABI since 3.12, exported with the same signature before: found by name, and missed by nobody. */
+    PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+} torch;
+
+static struct {
+    unsigned long long exact, near, python, learnt, dropped;
+} counts;
+
+static Op ops[MOST_OPS];
+static int op_count;
+
+static int ask_setup(Asked *asked, PyObject *callable)
+{
+    Py_IncRef(callable);
+    asked->callable = callable;
+    if (TYPE(callable) == &PyCFunction_Type) {
+        int flags = PyCFunction_GetFlags(callable);
+        if (flags == METH_NOARGS)
+            asked->direct = PyCFunction_GetFunction(callable);
+        else if (flags == METH_FASTCALL)
+            asked->fast = (FastCFunction)(void (*)(void))PyCFunction_GetFunction(callable);
+        asked->self = PyCFunction_GetSelf(callable);
+        if (PyErr_Occurred() != NULL)
+            return -1;
+    }
+    return 0;
+}
+
+static inline PyObject *ask(const Asked *asked)
+{
+    if (asked->direct != NULL)
+        return asked->direct(asked->self, NULL);
+    if (asked->fast != NULL)
+        return asked->fast(asked->self, NULL, 0);
+    return PyObject_CallNoArgs(asked->callable);
+}
+
+/* 1, 0, or -1 when the answer is neither True nor False; no exception is left behind. */
+static inline int truth(PyObject *answer)
+{
+    int found = answer == Py_True ? 1 : answer == Py_False ? 0 : -1;
+    if (answer == NULL)
+        PyErr_Clear();
+    else if (found < 0 || Py_Version < 0x030c0000) /* from 3.12 on True and False are immortal */
+        Py_DecRef(answer);
+    return found;
+}
+
+static inline int needs_grad(PyObject *tensor)
+{
+    return truth(torch.get_requires_grad(torch.requires_grad, tensor, (PyObject *)TYPE(tensor)));
+}
+
+/* The attribute, a reference of our own; NULL with an exception. */
+static inline PyObject *read_slot(PyObject *object, const Slot *slot)
+{
+    if (slot->offset != 0 && TYPE(object) == slot->owner) {
+        PyObject *found = *(PyObject *const *)((const char *)object + slot->offset);
+        if (found != NULL) {
+            Py_IncRef(found);
+            return found;
+        }
+    }
+    return PyObject_GetAttr(object, slot->name);
+}
+
+/* Find out where a slot lies: `example`, an object of the type that nobody else uses, is given a value no other slot
+ * can hold, which is then looked for. Not found: the slot is asked for by name, as any attribute. */
+static int slot_setup(Slot *slot, PyObject *example, const char *name)
+{
+    PyObject *size = PyObject_GetAttrString((PyObject *)TYPE(example), "__basicsize__");
+    PyObject *mark = PyTuple_New(1);
+    long long bytes = size == NULL ? -1 : PyLong_AsLongLong(size);
+    int status = -1;
+    Py_IncRef(Py_None);
+    if (mark != NULL && PyTuple_SetItem(mark, 0, Py_None) == 0 && bytes > 0
+        && (slot->name = PyUnicode_InternFromString(name)) != NULL
+        && PyObject_SetAttr(example, slot->name, mark) == 0) {
+        status = 0;
+        Py_IncRef((PyObject *)TYPE(example));
+        slot->owner = TYPE(example);
+        for (size_t at = sizeof(PyObject); at + sizeof(mark) <= (size_t)bytes; at += sizeof(mark))
+            if (memcmp((const char *)example + at, &mark, sizeof(mark)) == 0)
+                slot->offset = at;
+    }
+    Py_DecRef(mark);
+    Py_DecRef(size);
+    return status;
+}
+
+static const Exchange *exchange_of(PyObject *capsule)
+{
+    const Exchange *found = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
+    while (found != NULL && found->major > EXCHANGE_MAJOR)
+        found = found->older;
+    if (found == NULL || found->major != EXCHANGE_MAJOR || found->view == NULL) {
+        if (PyErr_Occurred() == NULL)
+            PyErr_SetString(PyExc_ValueError, "the exchange table is not of DLPack 1 or cannot lend views");
+        return NULL;
+    }
+    return found;
+}
+
+/* setup(exchange, Tensor, Parameter, requires_grad, is_grad_enabled, any_autocast, deterministic, now, scope,
+ *       another_now, a_bound, limit): the last two objects are examples of their types, to find their slots by. */
+static PyObject *setup(PyObject *module, PyObject *args)
+{
+    PyObject *capsule, *tensor, *parameter, *descriptor, *grad, *autocast, *deterministic, *now, *scope, *another,
+        *bound;
+    unsigned long long limit;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOK:setup", &capsule, &tensor, &parameter, &descriptor, &grad, &autocast,
+                          &deterministic, &now, &scope, &another, &bound, &limit))
+        return NULL;
+    if (torch.exchange != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "set up already");
+        return NULL;
+    }
+    descrgetfunc get = (descrgetfunc)PyType_GetSlot(TYPE(descriptor), Py_tp_descr_get);
+    const Exchange *exchange = exchange_of(capsule);
+    if (exchange == NULL)
+        return NULL;
+    if (get == NULL || limit < 1) {
+        PyErr_SetString(PyExc_TypeError, "requires_grad must be a descriptor, the limit at least 1");
+        return NULL;
+    }
+    static const char *names[] = {"memo", "hot", "near_hits", "accel", "BSHD"};
+    PyObject **to[] = {&torch.memo, &torch.hot, &torch.near_hits, &torch.accel, &torch.sequence_first};
+    if (slot_setup(&torch.world, another, "world") < 0 || slot_setup(&torch.guard, bound, "guard") < 0
+        || slot_setup(&torch.run, bound, "run") < 0)
+        return NULL;
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++)
+        if ((*to[i] = PyUnicode_InternFromString(names[i])) == NULL)
+            return NULL;
+    if ((torch.one = PyLong_FromLongLong(1)) == NULL || ask_setup(&torch.grad_enabled, grad) < 0
+        || ask_setup(&torch.any_autocast, autocast) < 0 || ask_setup(&torch.deterministic, deterministic) < 0
+        || ask_setup(&torch.scope, scope) < 0)
+        return NULL;
+    Py_IncRef(tensor);
+    Py_IncRef(parameter);
+    Py_IncRef(descriptor);
+    Py_IncRef(now);
+    torch.tensor = (PyTypeObject *)tensor;
+    torch.parameter = (PyTypeObject *)parameter;
+    torch.requires_grad = descriptor;
+    torch.get_requires_grad = get;
+    torch.now = now;
+    torch.vectorcall = (PyObject * (*)(PyObject *, PyObject *const *, size_t, PyObject *))(uintptr_t)
+        dlsym(RTLD_DEFAULT, "PyObject_Vectorcall");
+    most_entries = limit;
+    torch.exchange = exchange; /* last: until then nothing is keyed */
+    Py_IncRef(Py_None);
+    return Py_None;
+}
+
+#endif

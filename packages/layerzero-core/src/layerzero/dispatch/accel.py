@@ -1,0 +1,87 @@
+"""layerzero-accel, where it is installed: the hot path of the public functions in C. Looked for once, at import.
+
+It changes how fast a choice is found, never which one: whatever it cannot key, it hands to the function in Python. What
+stands in its way is kept as a reason for `lz doctor`; LAYERZERO_ACCEL=off leaves it aside, =on refuses to go without.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from layerzero.dispatch.bind import Bound
+from layerzero.dispatch.hot import HOT_LIMIT
+from layerzero.env import read_one
+from layerzero.errors import BackendNotAvailableError
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.current import now, scope
+from layerzero.runtime.state import state
+
+__all__ = ["SEAM", "Accelerator", "accelerator", "look"]
+
+# What both sides agree on: the arguments of `setup` and `function`. The library carries its own number.
+SEAM: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """The C library, set up, or the reason why there is none; `wanted` is LAYERZERO_ACCEL, None where it is not set."""
+
+    native: Any = None
+    why: Reason | None = None
+    wanted: bool | None = None
+
+
+def look() -> Accelerator:
+    """Load and set up the library. Raises only where LAYERZERO_ACCEL=on and it cannot be used."""
+    wanted: bool | None = read_one("accel")
+    if wanted is False:
+        return Accelerator(wanted=False)
+    native, why = _load()
+    if why is not None and wanted:
+        raise BackendNotAvailableError(f"LAYERZERO_ACCEL=on, but {why.message}", reasons=(why,))
+    return Accelerator(native, why, wanted)
+
+
+def _load() -> tuple[Any, Reason | None]:
+    try:
+        native: Any = importlib.import_module("layerzero_accel._hot")
+    except ModuleNotFoundError as error:
+        if error.name == "layerzero_accel":
+            return None, reason("BACKEND_NOT_INSTALLED", "layerzero-accel", "layerzero-accel")
+        return None, reason("ACCEL_NOT_BUILT")
+    except ImportError as error:
+        return None, reason("ACCEL_UNFIT", str(error))
+    if native.SEAM != SEAM:
+        return None, reason("ACCEL_UNFIT", f"it speaks version {native.SEAM} of the interface, the core {SEAM}")
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return None, reason("ACCEL_UNFIT", f"torch {torch.__version__} has no DLPack exchange API (2.10 brought it)")
+    try:
+        native.setup(
+            exchange,
+            Tensor,
+            Parameter,
+            inspect.getattr_static(Tensor, "requires_grad"),
+            torch.is_grad_enabled,
+            torch._C._is_any_autocast_enabled,
+            torch._C._get_deterministic_algorithms,
+            now,
+            scope.get,
+            type(now)(),
+            Bound.__new__(Bound),
+            HOT_LIMIT,
+        )
+    except Exception as error:
+        return None, reason("ACCEL_UNFIT", f"{type(error).__name__}: {error}")
+    state.on_swap(lambda world: native.forget())
+    return native, None
+
+
+accelerator: Final = look()

@@ -1,0 +1,249 @@
+"""`lz.agree`: ranks compare what they are, settle what differs, and choose alike from then on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.distributed.channel import Channel, RankStore
+from layerzero.distributed.choice import RankChoices, call_key
+from layerzero.distributed.facts import Facts, Findings, digest, judge
+from layerzero.distributed.here import channel_of, facts_of, free_here, kernels_of
+from layerzero.errors import DistributedError, InvalidInputError, LayerZeroWarning
+from layerzero.plans.table_file import table_from_json, table_json
+from layerzero.reasons import reason
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
+from layerzero.telemetry.events import observed
+
+__all__ = ["Agreement", "agree"]
+
+_log = logging.getLogger("layerzero.distributed")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks agreed on, in force in this process until `leave()` or `lz.reset()`.
+
+    facts     what every rank said
+    findings  what differs, and the groups of equal ranks
+    """
+
+    channel: Channel
+    facts: Mapping[int, Facts]
+    findings: Findings
+    training: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        """How many take part."""
+        return len(self.channel.members)
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks like this one, itself included; the first chooses for them."""
+        return self.findings.group_of(self.rank)
+
+    @property
+    def leader(self) -> int:
+        """The rank that chooses for this one."""
+        return self.group[0]
+
+    @property
+    def choices(self) -> RankChoices | None:
+        """What the World holds of it; None after `leave()`."""
+        found: RankChoices | None = state.world.ranks
+        return found
+
+    def confirm(self, op: str, *args: Any, **kwargs: Any) -> str:
+        """Compare one call on all ranks of the group; returns the kernel that all of them will run.
+
+        All must make this call. The hashes of the calls are compared first; different calls are an error. Where the
+        kernels differ, that of the group's first rank holds from now on, everywhere. Ends with a barrier.
+        """
+        key, mine, ranking = _looked_at(op, args, kwargs)
+        said = self.channel.gather(f"confirm {op}", [key, mine, ranking])
+        ours = {rank: said[rank] for rank in self.group}
+        if len({item[0] for item in ours.values()}) > 1:
+            words = "; ".join(f"rank {rank} {item[0]}" for rank, item in ours.items())
+            raise DistributedError(f"ranks call {op} differently: {words}", code="RANK_DISAGREEMENT", value=words)
+        agreed = str(ours[self.leader][1])
+        unable = [rank for rank, item in ours.items() if agreed not in item[2]]
+        kernels = {item[1] for item in ours.values()}
+        if unable:
+            fitting = [name for name in ours[self.leader][2] if all(name in item[2] for item in ours.values())]
+            if not fitting:
+                words = "; ".join(f"rank {rank} {item[1]}" for rank, item in ours.items())
+                raise DistributedError(reasons=(reason("RANK_DISAGREEMENT", words),), ranks=tuple(unable))
+            agreed = fitting[0]
+        if unable or len(kernels) > 1:
+            self._pin(key, agreed)
+        self.channel.barrier(f"confirm {op}")
+        return agreed
+
+    def _pin(self, key: str, kernel_id: str) -> None:
+        with state.changing():
+            ranks: RankChoices | None = state.world.ranks
+            if ranks is not None:
+                pins = {**ranks.pins, key: kernel_id}
+                state.publish(ranks=replace(ranks, pins=pins, fingerprint=digest([ranks.fingerprint, pins])))
+
+    def refresh_memory(self) -> int | None:
+        """Ask all ranks again how much memory is free; the least of the group bounds what kernels may take."""
+        mine = free_here()
+        said = self.channel.gather("free memory", mine)
+        values = [said[rank] for rank in self.group]
+        least = None if any(value is None for value in values) else min(values)
+        if least is not None:
+            state.publish(free_memory=least)
+        return least
+
+    def without(self, ranks: tuple[int, ...]) -> Agreement:
+        """Agree anew among those who are left, after `ranks` were lost. All who are left must call it."""
+        return _agree(self.channel.without(ranks), self.training, None, None)
+
+    def leave(self) -> None:
+        """Choose alone again."""
+        if state.loaded:
+            state.publish(ranks=None)
+
+
+def _looked_at(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str, list[str]]:
+    world = current_world()
+    spec = world.ops.get(op)
+    if spec is None:
+        raise InvalidInputError(code="OP_UNKNOWN", value=op, limit=", ".join(sorted(world.ops)))
+    layout, backend = kwargs.pop("layout", None), kwargs.pop("backend", None)
+    if kwargs:
+        raise InvalidInputError(code="VALUE_INVALID", value=sorted(kwargs), limit="positional arguments of the op")
+    decision = decide(spec, describe(spec, args, layout, backend, world), world)
+    ranks: RankChoices | None = world.ranks
+    split = ranks is not None and ranks.tp_invariant
+    return call_key(decision.context, split=split), decision.chosen, list(decision.ranking)
+
+
+def agree(
+    group: Any = None,
+    *,
+    training: bool = False,
+    timeout: float = 30.0,
+    tp_invariant: bool | None = None,
+    store: RankStore | None = None,
+) -> Agreement:
+    """Have the ranks of a process group compare themselves and choose alike from now on. Every rank must call it.
+
+    group         a torch.distributed group, for example that of tensor parallelism; None: all ranks
+    training      differences that inference can live with (versions, tables, a choice one rank cannot follow) raise
+    timeout       seconds to wait for the others; a rank that does not come gives RANK_LOST on all, never a hang
+    tp_invariant  only kernels whose result does not depend on the group's size; default: as the policy says
+    store         the store to talk through; default: that of the process group
+
+    Compared are the versions of LayerZero, torch and every kernel, policy, dispatch table, hardware and free memory.
+    Ranks with equal hardware and kernels form a group whose first rank chooses for it. Hot calls talk to nobody.
+    Without an initialised process group there is one rank, and nothing changes.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 86_400:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"timeout={timeout!r}", limit="seconds, above 0")
+    return _agree(channel_of(group, float(timeout), store), training, tp_invariant, None)
+
+
+@observed("agree", lambda args, out: {"ranks": len(args[0].members), "rank": args[0].rank})
+def _agree(channel: Channel, training: bool, tp_invariant: bool | None, mine: Facts | None) -> Agreement:
+    world = state.world
+    here = facts_of(channel.rank, world) if mine is None else mine
+    found = _told(channel, here, world)
+    findings = judge(found)
+    _object(findings, found, training)
+    changes = _settled(channel, found, findings, world)
+    settings = world.policy.distributed
+    wanted = bool(settings.get("tp_invariant", False)) if tp_invariant is None else tp_invariant
+    group = findings.group_of(channel.rank)
+    ranks = RankChoices(
+        store=channel.store,
+        rank=channel.rank,
+        group=group,
+        size=len(channel.members),
+        name=channel.name,
+        fingerprint=digest([sorted(findings.excluded), group, wanted, channel.name]),
+        excluded=_without_fallbacks(findings, world),
+        broadcast=settings.get("mode", "rank0_broadcast") == "rank0_broadcast",
+        tp_invariant=wanted,
+        training=training,
+        wait_s=float(settings.get("wait_s", 1.0)),
+    )
+    channel.barrier("agree")
+    state.publish(ranks=ranks if len(channel.members) > 1 else None, **changes)
+    return Agreement(channel, found, findings, training)
+
+
+def _told(channel: Channel, mine: Facts, world: World) -> dict[int, Facts]:
+    """Facts of all ranks: hashes first, and the kernels themselves only where those differ."""
+    said = channel.gather("facts", replace(mine, kernels={}).to_json())
+    found = {rank: Facts.from_json(data) for rank, data in said.items()}
+    if len({facts.kernels_hash for facts in found.values()}) == 1:
+        return found
+    kernels = channel.gather("kernels", dict(mine.kernels or kernels_of(world)))
+    return {rank: replace(facts, kernels=kernels[rank]) for rank, facts in found.items()}
+
+
+def _object(findings: Findings, found: Mapping[int, Facts], training: bool) -> None:
+    """Say what differs: an error in training, a warning in inference."""
+    if findings.versions:
+        words = "; ".join(findings.versions[:5])
+        why = reason("VERSION_DISAGREEMENT", words)
+        if training:
+            raise DistributedError(reasons=(why,))
+        _warn(f"{why}; kernels that differ are left out on every rank")
+    if findings.tables:
+        why = reason("TABLE_DISAGREEMENT", ", ".join(str(rank) for rank in findings.tables))
+        if training:
+            raise DistributedError(reasons=(why,))
+        _warn(f"{why}; that of the first rank is used")
+    if findings.policies:
+        words = ", ".join(f"rank {rank} {facts.policy[:12]}" for rank, facts in found.items())
+        why = reason("RANK_DISAGREEMENT", f"policies {words}")
+        if training:
+            raise DistributedError(reasons=(why,))
+        _warn(f"{why}; each rank keeps its own")
+
+
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
+    warnings.warn(text, LayerZeroWarning, stacklevel=5)
+
+
+def _settled(channel: Channel, found: Mapping[int, Facts], findings: Findings, world: World) -> dict[str, Any]:
+    """Changes of this rank's World: the group's table, and its least memory where memory plays a part."""
+    changes: dict[str, Any] = {}
+    if findings.tables:
+        leads = channel.rank in findings.tables
+        mine = None if not leads or world.table is None else table_json(world.table)
+        tables = channel.gather("tables", mine)
+        leader = findings.group_of(channel.rank)[0]
+        if not leads and leader in findings.tables:
+            data = tables[leader]
+            changes["table"] = None if data is None else table_from_json(data)
+    least = findings.free_memory[findings.group_of(channel.rank)[0]]
+    if world.policy.memory_headroom_mb is not None and least is not None and len(found) > 1:
+        changes["free_memory"] = least
+    return changes
+
+
+def _without_fallbacks(findings: Findings, world: World) -> dict[str, Any]:
+    """What is left out; never the last resort of an op, without which a call could not be computed at all."""
+    kept = {spec.fallback_id for spec in (world.ops[name] for name in _ops_of(findings, world))}
+    return {kernel_id: why for kernel_id, why in findings.excluded.items() if kernel_id not in kept}
+
+
+def _ops_of(findings: Findings, world: World) -> set[str]:
+    named = (world.registry.kernels.get(kernel_id) for kernel_id in findings.excluded)
+    return {kernel.op for kernel in named if kernel is not None and kernel.op in world.ops}

@@ -1,0 +1,5 @@
+"""CUDA graphs: which kernels may stand in one, how to get ready for a capture, and how to prove it beforehand.
+
+`rehearsal` runs a function as if it were being captured, with one World from the first warm-up to the last replay.
+`streams` gets the device ready and captures; `proof` tries single kernels; `capture` puts it all in order.
+"""

@@ -1,0 +1,221 @@
+"""From a function to a graph of it: warm up, prove, capture, compare.
+
+rehearse   the function runs on the capture's stream, selecting as in a capture; kernels that raise are set aside
+prove      (strict) each kernel by itself, then the whole function, into a graph that is thrown away
+capture    into the same memory pool: what the dummy took is there, so nothing is allocated any more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from layerzero.errors import CudaGraphUnsafeError
+from layerzero.graphs.inputs import Inputs
+from layerzero.graphs.proof import objection, short
+from layerzero.graphs.rehearsal import Seen, Watch, rehearsal
+from layerzero.graphs.report import CaptureReport
+from layerzero.graphs.streams import capture_on, initialise, new_stream, reserved
+from layerzero.reasons import Reason, ReasonCode, reason
+
+__all__ = ["GraphedCall", "Settings", "capture"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to capture: warm-up runs, the stream, the memory pool, whether a dummy comes first, bytes it may grow by."""
+
+    warmup: int = 3
+    stream: Any = None
+    pool: Any = None
+    strict: bool = False
+    memory_limit: int = 1 << 20
+
+
+class GraphedCall:
+    """A function as a CUDA graph. Call it with other tensors of the same shapes; what it returns has a fixed place too.
+
+    The outputs are overwritten by the next call: read or clone them before. Calls may come from different streams, one
+    waits for the other; whoever reads an output on another stream has to wait as ever. `report` says which kernels are
+    in the graph: these stay, whatever is published later. `replay()` runs it on the inputs as they are.
+    """
+
+    def __init__(self, graph: Any, inputs: Inputs, outputs: Any, report: CaptureReport, keep: Any) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.report = report
+        self._graph = graph
+        self._keep = keep  # the function: what it closes over lies in the graph by its address
+        make: Any = torch.cuda.Event
+        self._done = make()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refill the inputs, replay, and give the outputs."""
+        self._follow()
+        self.inputs.fill(args, kwargs)
+        return self._run()
+
+    def replay(self) -> Any:
+        """Replay on the inputs as they are."""
+        self._follow()
+        return self._run()
+
+    def _follow(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self._done)
+
+    def _run(self) -> Any:
+        self._graph.replay()
+        self._done.record(torch.cuda.current_stream(self.device))
+        return self.outputs
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.inputs.tensors[0].device
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str], ...]:
+        """(op, kernel id) of each LayerZero call in the graph."""
+        return self.report.kernels
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool, for another capture that never runs at the same time."""
+        return self._graph.pool()
+
+
+class _Refused(Exception):
+    """A kernel may not stand in this graph; the selection goes on without it."""
+
+    def __init__(self, kernel_id: str, why: Reason) -> None:
+        super().__init__(f"{kernel_id}: {why}")
+        self.kernel_id = kernel_id
+        self.why = why
+
+
+def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: Settings) -> GraphedCall:
+    """Capture `function(*args, **kwargs)`. A kernel that cannot stand in it is set aside, with the reason, and the
+    selection repeated; where no kernel is left, or the function's own code is in the way, CudaGraphUnsafeError says so.
+    """
+    device = _device(args, kwargs)
+    inputs = Inputs(args, kwargs)
+    stream = new_stream(device) if how.stream is None else how.stream
+    if stream == torch.cuda.default_stream(device):
+        raise CudaGraphUnsafeError(
+            code="GRAPH_CAPTURE_FAILED",
+            value="the default stream cannot be captured",
+            hint="pass another stream, or none",
+        )
+    stream.wait_stream(torch.cuda.current_stream(device))
+    refused: dict[str, Reason] = {}
+    with torch.cuda.device(device), torch.no_grad():
+        ready = initialise(stream)
+        while True:  # ends: each round sets one kernel aside, and without any left the selection refuses
+            try:
+                made = _attempt(function, inputs, stream, how, refused)
+                break
+            except _Refused as found:
+                refused[found.kernel_id] = found.why
+            except CudaGraphUnsafeError as error:
+                if not refused:
+                    raise
+                raise _with(error, refused) from error
+    torch.cuda.current_stream(device).wait_stream(stream)
+    made.report = replace(made.report, initialised=ready, refused=dict(refused))
+    return made
+
+
+def _with(error: CudaGraphUnsafeError, refused: dict[str, Reason]) -> CudaGraphUnsafeError:
+    lines = "".join(f"\n  {kernel_id}: {why}" for kernel_id, why in refused.items())
+    return CudaGraphUnsafeError(f"{error}{lines}", reasons=(*error.reasons, *refused.values()))
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    found = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    if not torch.cuda.is_available():
+        raise CudaGraphUnsafeError(code="GRAPH_NO_DEVICE", value="this process has no CUDA device")
+    place = next((item.device for item in found if item.is_cuda), None)
+    if place is None:
+        where = ", ".join(sorted({str(item.device) for item in found})) or "no tensors among the inputs"
+        raise CudaGraphUnsafeError(code="GRAPH_NO_DEVICE", value=where)
+    return place
+
+
+def _attempt(
+    function: Callable[..., Any], inputs: Inputs, stream: Any, how: Settings, refused: dict[str, Reason]
+) -> GraphedCall:
+    """One round: rehearse, prove, capture, without the kernels that were refused so far."""
+    watch = Watch()
+
+    def run() -> Any:
+        return function(*inputs.args, **inputs.kwargs)
+
+    pool = torch.cuda.graph_pool_handle() if how.pool is None else how.pool
+    with rehearsal(watch, refused):
+        with torch.cuda.stream(stream):
+            for _ in range(max(1, how.warmup)):
+                _blaming(run, watch)
+            stream.synchronize()
+        seen = watch.take()
+        dummy: Any = None
+        if how.strict:
+            _prove(seen, stream, how.memory_limit)
+            # Kept until the real one stands: with it the pool keeps its memory; not its outputs, whose place is needed.
+            dummy = _captured(run, watch, seen, stream, pool, how)[0]
+            watch.take()
+        before = reserved(inputs.tensors[0].device)
+        graph, out = _captured(run, watch, seen, stream, pool, how)
+        grown = reserved(inputs.tensors[0].device) - before
+        if how.strict and grown > how.memory_limit:
+            raise CudaGraphUnsafeError(code="GRAPH_MEMORY_GROWS", value=grown, limit=how.memory_limit)
+        kernels = tuple((item.context.op, item.bound.kernel_id) for item in watch.take())
+    del dummy
+    report = CaptureReport(
+        True, kernels, warmups=max(1, how.warmup), memory_delta=grown, dummy=how.strict, refused=dict(refused)
+    )
+    return GraphedCall(graph, inputs, out, report, (function, stream))
+
+
+def _prove(seen: tuple[Seen, ...], stream: Any, limit: int) -> None:
+    """Each kernel by itself; the first that cannot stand in a graph is refused."""
+    for item in _distinct(seen):
+        why = objection(item, stream, 0 if limit == 0 else min(limit, _KEPT))
+        if why is not None:
+            raise _Refused(item.bound.kernel_id, why)
+
+
+# Bytes one call of one kernel may keep; a thousand replays' worth of it would still be small.
+_KEPT = 512
+
+
+def _distinct(seen: tuple[Seen, ...]) -> list[Seen]:
+    return list({(item.context, item.bound.kernel_id): item for item in reversed(seen) if item.args}.values())
+
+
+def _captured(
+    run: Callable[[], Any], watch: Watch, seen: tuple[Seen, ...], stream: Any, pool: Any, how: Settings
+) -> tuple[Any, Any]:
+    try:
+        return capture_on(stream, lambda: _blaming(run, watch), pool)
+    except (_Refused, CudaGraphUnsafeError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            _prove(seen, stream, how.memory_limit)  # a capture that only its end finds spoilt: by whom?
+        raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=short(error)) from error
+
+
+def _blaming(run: Callable[[], Any], watch: Watch) -> Any:
+    """Run; what a kernel of ours raises is held against that kernel."""
+    try:
+        return run()
+    except CudaGraphUnsafeError as error:
+        if error.code is not ReasonCode.GRAPH_CAPTURE_FAILED or not watch.seen:
+            raise
+        why = reason("GRAPH_CAPTURE_FAILED", short(error.__cause__ or error))
+        raise _Refused(watch.seen[-1].bound.kernel_id, why) from error

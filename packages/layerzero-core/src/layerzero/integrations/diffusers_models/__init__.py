@@ -1,0 +1,141 @@
+"""LayerZero in diffusers: what `lz.patch` does to its models and pipelines.
+
+Attention goes in by the library's own doors: a processor where a layer takes one, a backend of its dispatcher where the
+processor asks that. RMSNorm and LayerNorm get a `forward` on the module instance. Nothing is replaced in the library
+itself, so other models stay as they are, and `unpatch` puts back the very same objects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.integrations.changes import Changes
+from layerzero.model.patches import Left, Patched, PatchReport
+from layerzero.public.patching import patcher_of
+
+__all__ = ["MINIMUM", "patch", "patched", "unpatch", "version"]
+
+MINIMUM = (0, 36)
+_RECORD = "_layerzero_patch"
+
+
+def version() -> str:
+    """The version of diffusers here; an error where there is none, or one older than the dispatcher we enter by."""
+    try:
+        found = importlib.metadata.version("diffusers")
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendNotAvailableError(code="BACKEND_NOT_INSTALLED", value="diffusers", limit="diffusers") from None
+    parts = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if parts < MINIMUM:
+        raise BackendNotAvailableError(
+            f"diffusers {found} is too old to patch",
+            code="BACKEND_VERSION_MISMATCH",
+            value=found,
+            limit=f">={'.'.join(map(str, MINIMUM))}",
+        )
+    return found
+
+
+def patch(
+    model: Any, *, attention: bool = True, norms: bool = True, feed_forward: bool = False, text_encoders: bool = True
+) -> None:
+    """Patch a model, or each model of a pipeline.
+
+    attention      UNet and VAE attention, DiT and joint attention
+    norms          RMSNorm and LayerNorm
+    feed_forward   GEGLU and SwiGLU blocks through `lz.mlp`: two products instead of one, so ask for it where it pays
+    text_encoders  in a pipeline, its models of other libraries too (transformers)
+    """
+    release = version()
+    if isinstance(model, nn.Module):
+        if patched(model) is None:
+            _patch_module(model, release, attention, norms, feed_forward)
+        return
+    done: list[tuple[Any, Any]] = []
+    try:
+        for _, part, patcher in _components(model):
+            if patcher.patched(part) is not None:
+                continue
+            if patcher.__name__ == __name__:
+                _patch_module(part, release, attention, norms, feed_forward)
+            elif text_encoders:
+                patcher.patch(part)
+            done.append((patcher, part))
+    except BaseException:  # all of a pipeline or nothing
+        for patcher, part in reversed(done):
+            patcher.unpatch(part)
+        raise
+
+
+def unpatch(model: Any) -> None:
+    """Put back what `patch` replaced, in a model or in each model of a pipeline."""
+    if isinstance(model, nn.Module):
+        record = vars(model).pop(_RECORD, None)
+        if record is not None:
+            record[0].undo()
+        return
+    for _, part, patcher in _components(model):
+        patcher.unpatch(part)
+
+
+def patched(model: Any) -> PatchReport | None:
+    """What was patched in a model, or in all models of a pipeline together; None where nothing is."""
+    if isinstance(model, nn.Module):
+        record = vars(model).get(_RECORD)
+        return None if record is None else record[1]
+    parts: list[Patched] = []
+    left: list[Left] = []
+    found = False
+    for name, part, patcher in _components(model):
+        report = patcher.patched(part)
+        if report is None:
+            left.append(Left(name, type(part).__name__, "not patched"))
+            continue
+        found = True
+        parts += [Patched(_under(name, item.name), item.kind, item.op) for item in report.patched]
+        left += [Left(_under(name, item.name), item.kind, item.why) for item in report.left]
+    return PatchReport("diffusers", version(), type(model).__name__, tuple(parts), tuple(left)) if found else None
+
+
+def _under(component: str, name: str) -> str:
+    return f"{component}.{name}" if name else component
+
+
+def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The models of a pipeline by name, each with the module that patches it; one that stands twice comes once."""
+    components = getattr(pipeline, "components", None)
+    if not isinstance(components, dict):
+        raise InvalidInputError(
+            f"{type(pipeline).__name__} is neither a model nor a pipeline",
+            code="TYPE_INVALID",
+            value=type(pipeline).__name__,
+            limit="a diffusers model or pipeline",
+        )
+    seen: set[int] = set()
+    for name, part in components.items():
+        if not isinstance(part, nn.Module) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        try:
+            patcher = patcher_of(part)
+        except InvalidInputError:  # a model of a library without a patcher: left alone
+            continue
+        yield name, part, patcher
+
+
+def _patch_module(model: nn.Module, release: str, attention: bool, norms: bool, feed_forward: bool) -> None:
+    walk = importlib.import_module("layerzero.integrations.diffusers_models.walk")
+    changes = Changes()
+    try:
+        done, left = walk.apply(model, changes, attention=attention, norms=norms, feed_forward=feed_forward)
+    except BaseException:
+        changes.undo()
+        raise
+    report = PatchReport("diffusers", release, type(model).__name__, tuple(done), tuple(left))
+    vars(model)[_RECORD] = (changes, report)

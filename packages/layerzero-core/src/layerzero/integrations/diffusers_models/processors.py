@@ -1,0 +1,194 @@
+"""Attention processors over LayerZero's ops, for the layers whose own processors call torch directly.
+
+Each is joined with the processor it takes the place of, since diffusers asks for their classes in several places; that
+is done at the first patch, so that this module can be imported without the library. They keep no state: one object
+serves every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from layerzero.integrations.diffusers_models.dispatcher import attend
+from layerzero.ops.attention import attention
+from layerzero.ops.positional import rope
+
+__all__ = ["FluxProcessor", "JointProcessor", "PlainProcessor", "known"]
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    """[B, S, H·D] as [B, S, H, D]."""
+    return x.unflatten(-1, (-1, head_dim))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class PlainProcessor:
+    """Self and cross attention of UNets, VAEs and DiTs: one stream of queries over itself or over another stream."""
+
+    op: ClassVar[str] = "attention"
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Project, attend, project back; images [B, C, H, W] are sequences of their pixels meanwhile."""
+        if args or kwargs:  # deprecated arguments: the library knows what to say about them
+            found: Tensor = super().__call__(  # type: ignore[misc] # the library's class comes next
+                attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs
+            )
+            return found
+        x = hidden_states if attn.spatial_norm is None else attn.spatial_norm(hidden_states, temb)
+        image = x.shape if x.ndim == 4 else None
+        if image is not None:
+            x = x.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        source = x
+        if encoder_hidden_states is not None:
+            source = encoder_hidden_states
+            if attn.norm_cross:
+                source = attn.norm_encoder_hidden_states(source)
+        query, key, value = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+        head_dim = query.shape[-1] // attn.heads
+        query, key, value = _heads(query, head_dim), _heads(key, head_dim), _heads(value, head_dim)
+        if attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if attn.norm_k is not None:
+            key = attn.norm_k(key)
+        mask = attention_mask
+        if mask is not None:
+            # The library's masks come as [B, 1, S] or wider and leave this call once for each head.
+            mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
+            mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
+        out = attention(query, key, value, mask, layout="BSHD").flatten(2)
+        out = attn.to_out[1](attn.to_out[0](out))
+        if image is not None:
+            out = out.transpose(1, 2).reshape(image)
+        if attn.residual_connection:
+            out = out + hidden_states
+        if attn.rescale_output_factor != 1.0:
+            out = out / attn.rescale_output_factor
+        return out  # type: ignore[no-any-return]
+
+
+class JointProcessor:
+    """Joint attention as in Stable Diffusion 3: image and text, each with projections of its own, attend all."""
+
+    op: ClassVar[str] = "attention"
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Image tokens first, then text; the mask is ignored, as it is by the library."""
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        head_dim = key.shape[-1] // attn.heads
+        query = _normed(_heads(query, head_dim), attn.norm_q)
+        key = _normed(_heads(key, head_dim), attn.norm_k)
+        value = _heads(value, head_dim)
+        text = encoder_hidden_states
+        if text is not None:
+            added_query = _normed(_heads(attn.add_q_proj(text), head_dim), attn.norm_added_q)
+            added_key = _normed(_heads(attn.add_k_proj(text), head_dim), attn.norm_added_k)
+            query, key = torch.cat((query, added_query), 1), torch.cat((key, added_key), 1)
+            value = torch.cat((value, _heads(attn.add_v_proj(text), head_dim)), 1)
+        out = attention(query, key, value, layout="BSHD").flatten(2)
+        if text is None:
+            alone: Tensor = attn.to_out[1](attn.to_out[0](out))
+            return alone
+        image_out, text_out = out.split((hidden_states.shape[1], text.shape[1]), 1)
+        if not attn.context_pre_only:
+            text_out = attn.to_add_out(text_out)
+        return attn.to_out[1](attn.to_out[0](image_out)), text_out
+
+
+class FluxProcessor:
+    """Flux: text and image tokens in one sequence, RMSNorm over each head, rotary embedding in pairs, attention."""
+
+    op: ClassVar[str] = "attention + rope"
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Text tokens first, then image; a block with a single stream gets both as `hidden_states`."""
+        if attn.fused_projections:
+            query, key, value = attn.to_qkv(hidden_states).chunk(3, -1)
+        else:
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        head_dim = attn.head_dim
+        query, key = attn.norm_q(_heads(query, head_dim)), attn.norm_k(_heads(key, head_dim))
+        value = _heads(value, head_dim)
+        text = encoder_hidden_states
+        if attn.added_kv_proj_dim is not None and text is not None:
+            if attn.fused_projections:
+                added = attn.to_added_qkv(text).chunk(3, -1)
+            else:
+                added = (attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text))
+            query = torch.cat((attn.norm_added_q(_heads(added[0], head_dim)), query), 1)
+            key = torch.cat((attn.norm_added_k(_heads(added[1], head_dim)), key), 1)
+            value = torch.cat((_heads(added[2], head_dim), value), 1)
+        if image_rotary_emb is not None:
+            cos, sin = _half_tables(*image_rotary_emb, query.device)
+            query, key = rope(query, key, cos, sin, interleaved=True, layout="BSHD")
+        out = attend(query, key, value, attention_mask).flatten(2)
+        if text is None:
+            return out  # type: ignore[no-any-return]
+        text_out, image_out = out.split((text.shape[1], out.shape[1] - text.shape[1]), 1)
+        image_out = attn.to_out[1](attn.to_out[0](image_out))
+        return image_out, attn.to_add_out(text_out)
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+# (cos the library made, its version, one angle a pair of cos, of sin): every layer of a step passes the same tables.
+_last: tuple[Any, int, Tensor, Tensor] | None = None
+
+
+def _half_tables(cos: Tensor, sin: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables [S, D] in which each angle stands twice, as [S, D/2]."""
+    global _last
+    # A tensor made before a capture would be missing from the graph, which then never sees new tables.
+    fresh = torch.compiler.is_compiling() or (cos.is_cuda and torch.cuda.is_current_stream_capturing())
+    known = _last
+    if not fresh and known is not None and known[0]() is cos and known[1] == cos._version:
+        return known[2], known[3]
+    half_cos, half_sin = (table[:, ::2].to(device).contiguous() for table in (cos, sin))
+    if not fresh and not torch.is_inference(cos):  # an inference tensor counts no versions
+        _last = (ref(cos), cos._version, half_cos, half_sin)
+    return half_cos, half_sin
+
+
+@functools.cache
+def known() -> dict[type, Any]:
+    """Processor of the library -> ours that takes its place, derived from it."""
+    common: Any = importlib.import_module("diffusers.models.attention_processor")
+    flux: Any = importlib.import_module("diffusers.models.transformers.transformer_flux")
+    pairs: tuple[tuple[type, Any], ...] = (
+        (PlainProcessor, common.AttnProcessor2_0),
+        (JointProcessor, common.JointAttnProcessor2_0),
+        (FluxProcessor, flux.FluxAttnProcessor),
+    )
+    return {theirs: type(ours.__name__, (ours, theirs), {"__module__": __name__})() for ours, theirs in pairs}

@@ -1,0 +1,136 @@
+"""The mask side of `attn_implementation="layerzero"`: no mask where the attention function can say it by itself.
+
+transformers asks for a mask once a forward pass. What comes back is None or a boolean mask that is true word for word,
+so that model code may slice or combine it. Where the mask is one that `lz.attention` has words for, it carries a note
+(`noted`) that spares the kernel from reading it; a mask that was changed on the way has lost its note and is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Note", "mask", "noted"]
+
+_ATTRIBUTE = "_layerzero_note"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a mask says, in the words of `lz.attention`.
+
+    causal  "bottom_right": nothing after the query's own place, the new tokens being the last ones
+    window  (left, right) keys around it
+    used    a tensor with the number of places in use, of a cache whose places are all there from the start: one new
+            token, the last of them, sees these and no others
+    """
+
+    causal: str | None = None
+    window: tuple[int, int] | None = None
+    used: Tensor | None = None
+
+
+def noted(attention_mask: Any) -> Note | None:
+    """The note on a mask made here and not changed since."""
+    return getattr(attention_mask, _ATTRIBUTE, None)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **rest: Any,
+) -> Tensor | None:
+    """The mask function registered beside the attention function; the arguments are transformers'."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    compiling = torch.compiler.is_compiling()
+    window = None if local_size is None else _window(config, local_size)
+    known = local_size is None or window is not None
+    causal = rest.get("mask_function", causal_mask_function) is causal_mask_function
+    # One new token at a place of a cache that is all there from the start.
+    static = isinstance(q_offset, Tensor) and causal and q_length == 1 and not compiling
+    ends_here = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    said = known and allow_is_causal_skip and ends_here and not compiling
+    if said and local_size is not None and q_length in (1, kv_length) and not _padded(attention_mask):
+        if (q_length == 1 and kv_length <= local_size) or _passes_window(config):
+            return None  # nothing is hidden, or the attention function is told the window by the model
+    found: Tensor | None = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        config=config,
+        **rest,
+    )
+    if found is None or compiling:
+        return found
+    if static and not _padded(attention_mask):
+        # A copy: the cache counts on in the same tensor.
+        return _with_note(found, Note(used=q_offset + 1))
+    if said and (causal or window is not None) and not _padded(attention_mask):
+        return _with_note(found, Note("bottom_right", window))
+    return found
+
+
+def _with_note(found: Tensor, note: Note) -> Tensor:
+    setattr(found, _ATTRIBUTE, note)
+    return found
+
+
+def _padded(attention_mask: Tensor | None) -> bool:
+    """Whether a token is hidden. Reading that waits for the device, which a capture forbids: then it may be."""
+    if attention_mask is None:
+        return False
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return not bool(attention_mask.all())
+
+
+def _window(config: Any, local_size: int) -> tuple[int, int] | None:
+    """The window a local size stands for; None for chunks, whose size comes by the same name."""
+    if getattr(config, "attention_chunk_size", None) is not None or getattr(config, "is_causal", True) is False:
+        return None
+    return (local_size - 1, 0) if getattr(config, "sliding_window", None) == local_size else None
+
+
+def _passes_window(config: Any) -> bool:
+    """Whether the attention of this architecture hands its window to the attention function."""
+    return _names_window(str(getattr(config, "model_type", "")))
+
+
+@lru_cache(maxsize=256)
+def _names_window(model_type: str) -> bool:
+    """Read off the model's source: every call of the attention function has a `sliding_window`."""
+    folder = model_type.removesuffix("_text")
+    names = {f"transformers.models.{name}.modeling_{name}" for name in (model_type, folder)}
+    for module in (sys.modules[name] for name in names if name in sys.modules):
+        try:
+            tree = ast.parse(inspect.getsource(module))
+        except (OSError, SyntaxError, TypeError):
+            return False
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_attention(node.func)]
+        return bool(calls) and all(any(k.arg == "sliding_window" for k in call.keywords) for call in calls)
+    return False
+
+
+def _is_attention(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "attention_interface"

@@ -1,0 +1,154 @@
+"""The forwards that patched parts get, and what each of them keeps. All are methods, so that a copy of a model made
+with `copy.deepcopy` is patched too, by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerzero.integrations.transformers_models import quick
+from layerzero.integrations.transformers_models.neighbours import Neighbours
+
+__all__ = [
+    "STATE",
+    "Gated",
+    "Projected",
+    "Rms",
+    "add_norm",
+    "end",
+    "first",
+    "gated",
+    "layer_norm",
+    "rms_norm",
+    "second",
+]
+
+STATE = "_layerzero"  # where a patched part keeps what it needs
+_compiling = torch.compiler.is_compiling
+
+
+class Rms:
+    """State of a norm. `ready` is (x, its norm, its version), computed by the layer before together with the sum x."""
+
+    __slots__ = ("eps", "facts", "gemma", "ready")
+
+    def __init__(self, module: Any, gemma: bool, eps: float) -> None:
+        self.gemma, self.eps, self.facts = gemma, eps, quick.Facts(module._parameters)
+        self.ready: tuple[Tensor, Tensor, int] | None = None
+
+
+def rms_norm(self: Any, x: Tensor) -> Tensor:
+    """A patched RMSNorm."""
+    state: Rms = self._layerzero
+    if not _compiling():
+        ready = state.ready
+        if ready is not None:
+            state.ready = None
+            if ready[0] is x and x._version == ready[2]:
+                return ready[1]
+    return quick.norm(state.gemma, x, self._parameters["weight"], state.eps, state.facts)
+
+
+def layer_norm(self: Any, x: Tensor) -> Tensor:
+    """A patched LayerNorm."""
+    own = self._parameters
+    return quick.layer(x, own["weight"], own["bias"], self.eps, self._layerzero)
+
+
+def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(residual + x), residual + x), in one kernel where nothing else wants to know of the norm."""
+    if torch.is_grad_enabled() or _compiling() or norm._forward_hooks or norm._forward_pre_hooks:
+        total = residual + x
+        return norm(total), total
+    state: Rms = norm._layerzero
+    return quick.add_norm(state.gemma, x, residual, norm._parameters["weight"], state.eps, state.facts)
+
+
+def end(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + x at the end of a layer; the norm that comes next is taken in the same kernel and kept for it.
+
+    Not where a gradient is needed, under torch.compile, in inference mode (where a later write into the sum could not
+    be noticed), or where somebody hangs on the layer.
+    """
+    state: Following = layer._layerzero
+    norm = state.norm
+    if (
+        norm is None
+        or torch.is_grad_enabled()
+        or _compiling()
+        or torch.is_inference_mode_enabled()
+        or layer._forward_hooks
+        or norm._forward_hooks
+        or norm._forward_pre_hooks
+    ):
+        return residual + x
+    kept: Rms = norm._layerzero
+    normed, total = quick.add_norm(kept.gemma, x, residual, norm._parameters["weight"], kept.eps, kept.facts)
+    kept.ready = (total, normed, total._version)
+    return total
+
+
+class Following:
+    """State of a decoder layer: the norm that takes its result, None where that is not known."""
+
+    __slots__ = ("norm",)
+
+    def __init__(self, norm: Any) -> None:
+        self.norm = norm
+
+
+class Projected:
+    """State of one of several projections: all of them, and the place of this one."""
+
+    __slots__ = ("all", "place")
+
+    def __init__(self, neighbours: Neighbours, place: int) -> None:
+        self.all, self.place = neighbours, place
+
+
+def first(self: Any, x: Tensor) -> Tensor:
+    """The first of several projections of one input: computes all, keeps the others' for them."""
+    neighbours: Neighbours = self._layerzero.all
+    if _compiling() or not neighbours.together():
+        return F.linear(x, self.weight, self.bias)
+    own, *others = torch.split(F.linear(x, neighbours.weight, neighbours.bias), neighbours.sizes, -1)
+    neighbours.stash = (x, *others)
+    return own
+
+
+def second(self: Any, x: Tensor) -> Tensor:
+    """Another projection of the input the first one was just given; of any other input it computes its own."""
+    state: Projected = self._layerzero
+    if not _compiling():
+        neighbours = state.all
+        stash = neighbours.stash
+        if stash is not None and stash[0] is x:
+            if state.place == len(neighbours.sizes) - 1:
+                neighbours.stash = None
+            found: Tensor = stash[state.place]
+            return found
+    return F.linear(x, self.weight, self.bias)
+
+
+class Gated:
+    """State of a gated MLP: its two projections in, the one back, the op between."""
+
+    __slots__ = ("both", "down", "op", "rest")
+
+    def __init__(self, both: Neighbours, down: str, op: str, rest: tuple[str, ...]) -> None:
+        self.both, self.down, self.op, self.rest = both, down, op, rest
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    """A patched SwiGLU or GeGLU: one product, one activation, and the module's own projection back."""
+    state: Gated = self._layerzero
+    both = state.both
+    if self.training or _compiling() or not both.together():
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    wide = quick.activate(state.op, F.linear(x, both.weight, both.bias), state.rest)
+    out: Tensor = self._modules[state.down](wide)
+    return out

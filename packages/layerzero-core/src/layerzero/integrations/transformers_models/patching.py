@@ -1,0 +1,286 @@
+"""`lz.patch` for models of transformers: which parts, with what, and the way back."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from layerzero.errors import InvalidInputError
+from layerzero.integrations.changes import Changes
+from layerzero.integrations.transformers_models import experts, layers, parts, probes, quick, rewriting
+from layerzero.integrations.transformers_models.choosing import choose_attention, choose_experts
+from layerzero.integrations.transformers_models.enabling import NAME, enable_transformers
+from layerzero.integrations.transformers_models.neighbours import Neighbours, unfit
+from layerzero.model.patches import Left, Patched, PatchReport
+
+__all__ = ["KINDS", "patch", "patched", "unpatch"]
+
+_log = logging.getLogger("layerzero.transformers")
+
+# What can be left out with `skip=`.
+KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual")
+_RECORD = "_layerzero_patch"
+_GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
+_QKV = (("q_proj", "k_proj", "v_proj"),)
+
+
+class _Record:
+    """One patched model: what was changed, and the report."""
+
+    def __init__(self) -> None:
+        self.changes = Changes()
+        self.neighbours: list[Neighbours] = []
+        self.patched: list[Patched] = []
+        self.left: list[Left] = []
+        self.report: PatchReport | None = None
+
+    def did(self, name: str, module: Any, op: str) -> None:
+        self.patched.append(Patched(name, type(module).__name__, op))
+
+    def leave(self, name: str, module: Any, why: str) -> None:
+        self.left.append(Left(name, type(module).__name__, why))
+
+
+def patch(model: Any, *, skip: Collection[str] = ()) -> PatchReport:
+    """Let a model (or pipeline) of transformers compute with LayerZero's ops; `skip` leaves kinds of parts alone."""
+    wrong = set(skip) - set(KINDS) if not isinstance(skip, str) else {skip}
+    if wrong:
+        raise InvalidInputError(
+            f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}",
+            code="VALUE_INVALID",
+            value=f"skip={skip}",
+            limit=", ".join(KINDS),
+        )
+    model = _model_of(model)
+    known = patched(model)
+    if known is not None:
+        return known
+    version = enable_transformers()
+    record = _Record()
+    steps = {
+        "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
+        "projections": _projections, "residual": _residual,
+    }  # fmt: skip
+    try:
+        for kind, step in steps.items():
+            if kind not in skip:
+                step(model, record)
+    except BaseException:
+        _undo(record)
+        raise
+    record.report = PatchReport(
+        "transformers", version, type(model).__name__, tuple(record.patched), tuple(record.left)
+    )
+    record.changes.set(model, _RECORD, record)
+    if not record.patched:
+        _log.warning("lz.patch found nothing to patch in %s: %s", type(model).__name__, record.report)
+    return record.report
+
+
+def unpatch(model: Any) -> PatchReport | None:
+    """Undo `patch`; returns what had been patched, None for a model that was not."""
+    record: _Record | None = vars(_model_of(model)).get(_RECORD)
+    if record is None:
+        return None
+    _undo(record)
+    return record.report
+
+
+def patched(model: Any) -> PatchReport | None:
+    """What `patch` did to this model; None for one that is not patched."""
+    record: _Record | None = vars(_model_of(model)).get(_RECORD)
+    return None if record is None else record.report
+
+
+def _model_of(given: Any) -> Any:
+    """The model itself, or that of a pipeline."""
+    model = given if isinstance(given, nn.Module) else getattr(given, "model", None)
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=type(given).__name__, limit="a model or a pipeline of transformers"
+        )
+    return model
+
+
+def _undo(record: _Record) -> None:
+    for neighbours in record.neighbours:
+        neighbours.part()
+    record.changes.undo()
+
+
+def _forward(record: _Record, module: Any, function: Callable[..., Any], state: Any = None) -> None:
+    if state is not None:
+        record.changes.set(module, parts.STATE, state)
+    record.changes.set(module, "forward", types.MethodType(function, module))
+
+
+def _free(record: _Record, name: str, module: Any) -> bool:
+    """A forward on the instance is somebody else's (accelerate, another patch), or ours from an earlier step."""
+    if "forward" not in vars(module):
+        return True
+    if not hasattr(module, parts.STATE):
+        record.leave(name, module, "it has a forward of its own on the instance")
+    return False
+
+
+# -- attention and experts: transformers' own interfaces ---------------------------------------------
+def _attention(model: Any, record: _Record) -> None:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation is None or not hasattr(model, "set_attn_implementation"):
+        record.leave("", model, "it has no attention implementation to choose")
+        return
+    if not model._can_set_attn_implementation():
+        record.leave("", model, "its attention does not go through AttentionInterface")
+        return
+    choose_attention(model, record.changes)
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "config"):
+            if module.config._attn_implementation == NAME:
+                record.did(name, module, "attention")
+            else:
+                record.leave(name, module, f"transformers keeps its {module.config._attn_implementation} attention")
+
+
+def _experts(model: Any, record: _Record) -> None:
+    found = [(name, m) for name, m in model.named_modules() if hasattr(type(m), "_apply_gate") and hasattr(m, "config")]
+    fit = False
+    for name, module in found:
+        why = experts.unfit(module)
+        activation = None if why else probes.activation_of(module.act_fn, module.down_proj)
+        if why or activation is None:
+            record.leave(name, module, why)
+            continue
+        fit = True
+        record.changes.set(module, experts.WORD, activation[2])
+        record.did(name, module, "moe")
+    if fit:
+        choose_experts(model, record.changes)
+
+
+# -- norms -------------------------------------------------------------------------------------------
+def _norms(model: Any, record: _Record) -> None:
+    for name, module in model.named_modules():
+        if type(module).forward is nn.LayerNorm.forward and isinstance(module, nn.LayerNorm):
+            if len(module.normalized_shape) != 1:
+                record.leave(name, module, "it normalises over several axes")
+            elif _free(record, name, module):
+                _forward(record, module, parts.layer_norm, quick.Facts(module._parameters))
+                record.did(name, module, "layer_norm")
+        elif _looks_like_rms(module) and _free(record, name, module):
+            _rms(name, module, record)
+
+
+def _looks_like_rms(module: Any) -> bool:
+    kind = type(module).__name__
+    own = list(module._parameters)
+    return (kind.endswith(("RMSNorm", "RmsNorm")) or kind == "T5LayerNorm") and own == ["weight"]
+
+
+def _rms(name: str, module: Any, record: _Record) -> None:
+    eps = next((vars(module)[word] for word in ("variance_epsilon", "eps") if word in vars(module)), None)
+    weight = module.weight
+    if eps is None or weight is None or weight.ndim != 1:
+        record.leave(name, module, "it has no epsilon or no weight")
+    elif weight.device.type == "meta":
+        record.leave(name, module, "the weights are on the meta device")
+    else:
+        op = probes.norm_of(module.forward, weight, eps)
+        if op is None:
+            record.leave(name, module, "it computes something else than RMSNorm")
+            return
+        _forward(record, module, parts.rms_norm, parts.Rms(module, op == "gemma_rms_norm", eps))
+        record.did(name, module, op)
+
+
+# -- rotary positions --------------------------------------------------------------------------------
+def _rope(model: Any, record: _Record) -> None:
+    word = "apply_rotary_pos_emb"
+    known: dict[Any, bool] = {}
+    for name, module in model.named_modules():
+        forward = type(module).forward
+        code = getattr(forward, "__code__", None)
+        if code is None or word not in code.co_names or not _free(record, name, module):
+            continue
+        try:
+            function = rewriting.renamed(forward, **{word: quick.rotate})
+        except rewriting.NotRewritable as why:
+            record.leave(name, module, f"rope: {why}")
+            continue
+        own = forward.__globals__.get(word)
+        device = next((p.device for p in module.parameters()), None)
+        if device is None or device.type == "meta":
+            record.leave(name, module, "the weights are on the meta device")
+            continue
+        if own not in known:
+            known[own] = own is not None and probes.rotates_halves(own, device)
+        if known[own]:
+            _forward(record, module, function)
+            record.did(name, module, "rope")
+        else:
+            record.leave(name, module, "it turns its heads otherwise than by halves")
+
+
+# -- projections of one input ------------------------------------------------------------------------
+def _mlps(model: Any, record: _Record) -> None:
+    for name, module in model.named_modules():
+        names = next((n for n in _GATES if all(hasattr(module, part) for part in n)), None)
+        if names is None or not all(isinstance(getattr(module, part), nn.Module) for part in names[:3]):
+            continue
+        if _free(record, name, module):
+            _gated(name, module, names, record)
+
+
+def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Record) -> None:
+    gate, up, down = (getattr(module, part) for part in names[:3])
+    why = unfit((gate, up))
+    found = None if why else probes.activation_of(getattr(module, names[3]), gate.weight)
+    if not why and found is None:
+        why = f"no op has its activation {type(getattr(module, names[3])).__name__}"
+    if not why and not probes.is_gated_mlp(module, gate, up, down, getattr(module, names[3])):
+        why = "it computes something else than a gated MLP"
+    if why or found is None:
+        record.leave(name, module, why)
+        return
+    both = Neighbours((gate, up))
+    record.neighbours.append(both)
+    _forward(record, module, parts.gated, parts.Gated(both, names[2], found[0], found[1]))
+    record.did(name, module, found[0])
+
+
+def _projections(model: Any, record: _Record) -> None:
+    for name, module in model.named_modules():
+        names = next((n for n in _QKV if all(hasattr(module, part) for part in n)), None)
+        if names is None:
+            continue
+        found = [getattr(module, part) for part in names]
+        why = unfit(found) or layers.other_inputs(type(module))
+        if why:
+            record.leave(name, module, f"one product for {', '.join(names)}: {why}")
+            continue
+        neighbours = Neighbours(found)
+        record.neighbours.append(neighbours)
+        for place, part in enumerate(found):
+            _forward(record, part, parts.second if place else parts.first, parts.Projected(neighbours, place))
+        record.did(name, module, " + ".join(names) + " in one product")
+
+
+# -- the residual stream -----------------------------------------------------------------------------
+def _residual(model: Any, record: _Record) -> None:
+    for stack, after in layers.stacks(model):
+        for i, layer in enumerate(stack):
+            name = next(n for n, m in model.named_modules() if m is layer)
+            norms = [n for n in rewriting.residual_norms(type(layer).forward) if layers.is_rms(getattr(layer, n, None))]
+            if not norms or not _free(record, name, layer):
+                continue
+            following = layers.first_norm(stack[i + 1]) if i + 1 < len(stack) else after
+            try:
+                function = rewriting.with_residuals(type(layer).forward, norms, parts.add_norm, parts.end)
+            except rewriting.NotRewritable as why:
+                record.leave(name, layer, f"sum and norm in one: {why}")
+                continue
+            _forward(record, layer, function, parts.Following(following))
+            record.did(name, layer, "add_rms_norm")

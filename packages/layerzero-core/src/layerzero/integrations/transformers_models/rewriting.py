@@ -1,0 +1,199 @@
+"""A `forward` of transformers with a few of its statements exchanged, everything else being its own.
+
+Two exchanges. A function the file calls by a global name (`apply_rotary_pos_emb`) becomes another one. And the residual
+stream: where a layer says
+
+    h = residual + h; residual = h; h = self.some_norm(h)
+
+it becomes `h, residual = add_norm(self.some_norm, h, residual)`; and `h = residual + h; return h` at the very end
+becomes `return end(self, h, residual)`.
+
+The new function is compiled from the class's own source with the globals of its file, for one instance: neither the
+class nor the file changes, and other models of the same class go on as they were.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["NotRewritable", "body_of", "renamed", "residual_norms", "with_residuals"]
+
+_ADD, _END = "_layerzero_add_norm", "_layerzero_end"
+
+
+class NotRewritable(Exception):
+    """Why a forward is left as it is."""
+
+
+def renamed(function: Any, **names: Any) -> Callable[..., Any]:
+    """The function with other values for some of its global names."""
+    plain = _plain(function)
+    made = types.FunctionType(
+        plain.__code__, _globals(plain, names), plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made
+
+
+def body_of(function: Any) -> list[ast.stmt]:
+    """The statements of a forward."""
+    definition = _parsed(_plain(function)).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    return definition.body
+
+
+def residual_norms(function: Any) -> tuple[str, ...]:
+    """Names of the norms that a forward takes of its residual stream right after adding to it."""
+    try:
+        tree = _parsed(_plain(function))
+    except NotRewritable:
+        return ()
+    found = (_norm_at(body, i) for body in _bodies(tree) for i in range(len(body)))
+    return tuple(name for name in found if name is not None)
+
+
+def with_residuals(
+    function: Any, norms: Iterable[str], add_norm: Callable[..., Any], end: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The forward with the sums before these norms, and the one at its end, handed to two functions."""
+    plain = _plain(function)
+    code = _rewritten(plain, tuple(norms), end is not None)
+    made = types.FunctionType(code, _globals(plain, {_ADD: add_norm, _END: end}), plain.__name__, plain.__defaults__)
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made
+
+
+def _globals(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
+    """The names of the function's file with some exchanged. Without `__name__`: torch.compile would look them up in the
+    module of that name, where they are not."""
+    return {name: item for name, item in {**function.__globals__, **names}.items() if name != "__name__"}
+
+
+def _plain(function: Any) -> types.FunctionType:
+    if not isinstance(function, types.FunctionType):
+        raise NotRewritable("its forward is not a plain function")
+    if hasattr(function, "__wrapped__") or function.__closure__:
+        raise NotRewritable("its forward is wrapped by a decorator")
+    return function
+
+
+@lru_cache(maxsize=256)
+def _rewritten(function: types.FunctionType, norms: tuple[str, ...], end: bool) -> types.CodeType:
+    tree = _parsed(function)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    done = 0
+    for body in _bodies(tree):
+        for i in range(len(body) - 1, -1, -1):
+            name = _norm_at(body, i)
+            if name in norms:
+                body[i : i + 3] = [_added(body[i], name)]
+                done += 1
+    if end and _ends(definition.body):
+        definition.body[-2:] = [_ended(definition.body[-2])]
+        done += 1
+    if not done:
+        raise NotRewritable("it has no sum right before a norm")
+    definition.returns = None
+    for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
+        argument.annotation = None
+    for star in (definition.args.vararg, definition.args.kwarg):
+        if star is not None:
+            star.annotation = None
+    definition.args.defaults = [ast.copy_location(ast.Constant(None), definition) for _ in definition.args.defaults]
+    definition.args.kw_defaults = [
+        None if item is None else ast.copy_location(ast.Constant(None), definition)
+        for item in definition.args.kw_defaults
+    ]
+    module = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
+    return next(item for item in module.co_consts if isinstance(item, types.CodeType))
+
+
+def _parsed(function: types.FunctionType) -> ast.Module:
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):
+        raise NotRewritable("its source cannot be read") from None
+    definition = tree.body[0] if len(tree.body) == 1 else None
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise NotRewritable("its forward is wrapped by a decorator")
+    ast.increment_lineno(tree, first - 1)  # tracebacks go on pointing into the file
+    return tree
+
+
+def _bodies(tree: ast.AST) -> Iterable[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for name in ("body", "orelse"):
+            body = getattr(node, name, None)
+            if isinstance(body, list):
+                yield body
+
+
+def _sum(statement: ast.stmt) -> tuple[str, str] | None:
+    """(h, residual) of `h = residual + h`, in either order."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name(id=h)], value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right))
+        ) if left != right and h in (left, right):
+            return h, right if h == left else left
+    return None
+
+
+def _norm_at(body: list[ast.stmt], i: int) -> str | None:
+    """The norm's name where the three statements of the residual stream stand at place i."""
+    summed = _sum(body[i])
+    if summed is None or i + 2 >= len(body):
+        return None
+    h, residual = summed
+    match body[i + 1], body[i + 2]:
+        case (
+            ast.Assign(targets=[ast.Name(id=kept)], value=ast.Name(id=of)),
+            ast.Assign(
+                targets=[ast.Name(id=out)],
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=arg)], keywords=[]
+                ),
+            ),
+        ) if kept == residual and of == h and out == h and arg == h:
+            return norm
+    return None
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    if len(body) < 2:
+        return False
+    summed = _sum(body[-2])
+    match body[-1]:
+        case ast.Return(value=ast.Name(id=name)):
+            return summed is not None and name == summed[0]
+    return False
+
+
+def _added(statement: ast.stmt, norm: str) -> ast.stmt:
+    summed = _sum(statement)
+    assert summed is not None
+    h, residual = summed
+    made = ast.parse(f"{h}, {residual} = {_ADD}(self.{norm}, {h}, {residual})").body[0]
+    return _placed(made, statement)
+
+
+def _ended(statement: ast.stmt) -> ast.stmt:
+    summed = _sum(statement)
+    assert summed is not None
+    h, residual = summed
+    made = ast.parse(f"def f():\n    return {_END}(self, {h}, {residual})").body[0]
+    assert isinstance(made, ast.FunctionDef)
+    return _placed(made.body[0], statement)
+
+
+def _placed(made: ast.stmt, at: ast.stmt) -> ast.stmt:
+    for node in ast.walk(made):
+        ast.copy_location(node, at)
+    return made

@@ -1,0 +1,161 @@
+"""The public functions that have a C form (`layerzero-accel`), and what it must know of each of them.
+
+One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a number by type, W a word or flag
+by value, F a finite scale that is not keyed, Z zero, A None, I not looked at. Any other value takes the path in Python,
+which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. An op may be
+named below only if its function does nothing but dispatch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerzero.dispatch.hot import describe_tensor, generic_key, mode_key
+from layerzero.dispatch.late import recover
+from layerzero.model.op import OperationSpec
+from layerzero.ops.near import bucket_ends, near_key
+from layerzero.ops.signature import PUBLIC, PublicOp
+
+if TYPE_CHECKING:
+    from layerzero.dispatch.bind import Bound
+    from layerzero.selection.world import World
+
+__all__ = ["KINDS", "accelerated", "attention_key", "put_in_place", "rms_norm_key"]
+
+KINDS = {
+    "attention": "TTTOZWFWAIAOWW",
+    "rms_norm": "TONW",
+    "add_rms_norm": "TTONW",
+    "layer_norm": "TOONW",
+    "silu_and_mul": "TW",
+    "gelu_and_mul": "TWW",
+    "relu_and_mul": "TW",
+    "rope": "TOTTWWOWW",
+    "linear": "TTOWW",
+    "embedding": "TTNW",
+}
+
+# (bound kernel, ends of the buckets of the KV length where its bucket leads to the same kernel)
+Found = tuple["Bound", tuple[int, ...] | None]
+Find = Callable[["World", tuple[Any, ...], str | None, str | None], Found | None]
+
+
+def accelerated(native: Any) -> dict[str, Callable[..., Any]]:
+    """The C form of each of these functions, by name."""
+    return {name: _function(native, PUBLIC[name], kinds) for name, kinds in KINDS.items()}
+
+
+def put_in_place(made: dict[str, Callable[..., Any]]) -> None:
+    """Let `from layerzero.ops… import` find the C form too; what is registered with the op stays the one in Python."""
+    for name, function in made.items():
+        for module in ("layerzero.ops", PUBLIC[name].function.__module__):
+            setattr(sys.modules[module], name, function)
+
+
+def _function(native: Any, op: PublicOp, kinds: str) -> Callable[..., Any]:
+    given = list(op.signature.parameters.values())
+    parameters = tuple(
+        (p.name, kind, p.kind is p.POSITIONAL_OR_KEYWORD, *(() if p.default is p.empty else (p.default,)))
+        for p, kind in zip(given, kinds, strict=True)
+    )
+    names = [p.name for p in given]
+    name = op.spec.op_id
+    shown = inspect.Signature([p.replace(annotation=p.empty) for p in given])
+    made: Callable[..., Any] = native.function(
+        name,
+        "layerzero",  # where it is found by name, by pickle for one
+        f"{name}{shown}\n--\n\n{inspect.getdoc(op.function)}",
+        parameters,
+        tuple(names.index(argument) for argument in op.spec.arguments),
+        op.function,
+        _FINDS.get(name) or _find(op.spec),
+        _rescue(op.spec),
+        name == "attention",
+    )
+    return made
+
+
+def _find(spec: OperationSpec) -> Find:
+    """What is hot for a call of an op with the generic key."""
+
+    def find(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
+        if type(world.hot) is not dict:  # one that counts its calls is read by Python alone
+            return None
+        bound = world.hot.get(generic_key(spec.op_id, args, layout, backend))
+        return None if bound is None else (bound, None)
+
+    return find
+
+
+def _rescue(spec: OperationSpec) -> Callable[..., Any]:
+    def rescue(
+        error: Exception,
+        world: World,
+        bound: Bound,
+        args: tuple[Any, ...],
+        layout: str | None,
+        backend: str | None,
+    ) -> Any:
+        try:
+            raise error  # so that what is raised below says what it was raised for
+        except Exception as raised:
+            return recover(spec, world, None, bound, args, layout, backend, raised)
+
+    return rescue
+
+
+def rms_norm_key(x: Any, weight: Any, backend: str | None) -> tuple[Any, ...]:
+    """The key `lz.rms_norm` writes out by hand for a call with a weight."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return ("rms_norm", *describe_tensor(x), *describe_tensor(weight), backend, *mode_key(grad))
+
+
+def attention_key(args: tuple[Any, ...], layout: str | None, backend: str | None) -> tuple[Any, ...]:
+    """The key `lz.attention` writes out by hand, of a call whose mask is a tensor or None."""
+    query, key, value, mask, dropout_p, is_causal, _, window, softcap, slopes, return_lse = args
+    tensors = [item for item in (query, key, value, mask, slopes) if item is not None]
+    return (
+        "attention",
+        *describe_tensor(query),
+        *describe_tensor(key),
+        *describe_tensor(value),
+        None if mask is None else describe_tensor(mask),
+        None if slopes is None else describe_tensor(slopes),
+        is_causal is True or (is_causal is not False and (is_causal,)),
+        layout,
+        window,
+        softcap is None,
+        dropout_p != 0.0,
+        return_lse,
+        backend,
+        *mode_key(torch.is_grad_enabled() and any(item.requires_grad for item in tensors)),
+    )
+
+
+def _find_rms_norm(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
+    x, weight, _ = args
+    if weight is None:
+        return _find(PUBLIC["rms_norm"].spec)(world, args, layout, backend)
+    bound = world.hot.get(rms_norm_key(x, weight, backend)) if type(world.hot) is dict else None
+    return None if bound is None else (bound, None)
+
+
+def _find_attention(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
+    """Under the exact key, or under the one with the KV length in its bucket."""
+    if type(world.hot) is not dict:
+        return None
+    key = attention_key(args, layout, backend)
+    exact, near = world.hot.get(key), near_key(world, key)
+    bucket = None if near is None else world.hot.get(near)
+    bound = bucket if exact is None else exact
+    if bound is None:
+        return None
+    return bound, bucket_ends(world) if bucket is bound else None
+
+
+_FINDS: dict[str, Find] = {"attention": _find_attention, "rms_norm": _find_rms_norm}

@@ -1,0 +1,197 @@
+"""`lz.observe`, `lz.metrics`, `lz.structured_logs`: how a running process is seen from outside."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.files import write_whole
+from layerzero.runtime.observing import count_calls, families, kernel_calls
+from layerzero.telemetry.chrome import Trace
+from layerzero.telemetry.events import events
+from layerzero.telemetry.exporter import Exporter, export
+from layerzero.telemetry.logs import JsonFormatter, RedactingFormatter
+from layerzero.telemetry.metrics import Family
+from layerzero.telemetry.redact import Redactor
+
+__all__ = ["Observation", "metrics", "observe", "structured_logs"]
+
+
+class Observation:
+    """What `lz.observe` started; `stop()` or the end of its `with` block ends it."""
+
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []
+        self._exporter: Exporter | None = None
+        self._trace: Trace | None = None
+
+    @property
+    def where(self) -> str | None:
+        """Address or file of the metrics; None when they are not exported."""
+        return None if self._exporter is None else self._exporter.where
+
+    def families(self) -> list[Family]:
+        """The metrics as values."""
+        return families()
+
+    def calls(self) -> dict[tuple[str, str], int]:
+        """Calls by (op, kernel id), counted since the process first counted."""
+        return kernel_calls()
+
+    def trace(self) -> dict[str, Any]:
+        """The Chrome trace so far."""
+        if self._trace is None:
+            raise InvalidInputError("nothing is traced", code="VALUE_INVALID", value="trace=None", limit="trace=True")
+        return self._trace.to_json()
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the Chrome trace so far; Perfetto (ui.perfetto.dev) opens it."""
+        write_whole(Path(path), json.dumps(self.trace()))
+
+    def stop(self) -> None:
+        """End it; a second time does nothing."""
+        while self._stops:
+            self._stops.pop()()
+
+    def __enter__(self) -> Observation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def observe(
+    *,
+    counters: bool = True,
+    metrics: str | os.PathLike[str] | int | None = None,
+    interval: float = 2.0,
+    trace: bool | str | os.PathLike[str] = False,
+    spans: bool | Any = False,
+    registry: Any = None,
+) -> Observation:
+    """Let the process be seen, until `stop()`; also a context manager.
+
+    counters  count calls by kernel (about 50 ns a call; nothing is paid while no observation counts)
+    metrics   a port (`9464`, `"host:9464"`; 0: any free one) that Prometheus can scrape, or a file that is rewritten
+              every `interval` seconds (`.prom`: text, else JSON); `lz top` reads both
+    trace     keep what happens off the hot path for a Chrome trace; a path: write it there at the end
+    spans     OpenTelemetry spans for the same events; True: the program's tracer provider, else a tracer
+    registry  a registry of prometheus_client to add the metrics to (True: the client's own)
+
+    Cold calls, selections, compiles, failovers and tuning are traced; a hot call never is.
+    """
+    made = Observation()
+    try:
+        if trace:
+            made._trace = sink = Trace()
+            if not isinstance(trace, bool):
+                made._stops.append(lambda: made.save_trace(trace))
+            made._stops.append(events.subscribe(sink))
+        if spans:
+            from layerzero.telemetry.otel import Spans
+
+            made._stops.append(events.subscribe(Spans(None if spans is True else spans)))
+        if counters:
+            count_calls(True)
+            made._stops.append(lambda: count_calls(False))
+        if registry is not None and registry is not False:
+            from layerzero.telemetry.prometheus import register
+
+            made._stops.append(register(families, None if registry is True else registry))
+        if metrics is not None:
+            made._exporter = export(metrics, families, interval=interval)
+            made._stops.append(made._exporter.close)
+    except BaseException:
+        made.stop()
+        raise
+    return made
+
+
+def metrics() -> dict[str, Any]:
+    """Every metric of this process by name: a number, or a list of labels with numbers. Kernels are counted only while
+    an observation counts them (`lz.observe`); everything else always is."""
+    found: dict[str, Any] = {}
+    for item in families():
+        if item.kind == "histogram":
+            parts = {sample.name.removeprefix(item.name)[1:]: sample.value for sample in item.samples}
+            found[item.name] = {"count": parts["count"], "sum": parts["sum"]}
+        elif len(item.samples) == 1 and not item.samples[0].labels:
+            found[item.name] = item.samples[0].value
+        else:
+            found[item.name] = [{**dict(sample.labels), "value": sample.value} for sample in item.samples]
+    return found
+
+
+def structured_logs(
+    target: str | os.PathLike[str] | IO[str] | None = None,
+    *,
+    level: str | int = "INFO",
+    json: bool = True,
+    redact: bool | Iterable[str] = False,
+) -> Callable[[], None]:
+    """Write LayerZero's log records to a stream (default: stderr) or file; returns the way to stop.
+
+    One JSON object a line, with op, kernel_id, reasons and costs where there are any; `json=False`: plain text.
+    `redact` leaves out what looks like a secret (tokens, passwords, keys); a list of regular expressions adds to that.
+    At level INFO every selection is logged, once.
+    """
+    if isinstance(redact, (str, bytes)):
+        raise InvalidInputError(code="TYPE_INVALID", value="redact: str", limit="True, or a list of expressions")
+    redactor = Redactor(() if redact is True else redact) if redact else None
+    chosen = logging.getLevelName(level.upper()) if isinstance(level, str) else level
+    if not isinstance(chosen, int) or isinstance(chosen, bool):
+        raise InvalidInputError(code="VALUE_INVALID", value=f"level={level!r}", limit="DEBUG, INFO, WARNING or ERROR")
+    handler = _handler(target)
+    formatter: logging.Formatter
+    if json:
+        formatter = JsonFormatter(redactor)
+    else:
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        formatter = formatter if redactor is None else RedactingFormatter(formatter, redactor)
+    handler.setFormatter(formatter)
+    handler.setLevel(chosen)
+    logger = logging.getLogger("layerzero")
+    before = logger.level
+    logger.addHandler(handler)
+    if logger.getEffectiveLevel() > chosen:
+        logger.setLevel(chosen)
+
+    def stop() -> None:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+    return stop
+
+
+def _handler(target: str | os.PathLike[str] | IO[str] | None) -> logging.Handler:
+    if target is None or hasattr(target, "write"):
+        return logging.StreamHandler(sys.stderr if target is None else target)  # type: ignore[arg-type]
+    try:
+        return logging.FileHandler(os.fspath(target), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"the log cannot be written to {target}: {error.strerror}", value=str(target), limit="a file in a folder"
+        ) from None
+
+
+def from_environment(settings: Any) -> None:
+    """What LAYERZERO_METRICS, LAYERZERO_TRACE, LAYERZERO_LOG and LAYERZERO_REDACT ask for, for the whole process."""
+    if settings.log is not None:
+        patterns: bool | tuple[str, ...] = settings.redact or False
+        patterns = True if patterns == ("1",) else patterns
+        where = None if settings.log in ("json", "text") else settings.log
+        structured_logs(where, json=settings.log != "text", redact=patterns)
+    if settings.metrics is not None or settings.trace is not None:
+        made = observe(counters=settings.metrics is not None, metrics=settings.metrics, trace=settings.trace or False)
+        atexit.register(made.stop)

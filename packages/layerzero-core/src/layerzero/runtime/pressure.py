@@ -1,0 +1,145 @@
+"""Free memory as selection sees it: looked up now and then, in steps, so that a few bytes more change nothing.
+
+Asked for by `memory_headroom_mb` in the policy, and for a while after a kernel has run out of memory. A step down or up
+swaps the World; inside a step every choice stays as it is, and a hot call reads nothing of this. Other processes show
+in the driver's numbers (and in the container's limit), so their pressure counts like our own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from layerzero.device.memory import free_bytes
+from layerzero.model.config import FrozenMap
+
+if TYPE_CHECKING:
+    from layerzero.runtime.state import Runtime
+    from layerzero.selection.world import World
+
+__all__ = ["Levels", "Pressure", "level", "pressure"]
+
+_STEPS = 4  # per doubling
+_EVERY_S = 0.25
+_TIMER_S = 1.0
+_AFTER_OOM_S = 30.0
+
+
+class Levels(FrozenMap):
+    """Free bytes by device, rounded down to a step; made here and nowhere else."""
+
+    __slots__ = ()
+
+
+def level(free: int) -> int:
+    """Free bytes rounded down to one of four steps a doubling: what selection is told."""
+    if free < 1:
+        return 0
+    return math.floor(2 ** (math.floor(math.log2(free) * _STEPS) / _STEPS))
+
+
+class Pressure:
+    """Looks at devices that were called lately, and publishes a World when a step was crossed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked: dict[str, float] = {}
+        self._levels: dict[str, int] = {}
+        self._until = 0.0
+        self._ticking = False
+
+    def wanted(self, world: World, now: float | None = None) -> bool:
+        """Whether free memory plays a part: by policy, or because there was none left a moment ago."""
+        return world.policy.memory_headroom_mb is not None or (time.monotonic() if now is None else now) < self._until
+
+    def with_memory(self, world: World) -> World:
+        """The World with free memory in it where that is wanted, and without where it is not."""
+        ours = world.free_memory is None or isinstance(world.free_memory, Levels)
+        if not ours:
+            return world  # a tool or a test says it itself
+        if not self.wanted(world):
+            return world if world.free_memory is None else world.changed(free_memory=None)
+        if not self._levels:
+            self._look("cpu")
+        found = Levels(self._levels)
+        return world if world.free_memory == found else world.changed(free_memory=found)
+
+    def met(self, runtime: Runtime, world: World, device: str) -> bool:
+        """On the cold path: look at the device of this call unless that was just done; True when the World changed."""
+        if not self.wanted(world):
+            return False
+        if not self._ticking:
+            self._tick(runtime)
+        if time.monotonic() - self._looked.get(device, -_EVERY_S) < _EVERY_S:
+            return False
+        return self._look(device) and self._publish(runtime)
+
+    def felt(self, runtime: Runtime, device: str) -> None:
+        """A kernel ran out of memory on the device: mind what is free there for a while."""
+        self._until = time.monotonic() + _AFTER_OOM_S
+        self._look(device)
+        self._publish(runtime)
+        self._tick(runtime)
+
+    def _tick(self, runtime: Runtime) -> None:
+        from layerzero.runtime.timers import timers
+
+        self._ticking = True
+        timers.after("memory", _TIMER_S, lambda: self._again(runtime))
+
+    def _again(self, runtime: Runtime) -> None:
+        """The timer's part: calls that stay hot never come by, so free memory is looked at for them."""
+        self._ticking = False
+        if not runtime.loaded:
+            return
+        wanted = self.wanted(runtime.world)
+        changed = [self._look(device) for device in list(self._looked)] if wanted else [True]
+        if any(changed):
+            self._publish(runtime)
+        if wanted:
+            self._tick(runtime)
+
+    def _look(self, device: str) -> bool:
+        """Read one device; True when its step is another than before."""
+        free = free_bytes(device)
+        with self._lock:
+            self._looked[device] = time.monotonic()
+            if free is None:
+                return self._levels.pop(device, None) is not None
+            now, before = level(free), self._levels.get(device)
+            # One step up is within the noise of a busy machine; down counts at once.
+            if before is not None and before <= now <= before * 2 ** (1.5 / _STEPS):
+                return False
+            self._levels[device] = now
+            return True
+
+    def _publish(self, runtime: Runtime) -> bool:
+        with runtime.changing():
+            if not runtime.loaded:
+                return False
+            before = runtime.world
+            after = self.with_memory(before)
+            if after is before:
+                return False
+            runtime.publish(free_memory=after.free_memory)
+            return True
+
+    def forget(self) -> None:
+        """As in a new process."""
+        self._looked.clear()
+        self._levels.clear()
+        self._until = 0.0
+        self._ticking = False
+
+    def after_fork(self) -> None:
+        """The timer's thread is the parent's."""
+        self._lock = threading.Lock()
+        self._ticking = False
+
+
+pressure = Pressure()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pressure.after_fork)

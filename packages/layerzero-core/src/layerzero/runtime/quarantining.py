@@ -1,0 +1,154 @@
+"""The quarantine in this process: read when the World is built, written when a kernel takes something down.
+
+Three things put a kernel there: a process that ended during its first run (its crumb is found at the next start), a
+device error that no process survives, and an isolated process it crashed twice.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerzero import env
+from layerzero.errors import LayerZeroError
+from layerzero.health.book import LAST_RESORT
+from layerzero.health.crumbs import Crumb, Crumbs, gather
+from layerzero.health.quarantine import SUSPECTED, Quarantine, default_file
+from layerzero.model.device import DeviceSpec
+from layerzero.model.kernel import KernelSpec
+from layerzero.reasons import Reason, ReasonCode
+
+if TYPE_CHECKING:
+    from layerzero.registry.kernels import KernelRegistry
+    from layerzero.runtime.state import Runtime
+
+__all__ = ["child_crashed", "first_run", "place", "put", "take_up"]
+
+_log = logging.getLogger("layerzero.health")
+
+_CHILD_CRASHES = 2
+
+_crumbs: Crumbs | None = None  # of this process, since the World was built; None: none are left
+_child_crashes: Counter[str] = Counter()
+
+
+def place() -> Path | None:
+    """The quarantine file in force, or None."""
+    try:
+        return default_file(env.read().quarantine)
+    except LayerZeroError:  # a wrong variable is said elsewhere
+        return default_file(None)
+
+
+def _leave_crumbs(file: Path | None) -> None:
+    """Leave crumbs beside this quarantine file from now on."""
+    global _crumbs
+    folder = None if file is None else file.parent / "crumbs"
+    if _crumbs is not None and _crumbs.folder != folder:
+        _crumbs.close()
+        _crumbs = None
+    if _crumbs is None and folder is not None:
+        _crumbs = Crumbs(folder)
+
+
+def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
+    """Turn the crumbs of processes that are gone into entries, and block what is in quarantine on a device here.
+
+    Never raises: a file that cannot be read blocks nothing, and the log says so.
+    """
+    _child_crashes.clear()
+    file = place()
+    _leave_crumbs(file)
+    if file is None:
+        runtime.health.set_quarantined({})
+        return
+    book = Quarantine(file)
+    try:
+        gather(file.parent / "crumbs", lambda crumb: _judge(book, crumb))
+        entries = book.entries() if file.exists() else ()
+    except OSError as error:
+        _log.warning("the quarantine cannot be read or written: %s", error)
+        entries = ()
+    for problem in book.problems:
+        _log.warning("%s", problem)
+    versions = {kernel.kernel_id: kernel.version for kernel in registry.kernels.values()} if entries else {}
+    meant = [entry for entry in entries if versions.get(entry.kernel_id) == entry.version]
+    here = _signatures() if meant else set()  # devices are looked at only where it matters
+    blocked: dict[str, str] = {}
+    for entry in meant:
+        if entry.device_signature in here:
+            blocked[entry.kernel_id] = f"{entry.code}: {entry.detail}" if entry.detail else entry.code
+            _log.warning("%s is in quarantine and is not used: %s", entry.kernel_id, blocked[entry.kernel_id])
+    runtime.health.set_quarantined(blocked)
+
+
+def _judge(book: Quarantine, crumb: Crumb) -> None:
+    """A fatal signal convicts at once; a process that was killed or left makes a suspect."""
+    key = (crumb.kernel_id, crumb.version, crumb.device_signature)
+    if crumb.kernel_id.partition(".")[0] == LAST_RESORT:
+        return
+    if crumb.fault:
+        book.add(*key, ReasonCode.KERNEL_CRASHED, f"{crumb.fault} in the first run of {crumb.op or 'the kernel'}")
+        return
+    times = book.suspect(*key)
+    if times >= SUSPECTED:
+        book.add(*key, ReasonCode.KERNEL_CRASHED, f"{times} processes ended during the first run of {crumb.op}")
+
+
+def _signatures() -> set[str]:
+    from layerzero.device.probe import probe_devices
+
+    return {device.signature for device in probe_devices()}
+
+
+def put(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -> bool:
+    """Write a kernel into the quarantine and block it here as well. False where nothing could be written."""
+    if kernel.backend == LAST_RESORT:
+        return False
+    file = place()
+    health = runtime.health
+    text = f"{why.code.value}: {why.message}"
+    health.set_quarantined({**health.snapshot().quarantined, kernel.kernel_id: text})
+    if file is None:
+        return False
+    try:
+        Quarantine(file).add(kernel.kernel_id, kernel.version, device.signature, why.code, why.message)
+    except OSError as error:
+        _log.error("%s could not be written into the quarantine: %s", kernel.kernel_id, error)
+        return False
+    _log.error("%s is in quarantine from now on: %s", kernel.kernel_id, text)
+    return True
+
+
+def child_crashed(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -> None:
+    """An isolated kernel took its process down; the second time the next start does without it."""
+    _child_crashes[kernel.kernel_id] += 1
+    if _child_crashes[kernel.kernel_id] >= _CHILD_CRASHES:
+        put(runtime, kernel, device, why)
+
+
+def _leave() -> None:
+    if _crumbs is not None:
+        _crumbs.close()
+
+
+def _after_fork() -> None:
+    if _crumbs is not None:
+        _crumbs.after_fork()
+
+
+def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[Crumbs | None, int | None]:
+    """Leave a crumb for a run that may be the last thing this process does."""
+    if kernel.backend == LAST_RESORT:
+        return None, None
+    kept = _crumbs
+    return kept, None if kept is None else kept.enter(kernel.kernel_id, kernel.version, device.signature, kernel.op)
+
+
+atexit.register(_leave)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

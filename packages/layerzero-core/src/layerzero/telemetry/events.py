@@ -1,0 +1,173 @@
+"""What happens off the hot path, with its time: cold calls, selections, compiles, failovers, tuning.
+
+A place that does one of these things says so with `observed` (a function) or `tell` (something already over). Each
+kind has a histogram, which is always kept: a cold call takes a thousand times longer than counting it. Sinks (traces,
+spans) hear of whole trees: a selection inside a cold call is handed over after it, with its parent known.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from layerzero.telemetry.histogram import Histogram
+
+__all__ = ["KINDS", "Event", "Events", "Sink", "details", "events", "observed"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KINDS = {
+    "dispatch": "calls that were not hot: described, selected, bound and run",
+    "select": "selections",
+    "compile": "kernels compiled",
+    "failover": "calls that another kernel had to finish",
+    "tune": "calls whose kernels were measured",
+    "agree": "agreements between ranks",
+}
+"""Kind of event → what is counted."""
+
+_log = logging.getLogger("layerzero.telemetry")
+
+
+class Event(NamedTuple):
+    """One thing that happened. Times in ns: `start` of the wall clock, `duration` of a steady one."""
+
+    kind: str
+    start: int
+    duration: int
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    error: str = ""
+    thread: int = 0
+    number: int = 0
+    parent: int = 0
+
+    @property
+    def end(self) -> int:
+        """Wall clock, ns."""
+        return self.start + self.duration
+
+
+Sink = Callable[[tuple[Event, ...]], None]
+"""Takes a whole tree, the outermost event first."""
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.done: list[Event] = []
+
+
+class Events:
+    """The process's events: histograms, and the sinks that want to hear of them."""
+
+    def __init__(self) -> None:
+        self.histograms = {kind: Histogram() for kind in KINDS}
+        self._sinks: tuple[Sink, ...] = ()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._here = _Local()
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Hand every tree of events to `sink`; returns the way to stop it. One that raises is logged and kept."""
+        with self._lock:
+            self._sinks = (*self._sinks, sink)
+
+        def stop() -> None:
+            with self._lock:
+                self._sinks = tuple(kept for kept in self._sinks if kept is not sink)
+
+        return stop
+
+    def begin(self) -> int:
+        """An event begins in this thread; what is told before its end lies inside it."""
+        number = next(self._numbers)
+        self._here.open.append(number)
+        return number
+
+    def end(self, number: int, kind: str, duration: int, attributes: Mapping[str, Any], error: str = "") -> None:
+        """The event is over."""
+        here = self._here
+        while here.open and here.open.pop() != number:
+            pass  # one that was begun inside and never ended
+        self.histograms[kind].add(duration / 1e9)
+        if not self._sinks:
+            here.done.clear()
+            return
+        here.done.append(self._made(kind, duration, attributes, error, number))
+        if not here.open:
+            tree, here.done = tuple(reversed(here.done)), []
+            self._hand(tree)
+
+    def tell(self, kind: str, duration: float = 0.0, error: str = "", **attributes: Any) -> None:
+        """Something that is over already, and took `duration` seconds."""
+        self.end(self.begin(), kind, int(duration * 1e9), attributes, error)
+
+    def _made(self, kind: str, duration: int, attributes: Mapping[str, Any], error: str, number: int) -> Event:
+        parent = self._here.open[-1] if self._here.open else 0
+        start = time.time_ns() - duration
+        return Event(kind, start, duration, attributes, error, threading.get_native_id(), number, parent)
+
+    def _hand(self, tree: tuple[Event, ...]) -> None:
+        for sink in self._sinks:
+            try:
+                sink(tree)
+            except Exception:
+                _log.exception("a telemetry sink raised")
+
+    def reset(self) -> None:
+        """Forget the counts; sinks stay. For tests."""
+        for histogram in self.histograms.values():
+            histogram.reset()
+
+    def after_fork(self) -> None:
+        """Fresh locks in a forked child, and nothing half told."""
+        self._lock, self._here = threading.Lock(), _Local()
+        for histogram in self.histograms.values():
+            histogram.after_fork()
+
+
+events = Events()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=events.after_fork)
+
+
+def details(**values: Any) -> dict[str, Any]:
+    """The `extra=` of a log call that carries these values; `layerzero.telemetry.logs` writes them out."""
+    return {"layerzero": values}
+
+
+def observed(
+    kind: str, words: Callable[[tuple[Any, ...], Any], Mapping[str, Any]]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make each call of a function an event; `words(args, result)` are its attributes, asked only if somebody listens.
+
+    A call that raises is an event with an error, and the result is None then.
+    """
+
+    def declare(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            number, started = events.begin(), time.perf_counter_ns()
+            out: Any = None
+            error = ""
+            try:
+                out = function(*args, **kwargs)
+                return out  # type: ignore[no-any-return]
+            except BaseException as raised:
+                error = f"{type(raised).__name__}: {raised}"[:300]
+                raise
+            finally:
+                took = time.perf_counter_ns() - started
+                events.end(number, kind, took, words(args, out) if events._sinks else {}, error)
+
+        return run
+
+    return declare

@@ -1,0 +1,197 @@
+"""Selection while a graph is traced, and the guard that goes with it.
+
+The kernel of a traced call is selected on stand-ins of its fake tensors. Where it is plain torch, it is written into
+the graph, which is then only right as long as that selection is: so each graph has a `Basis`, the selections that were
+written into it, and Dynamo asks it before every run. A World in which one of them comes out differently makes Dynamo
+trace again. A graph that holds an opaque op needs no such guard: the op selects when it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from layerzero.dispatch import modes
+from layerzero.dispatch.late import current_world
+from layerzero.dispatch.run import decide, describe
+from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision
+from layerzero.model.op import OperationSpec
+from layerzero.selection.buckets import boundaries
+from layerzero.selection.engine import select
+from layerzero.selection.world import World
+from layerzero.torch_ops import sdpa_choice, standins
+from layerzero.torch_ops.standins import Unknown
+
+__all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of"]
+
+_log = logging.getLogger("layerzero.torch_ops")
+
+# Answers beside the name of a function: the op's plain form, and its opaque op.
+PLAIN, OPAQUE = "plain", ""
+
+
+class Question(NamedTuple):
+    """One traced call: the op, its canonical arguments with fake tensors, and whether a gradient is traced with it."""
+
+    op: str
+    args: tuple[Any, ...]
+    layout: str | None
+    backend: str | None
+    grad: bool
+
+
+class _Made(NamedTuple):
+    spec: OperationSpec
+    context: Context
+    grad: bool
+    answer: str
+
+
+class Basis:
+    """What one graph's written-out kernels depend on."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self._known = known
+        self._made: dict[tuple[Context, bool], _Made] = {}
+        self._good: World | None = None
+        self._alike: set[str] = set()
+        self._switches: frozenset[str] | None = None
+
+    def add(self, made: Sequence[_Made], world: World) -> None:
+        """Count these selections, made in this World, among those that must hold."""
+        self._made.update({(item.context, item.grad): item for item in made})
+        if any(kernel.guards for item in made for kernel in world.registry.by_op(item.spec.op_id)):
+            self._switches = modes.switched_off()
+        self._good = None
+        self._alike.clear()
+
+    def holds(self, _: Any = None) -> bool:
+        """Whether each selection comes out as it did. Asked before every run of the graph; never raises."""
+        try:
+            world = current_world()
+            if self._switches is not None and modes.switched_off() != self._switches:
+                return False
+            if world is self._good:
+                return True
+            if world.fingerprint in self._alike:  # a scope entered again: another World that selects alike
+                self._good = world
+                return True
+            for item in self._made.values():
+                found = _written(_probed(item.spec, item.context, world), item.grad, world, self._known)
+                if found != item.answer:
+                    _log.info("%s: %s was written into a graph, now it is %s", item.spec.op_id, item.answer, found)
+                    return False
+            self._good = world
+            self._alike.add(world.fingerprint)
+        except LayerZeroError:
+            return False  # traced again, the call says itself what is wrong
+        return True
+
+
+def basis_of(graph: Any, known: Mapping[str, Any], guard: Callable[[Basis], None]) -> Basis:
+    """The basis of the graph that is being traced, kept in the tracer's own object; a new one is guarded."""
+    found: Basis | None = getattr(graph, "layerzero_basis", None)
+    if found is None:
+        found = Basis(known)
+        guard(found)
+        graph.layerzero_basis = found
+    return found
+
+
+def answer(question: Question, known: Mapping[str, Any], basis: Callable[[], Basis]) -> str:
+    """What stands in the graph for a call: the name of a kernel's function, `PLAIN`, or "" for the opaque op.
+
+    `known` are the functions that can be written out. Where open sizes could change the choice, or where it cannot be
+    made, the opaque op stays; with a gradient the op's plain form.
+    """
+    instead = PLAIN if question.grad else OPAQUE
+    if any(isinstance(item, torch.SymFloat) for item in question.args):
+        return instead  # torch's own functions take a scale or an eps as a constant; the opaque op as it comes
+    world = current_world()
+    spec = world.ops[question.op]
+    try:
+        symbols = standins.symbols_of(question.args)
+        hints = {symbol: hint for symbol, (hint, _, _) in symbols.items()}
+        first = _context(spec, question, hints, world)
+        key = ("traced", first, question.grad, standins.signature(question.args) if symbols else "")
+        made: tuple[_Made, ...] | None = world.memo.get(key)
+        if made is None:
+            made = world.memo[key] = tuple(_made(spec, question, first, symbols, world, known))
+    except (LayerZeroError, Unknown) as error:
+        _log.debug("%s: %s; decided when the graph runs", question.op, error)
+        return instead
+    if not made:
+        return instead
+    basis().add(made, world)
+    return made[0].answer
+
+
+def _context(spec: OperationSpec, question: Question, sizes: standins.Sizes, world: World) -> Context:
+    device = modes.device_spec(standins.placed(question.args))
+    args = standins.stand_ins(question.args, sizes)
+    return describe(spec, args, question.layout, question.backend, world, device)
+
+
+def _made(
+    spec: OperationSpec, question: Question, first: Context, symbols: Any, world: World, known: Mapping[str, Any]
+) -> list[_Made]:
+    """The selections for the sizes of the trace and, where sizes are open, for others; empty unless they agree."""
+    chosen = _written(decide(spec, first, world), question.grad, world, known)
+    if chosen in sdpa_choice.CHOSEN_BY_TORCH and (
+        symbols or not sdpa_choice.agrees(chosen, question.args, question.layout, first.dtype)
+    ):
+        return []
+    found = [_Made(spec, first, question.grad, chosen)]
+    if not chosen or not symbols:
+        return found if chosen else []
+    more: set[int] = set()
+    ends = ({symbol: low for symbol, (_, low, _) in symbols.items()}, {s: high for s, (_, _, high) in symbols.items()})
+    for ctx, sizes in _elsewhere(spec, question, ends, world):
+        for (axis, size), (_, before) in zip(ctx.dims, first.dims, strict=False):
+            if size == before:
+                continue
+            edges = boundaries(world, spec.op_id, axis)
+            if edges is None:
+                return []  # a kernel or a rule looks at this size exactly
+            cuts = [edge for edge in edges if edge & (edge - 1)]
+            if cuts and list(sizes.values()) != [size]:
+                return []  # a limit on a size that is computed from others
+            more.update(cuts, (cut + 1 for cut in cuts))
+    for ctx, _ in _elsewhere(spec, question, standins.sizes_to_try(symbols, sorted(more)), world):
+        if _written(_probed(spec, ctx, world), question.grad, world, known) != chosen:
+            return []
+        found.append(_Made(spec, ctx, question.grad, chosen))
+    return found
+
+
+def _probed(spec: OperationSpec, ctx: Context, world: World) -> Decision:
+    """The decision a call would get, for one that nobody has made: neither announced nor remembered."""
+    return select(ctx, world) if world.table is None else decide(spec, ctx, world)
+
+
+def _elsewhere(
+    spec: OperationSpec, question: Question, tried: Iterable[standins.Sizes], world: World
+) -> Iterator[tuple[Context, standins.Sizes]]:
+    """The contexts at these sizes; those that mean no call are left out."""
+    for sizes in tried:
+        try:
+            yield _context(spec, question, sizes, world), sizes
+        except InvalidInputError:
+            continue  # a table that is too short for such a length
+
+
+def _written(decision: Decision, grad: bool, world: World, known: Mapping[str, Any]) -> str:
+    """What can be written out: the chosen kernel, or where a gradient is traced the best that can be."""
+    for kernel_id in decision.ranking if grad else (decision.chosen,):
+        kernel = world.registry.kernels.get(kernel_id)
+        if kernel is None or kernel.function not in known or kernel.backend in world.enclosed:
+            continue
+        # Its layout is the twin's affair; what else has to be done to the inputs, the plain form does not need.
+        own = all(step.name.startswith("layout:") for step in decision.transforms(kernel_id))
+        return kernel.function if own and known[kernel.function] is not None else PLAIN
+    return OPAQUE

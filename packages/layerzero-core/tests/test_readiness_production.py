@@ -1,0 +1,121 @@
+"""`readiness_check(production=True)`: what a server must not start with fails, with the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli.app import cli
+from layerzero.health.quarantine import Quarantine
+from layerzero.public.checks import ReadinessReport
+from layerzero.public.situation import quarantine_file
+from layerzero.runtime.state import state
+from layerzero.testing import faults
+from layerzero.testing.fakes import capabilities
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def failed(report: ReadinessReport) -> dict[str, Any]:
+    return {check.name: check for check in report.failed}
+
+
+@pytest.mark.req("R-GATE-06", "R-OPS-03")
+def test_the_production_configuration_of_this_repository_is_ready() -> None:
+    """The policy of docs/production.md, on this machine."""
+    page = (Path(__file__).parents[3] / "docs" / "production.md").read_text(encoding="utf-8")
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    file = Path("layerzero-production.yaml")
+    file.write_text(text, encoding="utf-8")
+    report = lz.readiness_check(file, production=True)
+    assert report.ok, str(report)
+    assert report.check("production").status == "ok"
+    report.require()
+
+
+@pytest.mark.req("R-OPS-03")
+def test_a_kernel_that_may_be_chosen_and_is_not_compiled_fails_in_production_only(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults.install(site, "healthy", "swift", descriptor=capabilities("swift", {"jit": True, "priority": 90}))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "swift")
+    lz.reset()
+    assert lz.readiness_check().ok
+    report = lz.readiness_check(production=True)
+    (check,) = report.failed
+    assert check.name == "jit cache" and check.code == "JIT_NOT_READY" and "swift.rms_norm" in check.message
+    assert "lz warmup" in check.fix
+    assert lz.readiness_check({"jit": "off"}, production=True).ok
+    assert lz.readiness_check({"deny": ["swift"]}, production=True).ok
+    assert "jit" in failed(lz.readiness_check({"jit": "block"}, production=True))
+
+
+@pytest.mark.req("R-OPS-03")
+def test_a_quarantined_kernel_fails_with_the_command_that_lifts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
+    lz.reset()
+    path = quarantine_file()
+    assert path is not None
+    Quarantine(path).add("torch.rms_norm.native", "0", "here", "KERNEL_RAISED", "it crashed")
+    assert lz.readiness_check().ok
+    report = lz.readiness_check(production=True)
+    (check,) = report.failed
+    assert check.code == "QUARANTINED" and check.fix == "lz quarantine clear torch.rms_norm.native"
+
+
+@pytest.mark.req("R-OPS-03")
+def test_an_open_breaker_is_not_ready() -> None:
+    lz.rms_norm(torch.ones(2, 8), torch.ones(8))
+    state.health.kernel_failed("torch.rms_norm.native", "boom")
+    assert lz.readiness_check().ok
+    (check,) = lz.readiness_check(production=True).failed
+    assert check.code == "CIRCUIT_OPEN"
+
+
+@pytest.mark.req("R-OPS-03")
+def test_an_invalid_table_and_an_invalid_descriptor_fail_fast(
+    site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    faults.install(site, "healthy", "crooked", descriptor=capabilities("crooked") | {"ops": {"rms_norm": [{}]}})
+    (tmp_path / "table.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "crooked")
+    monkeypatch.setenv("LAYERZERO_DISPATCH_TABLE", str(tmp_path / "table.json"))
+    lz.reset()
+    found = failed(lz.readiness_check(production=True))
+    assert set(found) == {"crooked", "dispatch table"} and all(check.fix for check in found.values())
+
+
+def test_misspelt_variables_and_work_beside_requests_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERZERO_STRCIT", "1")
+    monkeypatch.setenv("LAYERZERO_DEBUG", "1")
+    lz.reset()
+    report = lz.readiness_check({"perfdb": {"auto_tune": True}}, production=True)
+    (check,) = report.failed
+    assert "LAYERZERO_STRCIT" in check.message and "LAYERZERO_STRICT" in check.fix
+    warned = {item.name for item in report.checks if item.status == "warn"}
+    assert {"variable", "perfdb"} <= warned
+
+
+def test_a_policy_in_the_working_directory_is_pointed_out() -> None:
+    Path("layerzero.yaml").write_text("strict_mode: true\n", encoding="utf-8")
+    lz.reset()
+    report = lz.readiness_check(production=True)
+    assert report.ok and report.check("policy file", "production").fix.startswith("name it: LAYERZERO_CONFIG=")
+
+
+def test_the_command_line_says_the_same_with_exit_codes(tmp_path: Path) -> None:
+    assert CliRunner().invoke(cli, ["readiness", "--production"]).exit_code == 0
+    file = tmp_path / "p.yaml"
+    file.write_text("jit: block\n", encoding="utf-8")
+    done = CliRunner().invoke(cli, ["readiness", "--production", "--config", str(file), "--json"])
+    assert done.exit_code == 1
+    assert [c["code"] for c in json.loads(done.stdout)["checks"] if c["status"] == "fail"] == ["JIT_NOT_READY"]
+    assert CliRunner().invoke(cli, ["readiness", "--config", str(file)]).exit_code == 0

@@ -1,0 +1,213 @@
+"""`attn_implementation="layerzero"`: what reaches the kernel, and that every mask means what transformers means."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.integrations.transformers_models import attending, masking
+from layerzero.verification.thresholds import LOGITS
+
+pytestmark = [
+    pytest.mark.usefixtures("clean"),
+    pytest.mark.integration,
+    pytest.mark.needs_package("transformers"),
+]
+
+
+def _zoo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transformers_zoo", Path(__file__).with_name("transformers_zoo.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+zoo = _zoo()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What every call of `lz.attention` was told, beside its tensors."""
+    calls: list[dict[str, Any]] = []
+    real = attending.attention
+
+    def listening(
+        q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: Any = False, *a: Any, **kw: Any
+    ) -> Any:
+        calls.append({"mask": mask, "causal": causal, "window": kw.get("window"), "q": q.shape[2], "k": k.shape[2]})
+        return real(q, k, v, mask, p, causal, *a, **kw)
+
+    monkeypatch.setattr(attending, "attention", listening)
+    from layerzero.integrations.transformers_models import static_cache
+
+    monkeypatch.setattr(static_cache, "attention", listening)
+    return calls
+
+
+def with_layerzero(name: str, **changes: Any) -> Any:
+    lz.enable_transformers()
+    return zoo.made(name, attn_implementation="layerzero", **changes)
+
+
+@pytest.mark.req("R-HFT-01")
+@pytest.mark.parametrize("name", zoo.ALL[:-1])
+def test_the_implementation_alone_gives_the_logits_of_eager_attention(name: str) -> None:
+    eager, ours = zoo.made(name, attn_implementation="eager"), with_layerzero(name)
+    assert ours.config._attn_implementation == "layerzero"
+    for side in (None, "left", "right"):
+        given = zoo.inputs(eager, side)
+        assert (zoo.logits(ours, given) - zoo.logits(eager, given)).abs().max().item() < LOGITS / 10
+
+
+def test_without_its_mask_function_left_padding_would_be_wrong() -> None:
+    """What registering only the attention function does: transformers then makes no mask at all."""
+    from transformers import AttentionMaskInterface
+
+    model = zoo.made("llama", attn_implementation="eager")
+    given = zoo.inputs(model, "left")
+    want = zoo.logits(model, given)
+    lz.patch(model)
+    assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
+    registered = AttentionMaskInterface._global_mapping.pop("layerzero")
+    try:
+        assert (zoo.logits(model, given) - want).abs().max().item() > 0.1
+    finally:
+        AttentionMaskInterface.register("layerzero", registered)
+
+
+def test_no_mask_is_made_where_causality_says_it_all(seen: list[dict[str, Any]]) -> None:
+    model = with_layerzero("llama")
+    zoo.generated(model, zoo.inputs(model), max_new_tokens=3, min_new_tokens=3)
+    prefill, decode = seen[:3], seen[3:]
+    assert [(c["mask"], c["causal"], c["q"], c["k"]) for c in prefill] == [(None, True, 12, 12)] * 3
+    assert [(c["mask"], c["causal"], c["q"]) for c in decode] == [(None, False, 1)] * 6
+
+
+def test_the_window_reaches_the_kernel_as_a_window(seen: list[dict[str, Any]]) -> None:
+    model = with_layerzero("mistral")
+    zoo.generated(model, zoo.inputs(model), max_new_tokens=2, min_new_tokens=2)
+    assert all(call["mask"] is None for call in seen)
+    assert [call["window"] for call in seen[:3]] == [(4, 0)] * 3  # transformers' 5 counts the token itself
+
+
+def test_a_padded_batch_comes_with_a_mask_and_padding_alone_decides(seen: list[dict[str, Any]]) -> None:
+    model = with_layerzero("mistral")
+    zoo.logits(model, zoo.inputs(model, "left"))
+    assert all(call["mask"] is not None and call["window"] is None for call in seen)
+
+
+def test_later_chunks_of_a_prompt_are_causal_from_the_end(seen: list[dict[str, Any]]) -> None:
+    model = with_layerzero("llama")
+    want = zoo.logits(zoo.made("llama"), zoo.inputs(model))
+    with torch.no_grad():
+        first = model(zoo.tokens()[:, :7], use_cache=True)
+        got = model(zoo.tokens()[:, 7:], past_key_values=first.past_key_values).logits
+    assert [(c["causal"], c["q"], c["k"]) for c in seen[3:]] == [("bottom_right", 5, 12)] * 3
+    assert all(call["mask"] is None for call in seen)
+    assert (got - want[:, 7:]).abs().max().item() < LOGITS / 10
+
+
+def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]]) -> None:
+    from transformers import StaticCache
+
+    model = with_layerzero("llama")
+    ids = zoo.tokens()
+    want = zoo.logits(zoo.made("llama"), {"input_ids": ids})
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad():
+        got = [model(part, past_key_values=cache).logits for part in (ids[:, :9], *ids[:, 9:].split(1, 1))]
+    assert (torch.cat(got, 1) - want).abs().max().item() < LOGITS / 10
+    calls = [(call["mask"], call["q"], call["k"]) for call in seen]
+    assert calls == [(None, 9, 9)] * 3 + [(None, 1, 10)] * 3 + [(None, 1, 11)] * 3 + [(None, 1, 12)] * 3
+
+
+def test_a_mask_that_was_changed_has_lost_its_note() -> None:
+    config = zoo.made("llama").config
+    mask = masking.mask(1, 4, 9, 5, 0, config=config)
+    assert mask is not None and masking.noted(mask) == masking.Note("bottom_right")
+    assert mask[0, 0].tolist() == [[k <= q + 5 for k in range(9)] for q in range(4)]  # true word for word
+    assert masking.noted(mask & True) is None and masking.noted(mask[..., :8]) is None
+    assert masking.noted(None) is None
+
+
+def test_chunked_attention_keeps_its_mask() -> None:
+    """Llama 4's chunk size comes under the same name as a window."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(attention_chunk_size=4)
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    function = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    mask = masking.mask(1, 6, 6, 0, 0, config=config, local_size=4, mask_function=function)
+    assert mask is not None and masking.noted(mask) is None
+    assert mask[0, 0, 5].tolist() == [False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_attention_sinks_take_their_share(side: str | None) -> None:
+    """gpt-oss has learned sinks; ignoring them would change its logits."""
+    import transformers as t
+
+    config = t.GptOssConfig(
+        vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
+        max_position_embeddings=128, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = t.GptOssForCausalLM(config).eval()
+    from layerzero.verification.models import _lively
+
+    _lively(model, "gpt_oss", 0)
+    given = zoo.inputs(model, side)
+    want, tokens = zoo.logits(model, given), zoo.generated(model, given)
+    lz.patch(model)
+    assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
+    assert torch.equal(zoo.generated(model, given), tokens)
+
+
+@pytest.fixture
+def bart() -> Any:
+    return zoo.made("bart", max_position_embeddings=2048)
+
+
+@pytest.mark.req("R-OP-08")
+@pytest.mark.parametrize("length", [128, 512, 2048])
+def test_cross_attention_over_long_padded_encodings_with_and_without_a_cache(bart: Any, length: int) -> None:
+    """Encoder and decoder keep caches of their own; rows of the batch are padded to different lengths."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    ids = zoo.tokens(3, length)
+    mask = torch.ones_like(ids)
+    mask[1, length // 2 :] = 0
+    mask[2, 5:] = 0
+    target = zoo.tokens(3, 4, seed=3)
+
+    def both(model: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        with torch.no_grad():
+            encoded = model.get_encoder()(ids, attention_mask=mask)
+            whole = model(
+                encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target, use_cache=False
+            ).logits
+            cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+            steps = [
+                model(
+                    encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target[:, i : i + 1],
+                    past_key_values=cache, use_cache=True,
+                ).logits
+                for i in range(4)
+            ]  # fmt: skip
+        return whole, torch.cat(steps, 1), cache
+
+    want, want_steps, _ = both(bart)
+    got, got_steps, cache = both(lz.patch(bart))
+    for found, expected in ((got, want), (got_steps, want_steps), (got_steps, want)):
+        assert (found - expected).abs().max().item() < LOGITS / 10
+    assert cache.self_attention_cache.get_seq_length() == 4
+    assert cache.cross_attention_cache.get_seq_length() == length

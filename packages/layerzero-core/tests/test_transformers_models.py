@@ -1,0 +1,177 @@
+"""Every architecture, patched and unpatched: the same logits, the same tokens, and afterwards the very same objects."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.verification.thresholds import LOGITS
+
+pytestmark = [
+    pytest.mark.usefixtures("clean"),
+    pytest.mark.integration,
+    pytest.mark.needs_package("transformers"),
+]
+
+
+def _zoo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transformers_zoo", Path(__file__).with_name("transformers_zoo.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+zoo = _zoo()
+# What each architecture must be patched with; a part that no longer matches shows here, not as a slow model.
+_LLAMA, _MOE = {"rms_norm", "rope", "silu_and_mul", "add_rms_norm"}, {"rms_norm", "rope", "moe", "add_rms_norm"}
+_GEMMA = {"gemma_rms_norm", "rope", "gelu_and_mul", "add_rms_norm"}
+OPS: dict[str, set[str]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "mixtral": _MOE,
+    "qwen3_moe": _MOE,
+    "gpt2": {"layer_norm"},
+    "bart": {"layer_norm"},
+    "vit": {"layer_norm"},
+    "t5": {"rms_norm", "gelu_and_mul"},
+}
+
+
+def far(got: torch.Tensor, want: torch.Tensor) -> float:
+    return (got - want).abs().max().item()
+
+
+@pytest.mark.req("R-HFT-01", "R-HFT-05")
+@pytest.mark.parametrize("name", zoo.ALL)
+def test_logits_and_greedy_tokens_agree_and_unpatching_restores_the_very_same_objects(name: str) -> None:
+    model = zoo.made(name)
+    before = zoo.traces(model)
+    sides = [None] if name == "vit" else [None, "left", "right"]
+    given = [zoo.inputs(model, side) for side in sides]
+    want = [zoo.logits(model, item) for item in given]
+    greedy = None if name == "vit" else zoo.generated(model, given[1])
+
+    assert lz.patch(model) is model
+    report = lz.patched(model)
+    assert report is not None and report.library == "transformers"
+    assert {item.op for item in report.patched} >= {"attention", *OPS[name]}
+    assert zoo.traces(model) != before
+    for item, expected in zip(given, want, strict=True):
+        assert far(zoo.logits(model, item), expected) < LOGITS / 10
+    if greedy is not None:
+        assert torch.equal(zoo.generated(model, given[1]), greedy)
+
+    lz.unpatch(model)
+    assert lz.patched(model) is None
+    assert zoo.traces(model) == before
+    assert all(torch.equal(zoo.logits(model, item), expected) for item, expected in zip(given, want, strict=True))
+
+
+@pytest.mark.req("R-HFT-02")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "mixtral", "gpt2", "t5", "bart"])
+def test_beam_search_finds_the_same_sequences(name: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model, "left")
+    want = zoo.generated(model, given, num_beams=3, num_return_sequences=2)
+    got = zoo.generated(lz.patch(model), given, num_beams=3, num_return_sequences=2)
+    assert torch.equal(got, want) and got.shape[0] == 4
+
+
+@pytest.mark.req("R-HFT-02")
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_sampling_draws_the_same_tokens_from_the_same_seed(name: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model, "left")
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(5)
+        found: torch.Tensor = zoo.generated(model, given, do_sample=True, top_k=20, top_p=0.9, temperature=0.8)
+        return found
+
+    want = drawn()
+    lz.patch(model)
+    assert torch.equal(drawn(), want)
+
+
+@pytest.mark.req("R-HFT-02")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_generation_over_every_cache_gives_the_same_tokens(name: str, cache: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model, "left")
+    want = zoo.generated(model, given, cache_implementation=cache)
+    assert torch.equal(zoo.generated(lz.patch(model), given, cache_implementation=cache), want)
+
+
+@pytest.mark.req("R-HFT-02")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_in_chunks_and_without_a_cache_gives_the_same_tokens(name: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model)
+    options: list[dict[str, Any]] = [{"prefill_chunk_size": 5}, {"use_cache": False}]
+    want = [zoo.generated(model, given, **option) for option in options]
+    lz.patch(model)
+    for option, expected in zip(options, want, strict=True):
+        assert torch.equal(zoo.generated(model, given, **option), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "t5", "gpt2"])
+def test_gradients_of_a_patched_model_are_those_of_the_unpatched_one(name: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model, "left")
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(**given).logits.square().mean().backward()
+        return {key: part.grad.clone() for key, part in model.named_parameters() if part.grad is not None}
+
+    want = gradients()
+    lz.patch(model)
+    got = gradients()
+    assert got.keys() == want.keys() and len(want) > 10
+    for key, expected in want.items():
+        assert far(got[key], expected) <= 1e-4 * max(1.0, expected.abs().max().item()), key
+
+
+# torch says so once on a CPU without instructions for bf16
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma"])
+def test_inference_mode_and_autocast_work(name: str) -> None:
+    model = zoo.made(name)
+    given = zoo.inputs(model, "left")
+    with torch.inference_mode():
+        want = model(**given).logits
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cast = model(**given).logits
+    lz.patch(model)
+    keep = given["attention_mask"].bool()
+    with torch.inference_mode():
+        assert far(model(**given).logits[keep], want[keep]) < LOGITS / 10
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got = model(**given).logits
+    assert got.dtype == cast.dtype
+    own = (cast.float() - want)[keep].abs()  # what bf16 itself costs
+    assert (got.float() - want)[keep].abs().mean() <= 1.5 * own.mean()
+
+
+@pytest.mark.req("R-OP-11")
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_images_in_either_memory_format_give_the_same_classes(form: torch.memory_format) -> None:
+    """Patch embedding, attention and MLP of a ViT."""
+    model = zoo.made("vit")
+    pixels = zoo.inputs(model)["pixel_values"].to(memory_format=form)
+    want = zoo.logits(model, {"pixel_values": pixels})
+    model = lz.patch(model.to(memory_format=form))
+    got = zoo.logits(model, {"pixel_values": pixels})
+    assert far(got, want) < LOGITS / 10 and torch.equal(got.argmax(-1), want.argmax(-1))

@@ -1,0 +1,39 @@
+"""Linear layers by our own kernels: weights are read as they lie, plain or quantized; nothing is packed beforehand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.model.enums import QuantFormat
+from layerzero.model.packed import PackedWeight
+from layerzero.model.quant import QuantizedTensor
+from layerzero_cpu.library import native
+
+__all__ = ["linear", "quantized"]
+
+_ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
+_linear = native.linear
+_quantized = native.linear_quantized
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(x @ weight.T + bias), summed in float32."""
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if _linear(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
+        _linear(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
+    return out
+
+
+def quantized(x: Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
+    """The same with INT8 or INT4 codes: widened in registers, or multiplied as bytes where the processor can."""
+    source = weight.source if isinstance(weight, PackedWeight) else weight
+    out = x.new_empty((*x.shape[:-1], source.shape[0]))
+    bits = 8 if source.fmt is QuantFormat.INT8 else 4
+    codes, block = source.data, source.block_size or 0
+    scale, zero, act = source.scale, source.zero_point, _ACTIVATIONS[activation]
+    if zero is not None and zero.dtype is not torch.int32:
+        zero = zero.to(torch.int32)
+    if _quantized(x, codes, scale, zero, bias, out, act, bits, block) is False:
+        _quantized(x.contiguous(), codes.contiguous(), scale, zero, bias, out, act, bits, block)
+    return out

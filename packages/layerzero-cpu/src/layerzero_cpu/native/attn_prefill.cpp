@@ -1,0 +1,142 @@
+// unit: portable neon avx2 avx512
+// Attention of many queries: blocks of rows against tiles of keys, with a running softmax, so that no score matrix is
+// held. The rows of all heads of a GQA group stand in one block and share each tile, packed once to float for all of them.
+#include "attn.hpp"
+#include "attn_entry.hpp"
+#include "gemm_dot.hpp"
+#include "gemm_panel.hpp"
+
+LZ_BEGIN
+
+constexpr int BLOCK_ROWS = 128;
+
+struct Room {
+  float *q, *keys, *values, *scores, *acc;
+  Running* running;
+  Band* band;
+  int64_t dim, dim_v;  // padded
+};
+
+static size_t room_bytes(int64_t rows, int64_t dim, int64_t dim_v) {
+  return size_t(rows * (dim + TILE + dim_v) + TILE * (dim + dim_v)) * sizeof(float) + size_t(rows) * (sizeof(Running) + sizeof(Band));
+}
+
+static Room cut_room(char* memory, int64_t rows, int64_t dim, int64_t dim_v) {
+  Room r;
+  r.dim = dim, r.dim_v = dim_v;
+  r.band = reinterpret_cast<Band*>(memory);
+  r.q = reinterpret_cast<float*>(r.band + rows);
+  r.keys = r.q + rows * dim;
+  r.values = r.keys + TILE * dim;
+  r.scores = r.values + TILE * dim_v;
+  r.acc = r.scores + rows * TILE;
+  r.running = reinterpret_cast<Running*>(r.acc + rows * dim_v);
+  return r;
+}
+
+// Keys as columns: keys[d][j]; four rows are turned at a time. Columns n … TILE-1 are zero.
+template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim, float* to) {
+  float line[4][256 + 16];
+  for (int j = 0; j < TILE; j += 4) {
+    for (int i = 0; i < 4; ++i) {
+      if (j + i < n) widen_row(kp[j + i], dim, line[i], 1.0f);
+      else memset(line[i], 0, size_t(dim) * sizeof(float));
+    }
+    for (int64_t d = 0; d < dim; ++d) {
+      v4 four = {line[0][d], line[1][d], line[2][d], line[3][d]};
+      memcpy(to + d * TILE + j, &four, 16);
+    }
+  }
+}
+
+template <class T> static void pack_values(const T* const* vp, int n, int64_t dim, int64_t step, float* to) {
+  for (int j = 0; j < TILE; ++j) {
+    if (j < n) widen_row(vp[j], dim, to + j * step, 1.0f);
+    else memset(to + j * step, 0, size_t(step) * sizeof(float));
+  }
+}
+
+// Queries from … to - 1 of one sequence, for the heads of one group.
+template <class T> static void attend_block(const Problem& p, const Sequence& seq, int64_t kv_head, int64_t from, int64_t to, const Room& room) {
+  const int rows = int((to - from) * p.group);
+  int64_t first = seq.keys, last = 0;
+  for (int r = 0; r < rows; ++r) {
+    const int64_t query = from + r / p.group, head = kv_head * p.group + r % p.group;
+    float* q = room.q + r * room.dim;
+    for (int64_t d = padded(p.dim) - W; d < room.dim; d += W) store(q + d, splat(0.0f));
+    widen_row(reinterpret_cast<const T*>(p.q) + seq.q_at + head * p.q_head + query * p.q_seq, p.dim, q, p.rules.scale);
+    room.band[r] = band_of(p.rules, seq, query);
+    if (room.band[r].begin < first) first = room.band[r].begin;
+    if (room.band[r].end > last) last = room.band[r].end;
+    room.running[r] = {-INF, 0.0f};
+  }
+  memset(room.acc, 0, size_t(rows * room.dim_v) * sizeof(float));
+  memset(room.keys + p.dim * TILE, 0, size_t((room.dim - p.dim) * TILE) * sizeof(float));
+  const T *keys[TILE], *values[TILE];
+  first = first / TILE * TILE;
+  for (; first < last; first += TILE) {
+    const int n = int(last - first < TILE ? last - first : TILE);
+    p.kv.rows(seq.batch, kv_head, first, n, keys, values);
+    pack_keys(keys, n, p.dim, room.keys);
+    pack_values(values, n, p.dim_v, room.dim_v, room.values);
+    // Rows are in the order of their queries: those before `low` end before this tile, or those from `high` begin after.
+    int low = 0, high = rows;
+    while (low < high && (room.band[low].end <= first || room.band[low].begin >= first + n)) ++low;
+    while (high > low && (room.band[high - 1].end <= first || room.band[high - 1].begin >= first + n)) --high;
+    float* s = room.scores;
+    multiply(room.q + low * room.dim, room.dim, room.keys, TILE, s + low * TILE, TILE, high - low, TILE, room.dim, true);
+    for (int r = low; r < high; ++r) {
+      finish_scores(s + r * TILE, n, first, p, seq, kv_head * p.group + r % p.group, from + r / p.group, room.band[r]);
+      const float factor = soften(s + r * TILE, TILE, room.running[r]);
+      if (factor != 1.0f)
+        for (int64_t c = 0; c < room.dim_v; c += W) store(room.acc + r * room.dim_v + c, load(room.acc + r * room.dim_v + c) * factor);
+    }
+    multiply(s + low * TILE, TILE, room.values, room.dim_v, room.acc + low * room.dim_v, room.dim_v, high - low, room.dim_v, TILE, false);
+  }
+  for (int r = 0; r < rows; ++r)
+    write_row<T>(p, seq, kv_head * p.group + r % p.group, from + r / p.group, room.running[r], room.acc + r * room.dim_v);
+}
+
+template <class T> static Status prefill(const Problem& p) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < p.sequences; ++b)
+    if (p.sequence[b].queries > most) most = p.sequence[b].queries;
+  int64_t queries = p.group >= BLOCK_ROWS ? 1 : BLOCK_ROWS / p.group;
+  if (queries > most) queries = most;
+  const int64_t blocks = (most + queries - 1) / queries, rows = queries * p.group;
+  const int64_t dim = (p.dim + W - 1) / W * W, dim_v = (p.dim_v + W - 1) / W * W;
+  bool failed = false;
+  parallel_parts(p.sequences * p.kv_heads * blocks, p.threads, [&](int64_t part) {
+    // The last blocks of a causal sequence are the longest: they come first, so that the end is even.
+    const int64_t block = blocks - 1 - part / (p.sequences * p.kv_heads), group = part % (p.sequences * p.kv_heads);
+    const Sequence& seq = p.sequence[group / p.kv_heads];
+    const int64_t from = block * queries, to = from + queries < seq.queries ? from + queries : seq.queries;
+    if (from >= to) return;
+    char* memory = static_cast<char*>(scratch(room_bytes(rows, dim, dim_v)));
+    if (!memory) {
+      __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+      return;
+    }
+    attend_block<T>(p, seq, group % p.kv_heads, from, to, cut_room(memory, rows, dim, dim_v));
+  });
+  return failed ? "no memory for a block of rows" : nullptr;
+}
+
+static Status attention_prefill(Call& call) {
+  return with_dense(call, [](const Problem& p, DType dtype) -> Status {
+    LZ_FLOATS(dtype, return prefill<T>(p));
+    return "attention takes float32, bfloat16 and float16";
+  });
+}
+static Status attention_paged_prefill(Call& call) {
+  return with_pages(call, [](const Problem& p, DType dtype) -> Status {
+    LZ_FLOATS(dtype, return prefill<T>(p));
+    return "paged attention takes float32, bfloat16 and float16";
+  });
+}
+
+LZ_EXPORTS(attn_prefill) = {{"attention_prefill", DENSE_SIGNATURE, &attention_prefill},
+                            {"attention_paged_prefill", PAGED_SIGNATURE, &attention_paged_prefill},
+                            {nullptr, nullptr, nullptr}};
+
+LZ_END

@@ -1,0 +1,88 @@
+// unit: portable neon avx2 avx512
+// x [M, K] times weight [N, K] transposed, plus bias, then an activation, for few rows: the weight is read once, as it
+// lies, and converted in registers. Sums are float; results are the same for any number of threads.
+#include "gemm_finish.hpp"
+
+LZ_BEGIN
+
+constexpr int COLUMNS = 32;    // columns of one part
+constexpr int MOST_ROWS = 128; // rows that share a visit of the weight
+
+template <class T> struct Linear {
+  const float* x;
+  int64_t x_step;
+  const T* w;
+  int64_t w_step, n, k, block;
+
+  // c[m][j] += x[m][from … from+k) · w[at+j][…) for `rows` rows and columns at … at+cols.
+  void add(int64_t row, int rows, int64_t at, int cols, int64_t from, int64_t length, float* c) const {
+    if (rows == 1) {
+      for (int j = 0; j < cols; ++j) c[j] += dot1(x + row * x_step + from, w + (at + j) * w_step + from, length);
+      return;
+    }
+    for (int j = 0; j < cols; j += 4) {
+      const T* b[4];
+      for (int i = 0; i < 4; ++i) b[i] = w + (at + (j + i < cols ? j + i : cols - 1)) * w_step + from;
+      v4 out[4];
+      int m = 0;
+      const int64_t next = 4 * w_step;  // the four columns that follow
+      for (; m + DOT_ROWS <= rows; m += DOT_ROWS) {
+        dot4<DOT_ROWS>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
+        for (int i = 0; i < DOT_ROWS; ++i) add4(c + (m + i) * COLUMNS + j, out[i]);
+      }
+      for (; m + 2 <= rows; m += 2) {
+        dot4<2>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
+        add4(c + m * COLUMNS + j, out[0]), add4(c + (m + 1) * COLUMNS + j, out[1]);
+      }
+      if (m < rows) {
+        dot4<1>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
+        add4(c + m * COLUMNS + j, out[0]);
+      }
+    }
+  }
+  static LZ_INLINE void add4(float* c, v4 v) {
+    v4 old;
+    memcpy(&old, c, 16);
+    old = old + v;
+    memcpy(c, &old, 16);
+  }
+};
+
+template <class T> static Status run(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out, int64_t act, int threads) {
+  const int64_t rows = x.rows(), n = w.size(0), k = w.size(1), step = padded(k);
+  if (rows == 0 || n == 0) return nullptr;
+  float* wide = static_cast<float*>(malloc(size_t(rows * step) * sizeof(float) + 64));
+  if (!wide) return "no memory for the rows";
+  const RowMap x_at(x), out_at(out);
+  for (int64_t m = 0; m < rows; ++m) widen_row(x.as<T>() + x_at(m), k, wide + m * step, 1.0f);
+  Linear<T> linear = {wide, step, w.as<T>(), w.step(0), n, k, 0};
+  linear.block = rows <= 4 ? k : rows <= 16 ? 2048 : 512;
+  const Finish finish = {bias, act};
+  parallel_parts((n + COLUMNS - 1) / COLUMNS, threads, [&](int64_t part) {
+    alignas(64) float c[MOST_ROWS * COLUMNS];
+    const int64_t at = part * COLUMNS;
+    const int cols = int(n - at < COLUMNS ? n - at : COLUMNS);
+    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+      const int some = int(rows - row < MOST_ROWS ? rows - row : MOST_ROWS);
+      memset(c, 0, size_t(some) * COLUMNS * sizeof(float));
+      for (int64_t from = 0; from < k; from += linear.block)
+        linear.add(row, some, at, cols, from, k - from < linear.block ? k - from : linear.block, c);
+      for (int m = 0; m < some; ++m) finish.store_row(c + m * COLUMNS, at, cols, out.as<T>() + out_at(row + m) + at);
+    }
+  });
+  free(wide);
+  return nullptr;
+}
+
+static Status linear(Call& call) {
+  const Tensor &x = call.t(0), &w = call.t(1), &bias = call.t(2), &out = call.t(3);
+  if (w.ndim != 2 || w.dtype != x.dtype) return "weight must be [N, K] of x's dtype";
+  if (Status wrong = check_linear(x, w.size(1), w.size(0), bias, out, call.i(4))) return wrong;
+  if (!readable(w)) return RELAYOUT;
+  LZ_FLOATS(x.dtype, return run<T>(x, w, bias, out, call.i(4), call.threads));
+  return "linear takes float32, bfloat16 and float16";
+}
+
+LZ_EXPORTS(gemm_linear) = {{"linear", "TTOTi", &linear}, {nullptr, nullptr, nullptr}};
+
+LZ_END

@@ -1,0 +1,260 @@
+// The Python module: each kernel is a function that takes tensors, numbers and None. It returns None when the work is done
+// and False when the kernel wants other strides. Everything is checked before a kernel runs.
+#include <string.h>
+
+#include "dlpack.hpp"
+#include "isa.hpp"
+#include "pyabi.hpp"
+
+namespace lz {
+namespace {
+
+constexpr int MOST_ARGS = 40;
+constexpr int MOST_KERNELS = 256;
+constexpr int64_t PARALLEL_BYTES = 64 << 10;  // smaller calls are done before a worker could wake
+constexpr int64_t UNLOCK_BYTES = 32 << 10;    // and these before another Python thread could get the lock
+
+struct Entry {
+  PyMethodDef method;
+  const char* signature;
+  Status (*run)(Call&);
+  const char* isa;
+};
+
+Entry entries[MOST_KERNELS];
+int entry_count;
+int chosen;  // rank of the instruction set in use
+
+DLExchange* exchange;
+PyTypeObject* tensor_type;
+PyObject* thread_count;  // torch.get_num_threads
+
+DType dtype_of(const DLTensor& d) {
+  if (d.lanes != 1) return NONE;
+  switch (d.code) {
+    case 0: return d.bits == 8 ? I8 : d.bits == 16 ? I16 : d.bits == 32 ? I32 : d.bits == 64 ? I64 : NONE;
+    case 1: return d.bits == 8 ? U8 : NONE;
+    case 2: return d.bits == 32 ? F32 : d.bits == 16 ? F16 : d.bits == 64 ? F64 : NONE;
+    case 4: return BF16;
+    case 6: return BOOL;
+    case 10: return F8E4M3;
+    case 12: return F8E5M2;
+    default: return NONE;
+  }
+}
+
+bool read_tensor(Entry* e, int n, PyObject* given, Arg* arg, int64_t* bytes) {
+  if (given->ob_type != tensor_type && !PyType_IsSubtype(given->ob_type, tensor_type)) {
+    PyErr_Format(PyExc_TypeError, "%s: argument %d must be a tensor", e->method.ml_name, n);
+    return false;
+  }
+  DLTensor d;
+  if (exchange->view(given, &d) != 0) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
+    return false;
+  }
+  if (d.device_type != DL_CPU && d.device_type != DL_CUDA_HOST && d.device_type != DL_ROCM_HOST) {
+    PyErr_Format(PyExc_ValueError, "%s: argument %d is not in the memory of the CPU", e->method.ml_name, n);
+    return false;
+  }
+  Tensor& t = arg->t;
+  t.data = static_cast<char*>(d.data) + d.byte_offset;
+  t.shape = d.shape;
+  t.stride = d.strides;
+  t.ndim = d.ndim;
+  t.dtype = dtype_of(d);
+  if (t.dtype == NONE) {
+    PyErr_Format(PyExc_TypeError, "%s: argument %d has a dtype that no kernel knows", e->method.ml_name, n);
+    return false;
+  }
+  *bytes += t.count() * size_of(t.dtype);
+  return true;
+}
+
+PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  Entry* e = static_cast<Entry*>(PyCapsule_GetPointer(self, nullptr));
+  const char* signature = e->signature;
+  Arg args[MOST_ARGS];
+  if (e->run == nullptr)
+    return PyErr_Format(PyExc_RuntimeError, "%s was not built for %s or less", e->method.ml_name, ISAS[chosen].name);
+  if (count != Py_ssize_t(strlen(signature)))
+    return PyErr_Format(PyExc_TypeError, "%s: expected %d arguments, got %d", e->method.ml_name,
+                        int(strlen(signature)), int(count));
+  int64_t bytes = 0;
+  for (int n = 0; n < count; ++n) {
+    PyObject* item = given[n];
+    switch (signature[n]) {
+      case 'O':
+        if (item == &_Py_NoneStruct) {
+          args[n].t = Tensor{nullptr, nullptr, nullptr, 0, NONE};
+          break;
+        }
+        [[fallthrough]];
+      case 'T':
+        if (!read_tensor(e, n, item, &args[n], &bytes)) return nullptr;
+        break;
+      case 'i':
+        args[n].i = PyLong_AsLongLong(item);
+        if (args[n].i == -1 && PyErr_Occurred()) return nullptr;
+        break;
+      default:
+        args[n].f = PyFloat_AsDouble(item);
+        if (args[n].f == -1.0 && PyErr_Occurred()) return nullptr;
+    }
+  }
+  Call call = {args, int32_t(count), 1};
+  if (bytes >= PARALLEL_BYTES) {
+    PyObject* threads = PyObject_CallNoArgs(thread_count);
+    if (threads == nullptr) return nullptr;
+    long long n = PyLong_AsLongLong(threads);
+    Py_DecRef(threads);
+    call.threads = n < 1 ? 1 : n > 256 ? 256 : int32_t(n);
+  }
+  Status status;
+  if (bytes >= UNLOCK_BYTES) {
+    PyThreadState* saved = PyEval_SaveThread();
+    status = e->run(call);
+    PyEval_RestoreThread(saved);
+  } else {
+    status = e->run(call);
+  }
+  if (status == nullptr) {
+    Py_IncRef(&_Py_NoneStruct);
+    return &_Py_NoneStruct;
+  }
+  if (status == RELAYOUT) {
+    Py_IncRef(&_Py_FalseStruct);
+    return &_Py_FalseStruct;
+  }
+  return PyErr_Format(PyExc_ValueError, "%s: %s", e->method.ml_name, status);
+}
+
+Entry* entry_named(const char* name) {
+  for (int i = 0; i < entry_count; ++i)
+    if (strcmp(entries[i].method.ml_name, name) == 0) return &entries[i];
+  return nullptr;
+}
+
+// Each kernel from the best instruction set that is not above `rank` and that it was built for.
+void choose(int rank) {
+  for (int i = 0; i < entry_count; ++i) entries[i].run = nullptr;
+  for (int r = rank; r >= 0; --r)
+    for (const Unit* u = UNITS; u->isa; ++u) {
+      if (strcmp(u->isa, ISAS[r].name) != 0) continue;
+      for (const Kernel* k = u->kernels; k->name; ++k) {
+        Entry* e = entry_named(k->name);
+        if (e != nullptr && e->run == nullptr) {
+          e->run = k->run;
+          e->isa = u->isa;
+        }
+      }
+    }
+  chosen = rank;
+}
+
+int best_rank() {
+  int best = 0;
+  for (int i = 0; ISAS[i].name; ++i)
+    if (ISAS[i].here()) best = i;
+  return best;
+}
+
+PyObject* names(bool only_here) {
+  int n = 0;
+  for (int i = 0; ISAS[i].name; ++i) n += !only_here || ISAS[i].here();
+  PyObject* out = PyTuple_New(n);
+  int at = 0;
+  for (int i = 0; ISAS[i].name; ++i)
+    if (!only_here || ISAS[i].here()) PyTuple_SetItem(out, at++, PyUnicode_FromString(ISAS[i].name));
+  return out;
+}
+
+PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(ISAS[chosen].name); }
+PyObject* isas(PyObject*, PyObject*) { return names(false); }
+PyObject* isas_here(PyObject*, PyObject*) { return names(true); }
+
+PyObject* set_isa(PyObject*, PyObject* given) {
+  const char* name = PyUnicode_AsUTF8AndSize(given, nullptr);
+  if (name == nullptr) return nullptr;
+  int rank = isa_rank(name);
+  if (rank < 0) return PyErr_Format(PyExc_ValueError, "no instruction set is called %s", name);
+  if (!ISAS[rank].here()) return PyErr_Format(PyExc_ValueError, "this machine has no %s", name);
+  choose(rank);
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
+PyObject* isa_of(PyObject*, PyObject* given) {
+  const char* name = PyUnicode_AsUTF8AndSize(given, nullptr);
+  if (name == nullptr) return nullptr;
+  Entry* e = entry_named(name);
+  if (e == nullptr) return PyErr_Format(PyExc_ValueError, "no kernel is called %s", name);
+  return PyUnicode_FromString(e->run ? e->isa : "");
+}
+
+// setup(torch.Tensor, torch.get_num_threads): the tensors and the setting that calls go by.
+PyObject* setup(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "expected the tensor type and a function");
+  PyObject* capsule = PyObject_GetAttrString(given[0], "__dlpack_c_exchange_api__");
+  if (capsule == nullptr) return nullptr;
+  DLExchange* found = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  Py_DecRef(capsule);
+  if (found == nullptr) return nullptr;
+  while (found != nullptr && found->major != 1) found = found->previous;
+  if (found == nullptr || found->view == nullptr)
+    return PyErr_Format(PyExc_RuntimeError, "this torch shows its tensors by no table of version 1");
+  exchange = found;
+  Py_IncRef(given[0]);
+  Py_IncRef(given[1]);
+  tensor_type = reinterpret_cast<PyTypeObject*>(given[0]);
+  thread_count = given[1];
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
+PyMethodDef methods[] = {
+    {"isa", isa, METH_NOARGS, "the instruction set in use"},
+    {"isas", isas, METH_NOARGS, "every instruction set of this processor family, worst first"},
+    {"isas_here", isas_here, METH_NOARGS, "those this machine has"},
+    {"set_isa", set_isa, METH_O, "use no better instruction set than this"},
+    {"isa_of", isa_of, METH_O, "the instruction set a kernel's code is for; empty where it has none here"},
+    {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup)), METH_FASTCALL, "say which tensors there are"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    {1, nullptr, nullptr, 0, nullptr}, "_native", "LayerZero's CPU kernels", -1, methods, nullptr, nullptr, nullptr,
+    nullptr};
+
+}  // namespace
+}  // namespace lz
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native(void) {
+  using namespace lz;
+  PyObject* module = PyModule_Create2(&definition, 3);
+  if (module == nullptr) return nullptr;
+  entry_count = 0;
+  for (const Unit* u = UNITS; u->isa; ++u)
+    for (const Kernel* k = u->kernels; k->name; ++k)
+      if (entry_named(k->name) == nullptr && entry_count < MOST_KERNELS && strlen(k->signature) <= size_t(MOST_ARGS)) {
+        Entry& e = entries[entry_count++];
+        e.method = {k->name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_kernel)), METH_FASTCALL, nullptr};
+        e.signature = k->signature;
+      }
+  choose(best_rank());
+  PyObject* all = PyTuple_New(entry_count);
+  for (int i = 0; i < entry_count; ++i) {
+    PyObject* self = PyCapsule_New(&entries[i], nullptr, nullptr);
+    PyObject* function = PyCFunction_NewEx(&entries[i].method, self, nullptr);
+    Py_DecRef(self);
+    if (function == nullptr || PyModule_AddObjectRef(module, entries[i].method.ml_name, function) < 0) return nullptr;
+    Py_DecRef(function);
+    PyTuple_SetItem(all, i, PyUnicode_FromString(entries[i].method.ml_name));
+  }
+  PyModule_AddObjectRef(module, "kernels", all);
+  PyObject* hash = PyUnicode_FromString(SOURCE_HASH);
+  PyModule_AddObjectRef(module, "source_hash", hash);
+  Py_DecRef(all);
+  Py_DecRef(hash);
+  return module;
+}

@@ -1,0 +1,207 @@
+// unit: portable avx2 avx512 neon
+// RMSNorm, residual add + RMSNorm and LayerNorm. A row is summed, then written while it is still in
+// the first cache. Sums are float, in an order that depends on the width alone.
+#include "norm.hpp"
+
+LZ_BEGIN
+
+namespace {
+
+// out = x * scale * (weight + offset); the wide products are rounded once
+template <class T, class U>
+LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t n, T* out) {
+  vf by = splat(scale), shift = splat(offset);
+  int64_t i = 0;
+  if (w == nullptr) {
+    for (; i + W <= n; i += W) store(out + i, load(x + i) * by);
+    if (i < n) store_part(out + i, load_part(x + i, n - i) * by, n - i);
+    return;
+  }
+  if (offset == 0.0f) {
+    for (; i + 2 * W <= n; i += 2 * W) {
+      vf first = load(x + i) * by * load(w + i), second = load(x + i + W) * by * load(w + i + W);
+      store(out + i, first);
+      store(out + i + W, second);
+    }
+  }
+  for (; i + 2 * W <= n; i += 2 * W) {
+    vf first = load(x + i) * by * (load(w + i) + shift), second = load(x + i + W) * by * (load(w + i + W) + shift);
+    store(out + i, first);
+    store(out + i + W, second);
+  }
+  for (; i + W <= n; i += W) store(out + i, load(x + i) * by * (load(w + i) + shift));
+  if (i < n) store_part(out + i, load_part(x + i, n - i) * by * (load_part(w + i, n - i) + shift), n - i);
+}
+
+// The sum is rounded to the stream's dtype before its squares are taken: the pair equals the two ops apart.
+template <class T> LZ_INLINE float added(const T* x, const T* residual, int64_t n, T* stream) {
+  Sums s;
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    vf p = store_rounded(stream + i, load(x + i) + load(residual + i));
+    vf q = store_rounded(stream + i + W, load(x + i + W) + load(residual + i + W));
+    s.a = fma(p, p, s.a), s.b = fma(q, q, s.b);
+  }
+  for (; i + W <= n; i += W) {
+    vf p = store_rounded(stream + i, load(x + i) + load(residual + i));
+    s.c = fma(p, p, s.c);
+  }
+  if (i < n) {
+    alignas(64) T last[W];
+    vf p = store_rounded(last, load_part(x + i, n - i) + load_part(residual + i, n - i));
+    memcpy(stream + i, last, size_t(n - i) * sizeof(T));
+    s.d = fma(p, p, s.d);
+  }
+  return s.all();
+}
+
+// Weight and bias as the rows use them: their own dtype where it is that of x, else widened once into scratch memory.
+struct Vector {
+  const void* own = nullptr;
+  const float* wide = nullptr;
+};
+
+template <class U> LZ_INLINE void widen_row(const U* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+LZ_INLINE Status vector_of(const Tensor& t, DType like, int64_t n, float* room, Vector* out) {
+  if (!t) return nullptr;
+  if (t.ndim != 1 || t.size(0) != n) return "weight and bias must have one number a column";
+  if (t.dtype == like) {
+    out->own = t.data;
+    return nullptr;
+  }
+  if (room == nullptr) return "out of memory";
+  LZ_WEIGHTS(t.dtype, {
+    widen_row(t.as<U>(), n, room);
+    out->wide = room;
+    return nullptr;
+  });
+  return "weight must be float32, bfloat16 or float16";
+}
+
+// rms_norm(x, weight or None, number added to the weight, eps, out)
+Status rms_norm(Call& c) {
+  const Tensor &x = c.t(0), &w = c.t(1), &out = c.t(4);
+  int64_t rows;
+  if (Status why = rows_of(x, out, &rows)) return why;
+  int64_t n = x.size(-1);
+  if (n == 0 || rows == 0) return nullptr;
+  if (!x.dense_rows() || !out.dense_rows() || (w && !w.dense_rows())) return RELAYOUT;
+  Vector weight;
+  float* room = w && w.dtype != x.dtype ? static_cast<float*>(scratch(size_t(n) * 4)) : nullptr;
+  if (Status why = vector_of(w, x.dtype, n, room, &weight)) return why;
+  RowMap from(x), to(out);
+  float offset = float(c.f(2)), eps = float(c.f(3));
+  LZ_FLOATS(x.dtype, {
+    T *in = x.as<T>(), *result = out.as<T>();
+    const T* own = static_cast<const T*>(weight.own);
+    parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = in + from(r);
+        float scale = rms_scale(squares(row, n), n, eps);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, result + to(r));
+        else scaled(row, own, offset, scale, n, result + to(r));
+      }
+    });
+    return nullptr;
+  });
+  return "dtype must be float32, bfloat16 or float16";
+}
+
+// add_rms_norm(x, residual, weight or None, number added to the weight, eps, out, stream)
+Status add_rms_norm(Call& c) {
+  const Tensor &x = c.t(0), &residual = c.t(1), &w = c.t(2), &out = c.t(5), &stream = c.t(6);
+  int64_t rows;
+  if (Status why = rows_of(x, out, &rows)) return why;
+  if (Status why = rows_of(x, residual, &rows)) return why;
+  if (Status why = rows_of(x, stream, &rows)) return why;
+  int64_t n = x.size(-1);
+  if (n == 0 || rows == 0) return nullptr;
+  if (!x.dense_rows() || !out.dense_rows() || !residual.dense_rows() || !stream.dense_rows() ||
+      (w && !w.dense_rows()))
+    return RELAYOUT;
+  Vector weight;
+  float* room = w && w.dtype != x.dtype ? static_cast<float*>(scratch(size_t(n) * 4)) : nullptr;
+  if (Status why = vector_of(w, x.dtype, n, room, &weight)) return why;
+  RowMap from(x), along(residual), to(out), into(stream);
+  float offset = float(c.f(3)), eps = float(c.f(4));
+  LZ_FLOATS(x.dtype, {
+    const T *in = x.as<T>(), *base = residual.as<T>();
+    T *result = out.as<T>(), *kept = stream.as<T>();
+    const T* own = static_cast<const T*>(weight.own);
+    parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        T* row = kept + into(r);
+        float scale = rms_scale(added(in + from(r), base + along(r), n, row), n, eps);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, result + to(r));
+        else scaled(row, own, offset, scale, n, result + to(r));
+      }
+    });
+    return nullptr;
+  });
+  return "dtype must be float32, bfloat16 or float16";
+}
+
+template <class T, class U>
+LZ_INLINE void centred(const T* x, const U* w, const U* b, float mean, float scale, int64_t n, T* out) {
+  vf by = splat(scale), centre = splat(mean);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    vf v = (load(x + i) - centre) * by;
+    if (w) v = v * load(w + i);
+    if (b) v = v + load(b + i);
+    store(out + i, v);
+  }
+  if (i < n) {
+    vf v = (load_part(x + i, n - i) - centre) * by;
+    if (w) v = v * load_part(w + i, n - i);
+    if (b) v = v + load_part(b + i, n - i);
+    store_part(out + i, v, n - i);
+  }
+}
+
+// layer_norm(x, weight or None, bias or None, eps, out)
+Status layer_norm(Call& c) {
+  const Tensor &x = c.t(0), &w = c.t(1), &b = c.t(2), &out = c.t(4);
+  int64_t rows;
+  if (Status why = rows_of(x, out, &rows)) return why;
+  int64_t n = x.size(-1);
+  if (n == 0 || rows == 0) return nullptr;
+  if (!x.dense_rows() || !out.dense_rows() || (w && !w.dense_rows()) || (b && !b.dense_rows())) return RELAYOUT;
+  Vector weight, bias;
+  bool same = (!w || w.dtype == x.dtype) && (!b || b.dtype == x.dtype);
+  float* room = same ? nullptr : static_cast<float*>(scratch(size_t(n) * 8));
+  DType like = same ? x.dtype : NONE;  // both widened, so that one of two forms serves
+  if (Status why = vector_of(w, like, n, room, &weight)) return why;
+  if (Status why = vector_of(b, like, n, room ? room + n : nullptr, &bias)) return why;
+  RowMap from(x), to(out);
+  float eps = float(c.f(3));
+  LZ_FLOATS(x.dtype, {
+    T *in = x.as<T>(), *result = out.as<T>();
+    const T *own = static_cast<const T*>(weight.own), *add = static_cast<const T*>(bias.own);
+    parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = in + from(r);
+        float mean, scale;
+        moments(row, n, eps, &mean, &scale);
+        if (same) centred(row, own, add, mean, scale, n, result + to(r));
+        else centred(row, weight.wide, bias.wide, mean, scale, n, result + to(r));
+      }
+    });
+    return nullptr;
+  });
+  return "dtype must be float32, bfloat16 or float16";
+}
+
+}  // namespace
+
+LZ_EXPORTS(norm) = {
+    {"rms_norm", "TOffT", &rms_norm},
+    {"add_rms_norm", "TTOffTT", &add_rms_norm},
+    {"layer_norm", "TOOfT", &layer_norm},
+    {nullptr, nullptr, nullptr},
+};
+
+LZ_END

@@ -1,0 +1,212 @@
+// The worker threads. One job at a time; a caller that finds the pool busy does its own work alone, so that many Python
+// threads never make more runnable threads than cores. Workers are made when first needed and sleep on a futex after a
+// short spin. After a fork the child starts with none.
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "lz.hpp"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Symbols of the oldest C library we support: a newer one at build time must not raise the floor.
+#if defined(__GLIBC__) && !defined(LZ_SANITIZED)
+#if defined(__x86_64__)
+#define LZ_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
+#elif defined(__aarch64__)
+#define LZ_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.17")
+#endif
+#endif
+#ifdef LZ_OLD
+LZ_OLD(pthread_create);
+LZ_OLD(pthread_key_create);
+LZ_OLD(pthread_setspecific);
+#endif
+
+namespace lz {
+
+const char RELAYOUT[] = "relayout";
+
+namespace {
+
+constexpr int MOST = 255;
+constexpr int64_t SPIN_NS = 30000;  // about the gap between two kernels of a decode step
+
+enum Word : uint32_t { IDLE, POSTED, RUNNING, SLEEPING };
+
+struct alignas(128) Slot {
+  uint32_t word;
+};
+
+struct Job {
+  void (*body)(void*, int64_t);
+  void* context;
+  int64_t parts;
+  int64_t next;
+};
+
+Slot slots[MOST];
+alignas(128) Job job;
+alignas(128) uint32_t busy;
+uint32_t waiting;  // the caller sleeps until a worker is done
+int made;
+bool watched_forks;
+
+inline void pause_a_little() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+inline int64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+#if defined(__linux__)
+void sleep_on(uint32_t* word, uint32_t value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
+#else
+void sleep_on(uint32_t* word, uint32_t value) {
+  while (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value) {
+    timespec t = {0, 50000};
+    nanosleep(&t, nullptr);
+  }
+}
+void wake(uint32_t*) {}
+#endif
+
+bool swap(uint32_t* word, uint32_t from, uint32_t to) {
+  return __atomic_compare_exchange_n(word, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+// Spin while the word has this value, for a while; false: it still has.
+bool spin_while(uint32_t* word, uint32_t value) {
+  int64_t until = now() + SPIN_NS;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) return true;
+      pause_a_little();
+    }
+  } while (now() < until);
+  return false;
+}
+
+void take_parts(const Job& j, int64_t* next) {
+  for (;;) {
+    int64_t part = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+    if (part >= j.parts) return;
+    j.body(j.context, part);
+  }
+}
+
+void* work(void* given) {
+  Slot* slot = static_cast<Slot*>(given);
+  for (;;) {
+    if (!spin_while(&slot->word, IDLE) && swap(&slot->word, IDLE, SLEEPING)) {
+      while (__atomic_load_n(&slot->word, __ATOMIC_ACQUIRE) == SLEEPING) sleep_on(&slot->word, SLEEPING);
+    }
+    if (!swap(&slot->word, POSTED, RUNNING)) continue;
+    take_parts(job, &job.next);
+    __atomic_store_n(&slot->word, IDLE, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&waiting, __ATOMIC_SEQ_CST)) wake(&slot->word);
+  }
+  return nullptr;
+}
+
+void forked() {  // only the forking thread is left
+  made = 0;
+  busy = 0;
+  waiting = 0;
+  for (Slot& slot : slots) slot.word = IDLE;
+}
+
+void make_workers(int wanted) {
+  if (!watched_forks) {
+    pthread_atfork(nullptr, nullptr, forked);
+    watched_forks = true;
+  }
+  if (made >= wanted) return;
+  sigset_t all, before;  // signals are for the threads of Python
+  sigfillset(&all);
+  sigprocmask(SIG_BLOCK, &all, &before);
+  pthread_attr_t detached;
+  pthread_attr_init(&detached);
+  pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+  while (made < wanted) {
+    pthread_t thread;
+    slots[made].word = IDLE;
+    if (pthread_create(&thread, &detached, work, &slots[made])) break;  // no room for a thread: do with those there are
+    ++made;
+  }
+  pthread_attr_destroy(&detached);
+  sigprocmask(SIG_SETMASK, &before, nullptr);
+}
+
+pthread_key_t scratch_key;
+uint32_t scratch_state;  // 0: no key yet, 1: being made, 2: made
+__thread char* scratch_memory;
+__thread size_t scratch_room;
+
+void free_scratch(void* memory) { free(memory); }
+
+}  // namespace
+
+void parallel(int64_t parts, int threads, void (*body)(void*, int64_t), void* context) {
+  int helpers = threads - 1 < parts - 1 ? threads - 1 : int(parts - 1);
+  if (helpers > MOST) helpers = MOST;
+  if (helpers <= 0 || !swap(&busy, 0, 1)) {
+    for (int64_t part = 0; part < parts; ++part) body(context, part);
+    return;
+  }
+  make_workers(helpers);
+  if (helpers > made) helpers = made;
+  job.body = body;
+  job.context = context;
+  job.parts = parts;
+  __atomic_store_n(&job.next, 0, __ATOMIC_RELEASE);
+  for (int i = 0; i < helpers; ++i)
+    if (__atomic_exchange_n(&slots[i].word, POSTED, __ATOMIC_ACQ_REL) == SLEEPING) wake(&slots[i].word);
+  take_parts(job, &job.next);
+  for (int i = 0; i < helpers; ++i) {
+    uint32_t* word = &slots[i].word;
+    if (swap(word, POSTED, IDLE)) continue;  // it came too late: nothing was left to do
+    if (spin_while(word, RUNNING)) continue;
+    __atomic_store_n(&waiting, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(word, __ATOMIC_SEQ_CST) == RUNNING) sleep_on(word, RUNNING);
+    __atomic_store_n(&waiting, 0, __ATOMIC_SEQ_CST);
+  }
+  __atomic_store_n(&busy, 0, __ATOMIC_RELEASE);
+}
+
+void* scratch(size_t bytes) {
+  if (bytes <= scratch_room) return scratch_memory;
+  uint32_t expected = 0;
+  if (__atomic_compare_exchange_n(&scratch_state, &expected, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    pthread_key_create(&scratch_key, free_scratch);
+    __atomic_store_n(&scratch_state, 2, __ATOMIC_RELEASE);
+  }
+  while (__atomic_load_n(&scratch_state, __ATOMIC_ACQUIRE) != 2) pause_a_little();
+  free(scratch_memory);
+  scratch_memory = nullptr;
+  scratch_room = 0;
+  void* fresh = nullptr;
+  size_t room = (bytes + 4095) / 4096 * 4096;
+  if (posix_memalign(&fresh, 64, room) != 0) fresh = nullptr;
+  pthread_setspecific(scratch_key, fresh);
+  scratch_memory = static_cast<char*>(fresh);
+  scratch_room = fresh ? room : 0;
+  return fresh;
+}
+
+}  // namespace lz

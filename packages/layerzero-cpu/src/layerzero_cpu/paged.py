@@ -1,0 +1,48 @@
+"""Attention over a paged KV cache, read in place: pages are followed by pointer, nothing is gathered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.model.kv_cache import PagedBatch
+from layerzero_cpu.attention import DECODE_ROWS
+from layerzero_cpu.library import native
+
+__all__ = ["paged_attention"]
+
+_decode = native.attention_paged_decode
+_prefill = native.attention_paged_prefill
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    layout: str,
+) -> Any:
+    """Causal, bottom-right attention of packed queries [tokens, Hq, D] over the pages of their sequences."""
+    tokens, heads, dim = query.shape
+    hnd = layout == "HND"
+    out = query.new_empty((tokens, heads, value_cache.shape[3]))
+    lse = torch.empty((tokens, heads), dtype=torch.float32) if return_lse else None
+    if alibi_slopes is not None and alibi_slopes.dtype is not torch.float32:
+        alibi_slopes = alibi_slopes.to(torch.float32)
+    left, right = (-1, -1) if window is None else window
+    rows = batch.max_query_len * heads
+    run = _decode if rows <= DECODE_ROWS * key_cache.shape[1 if hnd else 2] else _prefill
+    factor, cap = 1.0 / math.sqrt(dim) if scale is None else scale, softcap or 0.0
+    tables, contexts, lengths = batch.block_tables, batch.context_lens, batch.query_lens
+    more = (tables, contexts, lengths, out, lse, alibi_slopes, factor, cap, left, right, hnd)
+    if run(query, key_cache, value_cache, *more) is False:
+        run(query.contiguous(), key_cache.contiguous(), value_cache.contiguous(), *more)
+    return out if lse is None else (out, lse)

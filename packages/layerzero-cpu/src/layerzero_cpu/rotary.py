@@ -1,0 +1,131 @@
+"""Rotary embedding of q and k, in place or not, forward and backward. Canonical arguments of `rope`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from layerzero_cpu.library import done, native
+
+__all__ = ["rope"]
+
+_rope = native.rope
+_empty = torch.empty_like
+_grad_enabled = torch.is_grad_enabled
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Both tensors in one call; the tables' rows are read once for all heads."""
+    if _grad_enabled() and (
+        q.requires_grad or cos.requires_grad or sin.requires_grad or (k is not None and k.requires_grad)
+    ):
+        if cos.requires_grad or sin.requires_grad:
+            return _plain(q, k, cos, sin, interleaved, layout, position_ids, inplace)
+        how = (cos, sin, interleaved, layout, position_ids, inplace)
+        turned = _Rope.apply(q, *how)  # type: ignore[no-untyped-call]
+        return turned, None if k is None else _Rope.apply(k, *how)  # type: ignore[no-untyped-call]
+    return _turn(q, k, cos, sin, interleaved, layout, position_ids, inplace, False)
+
+
+def _turn(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+    backward: bool,
+) -> tuple[Tensor, Tensor | None]:
+    out_q = q if inplace else _empty(q)
+    out_k = k if inplace or k is None else _empty(k)
+    axis = 2 if layout == "BHSD" else 1
+    if cos.dtype is not torch.float64 and (
+        _rope(q, k, cos, sin, position_ids, out_q, out_k, interleaved, axis, backward) is None
+    ):
+        if inplace:  # autograd has to learn that saved values were overwritten
+            increment_version(q if k is None else (q, k))
+        return out_q, out_k
+    # a last axis with gaps, tables with different strides, or tables in float64
+    new_q = torch.empty(q.shape, dtype=q.dtype)
+    new_k = None if k is None else torch.empty(k.shape, dtype=k.dtype)
+    cos, sin = (t.to(torch.float32 if t.dtype is torch.float64 else t.dtype).contiguous() for t in (cos, sin))
+    dense_k = None if k is None else k.contiguous()
+    done(_rope(q.contiguous(), dense_k, cos, sin, position_ids, new_q, new_k, interleaved, axis, backward))
+    if not inplace:
+        return new_q, new_k
+    return q.copy_(new_q), None if k is None or new_k is None else k.copy_(new_k)
+
+
+class _Rope(torch.autograd.Function):
+    """One tensor: q and k apart, so that a result nobody uses gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, position_ids: Tensor | None,
+        inplace: bool,
+    ) -> Tensor:  # fmt: skip
+        out, _ = _turn(x, None, cos, sin, interleaved, layout, position_ids, inplace, False)
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.how = (interleaved, layout)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, position_ids = ctx.saved_tensors
+        to_x, _ = _turn(grad, None, cos, sin, *ctx.how, position_ids, False, True)
+        return to_x, None, None, None, None, None, None
+
+
+def _plain(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, layout: str,
+    position_ids: Tensor | None, inplace: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same in torch's own operations, for a call that wants gradients of the tables."""
+    full, seq_axis = cos.ndim == 3, 2 if layout == "BHSD" else 1
+    tables = []
+    for table in (cos, sin):
+        wide = table.to(torch.float32)
+        if not full:
+            wide = wide.repeat_interleave(2, dim=-1) if interleaved else torch.cat((wide, wide), dim=-1)
+        if position_ids is None:
+            wide = wide.narrow(-2, 0, q.shape[seq_axis])
+        elif wide.ndim == 2 or wide.shape[0] == 1:
+            wide = (wide if wide.ndim == 2 else wide[0])[position_ids]
+        else:
+            ids = position_ids.expand(wide.shape[0], -1).to(torch.int64)
+            wide = wide.gather(1, ids.unsqueeze(-1).expand(-1, -1, wide.shape[-1]))
+        tables.append(wide.unsqueeze(-3 if layout == "BHSD" else -2))
+
+    def turned(x: Tensor) -> Tensor:
+        rotary = tables[0].shape[-1]
+        head = x[..., :rotary].to(torch.float32)
+        if interleaved:
+            other = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
+        else:
+            first, second = head.chunk(2, dim=-1)
+            other = torch.cat((-second, first), dim=-1)
+        rotated = (head * tables[0] + other * tables[1]).to(x.dtype)
+        if inplace:
+            x[..., :rotary].copy_(rotated)
+            return x
+        return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+    return turned(q), None if k is None else turned(k)

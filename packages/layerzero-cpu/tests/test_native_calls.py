@@ -1,0 +1,216 @@
+"""The library itself: wrong arguments, instruction sets, threads, forks; never a crash, never a changed result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+
+from layerzero.errors import InvalidInputError
+from layerzero_cpu import library, norm, rotary, sampling
+from layerzero_cpu.library import native
+
+
+def test_wrong_arguments_are_refused_before_a_kernel_runs():
+    x = torch.randn(2, 8)
+    out = torch.empty_like(x)
+    with pytest.raises(TypeError, match="argument 0 must be a tensor"):
+        native.rms_norm(3, None, 0.0, 1e-6, out)
+    with pytest.raises(TypeError, match="expected 5 arguments, got 2"):
+        native.rms_norm(x, None)
+    with pytest.raises(TypeError):
+        native.rms_norm(x, None, "no number", 1e-6, out)
+    with pytest.raises(TypeError, match="dtype that no kernel knows"):
+        native.rms_norm(torch.randn(2, 8, dtype=torch.complex64), None, 0.0, 1e-6, out)
+    with pytest.raises(ValueError, match="tensors must be alike"):
+        native.rms_norm(x, None, 0.0, 1e-6, torch.empty(2, 7))
+    with pytest.raises(ValueError, match="one number a column"):
+        native.rms_norm(x, torch.randn(7), 0.0, 1e-6, out)
+    with pytest.raises(ValueError, match="dtype must be"):
+        native.rms_norm(x.double(), None, 0.0, 1e-6, x.double())
+    with pytest.raises(ValueError, match="no such activation"):
+        native.gated(x, torch.empty(2, 4), 9)
+    with pytest.raises(ValueError, match="half its width"):
+        native.gated(x, torch.empty(2, 3), 0)
+    with pytest.raises(ValueError, match="no such format"):
+        native.quantize(x, torch.empty(2, 8, dtype=torch.int8), torch.empty(2, 1), None, 8, 7)
+    with pytest.raises(ValueError, match="one float32 scale a group"):
+        native.quantize(x, torch.empty(2, 8, dtype=torch.int8), torch.empty(3, 1), None, 8, 0)
+    with pytest.raises(ValueError, match=r"ids must be int64 \[B\]"):
+        native.sample(x, torch.empty(3, dtype=torch.int64), None, None, -1, None, -1.0, None, -1.0, None, 1.0)
+
+
+@pytest.mark.parametrize("position", [5, -6, 2**40])
+def test_a_position_outside_the_tables_never_reads_past_them(position):
+    q, table = torch.randn(1, 1, 2, 8), torch.randn(5, 4)
+    ids = torch.tensor([0, position])
+    with pytest.raises(ValueError, match="outside the tables"):
+        rotary.rope(q, None, table, table, False, "BHSD", ids, False)
+    kept = q.clone()
+    with pytest.raises(ValueError, match="outside the tables"):
+        rotary.rope(q, None, table, table, False, "BHSD", ids, True)
+    assert torch.equal(q, kept), "nothing is written before everything is checked"
+
+
+def test_instruction_sets_are_listed_and_forced():
+    here = native.isas_here()
+    assert here[0] == "portable" and set(here) <= set(native.isas())
+    before = native.isa()
+    try:
+        for name in here:
+            native.set_isa(name)
+            assert native.isa() == name
+            assert native.isas().index(native.isa_of("rms_norm")) <= native.isas().index(name)
+    finally:
+        native.set_isa(before)
+    with pytest.raises(ValueError, match="no instruction set is called quantum"):
+        native.set_isa("quantum")
+
+
+@pytest.mark.req("R-BK-CPU-04")
+def test_the_environment_forces_an_instruction_set(monkeypatch):
+    before = native.isa()
+    try:
+        monkeypatch.setenv("LAYERZERO_CPU_ISA", "portable")
+        assert (library._load().isa(), native.isa_of("rms_norm")) == ("portable", "portable")
+        monkeypatch.setenv("LAYERZERO_CPU_ISA", "quantum")
+        with pytest.raises(InvalidInputError) as refused:
+            library._load()
+    finally:
+        native.set_isa(before)
+    assert refused.value.code == "CPU_FEATURE_MISSING"
+    assert "quantum" in str(refused.value) and "portable" in str(refused.value.reasons[0].limit)
+
+
+def work():
+    x, w = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)), torch.ones(4096)
+    return lambda: norm.rms_norm(x, w, 1e-6)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_results_do_not_depend_on_threads(threads):
+    x = torch.randn(37, 5000, requires_grad=True)
+    w = torch.randn(5000, requires_grad=True)
+    grad = torch.randn(37, 5000)
+    seen = []
+    for count in (1, 2, 3, 8):
+        threads(count)
+        out = norm.rms_norm(x, w, 1e-6)
+        seen.append((out.detach(), *torch.autograd.grad(out, (x, w), grad)))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+def test_many_python_threads_share_one_pool_and_get_right_answers(threads):
+    """Callers beyond the first work alone, so no more threads run than callers and torch's setting allow."""
+    threads(3)
+    call = work()
+    right = call()
+    wrong = []
+
+    def run():
+        for _ in range(20):
+            if not torch.equal(call(), right):
+                wrong.append(1)
+
+    runners = [threading.Thread(target=run) for _ in range(8)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    assert not wrong
+    ours = [name for name in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else []
+    call()
+    assert not ours or len(os.listdir("/proc/self/task")) <= len(ours) + 2
+
+
+def test_torchs_setting_is_respected():
+    code = """
+import os, torch
+from layerzero_cpu import norm
+x = torch.randn(512, 4096)
+torch.set_num_threads(1)
+before = len(os.listdir("/proc/self/task"))
+for count in (1, 4, 2):
+    torch.set_num_threads(count)
+    for _ in range(5): norm.rms_norm(x, None, 1e-6)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert found.stdout.split() == ["0", "3", "3"], found.stderr
+
+
+def test_a_forked_child_starts_its_own_workers(threads):
+    """The parent's workers do not exist in the child; it must neither wait for them nor crash."""
+    threads(2)
+    call = work()
+    right = call()
+    child = os.fork()
+    if child == 0:
+        try:
+            # by numpy: torch's own threads do not survive a fork
+            good = all(numpy.array_equal(call().numpy(), right.numpy()) for _ in range(5))
+            os._exit(0 if good else 3)
+        except BaseException:
+            os._exit(4)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(call(), right)
+
+
+def test_inputs_are_left_alone(isa):
+    x, w, r = torch.randn(5, 33), torch.randn(33), torch.randn(5, 33)
+    kept = [t.clone() for t in (x, w, r)]
+    norm.add_rms_norm(x, r, w, 1e-6)
+    sampling.sample(x, 3, 0.5, None, 1.0, None)
+    rotary.rope(x[None, None, :, :32], None, r[:, :16], r[:, :16], True, "BHSD", None, False)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (x, w, r), strict=True))
+
+
+def test_a_parameter_and_a_tensor_on_another_device():
+    x = torch.randn(2, 8)
+    weight = torch.nn.Parameter(torch.ones(8))
+    with torch.no_grad():
+        assert torch.equal(norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, None, 1e-6))
+    with pytest.raises((ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)):
+        native.rms_norm(x.to("meta"), None, 0.0, 1e-6, torch.empty_like(x))
+
+
+def test_a_view_that_stands_for_its_negative_is_read_as_such():
+    """torch marks the imaginary part of a conjugate instead of computing it; its memory holds the other sign."""
+    z = torch.randn(3, 8, dtype=torch.complex64)
+    x = z.conj().imag
+    assert x.is_neg()
+    assert torch.equal(norm.rms_norm(x, None, 1e-6), norm.rms_norm(-z.imag, None, 1e-6))
+
+
+def test_writing_in_place_is_seen_by_autograd():
+    q = torch.randn(1, 2, 3, 8)
+    weight = torch.randn(1, 2, 3, 8, requires_grad=True)
+    product = (q * weight).sum()
+    with torch.no_grad():
+        rotary.rope(q, None, torch.ones(3, 4), torch.ones(3, 4), False, "BHSD", None, True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

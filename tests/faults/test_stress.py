@@ -1,0 +1,89 @@
+"""A hundred threads, changing policies, failing kernels, forks: no error, no stale choice (make prove-stress)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.runtime.state import state
+from layerzero.testing.storm import Storm
+
+PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
+
+
+@pytest.fixture
+def storm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storm]:
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
+    yield Storm()
+    Storm.end()
+
+
+@pytest.mark.req("R-CONC-01", "R-CACHE-03")
+def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(storm: Storm) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        found = storm.blow(20, 2_000, change_every_s=0.005)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not found.errors, found.errors[:3]
+    assert found.calls == 40_000 and found.stale == 0
+    assert found.swaps > 5
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(0)
+@pytest.mark.req("R-CONC-01", "R-CACHE-03", "R-CACHE-07")
+def test_a_hundred_threads_times_a_hundred_thousand_calls(storm: Storm, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = 100_000 if PROVE else 500
+    idle = storm.blow(1, 20_000, quiet=True)
+    found = storm.blow(100, calls, change_every_s=0.02)
+    with capsys.disabled():
+        print(
+            f"\n100 threads x {calls} calls in {found.seconds:.0f} s, {found.swaps} changes, {found.failures} failed, "
+            f"{found.stale} stale, {len(found.errors)} errors; p99 idle {idle.percentile(0.99):.1f} us, "
+            f"under load {found.percentile(0.99):.1f} us"
+        )
+    assert not found.errors, found.errors[:3]
+    assert found.calls == 100 * calls and found.stale == 0
+    assert found.swaps > 10 and found.failures > 0
+
+
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(storm: Storm) -> None:
+    """Timers armed, a breaker open, crumbs, memory watched: the child has all of it anew and can fail over itself."""
+    x, w = torch.ones(3, 8), torch.ones(8)
+    lz.configure(memory_headroom_mb=0, breaker={"cooldown_s": 0.2, "deadline_s": 20.0})
+    storm.failing.add("storm0.rms_norm.tagged")
+    lz.rms_norm(x, w)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = "failed"
+        try:
+            storm.failing.add("storm1.rms_norm.tagged")
+            outs = [float(lz.rms_norm(torch.ones(rows, 8), w)[0]) for rows in (3, 4, 40)]
+            storm.failing.clear()
+            import time
+
+            end = time.monotonic() + 20
+            while float(lz.rms_norm(x, w)[0]) != 0.0 and time.monotonic() < end:
+                lz.rms_norm(torch.ones(int(time.monotonic() * 100) % 900 + 50, 8), w)  # cold calls see to the clock
+                time.sleep(0.01)
+            said = f"{outs} {float(lz.rms_norm(x, w)[0])}"
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as pipe:
+        assert pipe.read() == "[2.0, 2.0, 2.0] 0.0"
+    assert float(lz.rms_norm(x, w)[0]) == 1.0  # the parent knows nothing of the child's failures
+    assert "storm1.rms_norm.tagged" not in state.health.snapshot().kernels

@@ -1,0 +1,52 @@
+"""Gates that a release must pass, as far as a test can look at them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools.gates import Figure, Waiver, figures, judged, waivers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.req("R-GATE-02")
+def test_every_kept_figure_is_inside_its_limit_or_waived_with_a_reason() -> None:
+    found = list(figures())
+    assert len(found) >= 10
+    unexplained = [(f.file, f.name, f.value, f.limit) for f, waiver in judged(found, waivers()) if waiver is None]
+    assert not unexplained
+
+
+@pytest.mark.req("R-GATE-02")
+def test_a_waiver_covers_what_it_names_and_no_more(tmp_path: Path) -> None:
+    slow, slower = Figure("m/x.json", "a", 1.4, 1.0), Figure("m/x.json", "a", 1.6, 1.0)
+    low = Figure("m/x.json", "b", 0.5, 1.0, at_least=True)
+    allowed = [Waiver("m/*.json", "a", 1.5, "because it is so and that is accepted")]
+    assert [waiver is not None for _, waiver in judged([slow, slower, low], allowed)] == [True, False, False]
+    assert judged([Figure("m/x.json", "a", 0.9, 1.0), Figure("m/x.json", "b", 2.0, 1.0, at_least=True)], []) == []
+    file = tmp_path / "waivers.toml"
+    for text in ('up_to = 2.0\nwhy = "so"', 'up_to = 1.0\nwhy = "a reason of five words"'):
+        file.write_text(f'[[waiver]]\nfile = "x"\nfigures = "*"\n{text}\n')
+        with pytest.raises(ValueError, match="gives no reason or no bound"):
+            waivers(file)
+
+
+@pytest.mark.req("R-GATE-08")
+def test_the_coverage_lane_fails_under_eighty_percent_of_the_whole_core() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]
+    assert settings["report"]["fail_under"] >= 80 and settings["run"]["source_pkgs"] == ["layerzero"]
+    assert "omit" not in settings["run"] and "omit" not in settings["report"], "nothing is left out of the count"
+    lane = (ROOT / "Makefile").read_text().partition("\nprove-coverage:")[2].partition("\n\n")[0]
+    assert "--cov " in lane and "--cov-fail-under=0" not in lane
+
+
+@pytest.mark.req("R-GATE-10")
+def test_the_suite_holds_more_than_four_hundred_cases() -> None:
+    names = set()
+    for file in (*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("packages/*/tests/**/test_*.py")):
+        names |= {(file, name) for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.M)}
+    assert len(names) > 400
