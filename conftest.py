@@ -8,6 +8,8 @@ import tempfile
 from tools.pytest_lanes import pytest_collection_modifyitems, pytest_runtest_setup
 from tools.req_plugin import pytest_configure, pytest_make_collect_report
 
+# Inductor imports setuptools, which refuses where the standard distutils was imported before; both will do for it.
+os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
 # What somebody has measured on this machine must not decide what a test sees; tests that need a database name one.
 os.environ.setdefault("LAYERZERO_PERFDB", "off")
 # Nor which kernels crashed here: the run has a quarantine of its own.

@@ -199,8 +199,7 @@ def test_memory_taken_by_another_process_counts() -> None:
             assert other.stdout.readline().strip() == "up"
             settles(True)
         finally:
-            other.stdin.close()
-            other.wait(60)
+            other.communicate(timeout=60)  # closes what it reads from, so it ends, and what we read
         settles(False)
     finally:
         lz.reset()

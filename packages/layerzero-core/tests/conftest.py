@@ -166,6 +166,15 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def built_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel but the core's own, whatever backend is installed: for tests that name who is chosen among them."""
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
+    lz.reset()
+    yield
+    lz.reset()
+
+
+@pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the import path of this process and of its children, for backends to be installed into."""
     folder = tmp_path / "site"

@@ -162,6 +162,7 @@ def test_cross_attention_with_masks_over_a_long_context(oracle, backend, dtype):
 
 
 # -- vision ----------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("built_in")
 @pytest.mark.req("R-OP-11", "R-SEL-20")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_patches_in_either_memory_format(oracle, dtype):

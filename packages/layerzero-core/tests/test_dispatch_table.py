@@ -93,6 +93,7 @@ def test_a_bucket_that_is_missing_is_selected_and_says_so(tmp_path):
         assert ReasonCode.PLAN_BUCKET_MISS in notes, other
 
 
+@pytest.mark.usefixtures("built_in")
 @pytest.mark.req("R-SOLV-05")
 def test_a_miss_honours_the_policy(tmp_path):
     lz.configure(deny=["sdpa.attention.flash*"])

@@ -113,10 +113,10 @@ def test_a_mistake_in_one_place_is_not_reported_everywhere(reports: dict[str, di
 
 def test_a_module_that_a_library_may_not_compile_is_skipped_not_failed() -> None:
     """FlashInfer says it with an error of its own, which adapters may wrap; any other error stays one."""
-    from layerzero.testing.pytest_plugin import _uncompiled
+    from layerzero.testing.kit import uncompiled
 
     missing = type("MissingJITCacheError", (RuntimeError,), {})("the module is missing. Build it")
     wrapped = ValueError("the adapter's own words")
     wrapped.__cause__ = missing
-    assert _uncompiled(wrapped) == _uncompiled(missing) == "the module is missing"
-    assert _uncompiled(ValueError("wrong")) is None
+    assert uncompiled(wrapped) == uncompiled(missing) == "the module is missing"
+    assert uncompiled(ValueError("wrong")) is None

@@ -16,6 +16,8 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
 from layerzero.tuning.measured import measurements_from, platform_of, versions_of
 
+pytestmark = pytest.mark.usefixtures("built_in")
+
 FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"
 
 

@@ -494,6 +494,7 @@ def test_format_granularity_and_packing_stand_in_the_context_and_in_the_reasons(
     )
 
 
+@pytest.mark.usefixtures("built_in")
 def test_the_command_line_asks_about_quantized_weights_on_any_device():
     def chosen(*words):
         result = CliRunner().invoke(cli, ["which", "linear", "--weight", "64,128", "--dtype", "bf16", *words])
@@ -507,6 +508,7 @@ def test_the_command_line_asks_about_quantized_weights_on_any_device():
     assert chosen(*many, "--device", "h100") == "torch.linear.native"
 
 
+@pytest.mark.usefixtures("built_in")
 def test_plain_weights_never_meet_a_kernel_for_codes():
     accepted = [c.kernel_id for c in lz.explain("linear", draw(1, 64), draw(16, 64)).decision.candidates if c.accepted]
     assert set(accepted) == {"torch.linear.native", "reference.linear.plain"}

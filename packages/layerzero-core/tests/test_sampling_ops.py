@@ -258,6 +258,7 @@ def test_a_vocabulary_of_128k(dtype):
 
 
 # -- the public form ---------------------------------------------------------------------------------
+@pytest.mark.usefixtures("built_in")
 def test_the_kernels_without_a_sort_are_chosen_on_the_cpu():
     logits = randn(2, 300)
     # layerzero-cpu's own where it is installed with its library

@@ -142,6 +142,7 @@ def test_gradients_equal_those_of_the_reference(device, kernel):
     assert checked
 
 
+@pytest.mark.usefixtures("built_in")
 @pytest.mark.req("R-BK-SDPA-07")
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_users_own_sdpa_kernel_context_is_respected(device):

@@ -74,7 +74,7 @@ def test_a_compiled_kernel_is_chosen_when_it_measures_fastest_and_revoking_remov
 def test_a_kernel_that_was_tampered_with_is_left_for_the_next_candidate(bench):
     repo = bench.publish("tampered")
     bench.lock(repo)
-    environment = settings(bench, {"repo": repo, **MAPPING}, prefer=["hub.*"])
+    environment = settings(bench, {"repo": repo, **MAPPING}, prefer=["hub.*"], deny=["cpu.*"])
     kernel_id = f"hub.rms_norm.{repo.replace('/', '-')}-v1"
     assert ask(CHOOSE, environment)["chosen"] == kernel_id
     source = bench.build(repo) / "detail.py"

@@ -29,7 +29,10 @@ THEIRS = (
     r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument for function 'cutlass___call___flash_attn"
     r"|cutlass\.[\w.]+ is deprecated; use cutlass\."
     r"|warpgroup\.OperandMajorMode is deprecated"
+    r"|Arch from arch\.py is deprecated"
 )
+# While they are imported they speak of each other in many words; then the module has its name.
+_MODULES = r"(nvidia_)?cutlass|flash_attn|quack|cuda|triton|tvm_ffi"
 _theirs = re.compile(THEIRS, re.IGNORECASE)
 _TRIES = 4
 
@@ -44,6 +47,7 @@ def hush() -> None:
     filters = warnings.filters
     if filters and filters[0] is _ours:
         return
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=_MODULES)
     warnings.filterwarnings("ignore", message=THEIRS, category=Warning)
     _ours = warnings.filters[0]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,10 +66,24 @@ class Bound:
         return self.kernel.kernel_id
 
 
+# One vendor at a time: two threads that import libraries which import each other may each see the other's half done.
+_importing = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _importing
+    _importing = threading.RLock()  # the thread that held the old one is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @functools.lru_cache(maxsize=4096)
 def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
+    with _importing:
+        found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     if not callable(found):

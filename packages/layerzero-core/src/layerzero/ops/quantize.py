@@ -83,7 +83,10 @@ def _describe_dequantize(call: Call) -> Context:
         device=call.device,
         dtype=str(call.args[1] or qt.dtype).removeprefix("torch."),
         dims=tuple(dims),
-        needs=frozenset() if qt.zero_point is None else frozenset({"zero_point"}),
+        needs=frozenset(
+            name for name, asked in (("zero_point", qt.zero_point is not None), ("backward", call.needs_grad)) if asked
+        ),
+        needs_grad=call.needs_grad,
         rank=len(qt.shape),
         backend=call.backend,
         quant_format=qt.fmt.value,

@@ -186,6 +186,8 @@ def _ways(
             bound = bind(spec, decision, world, kernel_id)
             with torch.no_grad():
                 outs = results(step, bound.run(*args))
+            if decision.context.needs_grad:  # what comes next is asked for a gradient too
+                outs = tuple(_trained(item) for item in outs)
         except BackendNotAvailableError as error:
             state.unbindable(kernel_id, error.reasons[0])
             continue
@@ -201,6 +203,10 @@ def _ways(
         yield Taken(step, cost, spec, bound), outs
     if not found:
         raise KernelExecutionError(f"{step.op}: no candidate could run; " + "; ".join(failures), code="KERNEL_RAISED")
+
+
+def _trained(item: Any) -> Any:
+    return item.detach().requires_grad_() if isinstance(item, Tensor) and item.is_floating_point() else item
 
 
 def _alive(block: Block, position: int, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.plugin.vendor import hardware_reasons, vendor_presence
 from layerzero.registry.capabilities import Capabilities
 
-__all__ = ["Kit", "import_string", "operation"]
+__all__ = ["Kit", "import_string", "operation", "uncompiled"]
 
 
 def import_string(path: str) -> Any:
@@ -41,6 +41,15 @@ def operation(op: str) -> OperationSpec | None:
 
     found = PUBLIC.get(op)
     return None if found is None else found.spec
+
+
+def uncompiled(error: BaseException | None) -> str | None:
+    """What an error says of a module its library may not compile, where it or what caused it is such an error."""
+    while error is not None:
+        if type(error).__name__ == "MissingJITCacheError":
+            return str(error).partition(".")[0][:160]
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @dataclass

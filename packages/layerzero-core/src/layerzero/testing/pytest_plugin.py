@@ -14,7 +14,7 @@ import pytest
 
 from layerzero.model.kernel import KernelSpec
 from layerzero.testing.cases import GROUPS, cases_of, dtypes_of, load_cases
-from layerzero.testing.kit import Kit
+from layerzero.testing.kit import Kit, uncompiled
 
 pytest.register_assert_rewrite("layerzero.testing.suite", "layerzero.testing.run")
 
@@ -67,19 +67,10 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     try:
         return (yield)
     except Exception as error:
-        missing = _uncompiled(error) if _KIT in item.config.stash else None
+        missing = uncompiled(error) if _KIT in item.config.stash else None
         if missing is None:
             raise
         pytest.skip(f"not compiled here: {missing}")
-
-
-def _uncompiled(error: BaseException | None) -> str | None:
-    """What an error says of a missing module, where it or what caused it is such an error."""
-    while error is not None:
-        if type(error).__name__ == "MissingJITCacheError":
-            return str(error).partition(".")[0][:160]
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _skip(why: str, label: str) -> Any:
