@@ -33,7 +33,7 @@ SMALL_US = 60.0
 METHOD = {
     "cpu": "interleaved rounds, mean of a short batch, median over rounds, warm cache",
     "cuda": "interleaved rounds, CUDA events around each call, L2 overwritten before it, median; "
-    "a kernel is charged what its launch takes beyond 30 µs",
+    "a kernel shorter than its launch counts as long as the launch",
 }
 
 

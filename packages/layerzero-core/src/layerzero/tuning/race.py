@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from layerzero.errors import InvalidInputError
-from layerzero.tuning.clock import Clock, clock_for, cuda_clock
+from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero.tuning.noise import SURE, alike, median_error
 
 __all__ = ["Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
@@ -26,6 +26,8 @@ _SHORT_ROUNDS = 3  # times as many rounds there
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
 _COLD_CALL_US = 65.0  # what overwriting it takes
 _COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
+_BRIEF_US = 2_000.0  # a longer call outlasts what the threads of another leave behind
+_SETTLE_NS = 1_500_000
 _WILD = 0.25  # a spread at which selection believes a time only half
 _PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
 
@@ -110,6 +112,8 @@ def race(
     try:
         for done in range(1, most + 1):
             for name in running if done % 2 else running[::-1]:
+                if clock is cpu_clock and once[name] < _BRIEF_US:
+                    _settle(contestants[name])
                 samples[name].append(clock(contestants[name], batch[name]))
             if done < least:
                 continue
@@ -176,6 +180,13 @@ def _percentile(ordered: list[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _settle(call: Callable[[], Any]) -> None:
+    """Run a contestant until the threads of the one before have gone to sleep: OpenMP's wait a while on the cores."""
+    end = time.perf_counter_ns() + _SETTLE_NS
+    while time.perf_counter_ns() < end:
+        call()
 
 
 def _once(clock: Clock, call: Callable[[], Any], warmup: int) -> float:
