@@ -482,3 +482,27 @@ def test_a_plan_that_fails_asks_the_present_policy_who_is_next(lab: Any) -> None
     lab.clear()
     planned(X, W)
     assert lab.tries == ["bad.rms_norm.first", "torch.rms_norm.native"]
+
+
+@pytest.mark.parametrize("halves", [1, 99], ids=["another thread was in the middle of it", "it is broken"])
+def test_an_adapter_whose_library_was_half_imported_is_imported_again(tmp_path, monkeypatch, halves):
+    """Two threads that import libraries which import each other: Python lets one see the other's half."""
+    from layerzero.dispatch import bind
+
+    monkeypatch.setattr(bind, "_PAUSE_S", 0.01)
+    name = f"half_imported_{halves}"
+    (tmp_path / f"{name}.py").write_text(
+        "from pathlib import Path\n"
+        "seen = Path(__file__).with_suffix('.seen')\n"
+        "seen.write_text(seen.read_text() + 'x' if seen.exists() else 'x')\n"
+        f"if len(seen.read_text()) <= {halves}:\n"
+        "    raise AttributeError(\"module 'triton' has no attribute 'knobs'\")\n"
+        "def run(x):\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if halves == 1:
+        assert bind._import(f"{name}:run")(7) == 7
+        return
+    with pytest.raises(AttributeError, match="knobs"):
+        bind._import(f"{name}:run")
+    assert len((tmp_path / f"{name}.seen").read_text()) == bind._TRIES

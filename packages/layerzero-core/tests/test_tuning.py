@@ -13,6 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError, TuningError
+from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
@@ -21,6 +22,7 @@ from layerzero.tuning import sitting
 from layerzero.tuning import trial as trial_module
 from layerzero.tuning.clock import cpu_clock
 from layerzero.tuning.drift import Watcher, drifted
+from layerzero.tuning.ends import other_end
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.measured import measurements_from
 from layerzero.tuning.race import Times, winner_of
@@ -153,6 +155,29 @@ def test_a_kernel_shorter_than_its_launch_takes_as_long_as_the_launch():
     assert (found["eager"].median_us, found["eager"].p99_us) == (90.0, 92.0)
     assert found["quick"].median_us == 9.0 and found["long"] == times["long"]
     assert winner_of(times, 0.02) == "eager" and winner_of(found, 0.02) == "quick"
+
+
+@pytest.mark.req("R-TUNE-03", "R-SEL-03")
+def test_who_ties_here_is_raced_at_the_other_end_of_the_bucket(lab):
+    """Two kernels alike at 16 rows; with 9 the first by name takes three times as long."""
+
+    def even(x, weight, eps):
+        return taking(3e-4 if x.shape[0] > 12 else 9e-4)(x, weight, eps)
+
+    made = Bench(lab)
+    made.add("lab.rms_norm.a", even, 10)
+    made.add("lab.rms_norm.b", taking(3e-4), 10)
+    found = trial(context(), seconds=0.2, only=frozenset({"lab.rms_norm.a", "lab.rms_norm.b"}))
+    assert found.winner == "lab.rms_norm.b"
+    assert found.times["lab.rms_norm.a"].median_us > 1.3 * found.times["lab.rms_norm.b"].median_us
+
+
+@pytest.mark.parametrize(("size", "far"), [(1, 1), (2, 2), (3, 4), (16, 9), (9, 16), (2048, 1025), (1100, 2048)])
+def test_the_other_end_is_the_one_further_away(size, far):
+    ctx = replace(context(), dims=(("rows", size), ("hidden", 64)))
+    found = other_end(ctx)
+    assert (size if found is None else dict(found.dims)["rows"]) == far
+    assert found is None or bucket_of(found) == bucket_of(ctx)
 
 
 @pytest.mark.req("R-TUNE-01", "R-TUNE-02", "R-TUNE-03")

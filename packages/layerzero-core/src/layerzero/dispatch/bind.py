@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +70,8 @@ class Bound:
 
 # One vendor at a time: two threads that import libraries which import each other may each see the other's half done.
 _importing = threading.RLock()
+_OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
+_TRIES, _PAUSE_S = 4, 0.25
 
 
 def _after_fork() -> None:
@@ -83,12 +87,29 @@ if hasattr(os, "register_at_fork"):
 def _import(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     with _importing:
-        found: Any = importlib.import_module(module)
+        found = _whole(module)
     for part in name.split("."):
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"{path} is not callable")
     return found  # type: ignore[no-any-return]
+
+
+def _whole(module: str) -> Any:
+    """Import a module; again, where a library it needs was being imported by another thread and was seen half done.
+
+    Python gives out such a half where two threads would otherwise wait for each other for ever (Inductor, compiling
+    beside a request, imports Triton too).
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return importlib.import_module(module)
+        except (AttributeError, ImportError) as error:
+            half = isinstance(error, AttributeError) and _OF_MODULE.match(str(error))
+            if not left or not (half or "partially initialized" in str(error)):
+                raise
+            time.sleep(_PAUSE_S)
+    raise AssertionError("unreachable")
 
 
 def resolve(kernel: KernelSpec) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ tuning is no request.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
 from layerzero.telemetry.events import observed
 from layerzero.tuning.clock import Clock, clock_for, cuda_clock, graphed
+from layerzero.tuning.ends import other_end, tied, weighed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
@@ -224,7 +226,29 @@ class _Bench:
         outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1)
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
         raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing)
-        return {**raced, **slow}, outcome.clear
+        return {**self._told_apart(raced, clock, seconds, noise), **slow}, outcome.clear
+
+    def _told_apart(
+        self, times: Mapping[str, Times], clock: Clock, seconds: float, noise: float
+    ) -> Mapping[str, Times]:
+        """Those who tie here, raced once more at the other end of the bucket."""
+        near, ctx = tied(times), other_end(self._ctx)
+        if len(near) < 2 or ctx is None:
+            return times
+        try:
+            made = build(ctx)
+            decision = select(describe(self._spec, made.args, made.layout, None, self._calm), self._calm)
+            calls = {
+                name: functools.partial(bind(self._spec, decision, self._calm, name).run, *made.args)
+                for name in near
+                if name in decision.ranking
+            }
+            if len(calls) < 2:
+                return times
+            found = race(calls, least=6, seconds=seconds / 2, noise=noise, clock=clock, warmup=1).times
+        except (LayerZeroError, RuntimeError):  # no room for it, or not for everyone; the first race stands
+            return times
+        return weighed(times, found if clock is not cuda_clock else with_launches(found, calls))
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""

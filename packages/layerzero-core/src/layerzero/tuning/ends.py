@@ -1,0 +1,60 @@
+"""The other end of a bucket: kernels that tie at one size of it may be far apart at another.
+
+A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
+be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
+falls behind there is written down slower, by the root of how far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from layerzero.model.context import Context
+from layerzero.perfdb.bucket import upper
+from layerzero.tuning.race import Times
+
+__all__ = ["other_end", "tied", "weighed"]
+
+_CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
+# Ops whose growing sizes can be chosen freely, each for itself or (of square attention) together.
+_FREE = frozenset(
+    "attention rms_norm add_rms_norm gemma_rms_norm gemma_add_rms_norm layer_norm silu_and_mul gelu_and_mul "
+    "relu_and_mul linear".split()
+)
+_GROWING = ("batch", "seq_len_q", "seq_len_k", "rows")
+
+
+def tied(times: Mapping[str, Times]) -> list[str]:
+    """Who is near the fastest."""
+    best = min(found.median_us for found in times.values())
+    return [name for name, found in times.items() if found.median_us <= best * (1.0 + _CLOSE)]
+
+
+def other_end(ctx: Context) -> Context | None:
+    """The same call with its growing sizes at the end of the bucket that is further away; None where there is none."""
+    if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing:
+        return None
+    sizes = {name: _far(size) if name in _GROWING else size for name, size in ctx.dims}
+    dims = tuple(sizes.items())
+    return None if dims == tuple(ctx.dims) else replace(ctx, dims=dims)
+
+
+def _far(size: int) -> int:
+    last = upper(size)
+    first = last // 2 + 1 if size > 1 else size
+    return first if size * size >= first * last else last
+
+
+def weighed(times: Mapping[str, Times], elsewhere: Mapping[str, Times]) -> dict[str, Times]:
+    """The times, of those that were raced elsewhere too by the mean of how far behind they are in both places."""
+    best = min(found.median_us for found in elsewhere.values())
+    told = dict(times)
+    for name, found in elsewhere.items():
+        more = math.sqrt(found.median_us / best)
+        here = times[name]
+        told[name] = replace(
+            here, median_us=here.median_us * more, p95_us=here.p95_us * more, p99_us=here.p99_us * more
+        )
+    return told
