@@ -238,7 +238,8 @@ def _timed(
         running[name] = call
     if not running:
         return timed, 0.0
-    found = race(running, device=place, least=least, seconds=seconds, clock=_replayed if mode == "graph" else None)
+    replayed = _replayed if mode == "graph" else None
+    found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
     raced = dict(found.times)
     # Kernels as tuning times them; torch and the public call as do_bench does.
     if place.startswith("cuda") and mode == "eager":

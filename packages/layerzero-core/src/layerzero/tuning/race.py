@@ -87,6 +87,7 @@ def race(
     seconds: float = 5.0,
     noise: float = 0.02,
     clock: Clock | None = None,
+    settle: bool = False,
 ) -> Race:
     """Time callables against each other.
 
@@ -94,7 +95,8 @@ def race(
     leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
     Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
     three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
-    two runs agree. `clock` is the device's own unless it is given.
+    two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
+    moment before each sample, until the threads of the one before have gone to sleep.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
@@ -112,7 +114,7 @@ def race(
     try:
         for done in range(1, most + 1):
             for name in running if done % 2 else running[::-1]:
-                if clock is cpu_clock and once[name] < _BRIEF_US:
+                if settle and clock is cpu_clock and once[name] < _BRIEF_US:
                     _settle(contestants[name])
                 samples[name].append(clock(contestants[name], batch[name]))
             if done < least:

@@ -223,7 +223,7 @@ class _Bench:
         # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
         a_round = sum(min(first[name]) for name in racing) / 1e6
         least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))
-        outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1)
+        outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True)
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
         raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing)
         return {**self._told_apart(raced, clock, seconds, noise), **slow}, outcome.clear
@@ -245,7 +245,7 @@ class _Bench:
             }
             if len(calls) < 2:
                 return times
-            found = race(calls, least=6, seconds=seconds / 2, noise=noise, clock=clock, warmup=1).times
+            found = race(calls, least=6, seconds=seconds / 2, noise=noise, clock=clock, warmup=1, settle=True).times
         except (LayerZeroError, RuntimeError):  # no room for it, or not for everyone; the first race stands
             return times
         return weighed(times, found if clock is not cuda_clock else with_launches(found, calls))
