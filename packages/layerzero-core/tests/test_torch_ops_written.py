@@ -354,3 +354,12 @@ def test_inductor_computes_every_op_as_eager_does(op, grad):
         grads = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
         found.append((outs, grads))
     torch.testing.assert_close(found[1], found[0], check_stride=False, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_about_this_torch_makes_the_tracing_give_up(caplog):
+    """The opaque op is always right: a torch that names things differently shows in the log alone, and as slow."""
+    torch._dynamo.reset()
+    with caplog.at_level("DEBUG", logger="layerzero"), torch.no_grad():
+        torch.compile(lambda x: lz.rms_norm(x, WEIGHT, backend="torch") + 1, fullgraph=True, backend="eager")(X)
+    said = [record.getMessage() for record in caplog.records]
+    assert not [words for words in said if "cannot be decided" in words or "guards on our own" in words]

@@ -194,7 +194,7 @@ def test_a_parameter_and_a_tensor_on_another_device():
     weight = torch.nn.Parameter(torch.ones(8))
     with torch.no_grad():
         assert torch.equal(norm.rms_norm(x, weight, 1e-6), norm.rms_norm(x, None, 1e-6))
-    with pytest.raises((ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)):
+    with pytest.raises((BufferError, RuntimeError), match="meta"):  # torch's own refusal, before any memory is read
         native.rms_norm(x.to("meta"), None, 0.0, 1e-6, torch.empty_like(x))
 
 

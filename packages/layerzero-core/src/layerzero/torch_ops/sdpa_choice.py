@@ -7,6 +7,7 @@ differs from LayerZero's, the op stays opaque and runs the kernel that was selec
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["CHOSEN_BY_TORCH", "agrees", "attention"]
+
+_log = logging.getLogger("layerzero.torch_ops")
 
 # The function of a kernel -> torch's number for it (torch.nn.attention.SDPBackend).
 CHOSEN_BY_TORCH = {
@@ -46,8 +49,12 @@ def agrees(function: str, args: tuple[Any, ...], layout: str | None, dtype: str)
             grouped = q.shape[1] != k.shape[1]
             found = torch._fused_sdp_choice(q, k, v, None, 0.0, bool(is_causal), scale=scale, enable_gqa=grouped)
     except (RuntimeError, TypeError, NotImplementedError, AttributeError):  # a torch that cannot say it
+        _log.info("torch cannot say which attention it would run; %s stays an opaque op", function, exc_info=True)
         return False
-    return int(found) == CHOSEN_BY_TORCH[function]
+    if int(found) != CHOSEN_BY_TORCH[function]:
+        _log.info("torch would run kernel %d of its own, not %s, which stays an opaque op", int(found), function)
+        return False
+    return True
 
 
 def _like(item: Tensor, layout: str | None, dtype: torch.dtype) -> Tensor:
