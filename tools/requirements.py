@@ -1,7 +1,9 @@
 """`make requirements`: how many lines of docs/requirements.md are shown, by section, and which are open.
 
 A line counts as shown here when a test of the last `make test` bears its id and passed, and none that bears it failed.
-What the H200 showed is read from a kept junit file, with the commit it was made from. Exit code 1 on an unknown id.
+What long lanes showed, and what the H200 did, is read from kept junit files (benchmarks/results/*/junit.xml) with the
+commits they were made from: `python -m tools.requirements --machine NAME --keep build/prove/*.xml` puts newer outcomes
+in the place of older ones. Exit code 1 on an unknown id.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import argparse
 import json
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from tools.requirements_doc import ROOT, Checklist, ChecklistError
 __all__ = ["Evidence", "Status", "evidence", "keep", "main", "status"]
 
 HERE = ROOT / "build" / "junit"
-H200 = ROOT / "benchmarks" / "results" / "h200" / "junit.xml"
-STATES = ("here", "h200", "elsewhere", "open")
+RESULTS = ROOT / "benchmarks" / "results"
+STATES = ("here", "long", "h200", "elsewhere", "open")
 
 
 @dataclass
@@ -65,23 +67,36 @@ def evidence(files: Iterable[Path]) -> Evidence:
     return result
 
 
-def keep(source: Path, target: Path) -> None:
-    """Store a junit file for good: commit, names, ids and outcomes of the tests that bear ids; no output."""
+def keep(sources: Sequence[Path], target: Path) -> None:
+    """Store junit files for good: commit, names, ids and outcomes of the tests that bear ids; no output.
+
+    What the kept file holds stays, but for the tests that ran again.
+    """
     kept = ET.Element("testsuites")
-    for suite in ET.parse(source).getroot().iter("testsuite"):
-        copy = ET.SubElement(kept, "testsuite", {k: v for k, v in suite.attrib.items() if k != "hostname"})
-        copy.extend(suite.findall("properties"))
-        for case in suite.iterfind("testcase"):
-            if case.find("properties") is None:
-                continue
-            row = ET.SubElement(copy, "testcase", case.attrib)
-            row.extend(case.findall("properties"))
-            for outcome in ("failure", "error", "skipped"):
-                if case.find(outcome) is not None:
-                    ET.SubElement(row, outcome)
+    seen: set[tuple[str, str]] = set()
+    for source in (*reversed(sources), *([target] if target.exists() else [])):
+        for suite in ET.parse(source).getroot().iter("testsuite"):
+            copy = ET.Element("testsuite", {"name": suite.get("name", ""), "timestamp": suite.get("timestamp", "")})
+            copy.extend(suite.findall("properties"))
+            ran = [case for case in suite.iterfind("testcase") if _named(case) not in seen]
+            for case in ran:
+                if case.find("properties") is None:
+                    continue
+                row = ET.SubElement(copy, "testcase", case.attrib)
+                row.extend(case.findall("properties"))
+                for outcome in ("failure", "error", "skipped"):
+                    if case.find(outcome) is not None:
+                        ET.SubElement(row, outcome)
+            seen |= {_named(case) for case in ran}
+            if copy.find("testcase") is not None:
+                kept.insert(0, copy)
     ET.indent(kept)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(ET.tostring(kept, encoding="utf-8", xml_declaration=True) + b"\n")
+
+
+def _named(case: ET.Element) -> tuple[str, str]:
+    return case.get("classname", ""), case.get("name", "")
 
 
 @dataclass(frozen=True)
@@ -93,8 +108,8 @@ class Status:
     unknown: tuple[str, ...]
 
 
-def status(checklist: Checklist, here: Evidence, h200: Evidence) -> Status:
-    """The first that holds: cannot be shown on our machines, shown here, shown on the H200, open.
+def status(checklist: Checklist, found: Mapping[str, Evidence]) -> Status:
+    """The first that holds: cannot be shown on our machines, shown here, in a long lane, on the H200, open.
 
     An excused line stays excused though a test with a made-up device bears its id: what it asks for is the real thing.
     """
@@ -102,18 +117,14 @@ def status(checklist: Checklist, here: Evidence, h200: Evidence) -> Status:
     for rid in checklist.requirements:
         if rid in checklist.elsewhere:
             states[rid] = "elsewhere"
-        elif here.shows(rid):
-            states[rid] = "here"
-        elif h200.shows(rid):
-            states[rid] = "h200"
         else:
-            states[rid] = "open"
-    failing = tuple(rid for rid in checklist.requirements if rid in here.failed or rid in h200.failed)
-    unknown = tuple(sorted((here.ids | h200.ids) - checklist.ids))
+            states[rid] = next((where for where, item in found.items() if item.shows(rid)), "open")
+    failing = tuple(rid for rid in checklist.requirements if any(rid in item.failed for item in found.values()))
+    unknown = tuple(sorted(set().union(*(item.ids for item in found.values())) - checklist.ids))
     return Status(states, failing, unknown)
 
 
-def as_json(checklist: Checklist, result: Status, here: Evidence, h200: Evidence) -> dict[str, object]:
+def as_json(checklist: Checklist, result: Status, found: Mapping[str, Evidence]) -> dict[str, object]:
     """The whole state as one JSON-compatible value."""
     sections = {section: {state: 0 for state in STATES} | {"total": 0} for section in checklist.sections}
     for rid, state in result.states.items():
@@ -121,13 +132,13 @@ def as_json(checklist: Checklist, result: Status, here: Evidence, h200: Evidence
         row[state] += 1
         row["total"] += 1
     return {
-        "commits": {"here": here.commits, "h200": h200.commits},
+        "commits": {where: item.commits for where, item in found.items()},
         "sections": sections,
         "requirements": {
             rid: {
                 "state": state,
                 "text": checklist.requirements[rid].text,
-                "tests": here.passed.get(rid, []) if state == "here" else h200.passed.get(rid, []),
+                "tests": found[state].passed.get(rid, []) if state in found else [],
                 "why": checklist.elsewhere.get(rid) if state == "elsewhere" else None,
             }
             for rid, state in result.states.items()
@@ -137,25 +148,26 @@ def as_json(checklist: Checklist, result: Status, here: Evidence, h200: Evidence
     }
 
 
-def render(checklist: Checklist, result: Status, here: Evidence, h200: Evidence, show_open: Sequence[str]) -> str:
+def render(checklist: Checklist, result: Status, found: Mapping[str, Evidence], show_open: Sequence[str]) -> str:
     """The table people read; `show_open` names sections whose open lines are printed in full."""
-    lines = [f"{'section':<9}{'shown here':>12}{'on H200':>9}{'elsewhere':>11}{'open':>6}{'total':>7}"]
+    lines = [f"{'section':<9}{'shown here':>12}{'long lane':>11}{'on H200':>9}{'elsewhere':>11}{'open':>6}{'total':>7}"]
     totals = dict.fromkeys(STATES, 0)
     for section in checklist.sections:
         states = [state for rid, state in result.states.items() if checklist.requirements[rid].section == section]
         count = {state: states.count(state) for state in STATES}
         lines.append(_row(section, count))
         totals = {state: totals[state] + count[state] for state in STATES}
-    lines += ["-" * 54, _row("all", totals), ""]
-    lines.append(f"here: {', '.join(here.commits) or 'no junit file under build/junit, run `make test` first'}")
-    lines.append(f"H200: {', '.join(h200.commits) or 'no kept junit file'}")
+    lines += ["-" * 65, _row("all", totals), ""]
+    absent = {"here": "no junit file under build/junit, run `make test` first"}
+    for where, item in found.items():
+        lines.append(f"{where}: {', '.join(item.commits) or absent.get(where, 'no kept junit file')}")
     lines += [f"elsewhere: {rid}: {why}" for rid, why in checklist.elsewhere.items()]
     for rid, state in result.states.items():
         requirement = checklist.requirements[rid]
         if state == "open" and (requirement.section in show_open or "all" in show_open):
             lines.append(f"open: {rid} {requirement.text}")
     for rid in result.failing:
-        names = here.failed.get(rid, []) + h200.failed.get(rid, [])
+        names = [name for item in found.values() for name in item.failed.get(rid, [])]
         lines.append(f"failing: {rid} ({len(names)} tests, the first {names[0]})")
     lines += [f"unknown id: {rid} is not in docs/requirements.md" for rid in result.unknown]
     return "\n".join(lines)
@@ -163,7 +175,8 @@ def render(checklist: Checklist, result: Status, here: Evidence, h200: Evidence,
 
 def _row(name: str, count: dict[str, int]) -> str:
     total = sum(count.values())
-    return f"{name:<9}{count['here']:>12}{count['h200']:>9}{count['elsewhere']:>11}{count['open']:>6}{total:>7}"
+    shown = f"{name:<9}{count['here']:>12}{count['long']:>11}{count['h200']:>9}"
+    return f"{shown}{count['elsewhere']:>11}{count['open']:>6}{total:>7}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,23 +185,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--open", nargs="*", default=[], metavar="SECTION", help="print the open lines; 'all' for all")
     parser.add_argument("--here", type=Path, default=HERE, help="folder of junit files of the last `make test`")
-    parser.add_argument("--h200", type=Path, default=H200, help="kept junit file of the H200 run")
-    parser.add_argument("--keep", type=Path, metavar="JUNIT", help="first store this junit file as the H200's")
+    parser.add_argument("--kept", type=Path, default=RESULTS, help="folder of a folder for each machine")
+    parser.add_argument("--keep", type=Path, nargs="+", metavar="JUNIT", help="first store these junit files")
+    parser.add_argument("--machine", default="h200", help="the machine they were made on (h200)")
     args = parser.parse_args(argv)
     try:
         if args.keep is not None:
-            keep(args.keep, args.h200)
+            keep(args.keep, args.kept / args.machine / "junit.xml")
         checklist = Checklist.load()
-        here = evidence(sorted(args.here.glob("*.xml")) if args.here.is_dir() else ())
-        h200 = evidence([args.h200] if args.h200.exists() else ())
+        files = {file.parent.name: file for file in sorted(args.kept.glob("*/junit.xml"))}
+        found = {
+            "here": evidence(sorted(args.here.glob("*.xml")) if args.here.is_dir() else ()),
+            "long": evidence(file for name, file in files.items() if name != "h200"),
+            "h200": evidence(file for name, file in files.items() if name == "h200"),
+        }
     except (OSError, ChecklistError, ET.ParseError) as error:
         print(f"requirements: {error}", file=sys.stderr)
         return 1
-    result = status(checklist, here, h200)
+    result = status(checklist, found)
     if args.json:
-        print(json.dumps(as_json(checklist, result, here, h200), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(checklist, result, found), indent=2, ensure_ascii=False))
     else:
-        print(render(checklist, result, here, h200, args.open))
+        print(render(checklist, result, found, args.open))
     return 1 if result.unknown else 0
 
 

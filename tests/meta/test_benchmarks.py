@@ -32,7 +32,7 @@ def test_a_kept_file_names_its_commit_machine_and_command(path):
     assert data["command"].startswith("python benchmarks/")
 
 
-@pytest.mark.req("R-SEL-11", "R-SEL-12", "R-SEL-13", "R-CTX-16")
+@pytest.mark.req("R-SEL-11", "R-SEL-12", "R-SEL-13", "R-CTX-16", "R-CACHE-07")
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
 def test_measured_lookups_are_inside_the_seeds_bounds(path):
     """Figures of a measured run, kept with its machine; nothing is timed here."""
@@ -41,7 +41,7 @@ def test_measured_lookups_are_inside_the_seeds_bounds(path):
     assert parts["hot lookup median"] < 5.0
     assert parts["hot lookup p99"] < 10.0
     assert parts["lookups per second"] > 10_000
-    assert parts["context build"] > 0
+    assert 0 < parts["context build"] < data["limits"]["cold selection, 60 kernels"]  # it is a part of one
     assert parts.get("hot table hit", 0.0) < 1.0
     if threads is not None:
         assert (threads["threads"], threads["lookups_each"]) == (100, 10_000)

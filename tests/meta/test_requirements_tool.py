@@ -33,9 +33,9 @@ def junit(path: Path, *cases: str, commit: str = "abc") -> Path:
     return path
 
 
-def case(*ids: str, outcome: str = "") -> str:
+def case(*ids: str, outcome: str = "", name: str = "n") -> str:
     marks = "".join(f'<property name="req" value="{i}"/>' for i in ids)
-    return f'<testcase classname="t" name="n"><properties>{marks}</properties>{outcome}</testcase>'
+    return f'<testcase classname="t" name="{name}"><properties>{marks}</properties>{outcome}</testcase>'
 
 
 def test_the_checklist_parses_and_holds_every_section():
@@ -90,39 +90,62 @@ def test_only_passing_tests_count_and_a_failure_takes_the_line_away(tmp_path):
     assert found.commits == ["abc"]
 
 
-def test_here_goes_before_the_h200_and_an_excuse_before_both(tmp_path):
+def test_here_goes_before_long_lanes_those_before_the_h200_and_an_excuse_before_all(tmp_path):
     checklist = Checklist.load()
     excused = next(iter(checklist.elsewhere))
-    here = requirements.evidence([junit(tmp_path / "here.xml", case("R-SEL-01"))])
-    h200 = requirements.evidence([junit(tmp_path / "h200.xml", case("R-SEL-01", "R-GRAPH-04", excused))])
-    states = requirements.status(checklist, here, h200).states
-    assert (states["R-SEL-01"], states["R-GRAPH-04"], states[excused]) == ("here", "h200", "elsewhere")
-    assert states["R-SEL-02"] == "open"
+    found = {
+        "here": requirements.evidence([junit(tmp_path / "here.xml", case("R-SEL-01"))]),
+        "long": requirements.evidence([junit(tmp_path / "long.xml", case("R-SEL-01", "R-FUZZ-02"))]),
+        "h200": requirements.evidence([junit(tmp_path / "h200.xml", case("R-FUZZ-02", "R-GRAPH-04", excused))]),
+    }
+    states = requirements.status(checklist, found).states
+    assert (states["R-SEL-01"], states["R-FUZZ-02"], states["R-GRAPH-04"]) == ("here", "long", "h200")
+    assert states[excused] == "elsewhere" and states["R-SEL-02"] == "open"
 
 
 def test_json_counts_by_section_and_names_tests_and_commits(tmp_path, capsys):
     junit(tmp_path / "junit" / "quick.xml", case("R-SEL-01"), commit="here1")
-    kept = junit(tmp_path / "h200.xml", case("R-GRAPH-04"), commit="gpu1")
-    assert requirements.main(["--json", "--here", str(tmp_path / "junit"), "--h200", str(kept)]) == 0
+    junit(tmp_path / "kept" / "h200" / "junit.xml", case("R-GRAPH-04"), commit="gpu1")
+    junit(tmp_path / "kept" / "arm" / "junit.xml", case("R-SEL-02"), commit="long1")
+    assert requirements.main(["--json", "--here", str(tmp_path / "junit"), "--kept", str(tmp_path / "kept")]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["sections"]["SEL"] == {"here": 1, "h200": 0, "elsewhere": 0, "open": 19, "total": 20}
+    assert said["sections"]["SEL"] == {"here": 1, "long": 1, "h200": 0, "elsewhere": 0, "open": 18, "total": 20}
     assert said["requirements"]["R-SEL-01"]["tests"] == ["t::n"]
-    assert said["commits"] == {"here": ["here1"], "h200": ["gpu1"]}
+    assert said["commits"] == {"here": ["here1"], "long": ["long1"], "h200": ["gpu1"]}
+
+
+def test_newer_outcomes_take_the_place_of_older_ones_and_the_rest_stays(tmp_path, capsys):
+    kept = tmp_path / "kept" / "arm" / "junit.xml"
+    old = junit(tmp_path / "old.xml", case("R-SEL-01"), case("R-SEL-02", outcome="<failure/>", name="b"), commit="one")
+    new = junit(tmp_path / "new.xml", case("R-SEL-02", name="b"), case("R-SEL-03", name="c"), commit="two")
+    said = ["--here", str(tmp_path / "none"), "--kept", str(tmp_path / "kept"), "--machine", "arm"]
+    assert requirements.main([*said, "--keep", str(old)]) == 0
+    assert not requirements.evidence([kept]).shows("R-SEL-02")
+    assert requirements.main([*said, "--keep", str(new)]) == 0
+    found = requirements.evidence([kept])
+    assert found.commits == ["one", "two"] and all(found.shows(rid) for rid in ("R-SEL-01", "R-SEL-02", "R-SEL-03"))
+    assert requirements.main([*said, "--keep", str(new), str(old)]) == 0  # of several, the last counts
+    assert not requirements.evidence([kept]).shows("R-SEL-02")
+    capsys.readouterr()
 
 
 def test_a_kept_file_says_the_same_without_the_machine(tmp_path, capsys):
-    source = junit(tmp_path / "run.xml", case("R-SEL-01"), case("R-SEL-02", outcome='<failure message="secret"/>'))
+    wrong = case("R-SEL-02", outcome='<failure message="secret"/>', name="m")
+    source = junit(tmp_path / "run.xml", case("R-SEL-01"), wrong)
     source.write_text(source.read_text(encoding="utf-8").replace("<testsuite>", '<testsuite hostname="secret">'))
-    kept = tmp_path / "kept" / "junit.xml"
-    assert requirements.main(["--keep", str(source), "--here", str(tmp_path / "none"), "--h200", str(kept)]) == 0
-    assert "failing: R-SEL-02 (1 tests, the first t::n)" in capsys.readouterr().out
+    kept = tmp_path / "kept" / "h200" / "junit.xml"
+    assert (
+        requirements.main(["--keep", str(source), "--here", str(tmp_path / "none"), "--kept", str(tmp_path / "kept")])
+        == 0
+    )
+    assert "failing: R-SEL-02 (1 tests, the first t::m)" in capsys.readouterr().out
     assert requirements.evidence([kept]) == requirements.evidence([source])
     assert "secret" not in kept.read_text(encoding="utf-8")
 
 
 def test_an_unknown_id_in_a_junit_file_fails_and_is_named(tmp_path, capsys):
     junit(tmp_path / "quick.xml", case("R-SEL-77"))
-    assert requirements.main(["--here", str(tmp_path), "--h200", str(tmp_path / "none.xml")]) == 1
+    assert requirements.main(["--here", str(tmp_path), "--kept", str(tmp_path / "none")]) == 1
     assert "R-SEL-77" in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -149,6 +150,48 @@ def lab() -> Iterator[Lab]:
     made.use()
     yield made
     lz.reset()
+
+
+class HandClock:
+    """Time that passes only when a test says so. Timers that were armed fire, in order, as it is moved past them."""
+
+    def __init__(self, start: float) -> None:
+        self.now = start
+        self._armed: dict[str, tuple[float, Callable[[], None]]] = {}
+
+    def monotonic(self) -> float:
+        """What the modules under test take for the time."""
+        return self.now
+
+    def after(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
+        """Arm a timer, as `Timers.after` does."""
+        self._armed[name] = (self.now + max(0.0, seconds), callback)
+
+    def cancel(self, name: str) -> None:
+        """Forget a timer, as `Timers.cancel` does."""
+        self._armed.pop(name, None)
+
+    def move(self, seconds: float) -> None:
+        """Let time pass."""
+        end = self.now + seconds
+        while due := [(when, name) for name, (when, _) in self._armed.items() if when <= end]:
+            self.now, name = min(due)
+            self._armed.pop(name)[1]()
+        self.now = end
+
+
+@pytest.fixture
+def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    """The clock of time boxes and breakers, moved by hand: a slow machine cannot make them end too soon or too late."""
+    from layerzero.runtime import policies, timers
+
+    clock = HandClock(time.monotonic())
+    for module in (policies, timers):
+        monkeypatch.setattr(module, "time", clock)
+    for name in ("after", "cancel"):
+        monkeypatch.setattr(timers.timers, name, getattr(clock, name))
+    monkeypatch.setattr(state.health, "_clock", clock.monotonic)
+    return clock
 
 
 @pytest.fixture

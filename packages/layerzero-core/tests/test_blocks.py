@@ -26,6 +26,7 @@ from layerzero.plans.blocks_search import fastest_each
 from layerzero.public import blocks as public_blocks
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
+from tests import own_time
 
 HEADS, KV, WIDTH, HIDDEN, INNER = 4, 2, 16, 64, 96
 
@@ -314,13 +315,7 @@ def one_by_one(t: dict[str, Tensor]) -> Tensor:
 def dawdling(lab: Any, seconds: float) -> Any:
     """The reference of rms_norm, and then some."""
 
-    def run(*args: Any) -> Any:
-        out, end = lab.reference("rms_norm")(*args), perf_counter() + seconds
-        while perf_counter() < end:
-            pass
-        return out
-
-    return run
+    return own_time.taking(seconds, lab.reference("rms_norm"))
 
 
 @pytest.mark.req("R-PLAN-03", "R-PLAN-04")
@@ -328,6 +323,7 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where other kernels are faster alone: a plan may not fall behind what the caller has without one."""
+    own_time.use_own_time(monkeypatch)
     lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
     original = public_blocks.race
     monkeypatch.setattr(

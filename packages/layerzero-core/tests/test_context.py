@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -221,18 +220,3 @@ def test_torchs_causal_bias_objects_are_taken_at_their_word(lab: Any) -> None:
     with pytest.raises(InvalidInputError) as caught:
         lz.attention(q, k, k, causal_lower_right(5, 9), is_causal=True)
     assert caught.value.code == "MASK_WITH_CAUSAL"
-
-
-@pytest.mark.req("R-CTX-16")
-def test_the_cost_of_building_a_context_is_measured() -> None:
-    q, k = t(2, 8, 64, 64), t(2, 2, 64, 64)
-    Context.from_tensors(q, k, k, layout="BHSD")
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(100):
-            Context.from_tensors(q, k, k, layout="BHSD", is_causal=True)
-        rounds.append((time.perf_counter() - start) / 100)
-    best = min(rounds) * 1e6
-    print(f"building a context: {best:.1f} us")
-    assert best < 2_000

@@ -39,7 +39,7 @@ X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 OPEN, HALF_OPEN, CLOSED = BreakerPhase.OPEN, BreakerPhase.HALF_OPEN, BreakerPhase.CLOSED
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -103,7 +103,7 @@ def test_the_book_agrees_with_pybreaker_for_kernels_and_backends(
 
 
 @pytest.mark.req("R-HLTH-01", "R-HLTH-02")
-def test_three_kernels_set_aside_open_the_backend_and_a_good_call_closes_it(lab: Any) -> None:
+def test_three_kernels_set_aside_open_the_backend_and_a_good_call_closes_it(lab: Any, hand_clock: Any) -> None:
     names = [f"bad.rms_norm.k{index}" for index in range(4)]
     kernels = [lab.kernel(name, priority=90 - index) for index, name in enumerate(names)]
     lab.use(*kernels, lab.kernel("other.rms_norm.k", priority=40), breaker={"cooldown_s": 0.2})
@@ -116,8 +116,8 @@ def test_three_kernels_set_aside_open_the_backend_and_a_good_call_closes_it(lab:
     assert why.code == "CIRCUIT_OPEN" and "backend bad" in why.message and "3 of its kernels" in str(why.value)
     assert lab.run(lz.rms_norm, X, W)[1] == ["other.rms_norm.k"]  # the fourth is left alone too
     lab.faults.clear()
-    wait_until(lambda: phase("bad", "backends") is HALF_OPEN)
-    wait_until(lambda: phase(names[0]) is HALF_OPEN)
+    hand_clock.move(0.21)
+    assert phase("bad", "backends") is HALF_OPEN and phase(names[0]) is HALF_OPEN
     assert lab.run(lz.rms_norm, X, W)[1] == [names[0]]
     assert phase("bad", "backends") is CLOSED and phase(names[0]) is CLOSED
 
@@ -161,7 +161,7 @@ def answers(lab: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.req("R-HLTH-02")
-def test_a_cooldown_ends_with_the_backends_own_self_test(answers: list[Any]) -> None:
+def test_a_cooldown_ends_with_the_backends_own_self_test(answers: list[Any], hand_clock: Any) -> None:
     from layerzero.plugin import HealthReport
 
     answers += [
@@ -170,35 +170,42 @@ def test_a_cooldown_ends_with_the_backends_own_self_test(answers: list[Any]) -> 
         lambda backend: HealthReport(backend, True, "2 + 2 = 4", 0.0),
     ]
     state.health.backend_failed("torch", "boom")
-    wait_until(lambda: len(answers) == 2)
-    wait_until(lambda: "half installed" in state.health.snapshot().backends["torch"].last_error)
+    hand_clock.move(0.06)
+    assert len(answers) == 2 and "half installed" in state.health.snapshot().backends["torch"].last_error
     assert phase("torch", "backends") is OPEN, "a failed self test keeps it set aside"
     assert lz.which("rms_norm", X, W) == "reference.rms_norm.plain"
-    wait_until(lambda: len(answers) == 1)
-    wait_until(lambda: phase("torch", "backends") is CLOSED)  # the third passes, and counts as a good run
-    assert not answers and lz.which("rms_norm", X, W) == "torch.rms_norm.native"
+    hand_clock.move(0.06)
+    assert len(answers) == 1 and phase("torch", "backends") is OPEN
+    hand_clock.move(0.06)  # the third passes, and counts as a good run
+    assert phase("torch", "backends") is CLOSED and not answers
+    assert lz.which("rms_norm", X, W) == "torch.rms_norm.native"
 
 
-def test_a_self_test_that_hangs_counts_as_failed(answers: list[Any]) -> None:
+def test_a_self_test_that_hangs_counts_as_failed(answers: list[Any], hand_clock: Any) -> None:
     gate = threading.Event()
     lz.configure(breaker={"cooldown_s": 0.02, "probe_timeout_s": 0.1})
-    answers += [lambda backend: gate.wait(20)] * 50
+    answers += [lambda backend: gate.wait(60)]
     state.health.backend_failed("torch", "boom")
-    wait_until(lambda: "KERNEL_TIMEOUT" in state.health.snapshot().backends["torch"].last_error)
+    hand_clock.move(0.03)
+    assert not answers and "KERNEL_TIMEOUT" in state.health.snapshot().backends["torch"].last_error
     assert phase("torch", "backends") is OPEN
     lz.reset()
     gate.set()
 
 
 def test_no_call_waits_for_a_self_test(answers: list[Any]) -> None:
-    gate = threading.Event()
-    answers += [lambda backend: gate.wait(20)] * 9
+    gate, over = threading.Event(), []
+
+    def hangs(backend: str) -> None:
+        gate.wait(60)
+        over.append(backend)
+
+    answers += [hangs] * 9
     state.health.kernel_failed("torch.rms_norm.native", "boom")
     wait_until(lambda: len(answers) == 8)
-    began = time.monotonic()
     for rows in range(4, 40, 9):
         lz.rms_norm(torch.ones(rows, 8), W)  # cold calls, while the self test hangs
-    assert time.monotonic() - began < 10 and phase("torch.rms_norm.native") is OPEN
+    assert not over and phase("torch.rms_norm.native") is OPEN
     gate.set()
 
 
@@ -236,29 +243,30 @@ def test_a_kernel_that_hangs_is_seen_said_and_left_by_the_others(lab: Any, caplo
 
     def hangs(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         inside.set()
-        gate.wait(30)
+        gate.wait(60)
         return torch.rms_norm(x, (8,), weight, eps)
 
     lab.use(lab.kernel("slow.rms_norm.hangs", hangs, priority=90), breaker={"deadline_s": 0.05, "cooldown_s": 60.0})
-    before, out = watchdog.overdue, []
+    out: list[torch.Tensor] = []
     stuck = threading.Thread(target=lambda: out.append(lz.rms_norm(X, W)))
     with caplog.at_level(logging.WARNING, logger="layerzero.health"):
         stuck.start()
-        inside.wait(10)
+        assert inside.wait(60)
         wait_until(lambda: phase("slow.rms_norm.hangs") is OPEN)
         assert lab.run(lz.rms_norm, X, W)[1] == ["torch.rms_norm.native"]  # another thread goes elsewhere, at once
         assert not out and stuck.is_alive()
         (why,) = lz.validate("slow.rms_norm.hangs", X, W)
         assert why.code == "CIRCUIT_OPEN" and "KERNEL_TIMEOUT" in str(why.value)
         gate.set()
-        stuck.join(10)
-    assert watchdog.overdue == before + 1 and "the call goes on" in caplog.text
-    assert "has come back after its deadline" in caplog.text
+        stuck.join(60)
+    # By name: on a busy machine some other call may have been late as well.
+    said = [line for line in caplog.messages if line.startswith("slow.rms_norm.hangs")]
+    assert len(said) == 2 and "the call goes on" in said[0] and "has come back after its deadline" in said[1]
     torch.testing.assert_close(out[0], torch.rms_norm(X, (8,), W, 1e-6))  # what it gave at last was given
 
 
 def test_calls_within_the_deadline_are_nobodys_business(lab: Any) -> None:
-    lab.use(lab.kernel("quick.rms_norm.fine", priority=90), breaker={"deadline_s": 20.0})
+    lab.use(lab.kernel("quick.rms_norm.fine", priority=90), breaker={"deadline_s": 3600.0})
     before = watchdog.overdue
     for _ in range(50):
         assert lab.run(lz.rms_norm, X, W)[1] == ["quick.rms_norm.fine"]

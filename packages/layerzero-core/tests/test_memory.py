@@ -198,7 +198,7 @@ def test_pressure_of_others_is_felt_while_calls_stay_hot(lab: Any, monkeypatch: 
     two(lab, greedy="4 * 1073741824", lean="1048576", memory_headroom_mb=1024)
 
     def settles(want: str) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while lab.run(lz.rms_norm, X, W)[1] != [want]:
             assert time.monotonic() < end, f"{want} was never chosen"
             time.sleep(0.005)

@@ -134,6 +134,7 @@ BAD_YAML = {
     "latin-1": (b"deny: [a]\nprefer: [\xe9]\n", 2, "prefer", "byte 0xe9"),
     "binary": (b"\x7fELF\x02\x01\x01\x00", 1, None, "not a UTF-8 text file"),
     "NUL": (b"deny: [a]\nallow: ['\x00']\n", 2, "allow", "not a UTF-8 text file"),
+    "no character": (b"version: 1\ndeny: ['\xef\xbf\xbf']\n", 2, "deny", "unacceptable character #xffff"),
     "unclosed": (b"deny: [a\n", 2, "deny", "expected ',' or ']'"),
     "two documents": (b"enabled: true\n---\nenabled: false\n", 2, "enabled", "another document"),
     "a list": (b"- a\n", 1, "", "expected a mapping"),

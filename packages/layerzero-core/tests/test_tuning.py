@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -29,6 +28,7 @@ from layerzero.tuning.race import Times, winner_of
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.traffic import Recorded, Traffic
 from layerzero.tuning.trial import trial as any_trial
+from tests import own_time
 
 FAST, SLOW = 60e-6, 600e-6
 
@@ -47,18 +47,12 @@ def normed(x, weight, eps):
 
 
 def taking(seconds, compute=normed):
-    """A kernel that computes and then keeps the clock running."""
-    state = {"seconds": seconds}
+    return own_time.taking(seconds, compute)
 
-    def kernel(x, weight, eps):
-        end = time.perf_counter() + state["seconds"]
-        out = compute(x, weight, eps)
-        while time.perf_counter() < end:
-            pass
-        return out
 
-    kernel.state = state
-    return kernel
+@pytest.fixture(autouse=True)
+def races_go_by_their_own_time(monkeypatch):
+    own_time.use_own_time(monkeypatch)
 
 
 def liar(x, weight, eps):

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def test_critical_calls_block_and_the_rest_follows_without_holding_up_requests(
     assert lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8)).chosen == KERNEL
     x = torch.ones(2, 48)
     assert lz.rms_norm(x, torch.ones(48)).shape == x.shape  # a request in the middle of it
-    assert result.wait(30) and len(result.compiled) == 4 and started == [1, 2, 3, 4]
+    assert result.wait(90) and len(result.compiled) == 4 and started == [1, 2, 3, 4]
     assert result.compiled[0].endswith("hidden=8)")
 
 
@@ -105,14 +104,13 @@ def test_critical_calls_block_and_the_rest_follows_without_holding_up_requests(
 def test_what_is_not_ready_in_time_is_left_to_the_fallback(lab: Any, cache: Path, compiler: Compiler) -> None:
     use(lab)
     compiler.gate.touch()
-    before = time.monotonic()
     result = lz.warmup(Manifest((Item(norm_of(2, 8), critical=True),)), timeout=0.2)
-    assert time.monotonic() - before < 10
+    assert compiler.gate.exists() and jit.queue().busy == 1, "it waited for the compile"
     assert not result.ok and result.failed[0].reason is not None and result.failed[0].reason.code == "JIT_TIMEOUT"
     _, ran = lab.run(lz.rms_norm, torch.ones(2, 8), torch.ones(8))
     assert ran and ran != [KERNEL]
     compiler.gate.unlink()
-    assert result.wait(30)
+    assert result.wait(90)
     wait_until(lambda: lz.explain("rms_norm", torch.ones(2, 8), torch.ones(8)).chosen == KERNEL)
 
 
@@ -354,7 +352,7 @@ def test_a_compile_beside_a_graph_capture_does_not_end_it(lab: Any, cache: Path)
     go = threading.Event()
 
     def allocate() -> None:
-        go.wait(10)
+        go.wait(60)
         with relaxed_capture(), torch.cuda.stream(torch.cuda.Stream()):
             torch.empty(64 * 2**20, device="cuda").fill_(1)
         done.set()
@@ -366,7 +364,7 @@ def test_a_compile_beside_a_graph_capture_does_not_end_it(lab: Any, cache: Path)
     with torch.cuda.graph(graph):
         y = x * 2
         go.set()
-        assert done.wait(20)
+        assert done.wait(60)
         y = y + 1
     thread.join()
     graph.replay()

@@ -135,9 +135,10 @@ def parse_yaml(raw: bytes, name: str) -> Parsed:
     import yaml
 
     text = _decode(raw, name)
-    loader = _loader()(text)
     lines: dict[Place, int] = {(): 1}
+    loader = None
     try:
+        loader = _loader()(text)  # looks at every character, and refuses some
         root = loader.get_single_node()
         data = {} if root is None else _yaml_value(loader, root, (), lines, name)
     except yaml.MarkedYAMLError as error:
@@ -149,7 +150,8 @@ def parse_yaml(raw: bytes, name: str) -> Parsed:
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise _refuse(name, line, _key_near(text, line), str(error).splitlines()[0]) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return Parsed(name, _root(data, name), lines)
 
 

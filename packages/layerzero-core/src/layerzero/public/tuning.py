@@ -183,16 +183,16 @@ def tune(
     db = database_of(database)
     where = _device(device)
     ranks = Ranks.of_process()
+    jit = "block" if compile else "off"
     try:
         if where is None and ranks.size > 1:
             where = _device_of_rank(ranks.local_rank)
         calls = calls_of(source, device=where)
         if check:
-            return _checked(calls, db, budget, progress)
+            return _checked(calls, db, budget, progress, jit)
         found = sit(
-            calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit="block" if compile else "off",
-            ranks=ranks, progress=progress,
-        )  # fmt: skip
+            calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
+        )
         if ranks.local_rank == 0:
             _remember(found, db)
         return found
@@ -241,8 +241,9 @@ def _device_of_rank(local_rank: int) -> DeviceSpec:
 
 
 def _checked(
-    calls: list[tuple[str, Recorded]], db: PerfDB, budget: float | None, progress: Callable[[Progress], None] | None
-) -> Tuned:
+    calls: list[tuple[str, Recorded]], db: PerfDB, budget: float | None,
+    progress: Callable[[Progress], None] | None, jit: str,
+) -> Tuned:  # fmt: skip
     """The drift check as a sitting: only calls whose kernel takes another time than it did are measured."""
     import time
 
@@ -257,7 +258,7 @@ def _checked(
             continue
         if progress is not None:
             progress(Progress(number, len(calls), name, None))
-        for drift in drifted([recorded.context], db):
+        for drift in drifted([recorded.context], db, jit=jit):
             outcomes.append(Outcome(name, recorded, drift.retuned, str(drift.reason)))
             rows += 0 if drift.retuned is None else len(drift.retuned.rows)
     return Tuned(str(db.path), tuple(outcomes), (), tuple(left), time.monotonic() - begin, 1, rows)

@@ -24,7 +24,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.selection.buckets import boundaries
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
-from layerzero.torch_ops import sdpa_choice, standins
+from layerzero.torch_ops import attention_forms, standins
 from layerzero.torch_ops.standins import Unknown
 
 __all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of"]
@@ -142,10 +142,6 @@ def _made(
 ) -> list[_Made]:
     """The selections for the sizes of the trace and, where sizes are open, for others; empty unless they agree."""
     chosen = _written(decide(spec, first, world), question.grad, world, known)
-    if chosen in sdpa_choice.CHOSEN_BY_TORCH and (
-        symbols or not sdpa_choice.agrees(chosen, question.args, question.layout, first.dtype)
-    ):
-        return []
     found = [_Made(spec, first, question.grad, chosen)]
     if not chosen or not symbols:
         return found if chosen else []
@@ -191,7 +187,11 @@ def _written(decision: Decision, grad: bool, world: World, known: Mapping[str, A
         kernel = world.registry.kernels.get(kernel_id)
         if kernel is None or kernel.function not in known or kernel.backend in world.enclosed:
             continue
-        # Its layout is the twin's affair; what else has to be done to the inputs, the plain form does not need.
-        own = all(step.name.startswith("layout:") for step in decision.transforms(kernel_id))
-        return kernel.function if own and known[kernel.function] is not None else PLAIN
+        function, steps = known[kernel.function], [step.name for step in decision.transforms(kernel_id)]
+        if function is None:
+            return PLAIN
+        if decision.op == "attention":
+            return attention_forms.form(kernel.function, function, decision.context, steps)
+        # What has to be done to the inputs, the plain form does not need.
+        return PLAIN if steps else kernel.function
     return OPAQUE

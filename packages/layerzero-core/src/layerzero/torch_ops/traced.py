@@ -109,7 +109,7 @@ def attention(
     if own == "plain":
         return plain.attend(*args, return_lse=return_lse)
     if own:
-        return write_attention(own, canonical, layout)
+        return write_attention(own, canonical)
     return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
 
 

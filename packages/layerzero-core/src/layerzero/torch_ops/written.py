@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.torch_ops import basis, sdpa_choice
+from layerzero.torch_ops import attention_forms, basis
 
 __all__ = ["OPEN", "chosen", "prepare", "write", "write_attention"]
 
@@ -57,7 +57,7 @@ _ROOM = "layerzero.backends."
 OPEN: dict[str, Callable[..., Any] | None] = {
     **{_ROOM + path: _function(_ROOM + path) for path in _OWN},
     **dict.fromkeys(_ROOM + path for path in _PLAIN),
-    **dict.fromkeys(sdpa_choice.CHOSEN_BY_TORCH, sdpa_choice.attention),
+    **attention_forms.CUDA,
 }
 
 # Device types that know autocast; torch.amp.is_autocast_available breaks the graphs of older Dynamos.
@@ -96,35 +96,10 @@ def _narrowed(item: Any, dtype: torch.dtype) -> Any:
     return item
 
 
-def write_attention(own: str, args: tuple[Any, ...], layout: str) -> Any:
-    """Attention by one kernel, on canonical arguments in any layout and rank."""
+def write_attention(own: str, args: tuple[Any, ...]) -> Any:
+    """Attention by one kernel, on canonical arguments in any layout and rank; `own` names one of `FORMS`."""
     comptime(_tidy)
-    query, key, value, *rest = args
-    kind = query.device.type
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = _narrowed(query, dtype), _narrowed(key, dtype), _narrowed(value, dtype)
-        with torch.autocast(kind, enabled=False):
-            return _attend(own, query, key, value, rest, layout)
-    return _attend(own, query, key, value, rest, layout)
-
-
-def _attend(own: str, query: Tensor, key: Tensor, value: Tensor, rest: list[Any], layout: str) -> Any:
-    flat = query.dim() == 3
-    swapped = layout == "BSHD" and not flat
-    if flat:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        if rest[0] is not None and rest[0].dim() == 3:
-            rest = [rest[0].unsqueeze(1), *rest[1:]]
-    elif swapped:
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    found = OPEN[own](query, key, value, *rest)  # type: ignore[misc]
-    out, lse = found if rest[-1] else (found, None)
-    if swapped:
-        out = out.transpose(1, 2)
-    if flat:
-        out, lse = out.squeeze(1), lse if lse is None else lse.squeeze(1)
-    return (out, lse) if rest[-1] else out
+    return attention_forms.FORMS[own](*args)
 
 
 # -- run while Dynamo traces -----------------------------------------------------------------------

@@ -60,18 +60,20 @@ class Drift:
 
 
 def drifted(
-    contexts: Iterable[Context], db: PerfDB, *, slower: float = SLOWER, retune: bool = True, seconds: float = _SECONDS
-) -> Iterator[Drift]:
+    contexts: Iterable[Context], db: PerfDB, *, slower: float = SLOWER, retune: bool = True,
+    seconds: float = _SECONDS, jit: str = "block",
+) -> Iterator[Drift]:  # fmt: skip
     """Time the chosen kernel of each measured call again; yield those that have become slower (or faster) by a factor.
 
-    With `retune` every kernel of such a call is measured anew and written to the database.
+    With `retune` every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those
+    that would have to be compiled first.
     """
     for ctx in contexts:
         found = _row_of(ctx, db)
         if found is None:
             continue
         try:
-            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}))
+            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}), jit=jit)
         except LayerZeroError as error:
             _log.info("%s cannot be timed again: %s", found.kernel_id, error)
             continue
@@ -80,7 +82,7 @@ def drifted(
             continue
         new = None
         if retune:
-            new = trial(ctx, seconds=max(1.0, seconds))
+            new = trial(ctx, seconds=max(1.0, seconds), jit=jit)
             db.put(new.rows)
         yield Drift(ctx, found.kernel_id, found.median_us, now, new)
 
@@ -143,10 +145,10 @@ class Watcher:
             unknown = next((item for item in contexts if item not in self._tried and _row_of(item, db) is None), None)
             if unknown is not None:
                 self._tried.add(unknown)
-                db.put(trial(unknown, seconds=_SECONDS).rows)
+                db.put(trial(unknown, seconds=_SECONDS, jit="off").rows)
                 state.remeasured()
                 return None
-        for drift in drifted([ctx], db):
+        for drift in drifted([ctx], db, jit="off"):  # a compiler has no place beside a program that serves
             self.found.append(drift)
             _log.warning("%s", drift.reason)
             state.remeasured()
