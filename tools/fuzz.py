@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.timing import machine
 from tools.req_plugin import current_commit
 from tools.requirements_doc import ROOT
 
@@ -371,7 +372,11 @@ def _write_figures(path: Path, names: Iterable[str]) -> None:
             data = json.loads(state.read_bytes())
             rows.append({key: value for key, value in data.items() if key not in ("inputs", "reached")})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": "fuzz", "commit": current_commit(), "targets": rows}, indent=1) + "\n")
+    data = {
+        "benchmark": "fuzz", "command": "make prove-fuzz", "commit": current_commit(), "machine": machine(),
+        "targets": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.timing import machine
 from tools.req_plugin import current_commit
 
 __all__ = ["Sample", "Soak", "drift", "judge", "main", "sample"]
@@ -262,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not soak.faults and soak.calls > 100_000:
         found["problems"].append("no fault was injected")
     figures = {
-        "benchmark": "soak", "commit": current_commit(), "minutes": args.minutes, "workers": args.workers,
+        "benchmark": "soak", "command": f"make soak MINUTES={args.minutes:g}", "commit": current_commit(),
+        "machine": machine(), "minutes": args.minutes, "workers": args.workers,
         "calls": soak.calls, "calls_per_s": round(soak.calls / max(1e-9, samples[-1].at)), "changes": soak.changes,
         "faults": soak.faults, "failovers": lz.metrics()["layerzero_failovers_total"],
         "swaps": lz.metrics()["layerzero_world_swaps_total"], **found,

@@ -26,6 +26,7 @@ from layerzero.plans.blocks_search import fastest_each
 from layerzero.public import blocks as public_blocks
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
+from layerzero.tuning import launches
 from tests import own_time
 
 HEADS, KV, WIDTH, HIDDEN, INNER = 4, 2, 16, 64, 96
@@ -369,7 +370,7 @@ def test_on_a_gpu_a_step_costs_its_launch_where_that_takes_longer(monkeypatch: p
     monkeypatch.setattr(blocks_cost, "clock_for", lambda device: lambda call, count: 5.0)
     meter = Meter(state.world, measure=True)
     for launch, price in ((90.0, 90.0), (3.0, 5.0)):
-        monkeypatch.setattr(blocks_cost, "launch_clock", lambda call, count, launch=launch: launch)
+        monkeypatch.setattr(launches, "launch_clock", lambda call, count, launch=launch: launch)
         assert meter._time(lambda x: None, (there,)) == price
         assert meter._time(lambda x: None, (torch.empty(4),)) == 5.0  # a CPU does its work in the call
 

@@ -135,6 +135,8 @@ BAD_YAML = {
     "binary": (b"\x7fELF\x02\x01\x01\x00", 1, None, "not a UTF-8 text file"),
     "NUL": (b"deny: [a]\nallow: ['\x00']\n", 2, "allow", "not a UTF-8 text file"),
     "no character": (b"version: 1\ndeny: ['\xef\xbf\xbf']\n", 2, "deny", "unacceptable character #xffff"),
+    "half a character": (b'version: 1\n"0.1\\ud800s": 1\n', 2, "0.1\\ud800s", "half a character"),
+    "half a value": (b'version: 1\ndeny: ["\\ud800"]\n', 2, "deny[0]", "half a character"),
     "unclosed": (b"deny: [a\n", 2, "deny", "expected ',' or ']'"),
     "two documents": (b"enabled: true\n---\nenabled: false\n", 2, "enabled", "another document"),
     "a list": (b"- a\n", 1, "", "expected a mapping"),

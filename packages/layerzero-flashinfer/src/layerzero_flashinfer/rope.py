@@ -7,9 +7,12 @@ one small copy beside the rotation.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from layerzero_flashinfer.plans import capturing
 from layerzero_flashinfer.vendor import lib
 
 __all__ = ["rope"]
@@ -52,13 +55,29 @@ def rope(
 
 def _table(cos: Tensor, sin: Tensor, rows: int) -> Tensor:
     """[rows, rotary] in float32: cosines, then sines."""
+    if cos.shape[0] != rows:
+        cos, sin = cos[:rows], sin[:rows]
     table = torch.empty((rows, 2 * cos.shape[1]), dtype=torch.float32, device=cos.device)
-    return torch.cat((cos[:rows], sin[:rows]), dim=1, out=table)
+    return torch.cat((cos, sin), dim=1, out=table)
 
 
 def _positions(position_ids: Tensor | None, batch: int, seq: int, device: torch.device) -> Tensor:
     """The table row of each packed token, without gaps."""
-    if position_ids is None:
-        steps = torch.arange(seq, dtype=torch.int32, device=device)
-        return steps if batch == 1 else steps.repeat(batch)
-    return position_ids.expand(batch, seq).reshape(-1).contiguous()
+    if position_ids is not None:
+        return position_ids.expand(batch, seq).reshape(-1).contiguous()
+    if device.type != "cuda" or capturing():  # what a capture allocates belongs to its graph
+        return _counted(batch, seq, device)
+    return _kept(batch, seq, device)
+
+
+def _counted(batch: int, seq: int, device: torch.device) -> Tensor:
+    steps = torch.arange(seq, dtype=torch.int32, device=device)
+    return steps if batch == 1 else steps.repeat(batch)
+
+
+@lru_cache(maxsize=16)
+def _kept(batch: int, seq: int, device: torch.device) -> Tensor:
+    """The same numbers again and again: nobody writes to them."""
+    made = _counted(batch, seq, device)
+    torch.cuda.current_stream(device).synchronize()  # once: calls of other streams read it without waiting
+    return made

@@ -21,7 +21,8 @@ from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import assert_close, tolerance
 from layerzero.selection.world import World
-from layerzero.tuning.clock import clock_for, launch_clock
+from layerzero.tuning.clock import clock_for
+from layerzero.tuning.launches import with_launch
 
 __all__ = ["Cost", "Meter"]
 
@@ -32,7 +33,6 @@ _PRODUCTS_PER_US_GPU = 200_000_000.0
 _CALL_US = {Platform.CPU: 8.0}
 _CALL_US_GPU = 6.0
 _VIEWS = frozenset({"heads", "split"})
-_LAUNCHES = 20  # in a row, to see what one takes the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Meter:
             count = max(1, min(50, int(300.0 / max(first, 0.1))))
             us = min(clock(lambda: run(*args), count) for _ in range(5))
             if device.type == "cuda":
-                us = max(us, min(launch_clock(lambda: run(*args), _LAUNCHES) for _ in range(3)))
+                us = with_launch(us, lambda: run(*args))
         return us
 
     def _right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:

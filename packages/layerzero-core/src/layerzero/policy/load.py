@@ -10,6 +10,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Collection, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,7 +18,17 @@ from layerzero.env import Env
 from layerzero.errors import ConfigurationError, PolicyValidationError
 from layerzero.model.config import Rule
 from layerzero.policy.layers import Level, PolicyLayer
-from layerzero.policy.parse import MAX_BYTES, Parsed, Place, parse_toml, parse_yaml, spell, too_large
+from layerzero.policy.parse import (
+    MAX_BYTES,
+    MAX_NODES,
+    Parsed,
+    Place,
+    parse_toml,
+    parse_yaml,
+    spell,
+    texts_in,
+    too_large,
+)
 from layerzero.policy.rules import parse_conditions
 from layerzero.reasons import ReasonCode
 
@@ -128,6 +139,12 @@ def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection
 
     from layerzero.policy import schema
 
+    for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            shown = ascii(text)[:60]
+            raise _problem(
+                parsed, place, f"{spell(place)}: {shown} holds half a character", value=shown, limit="whole characters"
+            )
     try:
         file = schema.PolicyFile.model_validate(parsed.data)
     except ValidationError as error:

@@ -7,14 +7,16 @@ Python SafeLoader (the C one crashes on deep nesting), and duplicate keys, ancho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from layerzero.errors import PolicyValidationError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Parsed", "Place", "parse_toml", "parse_yaml", "too_large"]
+__all__ = [
+    "MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Parsed", "Place", "parse_toml", "parse_yaml", "texts_in", "too_large",
+]  # fmt: skip
 
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 24
@@ -43,7 +45,21 @@ def spell(place: Place) -> str:
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    return text.encode("utf-8", "backslashreplace").decode()  # half a character cannot be printed
+
+
+def texts_in(data: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Every key and every text, with its place; no deeper than a file may nest."""
+    if isinstance(data, str):
+        yield place, data
+    elif len(place) <= MAX_DEPTH and isinstance(data, Mapping):
+        for key, value in data.items():
+            if isinstance(key, str):
+                yield (*place, key), key
+            yield from texts_in(value, (*place, str(key)))
+    elif len(place) <= MAX_DEPTH and isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from texts_in(item, (*place, index))
 
 
 def _refuse(

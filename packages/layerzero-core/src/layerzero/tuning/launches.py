@@ -15,7 +15,7 @@ from typing import Any
 from layerzero.tuning.clock import Clock, launch_clock
 from layerzero.tuning.race import Times
 
-__all__ = ["with_launches"]
+__all__ = ["with_launch", "with_launches"]
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
@@ -32,6 +32,14 @@ def with_launches(
         for name in short:
             launches[name] = min(launches[name], clock(calls[name], _QUEUED))
     return {name: _charged(found, launches.get(name, 0.0)) for name, found in times.items()}
+
+
+def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None) -> float:
+    """What one kernel takes; where it is shorter than its launch, what that takes."""
+    if us >= _LONG_US:
+        return us
+    clock = launch_clock if clock is None else clock
+    return max(us, min(clock(call, _QUEUED) for _ in range(_TURNS)))
 
 
 def _charged(found: Times, launch_us: float) -> Times:
