@@ -23,7 +23,7 @@ QUICK := not slow and not stress and not benchmark and not memray
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
-	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tune prove-tokenizers prove-tuned prove-isolation prove-faults prove-warmup prove-liger prove-triton prove-ranks prove-fuzz prove-telemetry soak prove-compile prove-coverage artifacts bench wheels lock clean
+	prove-overhead prove-stress prove-truth prove-correctness prove-perfdb prove-tune prove-tokenizers prove-tuned prove-isolation prove-faults prove-warmup prove-liger prove-triton prove-ranks prove-fuzz prove-telemetry soak prove-long prove-compile prove-coverage tools prove-tools gates artifacts bench wheels lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -146,8 +146,11 @@ prove-tuned: setup ## tuned choice against the oracle, torch and each library; w
 	$(PROVE) tuned -- $(PY) benchmarks/tuned.py --machine prove --state build/tuned/prove --json build/prove/tuned.json --budget 480
 	$(BIN)/lz report build/prove/tuned.json --out build/prove/tuned.html
 
+prove-long: setup ## what the quick lane shortens, whole: examples as programs of their own, the kit's mistakes, policies
+	$(PROVE) long -- env LAYERZERO_PROVE=1 $(PY) -m pytest tests/meta/test_examples.py packages/layerzero-core/tests/test_kit_meta.py packages/layerzero-core/tests/test_policy_properties.py packages/layerzero-core/tests/test_leaks.py --junitxml=build/prove/long.xml
+
 prove-compile: setup ## every op under Inductor with and without gradients, opcheck in full; a Llama block against plain torch
-	$(PROVE) compile -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_torch_ops_written.py packages/layerzero-core/tests/test_torch_ops_library.py packages/layerzero-core/tests/test_torch_ops_traced.py packages/layerzero-core/tests/test_torch_ops_export.py packages/layerzero-core/tests/test_graphs.py -m "slow or not slow" --junitxml=build/prove/compile.xml
+	$(PROVE) compile -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_torch_ops_written.py packages/layerzero-core/tests/test_torch_ops_attention_forms.py packages/layerzero-core/tests/test_torch_ops_library.py packages/layerzero-core/tests/test_torch_ops_traced.py packages/layerzero-core/tests/test_torch_ops_export.py packages/layerzero-core/tests/test_graphs.py -m "slow or not slow" --junitxml=build/prove/compile.xml
 	$(PROVE) compiled-block -- $(PY) benchmarks/compiled.py --machine prove --json build/prove/compiled.json
 
 prove-grouped: setup ## the machine code of grouped attention's Hopper kernel: products in flight beside the softmax, no spills
@@ -175,6 +178,23 @@ prove-accel: setup ## the tests of the core with layerzero-accel and without it;
 	$(PROVE) accel-on -- env LAYERZERO_PROVE=0 LAYERZERO_ACCEL=on $(PYTEST) -m "$(QUICK)" -n $(WORKERS) --maxprocesses=4 --dist=worksteal packages/layerzero-core/tests --junitxml=build/prove/accel-on.xml
 	$(PROVE) accel -- env LAYERZERO_ACCEL=on $(PYTEST) packages/layerzero-accel/tests --junitxml=build/prove/accel.xml
 	$(PROVE) accel-bench -- env LAYERZERO_ACCEL=on $(PY) benchmarks/accel.py --json build/prove/accel.json
+
+# an environment of their own that sees what is in $(VENV); nothing of it is needed to build, test or run
+TOOLS := build/venv-tools
+$(TOOLS)/.stamp: $(VENV)/.dev-stamp pyproject.toml constraints.txt
+	$(PY) -m venv $(TOOLS)
+	$(PY) -m tools.workspace requirements tools > build/requirements-tools.txt
+	$(PY) -c "import sys, sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" > "$$($(TOOLS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/workspace.pth"
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt -r build/requirements-tools.txt
+	@touch $@
+
+tools: $(TOOLS)/.stamp ## type checkers, profilers, pytest plugins and hooks of docs/tooling.md, in build/venv-tools
+
+prove-tools: setup tools ## each of them once on our own code: pyright, typeguard, pre-commit, memray, pyinstrument, …
+	$(PROVE) tools -- env LAYERZERO_PROVE=1 LAYERZERO_REQUIRE=1 OMP_NUM_THREADS=1 PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/python -m pytest tests/tooling -o asyncio_default_fixture_loop_scope=function --junitxml=build/prove/tools.xml --benchmark-json=build/prove/tools-benchmark.json
+
+gates: setup ## figures inside their limits or waived, no open P0 or P1, nothing wrong that was right before
+	$(PY) -m tools.gates
 
 prove-coverage: setup ## coverage of the core, at least 80 %
 	@mkdir -p build/coverage

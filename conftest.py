@@ -1,11 +1,16 @@
-"""Hooks every test run of this workspace shares: requirement marks, lanes, missing tools."""
+"""Hooks every test run of this workspace shares: requirement marks, lanes, missing tools, the order among workers."""
 
 import atexit
+import contextlib
+import gc
 import os
 import shutil
 import tempfile
 
-from tools.pytest_lanes import pytest_collection_modifyitems, pytest_runtest_setup
+import pytest
+
+from tools import pytest_lanes
+from tools.pytest_lanes import pytest_runtest_setup
 from tools.req_plugin import pytest_configure, pytest_make_collect_report
 
 # Inductor imports setuptools, which refuses where the standard distutils was imported before; both will do for it.
@@ -22,4 +27,31 @@ if "LAYERZERO_JIT_CACHE_DIR" not in os.environ:
     os.environ["LAYERZERO_JIT_CACHE_DIR"] = _compiled = tempfile.mkdtemp(prefix="layerzero-tests-")
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 
-__all__ = ["pytest_collection_modifyitems", "pytest_configure", "pytest_make_collect_report", "pytest_runtest_setup"]
+# Generated examples are the same in every quick run, new ones in the long lanes (LAYERZERO_PROVE=1); how long one takes
+# is nobody's failure.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "layerzero", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+        derandomize=os.environ.get("LAYERZERO_PROVE") != "1",
+    )  # fmt: skip
+    settings.load_profile("layerzero")
+
+__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_setup"]
+
+_TAKES_LONG = ("distributed", "integration", "timeout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lanes. Among several workers files with long tests come first, so that nobody waits for one at the end."""
+    pytest_lanes.pytest_collection_modifyitems(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long = {item.path for item in items if any(item.get_closest_marker(name) for name in _TAKES_LONG)}
+        items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end: a garbage collection in a test need not look through all of it again."""
+    gc.collect()
+    gc.freeze()

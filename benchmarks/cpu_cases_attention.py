@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu_case import Call, Case, Goal
+from cpu_case import Asked, Call, Case, Goal
 
 import layerzero as lz
 from layerzero_cpu.attention import attention
@@ -41,7 +42,7 @@ def read(*tensors: torch.Tensor) -> None:
 
 
 def _decode(batch: int, keys: int, dtype: torch.dtype) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         shape = (batch, KV_HEADS, keys, DIM)
         q = torch.randn(batch, HEADS, 1, DIM).to(dtype)
         nbytes = 2 * batch * KV_HEADS * keys * DIM * q.element_size()
@@ -51,7 +52,7 @@ def _decode(batch: int, keys: int, dtype: torch.dtype) -> Case:
             "eager": turns(lambda p: F.scaled_dot_product_attention(q, *p, enable_gqa=True), kv),
             "folded sdpa": turns(lambda p: F.scaled_dot_product_attention(folded, *p), kv),
             "direct": turns(lambda p: attention(q, *p, None, 0.0, False, None, None, None, None, False), kv),
-            "lz": turns(lambda p: lz.attention(q, *p, backend="cpu"), kv),
+            "lz": Asked("attention", [(q, *p) for p in kv]),
             "floor": turns(lambda p: read(*p), kv),
         }
 
@@ -60,7 +61,7 @@ def _decode(batch: int, keys: int, dtype: torch.dtype) -> Case:
 
 
 def _paged(batch: int, keys: int, page: int, layout: str) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         blocks = batch * keys // page
         shape = (blocks, page, KV_HEADS, DIM) if layout == "NHD" else (blocks, KV_HEADS, page, DIM)
         table = torch.randperm(blocks).view(batch, -1).to(torch.int32)
@@ -79,7 +80,7 @@ def _paged(batch: int, keys: int, page: int, layout: str) -> Case:
         return {
             "eager": turns(gathered, kv),
             "direct": turns(lambda p: paged_attention(q, *p, plan, None, None, None, None, False, layout), kv),
-            "lz": turns(lambda p: lz.paged_attention(q, *p, plan, layout=layout, backend="cpu"), kv),
+            "lz": Asked("paged_attention", [(q, *p, plan) for p in kv], {"layout": layout}),
             "floor": turns(lambda p: read(*p), kv),
         }
 
@@ -87,43 +88,54 @@ def _paged(batch: int, keys: int, page: int, layout: str) -> Case:
 
 
 def _prefill(length: int, dtype: torch.dtype, goals: tuple[Goal, ...]) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         q = torch.randn(1, HEADS, length, DIM).to(dtype)
         k, v = (torch.randn(1, KV_HEADS, length, DIM).to(dtype) for _ in range(2))
         return {
             "eager": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
             "direct": lambda: attention(q, k, v, None, 0.0, True, None, None, None, None, False),
-            "lz": lambda: lz.attention(q, k, v, is_causal=True, backend="cpu"),
+            "lz": Asked("attention", [(q, k, v)], {"is_causal": True}),
         }
 
     return Case("prefill", f"prefill causal S{length} {WORDS[dtype]}", make, goals)
 
 
+def drawn() -> torch.Tensor:
+    """A weight as models have them: results are as large as inputs, which is what tolerances are made for."""
+    return torch.randn(4096, 4096) / 64.0
+
+
 def _linear(rows: int, dtype: torch.dtype, goals: tuple[Goal, ...]) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         x = torch.randn(rows, 4096).to(dtype)
-        weights = copies_of(lambda: torch.randn(4096, 4096).to(dtype), 4096 * 4096 * x.element_size())
+        weights = copies_of(lambda: drawn().to(dtype), 4096 * 4096 * x.element_size())
         return {
             "eager": turns(lambda w: F.linear(x, w), weights),
             "direct": turns(lambda w: linear(x, w, None, None), weights),
-            "lz": turns(lambda w: lz.linear(x, w, backend="cpu"), weights),
+            "lz": Asked("linear", [(x, w) for w in weights]),
             "floor": turns(lambda w: read(w), weights),
         }
 
     return Case("linear", f"linear 4096² M{rows} {WORDS[dtype]}", make, goals)
 
 
+def _coded(fmt: str, granularity: str) -> Any:
+    """Codes whose scales bfloat16 can hold, so that kernels which keep them in 16 bits compute the same."""
+    made = lz.quantize(drawn(), fmt, granularity=granularity)
+    return replace(made, scale=made.scale.bfloat16().float())
+
+
 def _codes(rows: int, fmt: str, goals: tuple[Goal, ...]) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         x = torch.randn(rows, 4096).bfloat16()
-        plain = copies_of(lambda: torch.randn(4096, 4096).bfloat16(), 2 * 4096 * 4096)
+        plain = copies_of(lambda: drawn().bfloat16(), 2 * 4096 * 4096)
         granularity = "channel" if fmt == "int8" else "block"
-        weights = copies_of(lambda: lz.quantize(torch.randn(4096, 4096), fmt, granularity=granularity), 4096 * 4096)
+        weights = copies_of(lambda: _coded(fmt, granularity), 4096 * 4096)
         return {
             "eager": turns(lambda w: F.linear(x, w), plain),  # bf16: what the codes replace
             "torch codes": turns(lambda w: lz.linear(x, w, backend="torch"), weights),
             "direct": turns(lambda w: quantized(x, w, None, None), weights),
-            "lz": turns(lambda w: lz.linear(x, w, backend="cpu"), weights),
+            "lz": Asked("linear", [(x, w) for w in weights]),
             "floor": turns(lambda w: read(w.data), weights),
         }
 

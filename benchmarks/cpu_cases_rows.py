@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from cpu_case import Call, Case, Goal
+from cpu_case import Asked, Call, Case, Goal, asked
 
-import layerzero as lz
 from layerzero_cpu import gated, norm, rotary, sampling
 from layerzero_cpu.library import native
 
@@ -31,16 +30,16 @@ def _norms(rows: int, dtype: torch.dtype) -> Iterator[Case]:
     def draw() -> tuple[torch.Tensor, ...]:
         return (*(torch.randn(rows, width, dtype=dtype) for _ in range(2)), torch.randn(width, dtype=dtype))
 
-    def rms() -> dict[str, Call]:
+    def rms() -> dict[str, Call | Asked]:
         x, out, w = draw()
         return {
             "eager": lambda: F.rms_norm(x, (width,), w, 1e-6),
             "direct": lambda: norm.rms_norm(x, w, 1e-6),
-            "lz": lambda: lz.rms_norm(x, w, 1e-6),
+            "lz": asked("rms_norm", x, w, 1e-6),
             "floor": copied((x, out)),
         }
 
-    def added() -> dict[str, Call]:
+    def added() -> dict[str, Call | Asked]:
         x, r, w = draw()
         first, second = torch.empty_like(x), torch.empty_like(x)
 
@@ -51,16 +50,16 @@ def _norms(rows: int, dtype: torch.dtype) -> Iterator[Case]:
         return {
             "eager": eager,
             "direct": lambda: norm.add_rms_norm(x, r, w, 1e-6),
-            "lz": lambda: lz.add_rms_norm(x, r, w, 1e-6),
+            "lz": asked("add_rms_norm", x, r, w, 1e-6),
             "floor": copied((x, first), (r, second)),
         }
 
-    def layer() -> dict[str, Call]:
+    def layer() -> dict[str, Call | Asked]:
         x, out, w = draw()
         return {
             "eager": lambda: F.layer_norm(x, (width,), w, w, 1e-5),
             "direct": lambda: norm.layer_norm(x, w, w, 1e-5),
-            "lz": lambda: lz.layer_norm(x, w, w, 1e-5),
+            "lz": asked("layer_norm", x, w, w, 1e-5),
             "floor": copied((x, out)),
         }
 
@@ -82,7 +81,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def _rope(tokens: int, interleaved: bool, dtype: torch.dtype) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         q, k = torch.randn(1, 32, tokens, 128, dtype=dtype), torch.randn(1, 8, tokens, 128, dtype=dtype)
         angles = torch.randn(tokens, 64)
         cos, sin = angles.cos(), angles.sin()
@@ -92,7 +91,7 @@ def _rope(tokens: int, interleaved: bool, dtype: torch.dtype) -> Case:
         return {
             "eager": lambda: (q * c + turned(q) * s, k * c + turned(k) * s),
             "direct": lambda: rotary.rope(q, k, cos, sin, interleaved, "BHSD", None, False),
-            "lz": lambda: lz.rope(q, k, cos, sin, interleaved=interleaved),
+            "lz": asked("rope", q, k, cos, sin, interleaved=interleaved),
             "floor": copied((q, torch.empty_like(q)), (k, torch.empty_like(k))),
         }
 
@@ -104,7 +103,7 @@ def _rope(tokens: int, interleaved: bool, dtype: torch.dtype) -> Case:
 def _gated(rows: int, kind: str, dtype: torch.dtype) -> Case:
     width = 14336
 
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         x = torch.randn(rows, 2 * width, dtype=dtype)
 
         def eager() -> torch.Tensor:
@@ -116,7 +115,7 @@ def _gated(rows: int, kind: str, dtype: torch.dtype) -> Case:
         return {
             "eager": eager,
             "direct": lambda: gated.silu_and_mul(x) if kind == "silu" else gated.gelu_and_mul(x, "none"),
-            "lz": lambda: lz.silu_and_mul(x) if kind == "silu" else lz.gelu_and_mul(x),
+            "lz": asked("silu_and_mul" if kind == "silu" else "gelu_and_mul", x),
             "floor": lambda: (native.copied(x[:, :width], half), native.read(x[:, width:])),
         }
 
@@ -125,7 +124,7 @@ def _gated(rows: int, kind: str, dtype: torch.dtype) -> Case:
 
 
 def _sampling(name: str, top_k: int | None, top_p: float | None, goal: float | None, batch: int = 1) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         logits = torch.randn(batch, 128256) * 4
 
         def eager() -> torch.Tensor:  # as generation libraries write it: warpers on sorted copies, then multinomial
@@ -142,7 +141,7 @@ def _sampling(name: str, top_k: int | None, top_p: float | None, goal: float | N
         return {
             "eager": eager,
             "direct": lambda: sampling.sample(logits, top_k, top_p, None, 1.0, None),
-            "lz": lambda: lz.sample(logits, top_k=top_k, top_p=top_p),
+            "lz": asked("sample", logits, top_k=top_k, top_p=top_p),
             "floor": lambda: native.read(logits),
         }
 
@@ -150,7 +149,7 @@ def _sampling(name: str, top_k: int | None, top_p: float | None, goal: float | N
 
 
 def _quant(fmt: str) -> Case:
-    def make() -> dict[str, Call]:
+    def make() -> dict[str, Call | Asked]:
         x = torch.randn(512, 4096, dtype=torch.bfloat16)
 
         def eager() -> torch.Tensor:
@@ -160,7 +159,7 @@ def _quant(fmt: str) -> Case:
 
         return {
             "eager": eager,
-            "lz": lambda: lz.quantize(x, fmt, granularity="channel"),
+            "lz": asked("quantize", x, fmt, granularity="channel"),
             "floor": lambda: native.read(x),
         }
 
@@ -182,22 +181,22 @@ def _small() -> Iterator[Case]:
     yield Case(
         "overhead", "rms_norm 1×64",
         lambda: {"eager": lambda: F.rms_norm(x, (64,), w, 1e-6), "direct": lambda: norm.rms_norm(x, w, 1e-6),
-                 "lz": lambda: lz.rms_norm(x, w, 1e-6)}, one,
+                 "lz": asked("rms_norm", x, w, 1e-6)}, one,
     )  # fmt: skip
     yield Case(
         "overhead", "layer_norm 1×64",
         lambda: {"eager": lambda: F.layer_norm(x, (64,), w, w, 1e-5), "direct": lambda: norm.layer_norm(x, w, w, 1e-5),
-                 "lz": lambda: lz.layer_norm(x, w, w, 1e-5)}, one,
+                 "lz": asked("layer_norm", x, w, w, 1e-5)}, one,
     )  # fmt: skip
     yield Case(
         "overhead", "silu_and_mul 1×64",
-        lambda: {"eager": gate, "direct": lambda: gated.silu_and_mul(x), "lz": lambda: lz.silu_and_mul(x)}, one,
+        lambda: {"eager": gate, "direct": lambda: gated.silu_and_mul(x), "lz": asked("silu_and_mul", x)}, one,
     )  # fmt: skip
     yield Case(
         "overhead", "rope 1 token, 4+2 heads of 16",
         lambda: {"eager": lambda: (q * c + _halves(q) * s, k * c + _halves(k) * s),
                  "direct": lambda: rotary.rope(q, k, cos, sin, False, "BHSD", None, False),
-                 "lz": lambda: lz.rope(q, k, cos, sin)}, one,
+                 "lz": asked("rope", q, k, cos, sin)}, one,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A whole Llama of transformers, as it comes against `lz.patch`, in one interleaved run.
 
     python benchmarks/models.py --machine NAME [--device cuda|cpu] [--json FILE] [--quick] [--seconds N] [--only WORDS]
+                                [--width 512|2048]
 
 The model has the architecture of Llama 3.2 1B on a GPU and a small one on a CPU, with random weights, twice with the
 same numbers: once as transformers runs it (`attn_implementation="sdpa"`), once patched. Contestants:
@@ -14,6 +15,10 @@ Prefill is a forward pass over a prompt with logits for its last token, as `gene
 after another, each the most probable one, over a context of --context tokens. Every round times everyone; a ratio is
 the median of the ratios within a round. Logits are compared before anything is timed. Kernels are compiled first. What
 a patched call costs beyond its kernel is measured around an empty kernel, as in overhead.py. Writes JSON.
+
+On a CPU `generate` itself is timed as well, its tokens compared, and a step of decode is divided by part. Where the
+processor has no instructions for it, torch multiplies bf16 matrices a hundred times slower: there bf16 is measured with
+a short context and no prompt to speak of.
 """
 
 from __future__ import annotations
@@ -32,7 +37,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import RESULTS, commit, interleaved, machine, write_json
+from models_decoding import Decoding, Graphed, shares
+from models_generate import generate_case
+from models_overhead import overheads
+from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
 
@@ -46,7 +54,14 @@ SMALL: dict[str, Any] = {
     **ONE_B, "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
-LIMITS = {"prefill": 1.2, "decode": 1.3, "decode graph": 1.5, "cpu decode": 1.2, "overhead": 3.0}
+LIMITS = {
+    "prefill": 1.2,
+    "decode": 1.3,
+    "decode graph": 1.5,
+    "cpu decode": 1.2,
+    "cpu decode bf16": 1.5,
+    "overhead": 3.0,
+}
 
 
 def models(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -63,73 +78,6 @@ def models(config: dict[str, Any], device: str, dtype: torch.dtype) -> tuple[Any
 
 def prompt(batch: int, length: int, vocab: int, device: str) -> torch.Tensor:
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
-
-
-class Decoding:
-    """A loop over a dynamic cache; `steps` tokens, then back to the context it began with."""
-
-    def __init__(self, model: Any, ids: torch.Tensor) -> None:
-        from transformers import DynamicCache
-
-        self.model, self.context = model, ids.shape[1]
-        self.cache = DynamicCache(config=model.config)
-        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = out.logits[:, -1].float()
-        self.first = out.logits[:, -1:].argmax(-1)
-
-    def run(self, steps: int) -> None:
-        token = self.first
-        for _ in range(steps):
-            out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-            token = out.logits[:, -1:].argmax(-1)
-
-    def rewind(self) -> None:
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[..., : self.context, :], layer.values[..., : self.context, :]
-
-
-class Graphed:
-    """The decode step over a static cache, captured once and replayed."""
-
-    def __init__(self, model: Any, ids: torch.Tensor, room: int) -> None:
-        from transformers import StaticCache
-
-        self.context = ids.shape[1]
-        self.cache = StaticCache(config=model.config, max_cache_len=self.context + room)
-        out = model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.token = out.logits[:, -1:].argmax(-1)
-        self.first = self.token.clone()
-        self.place = torch.full((ids.shape[0], 1), self.context, dtype=torch.long, device=ids.device)
-
-        def step() -> None:
-            made = model(
-                self.token, past_key_values=self.cache, position_ids=self.place, use_cache=True, logits_to_keep=1
-            )
-            self.logits = made.logits
-            self.token.copy_(made.logits[:, -1:].argmax(-1))
-            self.place.add_(1)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.rewind()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            step()
-        self.rewind()
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.graph.replay()
-
-    def rewind(self) -> None:
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(self.context)
-        self.token.copy_(self.first)
-        self.place.fill_(self.context)
 
 
 def timed(contestants: dict[str, Any], sync: Callable[[], None], units: int, seconds: float) -> dict[str, Any]:
@@ -226,58 +174,18 @@ def decode_case(
         logits["graphs"] = far(one, two)
         for name in ("stock graph", "patched graph"):
             loops[name].rewind()
+    if not graphs:
+        found["per cent of a step"] = {name: shares(loop, 2 * steps) for name, loop in loops.items()}
     return {"batch": batch, "context": context, "logits": logits, **({"failed": failed} if failed else {}), **found}
-
-
-def overheads(device: str) -> dict[str, float]:
-    """µs of each kind of patched call beyond its kernel, the kernels being empty."""
-    from layerzero.integrations.transformers_models import parts, quick
-    from layerzero.runtime.current import now
-
-    _, model = models({**SMALL, "num_hidden_layers": 2}, device, torch.float32)
-    layer = model.model.layers[0]
-    norm, after = layer.input_layernorm, layer.post_attention_layernorm
-    x, residual = (torch.randn(1, 1, 512, device=device) for _ in range(2))
-    q, k = (torch.randn(1, 1, heads, 64, device=device).transpose(1, 2) for heads in (8, 2))
-    cos, sin = (torch.randn(1, 1, 64, device=device) for _ in range(2))
-    v = torch.randn(1, 2, 1, 64, device=device)
-    wide = torch.randn(1, 1, 2816, device=device)
-    attn = layer.self_attn
-    from transformers import AttentionInterface
-
-    attention = AttentionInterface()[attn.config._attn_implementation]
-    calls: dict[str, Callable[[], Any]] = {
-        "norm": lambda: norm.forward(x),
-        "add + norm": lambda: parts.add_norm(after, x, residual),
-        "rope": lambda: quick.rotate(q, k, cos, sin),
-        "gated activation": lambda: quick.activate("silu_and_mul", wide, ()),
-        "attention": lambda: attention(attn, q, k, v, None, scaling=0.125),
-    }
-    # What transformers' own attention function does around its kernel is no cost of the patch.
-    floors = {"attention": lambda: q.transpose(1, 2).contiguous()}
-    for call in calls.values():
-        call()
-    world, before = now.world, {}
-    outs: dict[str, Any] = {"attention": q}
-    try:
-        for key, bound in world.hot.items():
-            before[key] = bound.run
-            found = outs.get(key[0], x)
-            bound.run = lambda *args, found=found: found
-        contestants = {"empty": nothing, **calls, **{f"{name} floor": call for name, call in floors.items()}}
-        medians = interleaved(contestants, rounds=300, batch=40)
-    finally:
-        for key, run in before.items():
-            world.hot[key].run = run
-    return {name: round((medians[name] - medians.get(f"{name} floor", medians["empty"])) / 1e3, 3) for name in calls}
 
 
 def run(args: argparse.Namespace, path: Path) -> None:
     cuda = args.device == "cuda"
     config, types = (ONE_B, ["bfloat16"]) if cuda else (SMALL, ["float32"])
-    # Without instructions for it a CPU multiplies bf16 matrices a hundred times slower: nobody decodes like that.
-    if not cuda and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not cuda:
         types.append("bfloat16")
+    if not cuda and args.width == 2048:
+        config = {**ONE_B, "num_hidden_layers": 4, "vocab_size": 32000}
     if args.quick:
         config = {**config, "num_hidden_layers": 2}
     sync = torch.cuda.synchronize if cuda else nothing
@@ -312,20 +220,28 @@ def run(args: argparse.Namespace, path: Path) -> None:
 
     for word in types:
         stock, patched = models(config, args.device, getattr(torch, word))
-        if word != "float32":
+        # Without instructions for bf16 a prompt takes minutes, and so does a comparison over one.
+        slow = word == "bfloat16" and not cuda and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if word != "float32" and not slow:
             found.setdefault("error_to_float32", {})[word] = errors(stock, patched, args.device)
-        batches = (1, 16, 64) if cuda else (1, 4)
+        batches = (1, 16, 64) if cuda else (1,) if slow else (1, 4)
         length = args.prompt or (4096 if cuda else 256)
-        case(f"prefill {length} {word}", lambda s=stock, p=patched, n=length: prefill_case(
-            s, p, 1, n, args.device, sync, args.seconds))  # fmt: skip
+        context, steps = (16, 4) if slow else (args.context, args.steps)
+        if not slow:
+            case(f"prefill {length} {word}", lambda s=stock, p=patched, n=length: prefill_case(
+                s, p, 1, n, args.device, sync, args.seconds))  # fmt: skip
         for batch in batches:
-            case(f"decode B{batch} {word}", lambda s=stock, p=patched, b=batch: decode_case(
-                s, p, b, args.context, args.device, sync, args.seconds, args.steps, cuda))  # fmt: skip
+            case(f"decode B{batch} {word}", lambda s=stock, p=patched, b=batch, c=context, n=steps: decode_case(
+                s, p, b, c, args.device, sync, args.seconds, n, cuda))  # fmt: skip
+        if not cuda:
+            ids = prompt(1, 8 if slow else 32, config["vocab_size"], args.device)
+            case(f"generate {word}", lambda s=stock, p=patched, i=ids, n=4 if slow else 32: generate_case(
+                s, p, i, n, timed, sync, args.seconds))  # fmt: skip
         found["patched"] = str(lz.patched(patched))
         del stock, patched
         gc.collect()
     try:
-        found["overhead_us"] = overheads("cpu")
+        found["overhead_us"] = overheads(models({**SMALL, "num_hidden_layers": 2}, "cpu", torch.float32)[1])
     except Exception:
         found["overhead_us"] = {"failed": traceback.format_exc()[-600:]}
     print("overhead, µs:", found["overhead_us"], flush=True)
@@ -343,6 +259,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--deny", default="", help="kernels that may not run, globs parted by commas")
+    parser.add_argument("--width", type=int, default=512, choices=(512, 2048), help="of the model on a CPU")
     parser.add_argument("--only", default="", help="cases whose names contain one of these words")
     args = parser.parse_args()
     args.context = args.context or (1024 if args.device == "cuda" else 256)

@@ -9,6 +9,29 @@ __all__ = ["models_section"]
 _WAYS = ("stock", "patched", "stock graph", "patched graph")
 
 
+def _apart(row: dict[str, Any]) -> str:
+    """How far the logits are apart, or for whole texts whether the tokens are the same."""
+    if "logits" in row:
+        return f"{row['logits']['max_error_in_deviations']:.4f} σ"
+    return "the same tokens" if row["identical"] else f"the same {row['agree']} first tokens of {row['new']}"
+
+
+def _step(case: str, row: dict[str, Any]) -> str:
+    """Where a step of decode goes, largest part first; nothing for what was not divided."""
+    found = row.get("per cent of a step")
+    if not found:
+        return ""
+    words = [
+        f"{way}: " + ", ".join(f"{part} {share:.0f} %" for part, share in _largest(shares))
+        for way, shares in found.items()
+    ]
+    return f"\nA step of {case}, as a profiler divides it: {'; '.join(words)}."
+
+
+def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((part, share) for part, share in shares.items() if share >= 1.0), key=lambda item: -item[1])
+
+
 def models_section(name: str, data: dict[str, Any]) -> str:
     """A Llama of transformers as it comes, and after `lz.patch`."""
     machine, model = data["machine"], data["model"]
@@ -33,7 +56,8 @@ def models_section(name: str, data: dict[str, Any]) -> str:
             f"{row['tokens_per_s'][way]:,.0f} ({row['times faster'][way]:.2f}×)" if way in row["tokens_per_s"] else ""
             for way in _WAYS
         ]
-        lines.append(f"| {case} | {' | '.join(cells)} | {row['logits']['max_error_in_deviations']:.4f} σ |")
+        lines.append(f"| {case} | {' | '.join(cells)} | {_apart(row)} |")
+    lines += [text for case, row in data["figures"].items() if (text := _step(case, row))]
     extra = data.get("overhead_us", {})
     if extra and "failed" not in extra:
         shown = ", ".join(f"{kind} {value:.2f}" for kind, value in extra.items())

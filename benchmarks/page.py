@@ -17,6 +17,8 @@ from models_page import models_section
 
 sys.path.insert(0, str(Path(__file__).parent))
 from page_accel import accel_section
+from page_cpu import cpu_section
+from page_threads import threads_section
 
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
@@ -202,6 +204,13 @@ def render(results: Path = HERE / "results") -> str:
     ]
     found += [
         accel_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/accel.json"))
+    ]
+    found += [
+        threads_section(path.parent.name, json.loads(path.read_text()))
+        for path in sorted(results.glob("*/threads.json"))
+    ]
+    found += [
+        cpu_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/cpu.json"))
     ]
     found += [
         models_section(path.parent.name, json.loads(path.read_text()))

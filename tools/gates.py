@@ -1,8 +1,11 @@
-"""The performance gate: every kept figure is inside its limit, or a waiver in benchmarks/waivers.toml says why not.
+"""The gates of a release: figures inside their limits, no open P0 or P1, nothing wrong that was right before.
 
-    python -m tools.gates            every figure with a limit, and how it stands
+    python -m tools.gates                 every figure with a limit and how it stands; the ledger; a fresh `lz verify`
+    python -m tools.gates --no-verify     the first two alone, which read files only
+    python -m tools.gates --report FILE   all three, with a report of `lz verify --json` instead of a fresh run
 
-A waiver names a file and figures (globs), how far outside they may be, and why. It never covers more than it says.
+A waiver in benchmarks/waivers.toml names a file and figures (globs), how far outside their limit they may be, and why.
+It never covers more than it says. The other two gates are tools/known_issues.py and tools/regressions.py.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from tools import regressions
+from tools.known_issues import Ledger
 from tools.requirements_doc import ROOT
 
-__all__ = ["Figure", "Waiver", "figures", "judged", "main", "waivers"]
+__all__ = ["Figure", "Waiver", "figures", "judged", "main", "performance", "waivers"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 WAIVERS = ROOT / "benchmarks" / "waivers.toml"
@@ -97,8 +102,19 @@ def judged(found: Sequence[Figure], allowed: Sequence[Waiver]) -> list[tuple[Fig
     return [(figure, next((item for item in allowed if item.covers(figure)), None)) for figure in outside]
 
 
-def main() -> int:
-    """Print how every figure stands; 1 when one is outside without a waiver."""
+def main(argv: Sequence[str] = ()) -> int:
+    """Print how every gate stands; 1 when one fails."""
+    bad = performance()
+    ledger = Ledger.read()
+    for item in ledger.blocking:
+        print(f"OPEN    {item.severity} {item.id}: {item.what}")
+    print(f"issues: {len(ledger.open)} open, {len(ledger.blocking)} of them P0 or P1")
+    wrong = 0 if "--no-verify" in argv else regressions.main(argv)
+    return 1 if bad or ledger.blocking or wrong else 0
+
+
+def performance() -> int:
+    """Print how every figure stands; how many are outside without a waiver."""
     found, allowed = list(figures()), waivers()
     verdicts = dict(judged(found, allowed))
     bad = 0
@@ -109,8 +125,8 @@ def main() -> int:
         why = f"  ({waiver.why})" if waiver is not None else ""
         sign = ">=" if figure.at_least else "<="
         print(f"{word:8}{figure.file:34}{figure.name:48}{figure.value:12.4g} {sign} {figure.limit:g}{why}")
-    return 1 if bad else 0
+    return bad
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

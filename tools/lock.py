@@ -1,9 +1,10 @@
 """`make lock`: `constraints.txt` (versions) and `requirements.lock` (versions and hashes) from the pyproject files.
 
-Both come from one universal resolution, valid on every platform, so they always agree. Releases younger than two weeks
-are left alone (the root's `exclude-newer`). torch is pinned in constraints.txt but stands in no resolution: which build
-of it fits (CPU, CUDA, ROCm) is the machine's matter, and its CUDA wheels would pull in gigabytes that the CPU build
-does not need. Neither file holds an address: where packages come from is the installer's configuration.
+Both are universal, valid on every platform. constraints.txt also pins the group `tools`; the lock is resolved within
+it, so they always agree. Releases younger than two weeks are left alone (the root's `exclude-newer`). torch is pinned
+in constraints.txt but stands in no resolution: which build of it fits (CPU, CUDA, ROCm) is the machine's matter, and
+its CUDA wheels would pull in gigabytes that the CPU build does not need. Neither file holds an address: where packages
+come from is the installer's configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
-from tools.workspace import ROOT, dev_requirements, project_name, run_requirements
+from tools.workspace import ROOT, dev_requirements, group, project_name, run_requirements
 
 __all__ = ["TORCH", "main", "resolve", "torch_requirements"]
 
@@ -47,8 +48,8 @@ def torch_requirements() -> list[str]:
     return [line for line in wanted if not _ACCELERATOR.match(project_name(line))]
 
 
-def resolve(lines: list[str], *, hashes: bool) -> str:
-    """One universal resolution by uv, without header, comments or addresses."""
+def resolve(lines: list[str], *, hashes: bool, within: str = "") -> str:
+    """One universal resolution by uv, without header, comments or addresses; `within` holds pins to keep to."""
     uv = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
     env = dict(os.environ)
     if "PIP_FIND_LINKS" in env:  # uv does not read pip's variables
@@ -58,7 +59,10 @@ def resolve(lines: list[str], *, hashes: bool) -> str:
         wanted.write_text("\n".join(lines) + "\n", encoding="utf-8")
         overrides = Path(folder, "overrides.txt")
         overrides.write_text("torch ; python_version < '3'\n", encoding="utf-8")  # never true: leaves torch out
+        pins = Path(folder, "pins.txt")
+        pins.write_text(within, encoding="utf-8")
         command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), "--universal", "--python-version", "3.11"]
+        command += ["--constraints", str(pins)]
         command += ["--overrides", str(overrides), "--exclude-newer", uv["exclude-newer"], "--no-config", "--quiet"]
         command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
         # a constraint may not name extras; a hashed requirement must
@@ -74,8 +78,10 @@ def resolve(lines: list[str], *, hashes: bool) -> str:
 def main() -> int:
     """Write both files."""
     lines = sorted({*run_requirements(), *dev_requirements(), *torch_requirements(), *_EXTRA_LIMITS})
-    CONSTRAINTS.write_text(_CONSTRAINTS_HEAD + resolve(lines, hashes=False), encoding="utf-8")
-    LOCK.write_text(_LOCK_HEAD + resolve(lines, hashes=True), encoding="utf-8")
+    pins = resolve(sorted({*lines, *group("tools")}), hashes=False)
+    lock = resolve(lines, hashes=True, within=pins)
+    CONSTRAINTS.write_text(_CONSTRAINTS_HEAD + pins, encoding="utf-8")
+    LOCK.write_text(_LOCK_HEAD + lock, encoding="utf-8")
     print(f"wrote {CONSTRAINTS.name} and {LOCK.name}")
     return 0
 

@@ -6,6 +6,7 @@ Read straight from the pyproject files with the standard library alone, so that 
     python -m tools.workspace requirements run     what the packages and their build need, torch left out
     python -m tools.workspace requirements dev     the root's dependency group `dev` and core's extras
     python -m tools.workspace requirements bare    what is installed without its own dependencies
+    python -m tools.workspace requirements tools   the root's dependency group `tools`, for an environment of its own
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def main(argv: Sequence[str]) -> int:
             lines = dev_requirements()
         case ["requirements", "bare"]:
             lines = group("bare")
+        case ["requirements", "tools"]:
+            lines = group("tools")
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed import HashStore
 
 import layerzero as lz
 from layerzero.distributed import Channel, Facts, judge
+from layerzero.distributed import channel as channels
 from layerzero.distributed.choice import RankChoices, call_key
 from layerzero.errors import DistributedError, InvalidInputError
 from layerzero.model.context import Context
@@ -33,7 +33,56 @@ def only_built_in_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lz.reset()
 
 
-def play(size: int, part: Callable[[Channel], Any], timeout: float = 20.0) -> list[Any]:
+class SharedTime:
+    """The time of some threads that wait by sleeping only: once all of them sleep, it is the hour of the first to wake.
+
+    So a slow machine makes nobody late, and a deadline of a minute passes at once.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self.now = 0.0
+        self._awake, self._hours = threads, list[float]()
+        self._turn = threading.Condition()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        with self._turn:
+            hour = self.now + seconds
+            self._hours.append(hour)
+            self._rest()
+            assert self._turn.wait_for(lambda: self.now >= hour, 90), "somebody waits in another way"
+
+    def leave(self) -> None:
+        """A thread has come to its end."""
+        with self._turn:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._awake -= 1
+        if not self._awake and self._hours:
+            self.now = min(self._hours)
+            self._awake = sum(hour <= self.now for hour in self._hours)
+            self._hours = [hour for hour in self._hours if hour > self.now]
+            self._turn.notify_all()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SharedTime]:
+    """From here on the channels of so many ranks live in a time of their own."""
+
+    def begin(ranks: int = 1) -> SharedTime:
+        clock = SharedTime(ranks)
+        monkeypatch.setattr(channels, "time", clock)
+        return clock
+
+    return begin
+
+
+def play(
+    size: int, part: Callable[[Channel], Any], timeout: float = 60.0, clock: SharedTime | None = None
+) -> list[Any]:
     """What each of `size` ranks found: its result, or the DistributedError it met."""
     store, out = HashStore(), [None] * size
 
@@ -42,12 +91,15 @@ def play(size: int, part: Callable[[Channel], Any], timeout: float = 20.0) -> li
             out[rank] = part(Channel(store, rank, tuple(range(size)), timeout))
         except DistributedError as error:
             out[rank] = error
+        finally:
+            if clock is not None:
+                clock.leave()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(90)
         assert not thread.is_alive(), "a rank waits without end"
     return out
 
@@ -74,17 +126,18 @@ def test_a_channel_of_one_talks_to_nobody() -> None:
         Channel(HashStore(), 1, (0, 2))
 
 
-def test_a_barrier_holds_until_the_last_has_come() -> None:
+def test_a_barrier_holds_until_the_last_has_come(at_once: Any) -> None:
     come: list[int] = []
+    clock = at_once(3)
 
     def part(channel: Channel) -> int:
         if channel.rank == 2:
-            time.sleep(0.3)
+            clock.sleep(0.3)
         come.append(channel.rank)
         channel.barrier("x")
         return len(come)
 
-    assert play(3, part) == [3, 3, 3]
+    assert play(3, part, clock=clock) == [3, 3, 3] and clock.now >= 0.3
 
 
 def test_different_questions_are_named_on_every_rank() -> None:
@@ -94,16 +147,20 @@ def test_different_questions_are_named_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_member_that_never_comes_is_named_by_all_others(absent: int) -> None:
-    started = time.monotonic()
-    found = play(3, lambda channel: None if channel.rank == absent else channel.gather("x", 0), timeout=0.3)
+def test_a_member_that_never_comes_is_named_by_all_others(absent: int, at_once: Any) -> None:
+    clock = at_once(3)
+    found = play(3, lambda c: None if c.rank == absent else c.gather("x", 0), timeout=30.0, clock=clock)
     assert [None if item is None else item.ranks for item in found] == [
         None if rank == absent else (absent,) for rank in range(3)
     ]
-    assert all(item is None or item.code == "RANK_LOST" for item in found) and time.monotonic() - started < 10
+    assert all(item is None or item.code == "RANK_LOST" for item in found)
+    # Those who wait for a leader give it the time it may itself be waiting in; nobody waits longer than that.
+    assert 30.0 <= clock.now < 31.0 if absent else 60.0 <= clock.now < 61.0
 
 
-def test_those_who_are_left_go_on_without_the_lost() -> None:
+def test_those_who_are_left_go_on_without_the_lost(at_once: Any) -> None:
+    clock = at_once(5)
+
     def part(channel: Channel) -> Any:
         if channel.rank in (0, 3):
             return "dead"
@@ -113,24 +170,26 @@ def test_those_who_are_left_go_on_without_the_lost() -> None:
             except DistributedError as error:
                 channel = channel.without(error.ranks)
 
-    assert play(5, part, timeout=0.3) == ["dead", {1: 1, 2: 2, 4: 4}, {1: 1, 2: 2, 4: 4}, "dead", {1: 1, 2: 2, 4: 4}]
+    left = {1: 1, 2: 2, 4: 4}
+    assert play(5, part, timeout=30.0, clock=clock) == ["dead", left, left, "dead", left]
 
 
-def test_whoever_is_late_all_who_come_read_the_same_verdict() -> None:
+def test_whoever_is_late_all_who_come_read_the_same_verdict(at_once: Any) -> None:
     """Delays around both deadlines: the leader's own, and that of those who wait for it."""
     chance, outcomes = random.Random(11), set()
-    for _ in range(12):
+    for _ in range(60):
         size, limit = chance.randrange(2, 5), 0.15
+        clock = at_once(size)
         delays = [chance.choice([0.0, 0.0, limit * chance.uniform(0.8, 2.6)]) for _ in range(size)]
 
-        def part(channel: Channel, delays: list[float] = delays) -> Any:
-            time.sleep(delays[channel.rank])
+        def part(channel: Channel, delays: list[float] = delays, clock: SharedTime = clock) -> Any:
+            clock.sleep(delays[channel.rank])
             try:
                 return "all", tuple(sorted(channel.gather("x", 0)))
             except DistributedError as error:
                 return error.code.value, error.ranks
 
-        found = play(size, part, timeout=limit)
+        found = play(size, part, timeout=limit, clock=clock)
         assert len(set(found)) == 1, (delays, found)
         outcomes.add(found[0][0])
     assert outcomes == {"all", "RANK_LOST"}
@@ -146,13 +205,13 @@ class Gone(HashStore):
         raise torch.distributed.DistNetworkError("Connection reset by peer")
 
 
-def test_a_store_that_is_gone_is_our_error_at_once() -> None:
-    started = time.monotonic()
+def test_a_store_that_is_gone_is_our_error_at_once(at_once: Any) -> None:
+    clock = at_once(1)
     for rank in (0, 1):
         with pytest.raises(DistributedError, match="Connection reset") as caught:
             Channel(Gone(), rank, (0, 1), 30.0).gather("x", 0)
         assert caught.value.code == "RANK_LOST"
-    assert time.monotonic() - started < 10
+    assert clock.now == 0.0
 
 
 # -- what differences mean ---------------------------------------------------------------------------
@@ -225,14 +284,14 @@ NATIVE, PLAIN = "torch.rms_norm.native", "reference.rms_norm.plain"
 
 
 @pytest.mark.req("R-DIST-02")
-def test_the_first_ranks_choice_counts_and_without_it_the_first_written() -> None:
+def test_the_first_ranks_choice_counts_and_without_it_the_first_written(at_once: Any) -> None:
     native, plain = decided(NATIVE), decided(PLAIN, avoid=["torch"])
     store = HashStore()
     assert choices(0, store).settle(native).chosen == NATIVE
     assert choices(1, store).settle(plain).chosen == NATIVE
-    store, started = HashStore(), time.monotonic()
+    store, clock = HashStore(), at_once(1)
     assert choices(1, store).settle(plain).chosen == PLAIN  # the first rank does not come
-    assert 0.15 < time.monotonic() - started < 10
+    assert 0.2 <= clock.now < 0.3
     followed = choices(0, store).settle(native)
     assert followed.chosen == PLAIN and followed.ranking[0] == PLAIN and followed.notes[-1].code == "RANK_CHOICE"
 

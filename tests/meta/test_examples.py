@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from layerzero import env as environ
 from tools.workspace import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -36,21 +39,78 @@ ELSEWHERE = {
 HERE = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name not in ELSEWHERE]
 
 
+# A process that has loaded torch and nothing of ours, and runs each program it is asked for in a child: loading torch
+# takes longer than most of them. `make prove-long` starts an interpreter for each.
+_STAGE = """
+import json, os, runpy, sys, traceback, warnings
+import torch
+for line in sys.stdin:
+    asked = json.loads(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads; torch's are idle here
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if not asked["strict"]:
+                warnings.resetwarnings()
+            out = os.open(asked["out"], os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1), os.dup2(out, 2)
+            os.environ.update(asked["home"])
+            os.chdir(asked["home"]["HOME"])
+            sys.argv, sys.path[0] = [asked["file"]], os.path.dirname(asked["file"])
+            runpy.run_path(asked["file"], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
+    """Runs an example in a folder; gives its exit code and what it said."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    started: list[subprocess.Popen[str]] = []
+
+    def run(name: str, folder: Path) -> tuple[int, str]:
+        home = {key: str(folder) for key in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+        strict, file = name not in NEEDS, str(EXAMPLES / name)
+        if environ.read().prove:
+            command = [sys.executable, *(("-W", "error") if strict else ()), file]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=280, check=False, env={**env, **home}, cwd=folder
+            )
+            return done.returncode, done.stdout + done.stderr
+        if not started:
+            command = [sys.executable, "-W", "error", "-c", _STAGE]
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
+        process, out = started[0], folder / "said"
+        assert process.stdin is not None and process.stdout is not None
+        asked = {"file": file, "strict": strict, "home": home, "out": str(out)}
+        print(json.dumps(asked), file=process.stdin, flush=True)
+        code = process.stdout.readline()
+        return int(code or -1), out.read_text(errors="replace") if out.exists() else "it did not begin"
+
+    yield run
+    for process in started:
+        process.communicate()
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.needs_package(*NEEDS.get(name, ("torch",)))) for name in HERE]
 )
-def test_the_example_runs(name: str, tmp_path: Path) -> None:
-    home = {key: str(tmp_path) for key in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-    env = {**os.environ, **home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    strict = () if name in NEEDS else ("-W", "error")
-    done = subprocess.run(
-        [sys.executable, *strict, str(EXAMPLES / name)],
-        capture_output=True, text=True, timeout=110, check=False, env=env, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def test_the_example_runs(name: str, tmp_path: Path, stage: Callable[[str, Path], tuple[int, str]]) -> None:
+    code, said = stage(name, tmp_path)
+    assert code == 0, said[-6000:]
     for words in SAYS.get(name, ()):
-        assert words in done.stdout
+        assert words in said
 
 
 def test_every_example_is_run_by_some_test_and_listed() -> None:

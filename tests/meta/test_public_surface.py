@@ -113,8 +113,8 @@ SIGNATURES = {
     "compile=True, progress=None)",
     "solve": "(source, path=None, *, database=None, device=None, model_id='', key=None)",
     "compile": "(model, *example_inputs, budget=None, model_id='', path=None, device=None, **example_options)",
-    "explain": "(op, *args, **kwargs)",
-    "which": "(op, *args, **kwargs)",
+    "explain": "(op, *args, compiled=False, **kwargs)",
+    "which": "(op, *args, compiled=False, **kwargs)",
     "verify": "(*, lane='quick', op=None, kernel=None, backend=None, level=None, config=None, dtype=None, device=None, "
     "model=None, seed=0, progress=None)",
 }

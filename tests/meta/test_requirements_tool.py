@@ -169,7 +169,7 @@ def run_pytest(folder: Path, body: str, *options: str, **variables: str) -> subp
         env=env | {"PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

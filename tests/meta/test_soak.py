@@ -55,24 +55,19 @@ def test_the_trend_does_not_follow_one_value_that_stands_out() -> None:
 
 
 @pytest.mark.req("R-GATE-03")
+@pytest.mark.timeout(600)
 def test_a_few_seconds_of_soak_run_clean(tmp_path: Path) -> None:
-    """The real program; that memory stays flat is for `make soak` to say, in minutes."""
-    out = tmp_path / "soak.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tools.soak",
-        "--minutes",
-        "0.06",
-        "--looks",
-        "6",
-        "--max-drift",
-        "1",
-        "--json",
-        str(out),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(out.read_text())
-    assert data["problems"] == [] and data["calls"] > 100 and data["changes"] > 0 and len(data["samples"]) >= 3
+    """The real program; that memory stays flat is for `make soak` to say, in minutes.
+
+    A machine that is too busy to do anything in a few seconds is given more of them.
+    """
+    out, env = tmp_path / "soak.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tools.soak", "--looks", "6", "--max-drift", "1", "--json", str(out)]
+    for minutes in ("0.06", "0.2", "0.6", "2"):
+        done = subprocess.run([*command, "--minutes", minutes], capture_output=True, text=True, env=env, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        data = json.loads(out.read_text())
+        assert data["problems"] == []
+        if data["calls"] > 100 and data["changes"] > 0 and len(data["samples"]) >= 3:
+            return
+    raise AssertionError(f"nothing much happened in two minutes: {data}")

@@ -54,7 +54,11 @@ def test_a_call_that_c_cannot_key_is_pythons(pair: Any, name: str) -> None:
     op, build, options = LEFT[name]
     both = pair(op)
     args = build()
-    assert both.hits(*args, **options) == 0
+    before = both.native.counts()["python"]
+    found = both.hits(*args, **options)
+    assert both.native.counts()["python"] - before >= 4
+    # the op that a subclass meets unwraps it and makes a plain call of its own
+    assert found == 0 or name.startswith("subclass")
     mine, theirs = both.c(*args, **options), both.python(*args, **options)
     assert type(mine) is type(theirs)
     assert mine.shape == theirs.shape and mine.requires_grad == theirs.requires_grad

@@ -163,6 +163,10 @@ class HandClock:
         """What the modules under test take for the time."""
         return self.now
 
+    def monotonic_ns(self) -> int:
+        """The same in whole numbers, never twice the same one."""
+        return int(self.now * 1e9) + next(_numbers)
+
     def after(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
         """Arm a timer, as `Timers.after` does."""
         self._armed[name] = (self.now + max(0.0, seconds), callback)
@@ -183,10 +187,11 @@ class HandClock:
 @pytest.fixture
 def hand_clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """The clock of time boxes and breakers, moved by hand: a slow machine cannot make them end too soon or too late."""
+    from layerzero.public import control
     from layerzero.runtime import policies, timers
 
     clock = HandClock(time.monotonic())
-    for module in (policies, timers):
+    for module in (control, policies, timers):
         monkeypatch.setattr(module, "time", clock)
     for name in ("after", "cancel"):
         monkeypatch.setattr(timers.timers, name, getattr(clock, name))

@@ -330,7 +330,7 @@ def test_a_browser_renders_every_op_and_fetches_nothing(tour: Tour, page: str, t
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
             f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri(),
         ],
-        capture_output=True, text=True, timeout=90, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     dom = done.stdout
     assert_needs_nothing_else(dom)

@@ -211,27 +211,3 @@ def test_paged_decode_in_a_graph_follows_its_batch(backend: str) -> None:
             want = lz.paged_attention(given, cache, cache, lz.paged_batch(tables, fresh))
             torch.testing.assert_close(graph(given), want, rtol=1.6e-2, atol=1e-2)
     lz.reset()
-
-
-@pytest.mark.req("R-PT-02")
-def test_a_compiled_block_runs_native_kernels_written_out_and_foreign_ones_as_ops() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    weight = rand(256)
-    inputs = rand(2, 8, 128, 64), rand(2, 2, 128, 64), rand(64, 256)
-    for backend in ("sdpa", None):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("inductor")
-
-        def run(q: Any, k: Any, x: Any, backend: str | None = backend) -> Any:
-            named = None if backend is None else "torch"
-            return lz.attention(q, k, k, is_causal=True, backend=backend), lz.rms_norm(x, weight, backend=named) * 2
-
-        with torch.no_grad():
-            want = run(*inputs)
-            got = torch.compile(run, fullgraph=True, backend=counter)(*inputs)
-        torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)
-        ops = [str(node.target) for node in counter.graphs[0].graph.nodes if "layerzero" in str(node.target)]
-        if backend is not None:  # attention too, where torch would choose the same one of its kernels
-            assert set(ops) <= {"layerzero.attention.default"}
-    torch._dynamo.reset()

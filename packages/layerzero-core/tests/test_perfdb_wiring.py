@@ -258,7 +258,7 @@ def test_ranks_share_the_work_and_all_hold_the_merged_result(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    answers = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    answers = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert answers[0] == answers[1] and len(answers[0]["winners"]) == 5 and answers[0]["ranks"] == 2
     # rank 0 wrote what both found; rank 1 its own share

@@ -162,7 +162,7 @@ BAD_YAML = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", BAD_YAML)
 def test_a_bad_yaml_file_is_refused_with_line_and_key(name):
     raw, line, key, text = BAD_YAML[name]
@@ -192,7 +192,7 @@ BAD_TOML = {
 }
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", BAD_TOML)
 def test_a_bad_toml_file_is_refused_with_line_and_key(name):
     raw, line, key, text = BAD_TOML[name]
@@ -265,7 +265,7 @@ def test_what_is_not_a_readable_regular_file_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs on this system")
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 def test_a_fifo_does_not_make_the_load_wait(tmp_path):
     os.mkfifo(tmp_path / "p.yaml")
     with pytest.raises(ConfigurationError, match="regular file"):

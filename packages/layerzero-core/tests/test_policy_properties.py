@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from layerzero import env
 from layerzero.errors import PolicyValidationError
 from layerzero.model.config import Policy, Rule
 from layerzero.policy.layers import Level, PolicyLayer, merge
@@ -17,7 +18,9 @@ from layerzero.policy.rules import evaluate, has_exact, holds, parse_conditions,
 
 KERNELS = [("sdpa.attention.flash", "sdpa"), ("sdpa.attention.math", "sdpa"), ("liger.rms_norm.triton", "liger")]
 FIELDS = ("seq_len_k", "head_dim")
-quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(
+    max_examples=400 if env.read().prove else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 patterns = st.lists(
     st.sampled_from(["sdpa", "sdpa.*", "*.flash", "liger", "*", "sdpa.attention.math"]), max_size=3, unique=True
@@ -178,7 +181,7 @@ def test_the_hash_ignores_the_order_of_keys_and_of_lists(mapping, random):
     assert merge([from_mapping(mapping)]).policy_hash == merge([from_mapping(shuffled)]).policy_hash
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3_000 if env.read().prove else 150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.one_of(st.binary(max_size=80), st.text(alphabet="ab:-[]{}&*!?|>'\"\n \t#,%@0.", max_size=60).map(str.encode)))
 def test_no_bytes_crash_the_readers(raw):
     for name in ("p.yaml", "p.toml", "pyproject.toml"):

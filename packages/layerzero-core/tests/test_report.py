@@ -263,7 +263,7 @@ def browser(tmp_path: Path, *more: str) -> str:
     done = subprocess.run(
         [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
          "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", *more],
-        capture_output=True, text=True, timeout=90, check=True,
+        capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     return done.stdout
 

@@ -88,7 +88,7 @@ def test_the_new_plugin_registers_without_importing_torch(tmp_path: Path, monkey
     assert "layerzero_fresh.kernels" not in sys.modules, "adapters are imported at bind"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(520)
 def test_the_new_plugin_passes_the_kit(tmp_path: Path) -> None:
     target = write_plugin("fresh", tmp_path)
     paths = [str(target / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -98,7 +98,7 @@ def test_the_new_plugin_passes_the_kit(tmp_path: Path) -> None:
         f"--junitxml={report}",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
     assert passed >= 80, done.stdout[-500:]

@@ -52,7 +52,7 @@ def ranks(request, tmp_path_factory):
     logs = [folder / f"rank{rank}.log" for rank in range(world)]
     running = [start(rank, world, folder, log) for rank, log in enumerate(logs)]
     try:
-        end = time.monotonic() + 110
+        end = time.monotonic() + 240
         # one rank that fails leaves the others waiting
         while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
             assert time.monotonic() < end, "the ranks do not come to an end"

@@ -40,9 +40,9 @@ assert not [f for f in sys.meta_path if type(f).__module__.startswith("layerzero
 
 
 def test_nothing_is_loaded_before_it_is_needed():
-    took = run(
+    run(
         """
-        import sys, threading, time, torch
+        import sys, threading, torch
         import layerzero as lz
 
         # eager use loads neither Dynamo nor the opaque ops
@@ -70,15 +70,14 @@ def test_nothing_is_loaded_before_it_is_needed():
 
         from layerzero.ops.signature import PUBLIC
         from layerzero.torch_ops import install
-        start = time.perf_counter()
-        install(PUBLIC)
-        print(time.perf_counter() - start)
+        before = set(sys.modules)
+        install(PUBLIC)  # what `import layerzero` does: tables only
+        assert set(sys.modules) == before, set(sys.modules) - before
 
         # torch.compile brings Dynamo in, and with it the twins
         """
         + textwrap.indent(USE, " " * 8)
     )
-    assert float(took) < 0.003
 
 
 def test_dynamo_may_have_been_imported_before():

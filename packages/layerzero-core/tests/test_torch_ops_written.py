@@ -118,7 +118,7 @@ def test_a_foreign_kernel_is_one_opaque_op_and_runs(lab):
     with torch.no_grad():
         _, ran = lab.run(call, X, WEIGHT)
     assert ran == ["vendor.rms_norm.fast"]
-    assert opaque(counter) == ["layerzero.rms_norm.default"]
+    assert opaque(counter) == ["layerzero.rms_norm.call"]
 
 
 def test_a_kernel_registered_with_another_function_is_not_taken_for_the_built_in_one(lab):
@@ -126,7 +126,7 @@ def test_a_kernel_registered_with_another_function_is_not_taken_for_the_built_in
     with torch.no_grad():
         _, ran = lab.run(call, X, WEIGHT)
     assert ran == ["torch.rms_norm.native"]  # the laboratory's recorder around it
-    assert opaque(counter) == ["layerzero.rms_norm.default"]
+    assert opaque(counter) == ["layerzero.rms_norm.call"]
 
 
 # -- a World that changes --------------------------------------------------------------------------
@@ -178,14 +178,15 @@ def test_a_denied_kernel_leaves_the_graph():
 
 def test_a_kernel_that_appears_later_is_used(lab):
     state.use(BUILTIN)
-    call, counter = compiled(lambda x, w: lz.rms_norm(x, w))
+    weight = rand(6, 8)
+    call, counter = compiled(lambda x, w: lz.linear(x, w))
     with torch.no_grad():
-        call(X, WEIGHT)
+        call(X, weight)
         assert opaque(counter) == []
-        state.use(BUILTIN.add([lab.kernel("vendor.rms_norm.fast", priority=90.0)]))
-        _, ran = lab.run(call, X, WEIGHT)
-    assert ran == ["vendor.rms_norm.fast"]
-    assert opaque(counter) == ["layerzero.rms_norm.default"]
+        state.use(BUILTIN.add([lab.kernel("vendor.linear.fast", priority=90.0)]))
+        _, ran = lab.run(call, X, weight)
+    assert ran == ["vendor.linear.fast"]
+    assert opaque(counter) == ["layerzero.linear.call"]
 
 
 def test_a_vendor_that_fails_is_replaced_without_another_trace(lab):
@@ -245,7 +246,7 @@ def test_where_open_sizes_could_change_the_choice_the_op_decides_when_it_runs():
             wanted = "reference.rms_norm.plain" if rows > 100 else "torch.rms_norm.native"
             assert set(state.ran.values()) <= {wanted} and lz.which("rms_norm", x, WEIGHT) == wanted
     assert counter.frame_count == 1
-    assert opaque(counter) == ["layerzero.rms_norm.default"]
+    assert opaque(counter) == ["layerzero.rms_norm.call"]
 
 
 def test_a_limit_on_a_fixed_size_is_no_hindrance():
@@ -267,7 +268,7 @@ def test_a_size_that_only_the_data_knows_is_left_to_the_op():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         call, counter = compiled(picked)
         torch.testing.assert_close(call(x, WEIGHT), picked(x, WEIGHT))
-    assert opaque(counter) == ["layerzero.rms_norm.default"]
+    assert opaque(counter) == ["layerzero.rms_norm.call"]
 
 
 def test_a_number_that_changes_is_not_made_a_constant():

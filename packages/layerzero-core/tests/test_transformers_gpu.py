@@ -149,7 +149,7 @@ def test_a_model_moved_after_patching_stays_right() -> None:
     assert (zoo.logits(other, moved(given)).cpu() - want).abs().max().item() < 1e-3
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_continuous_batching_runs_with_everything_but_attention_patched() -> None:
     """It accepts only the attention implementations it knows by name."""
     from transformers import GenerationConfig

@@ -254,7 +254,7 @@ def some_mode(rng: random.Random, case: Case) -> Iterator[str]:
 
 
 @pytest.mark.req("R-API-30", "R-API-31", "R-SEL-01", "R-API-01", "R-API-03", "R-API-04", "R-API-05")
-@pytest.mark.timeout(1800 if PROVE else 120)
+@pytest.mark.timeout(1800 if PROVE else 300)
 def test_truth_explain_names_the_kernel_that_runs_in_every_mode_and_scope(lab: Any) -> None:
     lab.use(*competitors(lab))
     rng = random.Random(20_261_115)
@@ -275,7 +275,7 @@ def test_truth_explain_names_the_kernel_that_runs_in_every_mode_and_scope(lab: A
 
 
 @pytest.mark.req("R-API-31", "R-SEL-14")
-@pytest.mark.timeout(1800 if PROVE else 120)
+@pytest.mark.timeout(1800 if PROVE else 300)
 def test_truth_holds_after_failover(lab: Any) -> None:
     lab.use(*competitors(lab), breaker={"failures": 1, "cooldown_s": 600})
     rng = random.Random(77)
@@ -308,7 +308,7 @@ def test_truth_holds_after_failover(lab: Any) -> None:
 
 
 @pytest.mark.req("R-API-31", "R-CONC-01")
-@pytest.mark.timeout(1800 if PROVE else 120)
+@pytest.mark.timeout(1800 if PROVE else 300)
 def test_truth_holds_from_two_threads_at_once(lab: Any) -> None:
     lab.use(*competitors(lab))
     torch.manual_seed(3)

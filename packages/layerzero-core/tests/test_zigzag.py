@@ -229,7 +229,7 @@ def launch(backend, worlds, folder):
     """One process for each rank, meeting over a file; the rank that fails says why."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ZIGZAG_STORES": str(folder)}
     command = [sys.executable, "-W", "ignore", __file__, backend, *map(str, worlds)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for world in worlds:
         assert done.stdout.count(f"of {world}: forward and backward agree") == world

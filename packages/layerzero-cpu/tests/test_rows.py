@@ -257,3 +257,32 @@ def test_gradients_of_the_tables_are_there_too():
     rotary.rope(q, None, cos, sin, False, "BHSD", None, False)[0].sum().backward()
     assert cos.grad is not None and sin.grad is not None
     assert_close(cos.grad, (q[..., :4] + q[..., 4:]).sum((0, 1)).double(), tolerance("rope", torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_pattern_of_bits_is_rounded_as_torch_rounds(isa, dtype):
+    """The stream x + residual: ties, denormals, infinities and NaNs of every kind."""
+    bits = torch.randint(-(2**15), 2**15, (2, 64, 512)).to(torch.int16)
+    x, r = bits.view(dtype)
+    r[::2] = (x[::2].float() * 2.0 ** torch.randint(-12, -5, x[::2].shape)).to(dtype)  # ties are frequent here
+    _, kept = norm.add_rms_norm(x, r, None, 1e-6)
+    right = (x.float() + r.float()).to(dtype)
+    assert torch.equal(kept.isnan(), right.isnan())
+    numbers = ~right.isnan()
+    assert torch.equal(kept.view(torch.int16)[numbers], right.view(torch.int16)[numbers])
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF])
+def test_a_nan_of_any_payload_stays_one(isa, pattern):
+    """A float32 weight or table may carry a NaN that rounding to bfloat16 could carry over into a zero."""
+    strange = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
+    assert strange.isnan()
+    x, w = torch.randn(2, 64).to(torch.bfloat16), torch.ones(64)
+    w[37] = strange
+    assert norm.rms_norm(x, w, 1e-6).isnan().sum() == 2
+    assert norm.layer_norm(x, torch.ones(64), w, 1e-5).isnan().sum() == 2
+    cos, sin = torch.ones(1, 64), torch.zeros(1, 64)
+    cos[0, 5] = strange
+    for interleaved in (False, True):
+        q, _ = rotary.rope(x.view(1, 1, 1, 128), None, cos, sin, interleaved, "BHSD", None, False)
+        assert q.isnan().sum() == 2

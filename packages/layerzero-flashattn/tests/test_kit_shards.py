@@ -41,7 +41,7 @@ print(json.dumps({"cases": cases, "kernels": {spec.kernel_id: shard(kit, spec) f
 
 @pytest.fixture(scope="module")
 def told():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -76,7 +76,7 @@ class Bench:
             "endpoints": [hub.endpoint],
             "lock": str(folder / "layerzero-hub.lock"),
             "store": str(folder / "store"),
-            "timeout": 5,
+            "timeout": 60,
         }
 
     def publish(

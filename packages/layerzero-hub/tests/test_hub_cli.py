@@ -102,7 +102,7 @@ def test_a_policy_in_the_working_directory_cannot_allow(tmp_path):
         env=clean,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode != 0 and "never widen" in done.stdout + done.stderr
 

@@ -126,7 +126,7 @@ def test_compiled_kernels_live_in_a_folder_of_their_owner(tmp_path, monkeypatch,
     """
     runs = [
         subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240, check=False
         )
         for _ in range(2)
     ]

@@ -235,6 +235,8 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "SELECTION_TIMEOUT": (_C.SELECTION, "selection took longer than {limit} s", "report the contexts that are slow"),
     "OUTSCORED": (_C.SELECTION, "scored {value}, the winner {limit}", "lock or prefer it to use it anyway"),
     "ADAPTED": (_C.SELECTION, "runs after {value}", "pass inputs in the kernel's own layout and dtype to save this"),
+    "FUSED_IN_GRAPH": (_C.SELECTION, "{value} is written into a compiled graph, which fuses it; {limit} would be one opaque op", "lock or prefer {limit}, or name its backend, to have it in graphs too"),
+    "OPAQUE_IN_GRAPH": (_C.SELECTION, "{value} is one opaque op in a compiled graph", "torch's own kernels are written out; lock or prefer one to have it so"),
     "BATCH_NOT_PLANNED": (_C.GRAPH, "cannot plan inside a capture: {value}", "make the batch with lz.paged_batch(…, capture=True) and call the op once before the capture"),
     "ISOLATION_START_FAILED": (_C.HEALTH, "its own process could not be started: {value}", "see the last line it wrote; lz doctor probes it in the same surroundings"),
     "ISOLATION_CRASHED": (_C.HEALTH, "its process ended during the call: {value}", "the next candidate was used; a new process is started for a later call"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_cpu.library import native
+from layerzero_cpu.library import adapted, native
 
 __all__ = ["DECODE_ROWS", "attention", "causal_word"]
 
@@ -23,6 +23,7 @@ _prefill = native.attention_prefill
 _empty = torch.empty
 
 
+@adapted
 def attention(
     query: Tensor,
     key: Tensor,

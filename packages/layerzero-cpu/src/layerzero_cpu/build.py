@@ -31,7 +31,7 @@ NAME = "_native.abi3.so"
 
 # Flags by processor family and instruction set; a unit names those it wants, and gets those the family has.
 # gcc 12 takes the placeholders in its own intrinsics for forgotten values
-AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-Wno-maybe-uninitialized")
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 FLAGS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from layerzero_cpu.library import done, native
+from layerzero_cpu.library import adapted, done, native
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 
@@ -18,6 +18,7 @@ _grad_enabled = torch.is_grad_enabled
 _SILU, _GELU, _GELU_TANH, _RELU = range(4)
 
 
+@adapted
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU: silu(gate) * up."""
     if x.requires_grad and _grad_enabled():
@@ -25,6 +26,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return _forward(x, _SILU)
 
 
+@adapted
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """GeGLU: gelu(gate) * up, with erf ("none") or its approximation by tanh."""
     kind = _GELU_TANH if approximate == "tanh" else _GELU
@@ -33,6 +35,7 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     return _forward(x, kind)
 
 
+@adapted
 def relu_and_mul(x: Tensor) -> Tensor:
     """ReGLU: relu(gate) * up."""
     if x.requires_grad and _grad_enabled():

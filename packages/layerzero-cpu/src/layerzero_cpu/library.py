@@ -6,14 +6,28 @@ portable, neon, dotprod on aarch64.
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from layerzero.plugin import BackendNotAvailableError, InvalidInputError
 
-__all__ = ["done", "native"]
+__all__ = ["adapted", "done", "in_c", "in_python", "native"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# torch's dtypes in the order in which native/lz.hpp numbers them
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64,
+)  # fmt: skip
+
+
+def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 def _load() -> Any:
@@ -24,6 +38,10 @@ def _load() -> Any:
             f"layerzero-cpu has no compiled kernels here: {error}", code="NATIVE_KERNELS_MISSING", value=str(error)
         ) from error
     _native.setup(torch.Tensor, torch.get_num_threads)
+    # The maker of Inductor's results: the same tensor in two thirds of the time, and no mode can replace it.
+    empty = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", _empty)
+    wanting = inspect.getattr_static(torch.Tensor, "requires_grad")
+    _native.setup_adapters(torch.nn.Parameter, wanting, torch.is_grad_enabled, empty, _DTYPES, torch.Tensor.uniform_)
     wanted = os.environ.get("LAYERZERO_CPU_ISA", "").strip()
     if wanted:
         if wanted not in _native.isas_here():
@@ -44,3 +62,21 @@ def done(answer: Any) -> None:
 
 
 native: Any = _load()
+
+
+# The functions behind the adapters, by name: what does the calls that are not plain.
+in_python: dict[str, Callable[..., Any]] = {}
+
+
+def adapted(function: F) -> F:
+    """The same function with plain calls done whole in C (native/adapter.hpp); all others are still `function`'s."""
+    in_python[function.__name__] = function
+    return in_c(function)
+
+
+def in_c(function: F) -> F:
+    """The C form that hands its other calls to this function."""
+    parameters = inspect.signature(function).parameters.values()
+    shown = inspect.Signature([item.replace(annotation=item.empty) for item in parameters])
+    doc = f"{function.__name__}{shown}\n--\n\n{inspect.getdoc(function)}"
+    return native.adapter(function.__name__, function.__module__, doc, function)  # type: ignore[no-any-return]

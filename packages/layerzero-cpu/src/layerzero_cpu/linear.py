@@ -8,7 +8,7 @@ from torch import Tensor
 from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor
-from layerzero_cpu.library import native
+from layerzero_cpu.library import adapted, native
 
 __all__ = ["linear", "quantized"]
 
@@ -17,6 +17,7 @@ _linear = native.linear
 _quantized = native.linear_quantized
 
 
+@adapted
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(x @ weight.T + bias), summed in float32."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))

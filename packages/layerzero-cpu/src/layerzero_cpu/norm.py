@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from layerzero_cpu.library import done, native
+from layerzero_cpu.library import adapted, done, native
 
 __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
@@ -19,6 +19,7 @@ _empty = torch.empty_like
 _grad_enabled = torch.is_grad_enabled
 
 
+@adapted
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, rounded once."""
     if _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
@@ -29,6 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _rms_copied(x, weight, 0.0, eps)
 
 
+@adapted
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * (1 + weight), rounded once."""
     if _grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -36,16 +38,19 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _plain_rms(x, weight, 1.0, eps)
 
 
+@adapted
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the stream x + residual, the stream in the dtype of `residual`)."""
     return _added(x, residual, weight, eps, 0.0)
 
 
+@adapted
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The same with Gemma's weight."""
     return _added(x, residual, weight, eps, 1.0)
 
 
+@adapted
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, rounded once."""
     if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from layerzero_cpu.library import done, native
+from layerzero_cpu.library import adapted, done, native
 
 __all__ = ["rope"]
 
@@ -18,6 +18,7 @@ _empty = torch.empty_like
 _grad_enabled = torch.is_grad_enabled
 
 
+@adapted
 def rope(
     q: Tensor,
     k: Tensor | None,

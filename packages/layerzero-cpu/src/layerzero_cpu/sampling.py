@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_cpu.library import done, native
+from layerzero_cpu.library import adapted, done, native
 
 __all__ = ["sample", "sample_topk", "sample_topp"]
 
@@ -23,16 +23,19 @@ _empty = torch.empty
 _int64, _float64 = torch.int64, torch.float64
 
 
+@adapted
 def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
     """Draw from the k likeliest tokens of each row."""
     return sample(logits, k, None, None, temperature, generator)
 
 
+@adapted
 def sample_topp(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
     """Draw from the smallest set of likeliest tokens whose probabilities reach p."""
     return sample(logits, None, p, None, temperature, generator)
 
 
+@adapted
 def sample(
     logits: Tensor,
     top_k: int | Tensor | None,

@@ -1,6 +1,6 @@
 """Calls of every kernel with drawn shapes, strides, dtypes and values; stops at the first wrong result.
 
-    python run.py --count N [--seed S] [--library FILE] [--isa NAME …]
+    python run.py --count N [--seed S] [--library FILE] [--isa NAME …] [--only rows]
 
 `--library` names another build of the kernels, such as one with sanitizers. Every calls_*.py beside this file takes
 part: a case draws its call from the generator, checks the result, and returns how many calls it made.
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--library")
     parser.add_argument("--isa", nargs="*", help="only these instruction sets")
+    parser.add_argument("--only", default="*", help="the cases of calls_ONLY.py alone")
     given = parser.parse_args()
     if given.library:
         use(given.library)
@@ -45,7 +46,7 @@ def main() -> int:
 
     sys.path.insert(0, str(Path(__file__).parent))
     cases = {}
-    for file in sorted(Path(__file__).parent.glob("calls_*.py")):
+    for file in sorted(Path(__file__).parent.glob(f"calls_{given.only}.py")):
         cases |= importlib.import_module(file.stem).CASES
     names = sorted(cases)
     done, begin, made = 0, time.monotonic(), dict.fromkeys(names, 0)

@@ -13,6 +13,8 @@
 #define EXCHANGE_CAPSULE "dlpack_exchange_api"
 #define EXCHANGE_MAJOR 1
 
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_ROCM = 10, DL_ROCM_HOST = 11 };
+
 typedef struct {
     void *data;
     int32_t device_type;

@@ -6,7 +6,7 @@
  */
 #include "call.h"
 
-#define SEAM 1 /* what core and this library agree on; core refuses another number */
+#define SEAM 2 /* what core and this library agree on; core refuses another number */
 
 static PyObject *count(PyObject *module, PyObject *unused)
 {
@@ -19,6 +19,26 @@ static PyObject *forget(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
     remember(NULL, NULL);
+    Py_IncRef(Py_None);
+    return Py_None;
+}
+
+/* modes() -> None where torch has no shortcuts, else (records gradients, casts) as they say it now. */
+static PyObject *modes(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    if (shortcut.autocast_enabled == NULL) {
+        Py_IncRef(Py_None);
+        return Py_None;
+    }
+    return Py_BuildValue("(ii)", shortcut.grad_enabled(),
+                         shortcut.autocast_enabled(TORCH_CPU) || shortcut.autocast_enabled(TORCH_CUDA));
+}
+
+static PyObject *trust(PyObject *module, PyObject *answer)
+{
+    (void)module;
+    shortcut.trusted = answer == Py_True && shortcut.autocast_enabled != NULL;
     Py_IncRef(Py_None);
     return Py_None;
 }
@@ -218,6 +238,8 @@ static PyMethodDef methods[] = {
     {"counts", count, METH_NOARGS, "counts()\n--\n\nCalls since the start: found exactly, by bucket, left to Python, learnt, "
                                    "tables dropped."},
     {"key", key, METH_VARARGS, "key(name, values, edges)\n--\n\nThe words of a call's keys, or None; for tests."},
+    {"modes", modes, METH_NOARGS, "modes()\n--\n\nWhat torch's own libraries say of gradients and autocast, or None."},
+    {"trust", trust, METH_O, "trust(answer)\n--\n\nWhether calls may go by `modes`."},
     {"forget", forget, METH_NOARGS, "forget()\n--\n\nLet go of the World that was last met: it was replaced."},
     {NULL, NULL, 0, NULL},
 };

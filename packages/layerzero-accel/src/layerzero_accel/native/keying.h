@@ -56,10 +56,23 @@ static inline int is_plain(PyObject *object)
     return TYPE(object) == torch.tensor || TYPE(object) == torch.parameter;
 }
 
+/* 1, 0, or -1 where torch gives no answer. Autocast of the CPU and of CUDA: what is on for another kind of device
+ * touches neither, and tensors of another kind have no key here (see `add_view`). */
+static inline int records_gradients(void)
+{
+    return shortcut.trusted ? shortcut.grad_enabled() : truth(ask(&torch.grad_enabled));
+}
+
+static inline int casts(void)
+{
+    return shortcut.trusted ? shortcut.autocast_enabled(TORCH_CPU) || shortcut.autocast_enabled(TORCH_CUDA)
+                            : truth(ask(&torch.any_autocast));
+}
+
 /* Types and torch's modes. Everything that may run Python code comes here, before any view is lent. */
 static inline int readable(const Op *op, const Call *c, int *deterministic)
 {
-    int grad = truth(ask(&torch.grad_enabled));
+    int grad = records_gradients();
     if (grad < 0)
         return 0;
     for (int n = 0; n < op->tensor_count; n++) {
@@ -71,7 +84,7 @@ static inline int readable(const Op *op, const Call *c, int *deterministic)
             return 0;
     }
     *deterministic = truth(ask(&torch.deterministic));
-    return *deterministic >= 0 && truth(ask(&torch.any_autocast)) == 0;
+    return *deterministic >= 0 && casts() == 0;
 }
 
 static inline int add_view(Key *key, PyObject *tensor, View *view)
@@ -80,6 +93,9 @@ static inline int add_view(Key *key, PyObject *tensor, View *view)
         PyErr_Clear();
         return 0;
     }
+    if (shortcut.trusted && view->device_type > DL_CUDA_HOST && view->device_type != DL_ROCM
+        && view->device_type != DL_ROCM_HOST)
+        return 0; /* autocast was not asked for its device; torch's name for ROCm is CUDA */
     if (!keyable(view) || key->length + 1 + 2 * MOST_AXES + MOST_PARAMETERS > MOST_WORDS)
         return 0;
     add_tensor(key, view);

@@ -3,6 +3,7 @@
 #define LAYERZERO_OPS_H
 
 #include <dlfcn.h>
+#include <stdbool.h>
 
 #include "pyabi.h"
 #include "table.h"
@@ -71,6 +72,35 @@ static struct {
     /* In the stable ABI since 3.12, exported with the same signature before: found by name, and missed by nobody. */
     PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 } torch;
+
+/* Two modes by the names under which torch's own libraries export them: through Python's functions they cost as much as
+ * two tensors, for those ask every kind of device there is. Core lets them be used only after it has seen each of them
+ * say what torch says, on and off; a torch without the names, or with other answers, is asked in Python's way. */
+static struct {
+    bool (*grad_enabled)(void);
+    bool (*autocast_enabled)(signed char device_type);
+    int trusted;
+} shortcut;
+enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
+
+static void find_shortcuts(void)
+{
+    static const char *libraries[] = {"libc10.so", "libtorch_cpu.so"};
+    static const char *names[] = {"_ZN3c108GradMode10is_enabledEv",
+                                  "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE"};
+    void *found[2] = {NULL, NULL};
+    for (int i = 0; i < 2; i++) {
+        void *library = dlopen(libraries[i], RTLD_LAZY | RTLD_NOLOAD);
+        if (library != NULL) {
+            found[i] = dlsym(library, names[i]);
+            dlclose(library); /* torch holds it */
+        }
+    }
+    if (found[0] != NULL && found[1] != NULL) {
+        memcpy(&shortcut.grad_enabled, &found[0], sizeof(found[0]));
+        memcpy(&shortcut.autocast_enabled, &found[1], sizeof(found[1]));
+    }
+}
 
 static struct {
     unsigned long long exact, near, python, learnt, dropped;
@@ -217,6 +247,7 @@ static PyObject *setup(PyObject *module, PyObject *args)
     torch.now = now;
     torch.vectorcall = (PyObject * (*)(PyObject *, PyObject *const *, size_t, PyObject *))(uintptr_t)
         dlsym(RTLD_DEFAULT, "PyObject_Vectorcall");
+    find_shortcuts();
     most_entries = limit;
     torch.exchange = exchange; /* last: until then nothing is keyed */
     Py_IncRef(Py_None);

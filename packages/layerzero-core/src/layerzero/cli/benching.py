@@ -162,6 +162,9 @@ def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> lis
             shown.append(_row("lz." + ctx.op, outcome.call, outcome))
         columns = ("kernel", "median", "×torch", "max error", "")
         blocks.append(Table(columns, shown, indent=2, right=frozenset({1, 2, 3})))
+        if outcome.pace is not None and not outcome.pace.steady:
+            words = f"the host's speed changed by {outcome.pace.change:+.0%} meanwhile: ratios hold, times alone do not"
+            blocks.append(Line(words, "yellow", indent=2))
     for name, why in refused:
         blocks += [Line(), Line(f"{name}: {why}", STYLES["fail"], hang=2)]
     return blocks

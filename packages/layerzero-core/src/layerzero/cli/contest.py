@@ -30,6 +30,7 @@ from layerzero.tuning.clock import clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.race import race
+from layerzero.tuning.steady import Pace, pace
 from layerzero.tuning.trial import neutral
 from layerzero.tuning.truth import Gate
 
@@ -62,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A call and how everybody did. `chosen` is what LayerZero runs for it now."""
+    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed."""
 
     name: str
     context: Context
@@ -72,6 +73,7 @@ class Outcome:
     torch: Entry = field(default_factory=Entry)
     call: Entry = field(default_factory=Entry)
     seconds: float = 0.0
+    pace: Pace | None = None
 
     @property
     def times(self) -> dict[str, float]:
@@ -102,6 +104,7 @@ class Outcome:
             "call": self.call.to_json(),
             "kernels": {name: item.to_json() for name, item in self.kernels.items()},
             "seconds": round(self.seconds, 2),
+            "clock": None if self.pace is None else self.pace.to_json(),
         }
 
 
@@ -141,10 +144,12 @@ def compete(
             calls[TORCH_DEFAULT] = plain
         if chosen in kernels and mode == "eager":
             calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
+        before = pace()
         timed, spent = _timed(calls, entries, place, mode, seconds, least)
+        speed = Pace(before, pace())
     return Outcome(
         name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},
-        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent,
+        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,8 +26,8 @@ from layerzero.runtime.state import state
 
 __all__ = ["SEAM", "Accelerator", "accelerator", "look"]
 
-# What both sides agree on: the arguments of `setup` and `function`. The library carries its own number.
-SEAM: Final = 1
+# What both sides agree on: the arguments of `setup` and `function`, what `modes` answers. The library carries its own.
+SEAM: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,31 @@ def _load() -> tuple[Any, Reason | None]:
         )
     except Exception as error:
         return None, reason("ACCEL_UNFIT", f"{type(error).__name__}: {error}")
+    native.trust(_answers_as_torch(native.modes))
     state.on_swap(lambda world: native.forget())
     return native, None
+
+
+def _answers_as_torch(modes: Callable[[], tuple[int, int] | None]) -> bool:
+    """Whether what the library reads of gradients and autocast by itself is what torch says, on and off.
+
+    It finds both by names inside torch's libraries, which torch may change; then it asks as everybody does.
+    """
+    if modes() is None:
+        return False
+    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    try:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for on in (None, "cpu", "cuda"):
+                    for kind in before:
+                        torch.set_autocast_enabled(kind, kind == on)
+                    if modes() != (grad, on is not None):
+                        return False
+    finally:
+        for kind, was in before.items():
+            torch.set_autocast_enabled(kind, was)
+    return True
 
 
 accelerator: Final = look()

@@ -198,11 +198,8 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
             values[_MASK] = keep
         else:
             full = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias
-            values[_MASK] = (
-                full
-                if keep is None
-                else torch.where(keep, full, torch.tensor(float("-inf"), dtype=full.dtype, device=full.device))
-            )
+            # A number, not a tensor of it: that would be a copy to the device, at every call and in every capture.
+            values[_MASK] = full if keep is None else torch.where(keep, full, float("-inf"))
         values[_CAUSAL] = False
 
     return step

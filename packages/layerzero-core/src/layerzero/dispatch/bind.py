@@ -72,6 +72,7 @@ class Bound:
 _importing = threading.RLock()
 _OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
 _TRIES, _PAUSE_S = 4, 0.25
+_NUMBERS_AND_WORDS = frozenset({type(None), float, int, bool, str})
 
 
 def _after_fork() -> None:
@@ -185,7 +186,7 @@ def bind(
 
         run = shadowed(run, spec, decision, world)
     if rng:
-        run = _restorable(run, spec)
+        run = _restorable(run)
     guard = _guard(kernel, decision)
     if state.counting is not None:
         guard = state.counting.guard(spec.op_id, kernel.kernel_id, guard)
@@ -250,16 +251,11 @@ def _watched(run: Callable[..., Any], kernel: KernelSpec) -> Callable[..., Any]:
     return watched
 
 
-def _restorable(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., Any]:
+def _restorable(run: Callable[..., Any]) -> Callable[..., Any]:
     """Put the random state back when the kernel raises, so that the next candidate draws the same numbers."""
 
     def restoring(*args: Any) -> Any:
-        generator = next((item for item in args if isinstance(item, torch.Generator)), None)
-        if generator is None:
-            tensor = next(item for item in args if isinstance(item, Tensor))
-            generator = (
-                torch.cuda.default_generators[tensor.get_device()] if tensor.is_cuda else torch.default_generator
-            )
+        generator = _generator(args)
         before = generator.get_state()
         try:
             return run(*args)
@@ -268,3 +264,20 @@ def _restorable(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., A
             raise
 
     return restoring
+
+
+def _generator(args: tuple[Any, ...]) -> torch.Generator:
+    """The generator a call draws from: the one it is given, else the default one of its first tensor's device."""
+    first: Tensor | None = None
+    for item in args:
+        kind = type(item)
+        if kind is Tensor:
+            first = item if first is None else first
+        elif kind in _NUMBERS_AND_WORDS:
+            continue
+        elif issubclass(kind, torch.Generator):  # isinstance() runs a page of Python in torch for everything else
+            return item  # type: ignore[no-any-return]
+        elif first is None and isinstance(item, Tensor):
+            first = item
+    assert first is not None, "an op that draws takes a tensor"
+    return torch.cuda.default_generators[first.get_device()] if first.is_cuda else torch.default_generator

@@ -21,6 +21,8 @@ __all__ = ["HOT_LIMIT", "describe_tensor", "generic_key", "mode_key"]
 HOT_LIMIT = 16_384
 
 _grad_enabled = torch.is_grad_enabled
+_BY_VALUE = frozenset({type(None), bool, str})
+_BY_TYPE = frozenset({int, float})
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
@@ -49,13 +51,20 @@ def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str |
     parts: list[Any] = [op, layout, backend]
     grad = False
     for item in args:
-        if isinstance(item, Tensor):
-            parts.append(describe_tensor(item))
+        kind = type(item)  # exact types first: most arguments are of one, and these questions cost the least
+        if kind in _BY_VALUE:
+            parts.append(item)
+        elif kind in _BY_TYPE:
+            parts.append(kind)
+        elif isinstance(item, Tensor):
+            parts.append(
+                (kind, item.shape, item.dtype, item.is_cpu or ~item.get_device(), item.is_contiguous() or item.stride())
+            )
             grad = grad or item.requires_grad
-        elif item is None or isinstance(item, (bool, str)):
+        elif isinstance(item, str):
             parts.append(item)
         elif isinstance(item, (int, float)):
-            parts.append(type(item))
+            parts.append(kind)
         elif isinstance(item, torch.Generator):
             parts.append(torch.Generator)
         elif isinstance(item, torch.dtype):

@@ -84,20 +84,22 @@ def sample(
 
 def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
     """Refuse filters that mean nothing; None leaves one out."""
-    for value, name, low, high in (
-        (top_k, "top_k", 1, math.inf),
-        (top_p, "top_p", 0.0, 1.0),
-        (min_p, "min_p", 0.0, 1.0),
-    ):
-        if value is not None:
-            check_param(value, name, low, high)
+    if top_k is not None:
+        check_param(top_k, "top_k", 1, math.inf)
+    if top_p is not None:
+        check_param(top_p, "top_p", 0.0, 1.0)
+    if min_p is not None:
+        check_param(min_p, "min_p", 0.0, 1.0)
 
 
 def check_param(value: Any, name: str, low: float, high: float) -> None:
     """Values are not in hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
+    kind = type(value)
+    whole = name in ("k", "top_k")
+    if (kind is int or (kind is float and not whole)) and low <= value <= high and value != math.inf:
+        return  # nearly every call
     if isinstance(value, Tensor):
         return
-    whole = name in ("k", "top_k")
     if (
         not isinstance(value, int if whole else (int, float))
         or isinstance(value, bool)

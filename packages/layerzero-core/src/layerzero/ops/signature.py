@@ -13,11 +13,12 @@ from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import OperationSpec
-from layerzero.runtime.current import builtin_op
+from layerzero.runtime.current import builtin_op, now, scope
 from layerzero.runtime.late_ops import LATE_OPS, LateTable
 
 __all__ = ["PUBLIC", "PublicOp", "dispatch", "public_op", "reference", "register"]
 
+_scope = scope.get
 PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
 
 
@@ -84,7 +85,8 @@ def reference(path: str) -> Callable[..., Any]:
 
 def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
     """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
-    world = current_world()
+    active = _scope()
+    world = now.world if active is None else active.world()
     try:
         key = generic_key(spec.op_id, args, layout, backend)
         bound = world.hot.get(key) if key is not None else None
@@ -95,4 +97,4 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
             return bound.run(*args)
         except Exception as error:
             return recover(spec, world, key, bound, args, layout, backend, error)
-    return miss(spec, world, key, args, layout, backend)
+    return miss(spec, current_world(), key, args, layout, backend)

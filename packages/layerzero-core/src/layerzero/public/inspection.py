@@ -33,25 +33,42 @@ def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op
     return public.spec, describe(public.spec, canonical, layout, backend, world)
 
 
-def select(op: str, *args: Any, **kwargs: Any) -> Decision:
-    """The decision for a call (its own arguments, or one Context). Raises when nothing may run."""
-    spec, ctx = _context(op, args, kwargs)
-    decision = decide(spec, ctx, current_world())
+def select(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> Decision:
+    """The decision for a call (its own arguments, or one Context). Raises when nothing may run.
+
+    `compiled` asks for the decision inside a graph of torch.compile, where no gradient is traced.
+    """
+    decision, _ = _decided(op, args, kwargs, compiled)
     if not decision.chosen:
         raise refuse(decision)
     return decision
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> SelectionReport:
-    """Which kernel a call would run, and why not the others. Nothing is executed; a refusal is reported, not raised."""
+def _decided(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> tuple[Decision, Context]:
     spec, ctx = _context(op, args, kwargs)
-    decision = decide(spec, ctx, current_world())
-    return SelectionReport(decision, ctx, state.ran.get((decision.context, decision.policy_hash)))
+    world = current_world()
+    decision = decide(spec, ctx, world)
+    if compiled:
+        from layerzero.torch_ops.written import decided
+
+        decision = decided(decision, world)
+    return decision, ctx
 
 
-def which(op: str, *args: Any, **kwargs: Any) -> str:
-    """The kernel id a call would run."""
-    return select(op, *args, **kwargs).chosen
+def explain(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> SelectionReport:
+    """Which kernel a call would run, and why not the others. Nothing is executed; a refusal is reported, not raised.
+
+    `compiled` explains the call inside a graph of torch.compile, where no gradient is traced: which kernel is written
+    into the graph, or is one opaque op in it.
+    """
+    decision, ctx = _decided(op, args, kwargs, compiled)
+    ran = None if compiled else state.ran.get((decision.context, decision.policy_hash))
+    return SelectionReport(decision, ctx, ran)
+
+
+def which(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> str:
+    """The kernel id a call would run, by itself or inside a graph of torch.compile."""
+    return select(op, *args, compiled=compiled, **kwargs).chosen
 
 
 def dry_run(op: str, *args: Any, **kwargs: Any) -> ExecutionPlan:

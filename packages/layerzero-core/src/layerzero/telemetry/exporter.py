@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -85,8 +86,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Server6(_Server):
-    import socket
-
     address_family = socket.AF_INET6
 
 

@@ -87,7 +87,7 @@ def efficient(
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     result = _efficient(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), scale=scale)
-    return (result[0], result[1][..., : query.shape[2]]) if return_lse else result[0]
+    return (result[0], result[1].narrow(-1, 0, query.shape[2])) if return_lse else result[0]
 
 
 def cudnn(
@@ -123,11 +123,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as an additive bias [B, H, Sq, Sk] whose rows start on 16-byte boundaries, without a guard on any size."""
     cols = key.shape[2]
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     mask = mask.to(query.dtype).expand(*mask.shape[:-1], cols)
     step = 16 // mask.element_size()
     if not (statically_known_true(cols % step == 0) and statically_known_true(mask.stride(-1) == 1)):
-        mask = F.pad(mask, (0, -cols % step))[..., :cols]
+        # By one at least: whether an open length needs none would be a guard on it.
+        mask = F.pad(mask, (0, (cols // step + 1) * step - cols)).narrow(-1, 0, cols)
     elif mask.dim() > 1 and not statically_known_true(mask.stride(-2) % step == 0):
         mask = mask.contiguous()
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], cols)

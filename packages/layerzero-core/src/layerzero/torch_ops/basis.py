@@ -20,14 +20,16 @@ from layerzero.dispatch.run import decide, describe
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
+from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.selection.buckets import boundaries
+from layerzero.selection.compiled import in_graph
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.torch_ops import attention_forms, standins
 from layerzero.torch_ops.standins import Unknown
 
-__all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of"]
+__all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of", "compiled"]
 
 _log = logging.getLogger("layerzero.torch_ops")
 
@@ -60,13 +62,16 @@ class Basis:
         self._made: dict[tuple[Context, bool], _Made] = {}
         self._good: World | None = None
         self._alike: set[str] = set()
-        self._switches: frozenset[str] | None = None
+        # Switches of torch that some kernel of these ops looks at, each with what it said.
+        self._switches: tuple[tuple[Callable[[], bool], bool], ...] = ()
 
     def add(self, made: Sequence[_Made], world: World) -> None:
         """Count these selections, made in this World, among those that must hold."""
         self._made.update({(item.context, item.grad): item for item in made})
-        if any(kernel.guards for item in made for kernel in world.registry.by_op(item.spec.op_id)):
-            self._switches = modes.switched_off()
+        ops = {item.spec.op_id for item in self._made.values()}
+        names = {name for op in ops for kernel in world.registry.by_op(op) for name in kernel.guards}
+        watched = [modes.SWITCHES[name] for name in sorted(names & modes.SWITCHES.keys())]
+        self._switches = tuple((switch, switch()) for switch in watched)
         self._good = None
         self._alike.clear()
 
@@ -74,8 +79,9 @@ class Basis:
         """Whether each selection comes out as it did. Asked before every run of the graph; never raises."""
         try:
             world = current_world()
-            if self._switches is not None and modes.switched_off() != self._switches:
-                return False
+            for switch, was in self._switches:
+                if switch() is not was:
+                    return False
             if world is self._good:
                 return True
             if world.fingerprint in self._alike:  # a scope entered again: another World that selects alike
@@ -132,7 +138,15 @@ def answer(question: Question, known: Mapping[str, Any], basis: Callable[[], Bas
 
 
 def _context(spec: OperationSpec, question: Question, sizes: standins.Sizes, world: World) -> Context:
-    device = modes.device_spec(standins.placed(question.args))
+    where = standins.placed(question.args)
+    device = modes.device_spec(where)
+    if where.type == "cuda" and question.op == "attention" and torch.cuda.is_available():
+        # torch's own kernels have vetoes of their own (`ops.attention`), which look at where the tensors lie.
+        try:
+            args = standins.placed_stand_ins(question.args, sizes)
+            return describe(spec, args, question.layout, question.backend, world, device)
+        except RuntimeError:
+            _log.info("torch cannot check fake tensors; its vetoes are left to the kernel", exc_info=True)
     args = standins.stand_ins(question.args, sizes)
     return describe(spec, args, question.layout, question.backend, world, device)
 
@@ -181,11 +195,20 @@ def _elsewhere(
             continue  # a table that is too short for such a length
 
 
+def compiled(decision: Decision, world: World, known: Mapping[str, Any]) -> Decision:
+    """What a decision for an eager call is inside a graph, where no gradient is traced."""
+    return in_graph(decision, world, lambda kernel: _open(kernel, world, known))
+
+
+def _open(kernel: KernelSpec, world: World, known: Mapping[str, Any]) -> bool:
+    return kernel.function in known and kernel.backend not in world.enclosed
+
+
 def _written(decision: Decision, grad: bool, world: World, known: Mapping[str, Any]) -> str:
-    """What can be written out: the chosen kernel, or where a gradient is traced the best that can be."""
-    for kernel_id in decision.ranking if grad else (decision.chosen,):
+    """What can be written out: the kernel for a graph, or where a gradient is traced the best that can be."""
+    for kernel_id in decision.ranking if grad else (compiled(decision, world, known).chosen,):
         kernel = world.registry.kernels.get(kernel_id)
-        if kernel is None or kernel.function not in known or kernel.backend in world.enclosed:
+        if kernel is None or not _open(kernel, world, known):
             continue
         function, steps = known[kernel.function], [step.name for step in decision.transforms(kernel_id)]
         if function is None:

@@ -56,7 +56,7 @@ def _attention(
     *,
     return_lse: bool,
 ) -> Any:
-    return functions["attention"](
+    return functions.fastest("attention")(
         query,
         key,
         value,
@@ -115,7 +115,7 @@ def _paged(
     *,
     return_lse: bool,
 ) -> Any:
-    return functions["paged_attention"](
+    return functions.fastest("paged_attention")(
         query,
         key_cache,
         value_cache,
@@ -144,7 +144,7 @@ def paged_attention_lse(*args: Any) -> tuple[Tensor, Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, backend: str | None) -> Tensor:
     """RMSNorm."""
-    out: Tensor = functions["rms_norm"](x, weight, eps, backend=backend)
+    out: Tensor = functions.fastest("rms_norm")(x, weight, eps, backend=backend)
     return out.contiguous()
 
 
@@ -152,13 +152,13 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of a residual stream, and the stream."""
-    out, stream = functions["add_rms_norm"](x, residual, weight, eps, backend=backend)
+    out, stream = functions.fastest("add_rms_norm")(x, residual, weight, eps, backend=backend)
     return out.contiguous(), stream.contiguous()
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, backend: str | None) -> Tensor:
     """LayerNorm."""
-    out: Tensor = functions["layer_norm"](x, weight, bias, eps, backend=backend)
+    out: Tensor = functions.fastest("layer_norm")(x, weight, bias, eps, backend=backend)
     return out.contiguous()
 
 
@@ -172,7 +172,7 @@ def _rope(
     position_ids: Tensor | None,
     backend: str | None,
 ) -> Any:
-    return functions["rope"](
+    return functions.fastest("rope")(
         q, k, cos, sin, interleaved=interleaved, layout=layout, position_ids=position_ids, backend=backend
     )
 
@@ -190,31 +190,31 @@ def rope_query(q: Tensor, *rest: Any) -> Tensor:
 
 def silu_and_mul(x: Tensor, backend: str | None) -> Tensor:
     """SwiGLU's activation."""
-    out: Tensor = functions["silu_and_mul"](x, backend=backend)
+    out: Tensor = functions.fastest("silu_and_mul")(x, backend=backend)
     return out.contiguous()
 
 
 def gelu_and_mul(x: Tensor, approximate: str, backend: str | None) -> Tensor:
     """GeGLU's activation."""
-    out: Tensor = functions["gelu_and_mul"](x, approximate, backend=backend)
+    out: Tensor = functions.fastest("gelu_and_mul")(x, approximate, backend=backend)
     return out.contiguous()
 
 
 def relu_and_mul(x: Tensor, backend: str | None) -> Tensor:
     """ReGLU's activation."""
-    out: Tensor = functions["relu_and_mul"](x, backend=backend)
+    out: Tensor = functions.fastest("relu_and_mul")(x, backend=backend)
     return out.contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str | None) -> Tensor:
     """Linear layer with its activation."""
-    out: Tensor = functions["linear"](x, weight, bias, activation, backend=backend)
+    out: Tensor = functions.fastest("linear")(x, weight, bias, activation, backend=backend)
     return out.contiguous()
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, backend: str | None) -> Tensor:
     """Embedding lookup."""
-    out: Tensor = functions["embedding"](ids, weight, padding_idx, backend=backend)
+    out: Tensor = functions.fastest("embedding")(ids, weight, padding_idx, backend=backend)
     return out.contiguous()
 
 
@@ -232,7 +232,7 @@ def sample_topk(
     backend: str | None,
 ) -> Tensor:
     """Top-k sampling from the device's default generator."""
-    out: Tensor = functions["sample_topk"](
+    out: Tensor = functions.fastest("sample_topk")(
         logits, _either(k, k_rows), temperature=_either(temperature, temperature_rows), backend=backend
     )
     return out.contiguous()
@@ -247,7 +247,7 @@ def sample_topp(
     backend: str | None,
 ) -> Tensor:
     """Top-p sampling from the device's default generator."""
-    out: Tensor = functions["sample_topp"](
+    out: Tensor = functions.fastest("sample_topp")(
         logits, _either(p, p_rows), temperature=_either(temperature, temperature_rows), backend=backend
     )
     return out.contiguous()
@@ -266,7 +266,7 @@ def sample(
     backend: str | None,
 ) -> Tensor:
     """Sampling with all filters from the device's default generator."""
-    out: Tensor = functions["sample"](
+    out: Tensor = functions.fastest("sample")(
         logits,
         top_k=_either(top_k, top_k_rows),
         top_p=_either(top_p, top_p_rows),
@@ -299,10 +299,10 @@ def quantize(
     """Codes, scales, the zero points of an asymmetric scheme, and for NVFP4 the tensor scale."""
     scheme = scheme_of(fmt, granularity, block_size, asymmetric)
     words = {"granularity": scheme.granularity, "block_size": scheme.block_size, "symmetric": scheme.symmetric}
-    made: QuantizedTensor = functions["quantize"](x, fmt, backend=backend, **words)
+    made: QuantizedTensor = functions.fastest("quantize")(x, fmt, backend=backend, **words)
     if (made.zero_point is None) != scheme.symmetric or made.block_size != scheme.block_size:
         # A traced graph was promised these very parts.
-        made = functions["quantize"](x, fmt, backend="reference", **words)
+        made = functions.fastest("quantize")(x, fmt, backend="reference", **words)
     return [part.contiguous() for part in made.tensors()]
 
 
@@ -321,5 +321,5 @@ def dequantize(
     """The tensor that quantized parts stand for, in `dtype`."""
     known, _ = format_traits(fmt)
     made = QuantizedTensor(data, scale, known, granularity, tuple(shape), dtype, block_size, zero_point, tensor_scale)
-    out: Tensor = functions["dequantize"](made, dtype, backend=backend)
+    out: Tensor = functions.fastest("dequantize")(made, dtype, backend=backend)
     return out.contiguous()

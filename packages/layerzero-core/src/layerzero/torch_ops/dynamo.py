@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from types import CodeType, FunctionType
 
 import torch
@@ -15,9 +16,11 @@ from layerzero.torch_ops.written import prepare
 __all__ = ["register"]
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
-# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace.
-_SKIPPED = ("ops", "public", "dispatch", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
-            "registry", "device")  # fmt: skip
+# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
+# `dispatch` only what adapts the inputs of a kernel that is written out.
+_SKIPPED = ("ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry", "registry",
+            "device")  # fmt: skip
+_TRACED = ("adapt",)
 
 
 def register() -> None:
@@ -27,16 +30,20 @@ def register() -> None:
     if trace_rules.is_polyfilled_callable(functions["attention"]):
         return
     prepare()
-    for room in _SKIPPED:
+    dispatch = importlib.import_module("layerzero.dispatch").__path__
+    inner = (f"dispatch.{module.name}" for module in pkgutil.iter_modules(dispatch) if module.name not in _TRACED)
+    for room in (*_SKIPPED, *inner):
         trace_rules.add(f"layerzero.{room}")
     for name, twin in {**TWINS, **more_twins()}.items():
         torch.compiler.substitute_in_graph(functions[name])(twin)
         _run_natively(functions[name].__code__)
         if name in functions.accelerated:
             torch.compiler.substitute_in_graph(functions.accelerated[name])(twin)
-    for item in vars(importlib.import_module("layerzero.public.planning")).values():
-        if isinstance(item, FunctionType):
-            _run_natively(item.__code__)
+    # What adapts inputs is followed where a twin calls it; by itself, around a kernel that runs, it is never compiled.
+    for module in ("layerzero.public.planning", *(f"layerzero.dispatch.{name}" for name in _TRACED)):
+        for item in vars(importlib.import_module(module)).values():
+            if isinstance(item, FunctionType):
+                _run_natively(item.__code__)
 
 
 def _run_natively(code: CodeType) -> None:

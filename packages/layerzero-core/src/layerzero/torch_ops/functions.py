@@ -31,5 +31,9 @@ class _Functions:
         found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function
         return found
 
+    def fastest(self, name: str) -> Callable[..., Any]:
+        """The C form of a function where there is one: what a call from below costs least."""
+        return self.accelerated.get(name) or self[name]
+
 
 functions = _Functions()

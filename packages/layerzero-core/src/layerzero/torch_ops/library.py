@@ -3,6 +3,9 @@
 Below autograd an op calls the public function (`calls`), so the kernel is selected when the op runs. For tracing it
 knows the shape of its result (`fakes`), for gradients its plain form (`plain`), for autocast whether its inputs are
 cast. `torch.library.custom_op` is not used: it costs 13 µs a call where this costs 3.
+
+Each has an overload `call` as well, which stands in compiled graphs where no gradient is recorded: it has no layer for
+autograd, so a call crosses from C++ into Python once instead of three times.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from layerzero.dispatch import modes
-from layerzero.torch_ops import calls, fakes, plain
+from layerzero.torch_ops import calls, fakes, plain, sites
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.more import more_ops
 from layerzero.torch_ops.opaque import OpaqueOp
@@ -49,7 +52,15 @@ _QUANTIZED = (
 _NORM = "Tensor? weight, Scalar eps, str? backend=None)"
 
 OPS: tuple[OpaqueOp, ...] = (
-    OpaqueOp("attention", f"{_ATTENTION} -> Tensor", calls.attention, fakes.attention, plain.attention, autocast=True),
+    OpaqueOp(
+        "attention",
+        f"{_ATTENTION} -> Tensor",
+        calls.attention,
+        fakes.attention,
+        plain.attention,
+        autocast=True,
+        call=(sites.SIGNATURE, sites.run),
+    ),
     # The fused kernels give no gradient through the log-sum-exp.
     OpaqueOp(
         "attention_lse",
@@ -169,6 +180,7 @@ def _define(library: Any, op: OpaqueOp) -> None:
     if op.random:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(op.name + op.signature, tags=tuple(tags))
+    _define_call(library, op, tags)
     full = f"{_NAMESPACE}::{op.name}"
     overload = getattr(_namespace, op.name).default
     count = len(overload._schema.arguments)
@@ -181,6 +193,19 @@ def _define(library: Any, op: OpaqueOp) -> None:
         torch.library.register_vmap(full, _vmap(overload), lib=library)
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(op.name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
+
+
+def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
+    """The overload for compiled graphs. Its inputs come as they were traced: what was chosen for them must fit."""
+    name, signature = f"{op.name}.call", op.signature if op.call is None else op.call[0]
+    library.define(name + signature, tags=(*tags, torch.Tag.needs_exact_strides))
+    overload = getattr(_namespace, op.name).call
+    count = len(overload._schema.arguments)
+    library.impl(name, _direct(op.run, count) if op.call is None else op.call[1], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", _filled(op.fake, count), lib=library)
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    for kind in ("CPU", "CUDA", "XPU"):
+        library.impl(name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -207,6 +232,25 @@ def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:
             return run(*bare)
         with torch.no_grad():
             return run(*bare)
+
+    return kernel
+
+
+# What needs no second look on its way to a kernel.
+_SIMPLE = frozenset({Tensor, Parameter, type(None), str, bool, int, float, list, tuple})
+
+
+def _direct(run: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The kernel of an overload `call`: no gradient is recorded around it."""
+
+    def kernel(*args: Any) -> Any:
+        for item in args:
+            if type(item) not in _SIMPLE:
+                args = tuple(_bare(item) for item in args)
+                break
+        if len(args) < count:
+            return run(*args, *(None,) * (count - len(args)))
+        return run(*args) if args[-1] is None else run(*args[:-1], present(args[-1]))
 
     return kernel
 

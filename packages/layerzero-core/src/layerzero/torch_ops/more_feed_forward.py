@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
@@ -195,7 +195,7 @@ def mlp(
     own = chosen("mlp", args, None, backend, grad)
     if own:
         return write(own, _feed_forward.feed_forward, args, True)
-    return torch.ops.layerzero.mlp.default(*args, backend)
+    return place(torch.ops.layerzero.mlp, *args, backend)
 
 
 def topk_gate(
@@ -216,14 +216,14 @@ def topk_gate(
     if own:
         return write(own, _reference.topk_gate, canonical, False)
     given = (router_logits, k, num_groups, top_groups, scoring, renormalize, bias, scale, backend)
-    return torch.ops.layerzero.topk_gate.default(*given)
+    return place(torch.ops.layerzero.topk_gate, *given)
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.grouped_gemm`."""
     if differentiable(backend, x, weights):
         return _plain_grouped(x, weights, group_sizes, backend)
-    return torch.ops.layerzero.grouped_gemm.default(x, weights, group_sizes, backend)
+    return place(torch.ops.layerzero.grouped_gemm, x, weights, group_sizes, backend)
 
 
 def moe(
@@ -241,7 +241,7 @@ def moe(
     args = (x, gate_up, down, topk_weights, topk_ids, activation, expert_offset, backend)
     if differentiable(backend, x, gate_up, down, topk_weights):
         return _plain_moe(*args)
-    return torch.ops.layerzero.moe.default(*args)
+    return place(torch.ops.layerzero.moe, *args)
 
 
 TWINS: dict[str, Callable[..., Any]] = {twin.__name__: twin for twin in (mlp, topk_gate, grouped_gemm, moe)}

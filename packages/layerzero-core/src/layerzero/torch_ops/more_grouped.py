@@ -18,7 +18,7 @@ from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.torch_ops.calls import batch_of
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -124,7 +124,7 @@ def grouped_attention(
             torch._dynamo.graph_break(msg="a gradient needs the lengths; make a lz.grouped_batch outside of the graph")
         return _plain_grouped(*args, return_lse=return_lse)
     ops = torch.ops.layerzero
-    return ops.grouped_attention_lse.default(*args) if return_lse else ops.grouped_attention.default(*args)
+    return place(ops.grouped_attention_lse if return_lse else ops.grouped_attention, *args)
 
 
 # -- latent attention ------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def mla_paged_attention(
     if differentiable(backend, q_nope, q_pe, ckv_cache, kpe_cache):
         return _plain_mla(*args, return_lse=return_lse)
     ops = torch.ops.layerzero
-    return ops.mla_paged_attention_lse.default(*args) if return_lse else ops.mla_paged_attention.default(*args)
+    return place(ops.mla_paged_attention_lse if return_lse else ops.mla_paged_attention, *args)
 
 
 # The fused kernels give no gradient through the log-sum-exp, so there the backward takes the plain form.

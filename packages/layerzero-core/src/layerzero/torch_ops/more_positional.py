@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero.torch_ops import fakes
 from layerzero.torch_ops.calls import ordered
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
@@ -215,8 +215,8 @@ def xpos(
     if chosen("xpos", canonical, layout, backend, differentiable(backend, q, k, cos, sin)):
         return _plain_xpos(q, k, *rest)
     if k is None:
-        return torch.ops.layerzero.xpos_query.default(q, *rest), None
-    return torch.ops.layerzero.xpos.default(q, k, *rest)
+        return place(torch.ops.layerzero.xpos_query, q, *rest), None
+    return place(torch.ops.layerzero.xpos, q, k, *rest)
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None) -> Any:
@@ -225,7 +225,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str
     own = chosen("gemma_rms_norm", args, None, backend, differentiable(backend, x, weight))
     if own:
         return write(own, _plain_gemma, args, False)
-    return torch.ops.layerzero.gemma_rms_norm.default(*args, backend)
+    return place(torch.ops.layerzero.gemma_rms_norm, *args, backend)
 
 
 def gemma_add_rms_norm(
@@ -236,7 +236,7 @@ def gemma_add_rms_norm(
     own = chosen("gemma_add_rms_norm", args, None, backend, differentiable(backend, x, residual, weight))
     if own:
         return write(own, _plain_gemma_add, args, False)
-    return torch.ops.layerzero.gemma_add_rms_norm.default(*args, backend)
+    return place(torch.ops.layerzero.gemma_add_rms_norm, *args, backend)
 
 
 def cross_entropy(
@@ -259,7 +259,7 @@ def cross_entropy(
     if own:
         return write(own, _loss.cross_entropy, canonical, False)
     ops = torch.ops.layerzero
-    return ops.cross_entropy_lse.default(*args) if return_lse else ops.cross_entropy.default(*args)
+    return place(ops.cross_entropy_lse if return_lse else ops.cross_entropy, *args)
 
 
 def cast(x: Tensor, dtype: torch.dtype, *, saturate: bool = False, backend: str | None = None) -> Any:
@@ -268,7 +268,7 @@ def cast(x: Tensor, dtype: torch.dtype, *, saturate: bool = False, backend: str 
     own = chosen("cast", args, None, backend, differentiable(backend, x))
     if own:
         return write(own, _conversion.cast, args, False)
-    return torch.ops.layerzero.cast.default(*args, backend)
+    return place(torch.ops.layerzero.cast, *args, backend)
 
 
 TWINS: dict[str, Callable[..., Any]] = {

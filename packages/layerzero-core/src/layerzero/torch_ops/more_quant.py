@@ -17,7 +17,7 @@ from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops import plain
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 from layerzero.torch_ops.written import chosen, write
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
@@ -104,11 +104,11 @@ def linear(
         own = chosen("linear", given, None, backend, differentiable(backend, x, weight, bias))
         if own:
             return write(own, plain.linear, given, True)
-        return torch.ops.layerzero.linear.default(*given, backend)
+        return place(torch.ops.layerzero.linear, *given, backend)
     args = _arguments(x, weight, bias, activation)
     if differentiable(backend, x, args[2], args[4], bias):
         return _plain(*args, backend)
-    return torch.ops.layerzero.linear_quantized.default(*args, backend)
+    return place(torch.ops.layerzero.linear_quantized, *args, backend)
 
 
 OPS = (OpaqueOp("linear_quantized", _SIGNATURE, _call, _fake, _plain),)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -92,7 +92,7 @@ def sampling_probs(
     flat = (*_split(spread(top_k)), *_split(spread(top_p)), *_split(spread(min_p)), *_split(spread(temperature), 1.0))
     if differentiable(backend, logits):
         return _plain_probs(rows, *flat, backend).reshape(logits.shape)
-    return torch.ops.layerzero.sampling_probs.default(rows, *flat, backend).reshape(logits.shape)
+    return place(torch.ops.layerzero.sampling_probs, rows, *flat, backend).reshape(logits.shape)
 
 
 # -- verification ----------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def sample_speculative(
 ) -> Any:
     """Twin of `lz.sample_speculative`."""
     _no_generator(generator)
-    return torch.ops.layerzero.sample_speculative.default(draft_ids, draft_probs, target_probs, greedy, backend)
+    return place(torch.ops.layerzero.sample_speculative, draft_ids, draft_probs, target_probs, greedy, backend)
 
 
 def _run_tree(
@@ -166,9 +166,8 @@ def sample_tree(
     """Twin of `lz.sample_tree`."""
     _no_generator(generator)
     tree = parents if isinstance(parents, Tensor) else torch.tensor(parents, dtype=torch.int64)
-    return torch.ops.layerzero.sample_tree.default(
-        draft_ids, draft_probs, target_probs, tree.to(draft_ids.device), greedy, backend
-    )
+    args = (draft_ids, draft_probs, target_probs, tree.to(draft_ids.device), greedy, backend)
+    return place(torch.ops.layerzero.sample_tree, *args)
 
 
 def _no_generator(generator: torch.Generator | None) -> None:

@@ -18,7 +18,7 @@ from layerzero.model.describe import parse_causal
 from layerzero.model.enums import Causal
 from layerzero.torch_ops.calls import CAUSAL
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable
+from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
 
 __all__ = ["BRIDGES", "OPS", "TWINS"]
 
@@ -145,7 +145,7 @@ def varlen_attention(
     if differentiable(backend, query, key, value, alibi_slopes):
         return _plain(*args, return_lse=return_lse)
     ops = torch.ops.layerzero
-    return ops.varlen_attention_lse.default(*args) if return_lse else ops.varlen_attention.default(*args)
+    return place(ops.varlen_attention_lse if return_lse else ops.varlen_attention, *args)
 
 
 # The fused kernels give no gradient through the log-sum-exp, so there the backward takes the plain form.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OpaqueOp", "differentiable"]
+__all__ = ["OpaqueOp", "differentiable", "place", "recorded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class OpaqueOp:
     autocast    under autocast the floating inputs are cast first (matmul-like ops)
     replay      the backward may run the public function again; otherwise it takes the plain form
     random      draws from the default generator
+    call        schema and kernel of the overload `call`, where they are not those of the op itself
     """
 
     name: str
@@ -29,6 +30,7 @@ class OpaqueOp:
     autocast: bool = False
     replay: bool = True
     random: bool = False
+    call: tuple[str, Callable[..., Any]] | None = None
 
 
 def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
@@ -40,3 +42,19 @@ def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
+
+
+def recorded(*args: Any) -> bool:
+    """Whether a node of a graph needs the op itself, with its gradient: for export, or where one is recorded."""
+    if torch.compiler._is_exporting_flag:
+        return True
+    if torch.is_grad_enabled():
+        for item in args:
+            if isinstance(item, Tensor) and item.requires_grad:
+                return True
+    return False
+
+
+def place(op: Any, *args: Any) -> Any:
+    """One node of a graph: the op, or where no gradient is recorded its overload `call`, which costs less to run."""
+    return op.default(*args) if recorded(*args) else op.call(*args)

@@ -1,4 +1,4 @@
-"""What a traced call looks like to selection: fake tensors as meta tensors of known sizes.
+"""What a traced call looks like to selection: fake tensors as meta (or other fake) tensors of known sizes.
 
 A size that a graph leaves open has a hint (the size it was traced with) and a range. Selection is asked with the hint,
 and then with other sizes of the range, on tensors that only look so: nothing here compares a symbol, so no guard on
@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Sizes", "Unknown", "placed", "signature", "sizes_to_try", "stand_ins", "symbols_of"]
+__all__ = [
+    "Sizes",
+    "Unknown",
+    "placed",
+    "placed_stand_ins",
+    "signature",
+    "sizes_to_try",
+    "stand_ins",
+    "symbols_of",
+]
 
 # Sizes beyond this are not tried: no axis of a model is longer.
 _LONGEST = 1 << 20
@@ -91,20 +100,27 @@ def _count(each: Sequence[Sequence[int]]) -> int:
 
 def stand_ins(args: Sequence[Any], sizes: Sizes) -> tuple[Any, ...]:
     """The arguments with meta tensors in place of fake ones, and with numbers in place of symbols."""
-    return tuple(_stand_in(item, sizes) for item in args)
+    return tuple(_stand_in(item, sizes, True) for item in args)
 
 
-def _stand_in(item: Any, sizes: Sizes) -> Any:
+def placed_stand_ins(args: Sequence[Any], sizes: Sizes) -> tuple[Any, ...]:
+    """The same with fake tensors that say where they lie: torch's own checks of a call ask for that."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return tuple(_stand_in(item, sizes, False) for item in args)
+
+
+def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
     if isinstance(item, Tensor):
         shape = [_number(part, sizes) for part in item.shape]
-        made = torch.empty_strided(
-            shape, [_number(part, sizes) for part in item.stride()], dtype=item.dtype, device="meta"
-        )
+        strides = [_number(part, sizes) for part in item.stride()]
+        made = torch.empty_strided(shape, strides, dtype=item.dtype, device="meta" if meta else item.device)
         return made.requires_grad_(True) if item.requires_grad else made
     if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _number(item, sizes)
     if isinstance(item, (list, tuple)):
-        return type(item)(_stand_in(part, sizes) for part in item)
+        return type(item)(_stand_in(part, sizes, meta) for part in item)
     return item
 
 

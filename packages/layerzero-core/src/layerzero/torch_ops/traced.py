@@ -32,20 +32,12 @@ from layerzero.torch_ops.bridge import split
 from layerzero.torch_ops.more_quant import linear
 from layerzero.torch_ops.more_varlen import varlen_attention
 from layerzero.torch_ops.nested import nested_attention
-from layerzero.torch_ops.opaque import differentiable
-from layerzero.torch_ops.written import chosen, write, write_attention
+from layerzero.torch_ops.opaque import differentiable, place, recorded
+from layerzero.torch_ops.written import chosen, spelled, write, write_attention
 
 __all__ = ["TWINS"]
 
 _OPS = library.namespace()
-_ATTENTION, _ATTENTION_LSE = _OPS.attention.default, _OPS.attention_lse.default
-_PAGED, _PAGED_LSE = _OPS.paged_attention.default, _OPS.paged_attention_lse.default
-_RMS_NORM, _ADD_RMS_NORM, _LAYER_NORM = _OPS.rms_norm.default, _OPS.add_rms_norm.default, _OPS.layer_norm.default
-_ROPE, _ROPE_QUERY = _OPS.rope.default, _OPS.rope_query.default
-_SILU, _GELU, _RELU = _OPS.silu_and_mul.default, _OPS.gelu_and_mul.default, _OPS.relu_and_mul.default
-_EMBEDDING = _OPS.embedding.default
-_TOPK, _TOPP, _SAMPLE = _OPS.sample_topk.default, _OPS.sample_topp.default, _OPS.sample.default
-_QUANTIZE, _DEQUANTIZE = _OPS.quantize.default, _OPS.dequantize.default
 
 
 def _causal(is_causal: bool | str) -> str:
@@ -110,7 +102,12 @@ def attention(
         return plain.attend(*args, return_lse=return_lse)
     if own:
         return write_attention(own, canonical)
-    return _ATTENTION_LSE(*args, backend) if return_lse else _ATTENTION(*args, backend)
+    if return_lse:
+        return place(_OPS.attention_lse, *args, backend)
+    call = "" if recorded(query, key, value, attn_mask, alibi_slopes) else spelled()
+    if not call:
+        return _OPS.attention.default(*args, backend)
+    return _OPS.attention.call(query, key, value, attn_mask, alibi_slopes, call)
 
 
 def paged_attention(
@@ -143,7 +140,7 @@ def paged_attention(
     args = (query, key_cache, value_cache, *parts, scale, layout, _sides(window), softcap, alibi_slopes)
     if parts[3] is not None and differentiable(backend, query, key_cache, value_cache, alibi_slopes):
         return plain.page(*args, return_lse=return_lse)
-    return _PAGED_LSE(*args, backend) if return_lse else _PAGED(*args, backend)
+    return place(_OPS.paged_attention_lse if return_lse else _OPS.paged_attention, *args, backend)
 
 
 def paged_batch(
@@ -164,7 +161,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
     """Twin of `lz.rms_norm`."""
     args = (x, weight, eps)
     own = chosen("rms_norm", args, None, backend, differentiable(backend, x, weight))
-    return write(own, plain.rms_norm, args, False) if own else _RMS_NORM(*args, backend)
+    return write(own, plain.rms_norm, args, False) if own else place(_OPS.rms_norm, *args, backend)
 
 
 def add_rms_norm(
@@ -173,7 +170,7 @@ def add_rms_norm(
     """Twin of `lz.add_rms_norm`."""
     args = (x, residual, weight, eps)
     own = chosen("add_rms_norm", args, None, backend, differentiable(backend, x, residual, weight))
-    return write(own, plain.add_rms_norm, args, False) if own else _ADD_RMS_NORM(*args, backend)
+    return write(own, plain.add_rms_norm, args, False) if own else place(_OPS.add_rms_norm, *args, backend)
 
 
 def layer_norm(
@@ -187,7 +184,7 @@ def layer_norm(
     """Twin of `lz.layer_norm`."""
     args = (x, weight, bias, eps)
     own = chosen("layer_norm", args, None, backend, differentiable(backend, x, weight, bias))
-    return write(own, plain.layer_norm, args, False) if own else _LAYER_NORM(*args, backend)
+    return write(own, plain.layer_norm, args, False) if own else place(_OPS.layer_norm, *args, backend)
 
 
 def rope(
@@ -208,9 +205,9 @@ def rope(
     if chosen("rope", canonical, layout, backend, differentiable(backend, q, k, cos, sin)):
         turned_q, turned_k = plain.rope(q, k, *rest)
     elif k is None:
-        turned_q, turned_k = _ROPE_QUERY(q, *rest), None
+        turned_q, turned_k = place(_OPS.rope_query, q, *rest), None
     else:
-        turned_q, turned_k = _ROPE(q, k, *rest)
+        turned_q, turned_k = place(_OPS.rope, q, k, *rest)
     if not inplace:
         return turned_q, turned_k
     return q.copy_(turned_q), None if k is None else k.copy_(turned_k)
@@ -224,27 +221,27 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
 def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.silu_and_mul`."""
     own = chosen("silu_and_mul", (x,), None, backend, differentiable(backend, x))
-    return write(own, plain.silu_and_mul, (x,), False) if own else _SILU(x, backend)
+    return write(own, plain.silu_and_mul, (x,), False) if own else place(_OPS.silu_and_mul, x, backend)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Any:
     """Twin of `lz.gelu_and_mul`."""
     args = (x, approximate)
     own = chosen("gelu_and_mul", args, None, backend, differentiable(backend, x))
-    return write(own, plain.gelu_and_mul, args, False) if own else _GELU(*args, backend)
+    return write(own, plain.gelu_and_mul, args, False) if own else place(_OPS.gelu_and_mul, *args, backend)
 
 
 def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Any:
     """Twin of `lz.relu_and_mul`."""
     own = chosen("relu_and_mul", (x,), None, backend, differentiable(backend, x))
-    return write(own, plain.relu_and_mul, (x,), False) if own else _RELU(x, backend)
+    return write(own, plain.relu_and_mul, (x,), False) if own else place(_OPS.relu_and_mul, x, backend)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Any:
     """Twin of `lz.embedding`."""
     args = (ids, weight, padding_idx)
     own = chosen("embedding", args, None, backend, differentiable(backend, weight))
-    return write(own, plain.embedding, args, False) if own else _EMBEDDING(*args, backend)
+    return write(own, plain.embedding, args, False) if own else place(_OPS.embedding, *args, backend)
 
 
 def _no_generator(generator: torch.Generator | None) -> None:
@@ -262,7 +259,7 @@ def sample_topk(
 ) -> Any:
     """Twin of `lz.sample_topk`."""
     _no_generator(generator)
-    return _TOPK(logits, *split(k, 1), *split(temperature, 1.0), backend)
+    return place(_OPS.sample_topk, logits, *split(k, 1), *split(temperature, 1.0), backend)
 
 
 def sample_topp(
@@ -275,7 +272,7 @@ def sample_topp(
 ) -> Any:
     """Twin of `lz.sample_topp`."""
     _no_generator(generator)
-    return _TOPP(logits, *split(p, 1.0), *split(temperature, 1.0), backend)
+    return place(_OPS.sample_topp, logits, *split(p, 1.0), *split(temperature, 1.0), backend)
 
 
 def sample(
@@ -290,7 +287,7 @@ def sample(
 ) -> Any:
     """Twin of `lz.sample`."""
     _no_generator(generator)
-    return _SAMPLE(logits, *split(top_k), *split(top_p), *split(min_p), *split(temperature, 1.0), backend)
+    return place(_OPS.sample, logits, *split(top_k), *split(top_p), *split(min_p), *split(temperature, 1.0), backend)
 
 
 def quantize(
@@ -305,7 +302,7 @@ def quantize(
     """Twin of `lz.quantize`."""
     scheme = calls.scheme_of(fmt, granularity, block_size, not symmetric)
     words = (scheme.fmt.value, scheme.granularity, scheme.block_size, not symmetric)
-    return calls.assembled(_QUANTIZE(x, *words, backend), scheme, x)
+    return calls.assembled(place(_OPS.quantize, x, *words, backend), scheme, x)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Any:
@@ -313,7 +310,7 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend
     parts = (qt.data, qt.scale, qt.zero_point, qt.tensor_scale)
     target = qt.dtype if dtype is None else dtype
     args = (*parts, qt.fmt.value, qt.granularity, qt.block_size, list(qt.shape), target, backend)
-    return plain.dequantize(*args) if differentiable(backend, *parts[1:]) else _DEQUANTIZE(*args)
+    return plain.dequantize(*args) if differentiable(backend, *parts[1:]) else place(_OPS.dequantize, *args)
 
 
 TWINS: dict[str, Callable[..., Any]] = {

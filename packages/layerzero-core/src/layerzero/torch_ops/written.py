@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.torch_ops import attention_forms, basis
+from layerzero.model.decision import Decision
+from layerzero.selection.world import World
+from layerzero.torch_ops import attention_forms, basis, calls, sites
 
-__all__ = ["OPEN", "chosen", "prepare", "write", "write_attention"]
+__all__ = ["OPEN", "chosen", "decided", "prepare", "spelled", "write", "write_attention"]
 
 comptime: Any = None  # torch._dynamo.comptime.comptime, once Dynamo is there
 
@@ -60,6 +62,12 @@ OPEN: dict[str, Callable[..., Any] | None] = {
     **attention_forms.CUDA,
 }
 
+
+def decided(decision: Decision, world: World) -> Decision:
+    """What a decision for an eager call is inside a graph; its notes say what stands there."""
+    return basis.compiled(decision, world, OPEN)
+
+
 # Device types that know autocast; torch.amp.is_autocast_available breaks the graphs of older Dynamos.
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
 
@@ -75,10 +83,20 @@ def chosen(op: str, args: tuple[Any, ...], layout: str | None, backend: str | No
     return _told()
 
 
+def spelled() -> str:
+    """The string of the attention that `chosen` was last asked about (`sites`); "" where it has none."""
+    return _told_call()
+
+
 def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
     """The kernel's own function on canonical arguments, or the op's plain form; `casts` under autocast, as the op."""
-    kind = args[0].device.type
+    found = _write(own, form, args, casts)
     comptime(_tidy)
+    return found
+
+
+def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
+    kind = args[0].device.type
     if own == "plain":
         return form(*args)
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -98,8 +116,9 @@ def _narrowed(item: Any, dtype: torch.dtype) -> Any:
 
 def write_attention(own: str, args: tuple[Any, ...]) -> Any:
     """Attention by one kernel, on canonical arguments in any layout and rank; `own` names one of `FORMS`."""
+    found = attention_forms.FORMS[own](*args)
     comptime(_tidy)
-    return attention_forms.FORMS[own](*args)
+    return found
 
 
 # -- run while Dynamo traces -----------------------------------------------------------------------
@@ -109,11 +128,17 @@ def _told() -> str:
     return found
 
 
+def _told_call() -> str:
+    """The string that `_ask` has left: a constant of the graph, which means the same in any World."""
+    found: str = _here.call
+    return found
+
+
 def _ask(ctx: Any) -> None:
     """Look at the variables of `chosen`, and leave the answer for `_told`. Never breaks a trace."""
     _tidy(ctx)
     grad = bool(ctx.get_local("grad").as_python_constant())
-    _here.answer = basis.PLAIN if grad else ""
+    _here.answer, _here.call = basis.PLAIN if grad else "", ""
     try:
         graph = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
         question = basis.Question(
@@ -123,10 +148,19 @@ def _ask(ctx: Any) -> None:
             ctx.get_local("backend").as_python_constant(),
             grad,
         )
+        if question.op == "attention":
+            _here.call = _spell(question)
         with _real_tensors():
             _here.answer = basis.answer(question, OPEN, lambda: basis.basis_of(graph, OPEN, _guard))
     except _GIVES_UP:
         basis._log.debug("a call cannot be decided while it is traced", exc_info=True)
+
+
+def _spell(question: basis.Question) -> str:
+    query, key, value, mask, _, causal, scale, window, softcap, slopes, _ = question.args
+    word = next(word for word, flag in calls.CAUSAL.items() if flag == causal)
+    tensors = (query, key, value, mask, slopes)
+    return sites.spelled(tensors, word, scale, question.layout or "BHSD", window, softcap, question.backend)
 
 
 # Whatever a release of torch names differently: the opaque op is always right.
@@ -161,7 +195,7 @@ def _guard(found: basis.Basis) -> None:
 
 
 # Sources of values in rooms that Dynamo traces for us. Nobody assigns to them, and each guard costs at every run.
-_OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "backends", "model"))
+_OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "backends", "model", "dispatch"))
 
 
 def _tidy(ctx: Any) -> None:
@@ -182,4 +216,5 @@ def prepare() -> None:
     from torch._dynamo.comptime import comptime as found
 
     assume_constant_result(_told)  # type: ignore[no-untyped-call]
+    assume_constant_result(_told_call)  # type: ignore[no-untyped-call]
     comptime = found

@@ -68,6 +68,8 @@ def _after(call: Caller, w: LayerWeights, x: Tensor, attended: Tensor, prefix: s
     found["proj_out"] = projected = call(f"{prefix}proj_out", "linear", attended, w.wo)
     normed, stream = call(f"{prefix}ln2_out", "add_rms_norm", projected, x, w.ln2, w.eps)
     call.stages[f"{prefix}residual"] = call.stages[f"{prefix}ln2_out"]
+    # a fused kernel keeps the norm's share of the sum's gradient to itself: what is compared is what comes from outside
+    stream = stream.view_as(stream)
     found["residual"], found["ln2_out"] = stream, normed
     found["fc1_out"] = wide = call(f"{prefix}fc1_out", "linear", normed, w.w1)
     found["swiglu_out"] = gated = call(f"{prefix}swiglu_out", "silu_and_mul", wide)

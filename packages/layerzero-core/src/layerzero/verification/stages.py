@@ -47,7 +47,7 @@ CONSUMERS = {
     "k_rope": "attn_out",
     "attn_out": "proj_out",
     "proj_out": "ln2_out",
-    "residual": "ln2_out",
+    "residual": "output",
     "ln2_out": "fc1_out",
     "fc1_out": "swiglu_out",
     "swiglu_out": "mlp_out",

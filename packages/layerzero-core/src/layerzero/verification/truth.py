@@ -76,9 +76,9 @@ class Truth:
         found["attn_out"] = attended
         found["proj_out"] = projected = self._step("linear", F.linear, attended, w.wo, None)
         # The fused form of the layer adds and norms in one op; the reference of a stand-in is asked in the same form.
-        found["ln2_out"], found["residual"] = normed2, stream = self._step(
-            "add_rms_norm", _add_rms_norm, projected, x, w.ln2, w.eps
-        )
+        normed2, stream = self._step("add_rms_norm", _add_rms_norm, projected, x, w.ln2, w.eps)
+        stream = stream.view_as(stream)  # its gradient without the norm's share, see block.py
+        found["ln2_out"], found["residual"] = normed2, stream
         found["fc1_out"] = wide = self._step("linear", F.linear, normed2, w.w1, None)
         found["swiglu_out"] = gated = self._step("silu_and_mul", _swiglu, wide)
         found["mlp_out"] = down = self._step("linear", F.linear, gated, w.w2, None)

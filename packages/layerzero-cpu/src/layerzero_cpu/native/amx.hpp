@@ -6,6 +6,10 @@
 namespace lz {
 namespace LZ_ISA {
 
+// Everything written so far is in memory as far as the compiler is concerned: gcc's own intrinsics do not say that a tile
+// load, or the load of a configuration, reads what vector code has just stored.
+LZ_INLINE void settled() { __asm__ volatile("" ::: "memory"); }
+
 struct TileSetup {
   alignas(64) uint8_t bytes[64] = {};
   TileSetup() {
@@ -14,6 +18,7 @@ struct TileSetup {
       bytes[16 + 2 * t] = 64;  // bytes of a row
       bytes[48 + t] = 16;      // rows
     }
+    settled();
     _tile_loadconfig(bytes);
   }
   ~TileSetup() { _tile_release(); }

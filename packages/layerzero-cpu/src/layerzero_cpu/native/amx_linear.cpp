@@ -1,7 +1,9 @@
 // unit: amx
-// Linear layers of bf16 on tiles. The weight is the first operand, read as it lies; x, small, is turned into pairs once for
-// all threads. Up to four rows the plain kernel is as quick: the weight's memory decides.
-#include "amx.hpp"
+// Linear layers of bf16 on tiles. The weight is the first operand. Up to four rows the plain kernel is as quick: the weight's
+// memory decides. Up to 32 rows each line of the weight is used once, and read as it lies; beyond that it is used again and
+// again, and goes through a panel: lines of one tile 8 KB apart, as in a weight of 4096 columns, all want the same place in
+// the first cache and would be fetched anew for every block of rows.
+#include "amx_panel.hpp"
 
 namespace lz {
 namespace avx512 {
@@ -11,37 +13,36 @@ extern const Kernel gemm_linear_exports[];  // for all that tiles are not for
 
 LZ_BEGIN
 
-constexpr int COLUMNS = 32;
+constexpr int COLUMNS = PANEL_WIDTH, ONE_PASS = 32;
+#ifndef LZ_PANEL_AHEAD
+#define LZ_PANEL_AHEAD 1024  // bytes from a line of the weight to the one fetched meanwhile, into the second cache
+#endif
 
-// Rows of x in blocks of 16, K in steps of 32: tile (block, step) is 16 x 16 words.
-struct PairedRows {
-  uint32_t* data;
-  int64_t blocks, steps;
-  const uint32_t* tile(int64_t block, int64_t step) const { return data + (block * steps + step) * 256; }
-};
+struct PlainWeight {
+  const bf16* w;
+  int64_t step, k;
+  int steps = PANEL_STEPS;
 
-static void pair_rows(const Tensor& x, const RowMap& x_at, int64_t rows, int64_t k, const PairedRows& to, int64_t block) {
-  const int some = int(rows - block * 16 < 16 ? rows - block * 16 : 16);
-  uint32_t edge[16][16];
-  for (int64_t step = 0; step < to.steps; ++step) {
-    const int64_t from = step * 32, left = k - from;
-    const uint32_t* at[16];
-    for (int i = 0; i < some; ++i) {
-      const bf16* row = x.as<bf16>() + x_at(block * 16 + i) + from;
-      at[i] = reinterpret_cast<const uint32_t*>(row);
-      if (left < 32) {
-        memset(edge[i], 0, 64);
-        memcpy(edge[i], row, size_t(left) * 2);
-        at[i] = edge[i];
-      }
+  LZ_INLINE void line(int64_t column, int64_t at, char* to) const {
+    const bf16* from = w + column * step + at * 32;
+    const int64_t left = k - at * 32;
+    if (left >= 32) {
+      _mm512_storeu_si512(to, _mm512_loadu_si512(from));
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + LZ_PANEL_AHEAD, 0, 2);
+    } else {
+      memset(to, 0, 64);
+      memcpy(to, from, size_t(left) * 2);
     }
-    turn_words(at, some, 16, to.data + (block * to.steps + step) * 256);
   }
-}
+  LZ_INLINE void scales(int64_t, int, int64_t, PanelScales& by) const {
+    for (int i = 0; i < PANEL_WIDTH; i += W) store(by.scale + i, splat(1.0f));
+    by.sums = nullptr;
+  }
+};
 
 // 32 columns times 16 or 32 rows, over all of K. c[row][column].
 template <int R>
-static void tiles(const bf16* w, int64_t w_step, int cols, int64_t k, const PairedRows& x, int64_t block, float* c) {
+static void tiles(const bf16* w, int64_t w_step, int cols, int64_t k, const PairedRows& x, float* c) {
   alignas(64) bf16 edge[COLUMNS * 32];
   alignas(64) float out[4][256];
   _tile_zero(0);
@@ -61,13 +62,14 @@ static void tiles(const bf16* w, int64_t w_step, int cols, int64_t k, const Pair
     } else {
       for (int i = 0; i < COLUMNS; ++i) __builtin_prefetch(a + i * w_step + 512);
     }
+    settled();
     _tile_loadd(4, a, a_step * 2);
     _tile_loadd(5, a + 16 * a_step, a_step * 2);
-    _tile_loadd(6, x.tile(block, step), 64);
+    _tile_loadd(6, x.tile(0, step), 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
     if (R == 2) {
-      _tile_loadd(7, x.tile(block + 1, step), 64);
+      _tile_loadd(7, x.tile(1, step), 64);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -96,11 +98,14 @@ static Status linear(Call& call) {
   if (!readable(w)) return RELAYOUT;
   const int64_t rows = x.rows(), n = w.size(0), k = w.size(1);
   if (rows == 0 || n == 0) return nullptr;
-  PairedRows paired = {nullptr, (rows + 15) / 16, (k + 31) / 32};
-  paired.data = static_cast<uint32_t*>(malloc(size_t(paired.blocks * paired.steps) * 1024 + 64));
-  if (!paired.data) return "no memory for the rows";
+  const PairedRows paired(rows, k, 1);
+  if (!paired.memory) return "no memory for the rows";
   const RowMap x_at(x), out_at(out);
-  parallel_parts(paired.blocks, call.threads, [&](int64_t block) { pair_rows(x, x_at, rows, k, paired, block); });
+  parallel_parts(paired.blocks, call.threads, [&](int64_t block) { paired.fill<bf16>(x, x_at, rows, k, block); });
+  if (rows > ONE_PASS) {
+    panel_product<bf16>(PlainWeight{w.as<bf16>(), w.step(0), k}, paired, rows, n, bias, call.i(4), out, call.threads);
+    return nullptr;
+  }
   const Finish finish = {bias, call.i(4)};
   parallel_parts((n + COLUMNS - 1) / COLUMNS, call.threads, [&](int64_t part) {
     const TileSetup setup;
@@ -108,15 +113,10 @@ static Status linear(Call& call) {
     const int64_t at = part * COLUMNS;
     const int cols = int(n - at < COLUMNS ? n - at : COLUMNS);
     const bf16* from = w.as<bf16>() + at * w.step(0);
-    for (int64_t block = 0; block < paired.blocks; block += 2) {
-      if (block + 1 < paired.blocks) tiles<2>(from, w.step(0), cols, k, paired, block, c);
-      else tiles<1>(from, w.step(0), cols, k, paired, block, c);
-      const int64_t some = rows - block * 16 < 32 ? rows - block * 16 : 32;
-      for (int64_t m = 0; m < some; ++m)
-        finish.store_row(c + m * COLUMNS, at, cols, out.as<bf16>() + out_at(block * 16 + m) + at);
-    }
+    if (paired.blocks == 2) tiles<2>(from, w.step(0), cols, k, paired, c);
+    else tiles<1>(from, w.step(0), cols, k, paired, c);
+    for (int64_t m = 0; m < rows; ++m) finish.store_row(c + m * COLUMNS, at, cols, out.as<bf16>() + out_at(m) + at);
   });
-  free(paired.data);
   return nullptr;
 }
 

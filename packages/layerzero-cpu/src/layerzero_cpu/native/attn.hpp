@@ -98,8 +98,8 @@ LZ_INLINE vi lane_numbers() {
 
 // Scores of one row for keys first … first + n - 1, already scaled: cap, bias and mask them. Lanes n … TILE-1 and keys
 // outside the band become -inf.
-__attribute__((noinline)) static void finish_scores(float* s, int n, int64_t first, const Problem& p, const Sequence& seq, int64_t head, int64_t query,
-                          Band band) {
+__attribute__((noinline, unused)) static void finish_scores(float* s, int n, int64_t first, const Problem& p, const Sequence& seq,
+                                                           int64_t head, int64_t query, Band band) {
   const Rules& rules = p.rules;
   const int width = (n + W - 1) / W * W;
   if (rules.softcap != 0.0f) {

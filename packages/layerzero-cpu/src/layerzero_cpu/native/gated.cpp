@@ -1,66 +1,30 @@
 // unit: portable avx2 avx512 neon
 // SiLU, GELU (erf and tanh) and ReLU of the first half of the last axis times the second half, forward and backward.
-#include "vec.hpp"
+#include "activation.hpp"
+#include "pair.hpp"
 
 LZ_BEGIN
 
 namespace {
 
-constexpr int64_t GRAIN = 4 << 10;
+constexpr int64_t GRAIN = 4 << 10;  // elements a thread should have at least
+constexpr int64_t PIECE = 1 << 10;  // elements of a row that stay together
 
-enum Kind : int64_t { SILU, GELU, GELU_TANH, RELU };
+constexpr int64_t AHEAD = 1 << 10;  // bytes that are asked for before they are needed
 
-constexpr float ROOT_HALF = 0.70710678118654752f, INV_ROOT_TAU = 0.39894228040143268f;
-constexpr float TANH_A = 0.79788456080286536f, TANH_B = 0.044715f;
-
-// 1 / (1 + e^-x); exactly 0 far below, where the exponential overflows.
-LZ_INLINE vf logistic(vf x) {
-  vf down = 1.0f + exp_normal(vmin(vmax(-x, splat(-87.0f)), splat(88.8f)));
-#if defined(__aarch64__) && !defined(LZ_ISA_portable)
-  float32x4_t d = bit_cast<float32x4_t>(down), r = vrecpeq_f32(d);  // a third of the time of a division
-  r = vmulq_f32(r, vrecpsq_f32(d, r));
-  r = vmulq_f32(r, vrecpsq_f32(d, r));
-  return bit_cast<vf>(r);
-#elif LZ_LANES == 16 && !defined(LZ_ISA_portable)
-  __m512 d = bit_cast<__m512>(down), r = _mm512_rcp14_ps(d);
-  __mmask16 finite = _mm512_cmp_ps_mask(d, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);  // 1 / inf is 0 already
-  return bit_cast<vf>(_mm512_mask_fmadd_ps(r, finite, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r));
-#else
-  return 1.0f / down;
-#endif
-}
-
-// The gate's activation and its derivative.
-template <int K> LZ_INLINE vf value(vf g) {
-  if (K == SILU) return g * logistic(g);
-  if (K == GELU) return 0.5f * g * (1.0f + verf(g * ROOT_HALF));
-  if (K == GELU_TANH) {  // (1 + tanh u) / 2 is the logistic function of 2u
-    vf u = TANH_A * (g + TANH_B * g * g * g);
-    return g * logistic(2.0f * u);
-  }
-  return select((g > 0.0f) | (g != g), g, vf{});
-}
-
-template <int K> LZ_INLINE vf slope(vf g) {
-  if (K == SILU) {
-    vf s = logistic(g);
-    return s * (1.0f + g * (1.0f - s));
-  }
-  if (K == GELU) return 0.5f * (1.0f + verf(g * ROOT_HALF)) + g * INV_ROOT_TAU * vexp(-0.5f * g * g);
-  if (K == GELU_TANH) {
-    vf u = TANH_A * (g + TANH_B * g * g * g);
-    vf s = logistic(2.0f * u);
-    return s + g * s * (1.0f - s) * 2.0f * TANH_A * (1.0f + 3.0f * TANH_B * g * g);
-  }
-  return select(g > 0.0f, splat(1.0f), vf{});
-}
+template <int K, class T> struct Gate {
+  static LZ_INLINE pair of(pair g) { return {value<K>(g.a), value<K>(g.b)}; }
+};
+template <int K> struct Gate<K, bf16> {
+  static LZ_INLINE pair of(pair g) { return {brief_value<K>(g.a), brief_value<K>(g.b)}; }
+};
 
 template <int K, class T> LZ_INLINE void forward_row(const T* gate, const T* up, int64_t n, T* out) {
+  constexpr int64_t far = AHEAD / int64_t(sizeof(T));
   int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {  // two at a time: the chain of one waits for itself
-    vf a = value<K>(load(gate + i)) * load(up + i), b = value<K>(load(gate + i + W)) * load(up + i + W);
-    store(out + i, a);
-    store(out + i + W, b);
+  for (; i + 2 * W <= n; i += 2 * W) {
+    if (sizeof(T) == 2) fetch2(gate + i + far), fetch2(up + i + far), claim2(out + i + far);
+    store2(out + i, Gate<K, T>::of(load2(gate + i)) * load2(up + i));
   }
   for (; i + W <= n; i += W) store(out + i, value<K>(load(gate + i)) * load(up + i));
   if (i < n) store_part(out + i, value<K>(load_part(gate + i, n - i)) * load_part(up + i, n - i), n - i);
@@ -87,10 +51,8 @@ template <int K, class T> void forward(const Tensor& x, const Tensor& out, int64
   RowMap from(x), to(out);
   const T* in = x.as<T>();
   T* result = out.as<T>();
-  int64_t pieces = n / GRAIN > 1 ? n / GRAIN : 1, step = ((n + pieces - 1) / pieces + 63) / 64 * 64;
-  pieces = (n + step - 1) / step;
-  int64_t grain = (GRAIN + n - 1) / n;
-  parallel_range(rows * pieces, pieces > 1 ? 1 : grain, threads, [&](int64_t begin, int64_t end) {
+  int64_t step = n < PIECE ? n : PIECE, pieces = (n + step - 1) / step;
+  parallel_range(rows * pieces, (GRAIN + step - 1) / step, threads, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       int64_t r = item / pieces, at = item % pieces * step, m = n - at < step ? n - at : step;
       const T* row = in + from(r) + at;

@@ -126,6 +126,37 @@ template <class T> LZ_INLINE float dot1(const float* a, const T* b, int64_t k) {
   return (all[0] + all[1]) + (all[2] + all[3]);
 }
 
+#ifndef LZ_TWO_AHEAD
+#define LZ_TWO_AHEAD 2048  // bytes
+#endif
+// One row with two rows: two streams, so that the prefetcher of the second cache, which stops at each page, has another one
+// under way. For weights so wide that memory decides.
+template <class T> LZ_INLINE void dot2(const float* a, const T* b0, const T* b1, int64_t k, float* out0, float* out1) {
+  vf s[2][4];
+  for (int n = 0; n < 4; ++n) s[0][n] = s[1][n] = splat(0.0f);
+  int64_t i = 0;
+  for (; i + 4 * W <= k; i += 4 * W) {
+    for (int64_t at = 0; at < int64_t(4 * W * sizeof(T)); at += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(b0 + i) + LZ_TWO_AHEAD + at);
+      __builtin_prefetch(reinterpret_cast<const char*>(b1 + i) + LZ_TWO_AHEAD + at);
+    }
+    for (int n = 0; n < 4; ++n) {
+      const vf y = load(a + i + n * W);
+      s[0][n] = fma(load(b0 + i + n * W), y, s[0][n]);
+      s[1][n] = fma(load(b1 + i + n * W), y, s[1][n]);
+    }
+  }
+  for (; i < k; i += W) {
+    const vf y = load(a + i);
+    s[0][0] = fma(k - i >= W ? load(b0 + i) : load_edge(b0 + i, k - i), y, s[0][0]);
+    s[1][0] = fma(k - i >= W ? load(b1 + i) : load_edge(b1 + i, k - i), y, s[1][0]);
+  }
+  for (int n = 0; n < 2; ++n) {
+    const v4 all = sums(s[n][0], s[n][1], s[n][2], s[n][3]);
+    *(n ? out1 : out0) += (all[0] + all[1]) + (all[2] + all[3]);
+  }
+}
+
 // Rows of any T as floats, zero-padded to a multiple of W, times a factor.
 template <class T> inline void widen_row(const T* from, int64_t n, float* to, float factor) {
   int64_t i = 0;

@@ -17,7 +17,15 @@ template <class T> struct Linear {
   // c[m][j] += x[m][from … from+k) · w[at+j][…) for `rows` rows and columns at … at+cols.
   void add(int64_t row, int rows, int64_t at, int cols, int64_t from, int64_t length, float* c) const {
     if (rows == 1) {
-      for (int j = 0; j < cols; ++j) c[j] += dot1(x + row * x_step + from, w + (at + j) * w_step + from, length);
+      int j = 0;
+      if constexpr (LZ_LANES == 16 && sizeof(T) == 4 && LZ_TWO_AHEAD > 0) {
+        const float* from_x = x + row * x_step + from;
+        for (; j + 2 <= cols; j += 2) {
+          const T* b = w + (at + j) * w_step + from;
+          dot2(from_x, b, b + w_step, length, c + j, c + j + 1);
+        }
+      }
+      for (; j < cols; ++j) c[j] += dot1(x + row * x_step + from, w + (at + j) * w_step + from, length);
       return;
     }
     for (int j = 0; j < cols; j += 4) {
@@ -58,10 +66,13 @@ template <class T> static Status run(const Tensor& x, const Tensor& w, const Ten
   Linear<T> linear = {wide, step, w.as<T>(), w.step(0), n, k, 0};
   linear.block = rows <= 4 ? k : rows <= 16 ? 2048 : 512;
   const Finish finish = {bias, act};
-  parallel_parts((n + COLUMNS - 1) / COLUMNS, threads, [&](int64_t part) {
+  // Narrower parts where a layer has few columns, so that every thread has some; a column's sum is the same in any.
+  int64_t width = COLUMNS;
+  while (width > 4 && n < width * threads * 2) width /= 2;
+  parallel_parts((n + width - 1) / width, threads, [&](int64_t part) {
     alignas(64) float c[MOST_ROWS * COLUMNS];
-    const int64_t at = part * COLUMNS;
-    const int cols = int(n - at < COLUMNS ? n - at : COLUMNS);
+    const int64_t at = part * width;
+    const int cols = int(n - at < width ? n - at : width);
     for (int64_t row = 0; row < rows; row += MOST_ROWS) {
       const int some = int(rows - row < MOST_ROWS ? rows - row : MOST_ROWS);
       memset(c, 0, size_t(some) * COLUMNS * sizeof(float));

@@ -44,9 +44,10 @@ struct Quantized {
   float scale_at(int64_t col, int64_t b) const {
     return scale.as<float>()[scale.ndim < 2 ? 0 : col * scale.step(0) + (scale.size(1) == 1 ? 0 : b * scale.step(1))];
   }
-  float zero_at(int64_t col, int64_t b) const {
-    return float(zero.as<int32_t>()[zero.ndim < 2 ? 0 : col * zero.step(0) + (zero.size(1) == 1 ? 0 : b * zero.step(1))]);
+  int32_t zero_whole(int64_t col, int64_t b) const {
+    return zero.as<int32_t>()[zero.ndim < 2 ? 0 : col * zero.step(0) + (zero.size(1) == 1 ? 0 : b * zero.step(1))];
   }
+  float zero_at(int64_t col, int64_t b) const { return float(zero_whole(col, b)); }
   const uint8_t* row(int64_t col) const { return codes.as<uint8_t>() + col * codes.step(0); }
 };
 

@@ -2,7 +2,7 @@
 // Linear layers with INT8 and INT4 weights by dot products of bytes. Each block of x becomes whole numbers, written in two
 // or three balanced digits to base 256 (14 bits for bf16, 22 bits for the others), so that four products of a digit with a
 // code are one instruction and exact; blocks are added in float. Rows with NaN or infinity take the float way.
-#include "gemm_quant.hpp"
+#include "gemm_digits.hpp"
 
 LZ_BEGIN
 
@@ -16,7 +16,7 @@ template <> struct Bytes<16> {
   typedef int32x4_t sums;
   typedef float lanes __attribute__((vector_size(16)));
   typedef int32_t ints __attribute__((vector_size(16)));
-  static constexpr float OFF8 = 0.0f, OFF4 = 0.0f, GAIN4 = 16.0f;
+  static constexpr int OFF8 = 0, OFF4 = 0, GAIN4 = 16;
   static LZ_INLINE sums zero() { return vdupq_n_s32(0); }
   static LZ_INLINE sums dot(sums s, codes w, codes x) { return vdotq_s32(s, w, x); }
   static LZ_INLINE codes plain(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
@@ -34,7 +34,7 @@ constexpr int WIDEST = 64;
     typedef TYPE sums;                                                                                               \
     typedef float lanes __attribute__((vector_size(V)));                                                             \
     typedef int32_t ints __attribute__((vector_size(V)));                                                            \
-    static constexpr float OFF8 = 128.0f, OFF4 = 8.0f, GAIN4 = 1.0f;                                                 \
+    static constexpr int OFF8 = 128, OFF4 = 8, GAIN4 = 1;                                                            \
     static LZ_INLINE sums zero() { return P##setzero_##SI(); }                                                       \
     static LZ_INLINE sums dot(sums s, codes w, codes x) { return P##dpbusd_epi32(s, w, x); }                         \
     static LZ_INLINE codes plain(const void* p) { return P##loadu_##SI(static_cast<const TYPE*>(p)); }               \
@@ -50,112 +50,39 @@ LZ_BYTES(16, __m128i, _mm_, si128)
 #undef LZ_BYTES
 #endif
 
-constexpr int MOST_BLOCK = 256;
-
-// The rows of x as digits: digit d of row m, block b begins at data + ((m * ND + d) * blocks + b) * block.
-struct Digits {
-  int8_t* data;
-  float *scale, *total;  // of each block of each row
-  int64_t block, blocks, rows;
-  int count;
-
-  int64_t plane() const { return blocks * block; }
-  size_t bytes() const { return size_t(rows * count * plane()) + size_t(rows * blocks) * 2 * sizeof(float) + 64; }
-  void place(void* room) {
-    scale = static_cast<float*>(room);
-    total = scale + rows * blocks;
-    data = reinterpret_cast<int8_t*>(total + rows * blocks);
-  }
-  // How far the largest number of a block stands above the others, over all blocks of a row; inf where not all are finite.
-  template <class T> float crest(const T* x, int64_t k) const {
-    float most = 0.0f;
-    for (int64_t b = 0; b < blocks; ++b) {
-      alignas(64) float wide[MOST_BLOCK + W];
-      const int64_t n = spread(x, k, b, wide);
-      vf top = splat(0.0f), all = splat(0.0f);
-      for (int64_t i = 0; i < block; i += W) top = vmax(vabs(load(wide + i)), top), all = all + vabs(load(wide + i));
-      const float peak = max_of(top), mean = sum(all) / float(n);
-      if (!(mean < __builtin_inff())) return __builtin_inff();
-      if (peak > most * mean) most = peak / mean;
-    }
-    return most;
-  }
-  template <class T> int64_t spread(const T* x, int64_t k, int64_t b, float* wide) const {
-    const int64_t n = k - b * block < block ? k - b * block : block;
-    widen_row(x + b * block, n, wide, 1.0f);
-    for (int64_t i = n; i < block + W; ++i) wide[i] = 0.0f;
-    return n;
-  }
-  // One row. `group`: codes of a pair of vectors of halves, 0 for whole codes.
-  template <class T> void fill(int64_t row, const T* x, int64_t k, int group) const {
-    const float unit = count == 2 ? 8192.0f : 2097152.0f;  // twice that is what the digits hold
-    for (int64_t b = 0; b < blocks; ++b) {
-      alignas(64) float wide[MOST_BLOCK + W];
-      int32_t whole[MOST_BLOCK + W];
-      spread(x, k, b, wide);
-      vf top = splat(0.0f);
-      for (int64_t i = 0; i < block; i += W) top = vmax(vabs(load(wide + i)), top);
-      float peak = max_of(top);
-      if (peak < 1e-30f) peak = 1e-30f;
-      // By a power of two: numbers of few bits then come out whole unless they are far below the largest.
-      const float power = bit_cast<float>(bit_cast<uint32_t>(peak) & 0x7f800000u), inverse = unit / power;
-      vi added = splat_i(0);
-      for (int64_t i = 0; i < block; i += W) {
-        const vi v = bit_cast<vi>(load(wide + i) * inverse + 12582912.0f) - 0x4b400000;
-        memcpy(whole + i, &v, sizeof v);
-        added = added + v;
-      }
-      int64_t all = 0;
-      for (int i = 0; i < W; ++i) all += added[i];
-      scale[row * blocks + b] = power / unit;
-      total[row * blocks + b] = float(all) * (power / unit);
-      int8_t* to = data + row * count * plane() + b * block;
-      for (int64_t i = 0; i < block; ++i) {
-        int64_t at = i;
-        if (group) at = i / group * group + i % 2 * (group / 2) + i % group / 2;
-        int32_t v = whole[i];
-        for (int d = 0; d + 1 < count; ++d) {
-          const int32_t digit = ((v + 128) & 255) - 128;
-          to[d * plane() + at] = int8_t(digit);
-          v = (v - digit) >> 8;
-        }
-        to[(count - 1) * plane() + at] = int8_t(v);
-      }
-    }
-  }
-};
-
 template <int V> LZ_INLINE float sum_of(typename Bytes<V>::lanes v) {
-  float t = 0.0f;
-  for (int i = 0; i < V / 4; ++i) t += v[i];
-  return t;
+  float lane[V / 4];
+  memcpy(lane, &v, sizeof v);
+  for (int half = V / 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
 }
 
-// One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code.
-template <int ND, int V, int BITS> static float dot_column(const Quantized& q, const Digits& x, int64_t row, int64_t col) {
+// Bytes of a block where they are known; 0: they are not.
+template <int64_t N> struct Length { static constexpr int64_t BYTES = N; };
+
+#ifndef LZ_CODES_AHEAD
+#define LZ_CODES_AHEAD 1024  // bytes
+#endif
+
+// One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code, ZERO
+// points or none. What the codes' offset and their zero points add is taken off as whole numbers, before anything is rounded.
+template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quantized& q, const Digits& x, int64_t row, int64_t col) {
   typedef Bytes<V> B;
   typedef typename B::lanes lanes;
   typedef typename B::ints ints;
   constexpr int HALVES = BITS == 4 ? 2 : 1, CHAINS = V == 64 ? 2 : 4;  // sums of their own, to hide the latency
-  constexpr float OFF = BITS == 4 ? B::OFF4 : B::OFF8, GAIN = BITS == 4 ? B::GAIN4 : 1.0f;
-  const bool corrected = OFF != 0.0f || q.zero, single = q.block >= q.k;
-  const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
-  const int64_t scale_step = q.scale.ndim < 2 || single ? 0 : q.scale.step(1);
-  const int64_t bytes = x.block / HALVES, have = q.k / HALVES, plane = x.plane();
-  const uint8_t* p = q.row(col);
-  const int8_t* y = x.data + row * ND * plane;
-  const float *x_scale = x.scale + row * x.blocks, *x_total = x.total + row * x.blocks;
+  constexpr int OFF = BITS == 4 ? B::OFF4 : B::OFF8, GAIN = BITS == 4 ? B::GAIN4 : 1;
+  const int64_t bytes = x.block / HALVES, have = q.k / HALVES, plane = x.plane(), kind = x.lane_step();
+  const uint8_t* const codes = q.row(col);
+  const int8_t* const digits = x.data + row * ND * plane;
+  const int32_t* const corrections = x.lanes + row * x.lane_kinds() * kind;
+  const float* const x_scale = x.scale + row * x.blocks;
   lanes total = {};
-  float base = 0.0f;
-  uint8_t edge[MOST_BLOCK];
-  int64_t group = 0, inside = 0;  // the block of the weight, and how far we are in it
-  for (int64_t b = 0; b < x.blocks; ++b, p += bytes, y += x.block) {
-    const uint8_t* w = p;
-    if ((b + 1) * bytes > have) {
-      memset(edge, 0, size_t(bytes));
-      memcpy(edge, p, size_t(have - b * bytes));
-      w = edge;
-    }
+  auto one = [&](auto length, int64_t b, const uint8_t* w, float scale, int32_t zero) __attribute__((always_inline)) {
+    constexpr int64_t FIXED = decltype(length)::BYTES;
+    const int64_t bytes = FIXED ? FIXED : x.block / HALVES;
+    const int8_t* y = digits + b * (bytes * HALVES);
     typename B::sums s[CHAINS][ND];
     for (int u = 0; u < CHAINS; ++u)
       for (int d = 0; d < ND; ++d) s[u][d] = B::zero();
@@ -175,7 +102,7 @@ template <int ND, int V, int BITS> static float dot_column(const Quantized& q, c
     constexpr int STEPS = CHAINS / HALVES;
     int64_t at = 0;
     for (; at + STEPS * V <= bytes; at += STEPS * V) {
-      __builtin_prefetch(p + at + 1024);
+      __builtin_prefetch(w + at + LZ_CODES_AHEAD);
       for (int u = 0; u < STEPS; ++u) add(at + u * V, u * HALVES);
     }
     for (; at < bytes; at += V) add(at, 0);
@@ -184,15 +111,54 @@ template <int ND, int V, int BITS> static float dot_column(const Quantized& q, c
       sum[d] = bit_cast<ints>(s[0][d]);
       for (int u = 1; u < CHAINS; ++u) sum[d] = sum[d] + bit_cast<ints>(s[u][d]);
     }
-    const float scale = scales[group * scale_step];
-    lanes f = __builtin_convertvector(sum[1] * 256 + sum[0], lanes);
-    if constexpr (ND == 3) f = f + __builtin_convertvector(sum[2], lanes) * 65536.0f;
-    total = total + f * (scale * x_scale[b] * (1.0f / GAIN));
-    if (corrected) base += scale * (OFF + (q.zero ? q.zero_at(col, group) : 0.0f)) * x_total[b];
-    inside += x.block;
-    if (inside >= q.block && !single) inside = 0, ++group;
+    ints low = sum[0] + (sum[1] << 8);
+    lanes more = {};
+    const bool near = !ZERO || (zero >= -512 && zero <= 512);  // so that no product leaves 32 bits
+    const int32_t off = GAIN * (OFF + (ZERO && near ? zero : 0));
+    if (OFF != 0 || ZERO) {
+      ints c;
+      memcpy(&c, corrections + b * (V / 4), sizeof c);
+      low = low - c * off;
+      if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
+    }
+    lanes f = __builtin_convertvector(low, lanes);
+    if constexpr (ND == 3) {
+      ints c = {};
+      if (OFF != 0 || ZERO) memcpy(&c, corrections + kind + b * (V / 4), sizeof c);
+      f = f + __builtin_convertvector(sum[2] - c * off, lanes) * 65536.0f;
+      if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN) * 65536.0f);
+    }
+    if (ZERO) f = f + more;
+    // Two products of vectors where a number from memory goes to all lanes for nothing, else one of the two numbers first.
+    total = V == 64 ? total + f * x_scale[b] * scale : total + f * (x_scale[b] * scale);
+  };
+  const bool single = q.block >= q.k;
+  const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
+  const int64_t scale_step = q.scale.ndim < 2 || single ? 0 : q.scale.step(1);
+  const int64_t whole = have / bytes, each = single ? x.blocks : q.block / x.block;  // blocks of x in one of the weight
+  int64_t b = 0;
+  if (each == 1 && !single) {  // every block has a scale of its own, and all are whole
+    if constexpr (V == 64 && BITS == 4) {  // a block of 128 is one vector: nothing is left of the loop inside
+      for (; bytes == V && b < whole; ++b, scales += scale_step)
+        one(Length<V>(), b, codes + b * V, *scales, ZERO ? q.zero_whole(col, b) : 0);
+    }
+    for (; b < whole; ++b, scales += scale_step)
+      one(Length<0>(), b, codes + b * bytes, *scales * (1.0f / float(GAIN)), ZERO ? q.zero_whole(col, b) : 0);
+    return sum_of<V>(total);
   }
-  return sum_of<V>(total) - base;
+  for (int64_t group = 0; b < x.blocks; ++group, scales += scale_step) {
+    const float scale = *scales * (1.0f / float(GAIN));
+    const int32_t zero = ZERO ? q.zero_whole(col, group) : 0;
+    const int64_t end = b + each < whole ? b + each : whole;
+    for (; b < end; ++b) one(Length<0>(), b, codes + b * bytes, scale, zero);
+    if (b == whole && b < x.blocks && (single || b < (group + 1) * each)) {  // the last block is not whole
+      uint8_t edge[MOST_BLOCK] = {};
+      memcpy(edge, codes + b * bytes, size_t(have - b * bytes));
+      one(Length<0>(), b, edge, scale, zero);
+      ++b;
+    }
+  }
+  return sum_of<V>(total);
 }
 
 template <int ND, int V, int BITS> static void dot_all(const Quantized& q, const Digits& x, int threads) {
@@ -203,7 +169,7 @@ template <int ND, int V, int BITS> static void dot_all(const Quantized& q, const
     const int64_t at = part * QUANT_COLS;
     const int cols = int(q.n - at < QUANT_COLS ? q.n - at : QUANT_COLS);
     for (int64_t row = 0; row < q.rows; ++row) {  // the codes of a part stay in the cache from row to row
-      for (int j = 0; j < cols; ++j) c[j] = dot_column<ND, V, BITS>(q, x, row, at + j);
+      for (int j = 0; j < cols; ++j) c[j] = q.zero ? dot_column<ND, V, BITS, true>(q, x, row, at + j) : dot_column<ND, V, BITS, false>(q, x, row, at + j);
       LZ_FLOATS(q.out.dtype, finish.store_row(c, at, cols, q.out.as<T>() + out_at(row) + at));
     }
   });
@@ -226,7 +192,8 @@ template <class T> static Status run(const Quantized& q, int threads) {
   int width = WIDEST;
   while (width > 16 && block % (width * halves)) width /= 2;
   if (block == 0 || block % (width * halves)) return quantized_in_float<T>(q, threads);
-  Digits x = {nullptr, nullptr, nullptr, block, (q.k + block - 1) / block, q.rows, 3};
+  const bool offset = bool(q.zero) || (q.bits == 4 ? Bytes<WIDEST>::OFF4 : Bytes<WIDEST>::OFF8) != 0;
+  Digits x = {nullptr, nullptr, nullptr, block, (q.k + block - 1) / block, q.rows, 3, width, int(q.bits), offset};
   const RowMap x_at(q.x);
   float crest = 0.0f;
   for (int64_t m = 0; m < q.rows; ++m) {
@@ -238,8 +205,8 @@ template <class T> static Status run(const Quantized& q, int threads) {
   if (q.x.dtype == BF16 && crest <= 24.0f) x.count = 2;
   void* room = malloc(x.bytes());
   if (!room) return "no memory for the rows";
-  x.place(room);
-  for (int64_t m = 0; m < q.rows; ++m) x.fill(m, q.x.as<T>() + x_at(m), q.k, q.bits == 4 ? 2 * width : 0);
+  x.place(static_cast<char*>(room));
+  for (int64_t m = 0; m < q.rows; ++m) x.fill(m, q.x.as<T>() + x_at(m), q.k);
   if (x.count == 3) dot_wide<3>(q, x, width, threads);
   else dot_wide<2>(q, x, width, threads);
   free(room);

@@ -2,72 +2,43 @@
 // and False when the kernel wants other strides. Everything is checked before a kernel runs.
 #include <string.h>
 
-#include "dlpack.hpp"
-#include "isa.hpp"
-#include "pyabi.hpp"
+#include "entry.hpp"
 
 namespace lz {
 namespace {
 
 constexpr int MOST_ARGS = 40;
 constexpr int MOST_KERNELS = 256;
-constexpr int64_t PARALLEL_BYTES = 64 << 10;  // smaller calls are done before a worker could wake
-constexpr int64_t UNLOCK_BYTES = 32 << 10;    // and these before another Python thread could get the lock
-
-struct Entry {
-  PyMethodDef method;
-  const char* signature;
-  Status (*run)(Call&);
-  const char* isa;
-};
 
 Entry entries[MOST_KERNELS];
 int entry_count;
 int chosen;  // rank of the instruction set in use
 
-DLExchange* exchange;
-PyTypeObject* tensor_type;
-PyObject* thread_count;  // torch.get_num_threads
-
-DType dtype_of(const DLTensor& d) {
-  if (d.lanes != 1) return NONE;
-  switch (d.code) {
-    case 0: return d.bits == 8 ? I8 : d.bits == 16 ? I16 : d.bits == 32 ? I32 : d.bits == 64 ? I64 : NONE;
-    case 1: return d.bits == 8 ? U8 : NONE;
-    case 2: return d.bits == 32 ? F32 : d.bits == 16 ? F16 : d.bits == 64 ? F64 : NONE;
-    case 4: return BF16;
-    case 6: return BOOL;
-    case 10: return F8E4M3;
-    case 12: return F8E5M2;
-    default: return NONE;
-  }
-}
-
 bool read_tensor(Entry* e, int n, PyObject* given, Arg* arg, int64_t* bytes) {
-  if (given->ob_type != tensor_type && !PyType_IsSubtype(given->ob_type, tensor_type)) {
+  if (given->ob_type != torch.tensor && !PyType_IsSubtype(given->ob_type, torch.tensor)) {
     PyErr_Format(PyExc_TypeError, "%s: argument %d must be a tensor", e->method.ml_name, n);
     return false;
   }
   DLTensor d;
-  if (exchange->view(given, &d) != 0) {
+  if (torch.exchange->view(given, &d) != 0) {
     if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
     return false;
   }
-  if (d.device_type != DL_CPU && d.device_type != DL_CUDA_HOST && d.device_type != DL_ROCM_HOST) {
+  if (!in_cpu_memory(d)) {
     PyErr_Format(PyExc_ValueError, "%s: argument %d is not in the memory of the CPU", e->method.ml_name, n);
     return false;
   }
-  Tensor& t = arg->t;
-  t.data = static_cast<char*>(d.data) + d.byte_offset;
-  t.shape = d.shape;
-  t.stride = d.strides;
-  t.ndim = d.ndim;
-  t.dtype = dtype_of(d);
-  if (t.dtype == NONE) {
+  arg->t = tensor_of(d);
+  if (arg->t.dtype == NONE) {
     PyErr_Format(PyExc_TypeError, "%s: argument %d has a dtype that no kernel knows", e->method.ml_name, n);
     return false;
   }
-  *bytes += t.count() * size_of(t.dtype);
+  int64_t count = arg->t.count();
+  if (arg->t.data == nullptr && count != 0) {  // a fake tensor says it is on the CPU and has nothing there
+    PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
+    return false;
+  }
+  *bytes += count * size_of(arg->t.dtype);
   return true;
 }
 
@@ -102,22 +73,8 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
         if (args[n].f == -1.0 && PyErr_Occurred()) return nullptr;
     }
   }
-  Call call = {args, int32_t(count), 1};
-  if (bytes >= PARALLEL_BYTES) {
-    PyObject* threads = PyObject_CallNoArgs(thread_count);
-    if (threads == nullptr) return nullptr;
-    long long n = PyLong_AsLongLong(threads);
-    Py_DecRef(threads);
-    call.threads = n < 1 ? 1 : n > 256 ? 256 : int32_t(n);
-  }
-  Status status;
-  if (bytes >= UNLOCK_BYTES) {
-    PyThreadState* saved = PyEval_SaveThread();
-    status = e->run(call);
-    PyEval_RestoreThread(saved);
-  } else {
-    status = e->run(call);
-  }
+  Status status = nullptr;
+  if (!run_kernel(e, args, int(count), bytes, &status)) return nullptr;
   if (status == nullptr) {
     Py_IncRef(&_Py_NoneStruct);
     return &_Py_NoneStruct;
@@ -129,11 +86,15 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
   return PyErr_Format(PyExc_ValueError, "%s: %s", e->method.ml_name, status);
 }
 
+}  // namespace
+
 Entry* entry_named(const char* name) {
   for (int i = 0; i < entry_count; ++i)
     if (strcmp(entries[i].method.ml_name, name) == 0) return &entries[i];
   return nullptr;
 }
+
+namespace {
 
 // Each kernel from the best instruction set that is not above `rank` and that it was built for.
 void choose(int rank) {
@@ -192,26 +153,6 @@ PyObject* isa_of(PyObject*, PyObject* given) {
   return PyUnicode_FromString(e->run ? e->isa : "");
 }
 
-// setup(torch.Tensor, torch.get_num_threads): the tensors and the setting that calls go by.
-PyObject* setup(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2) return PyErr_Format(PyExc_TypeError, "expected the tensor type and a function");
-  PyObject* capsule = PyObject_GetAttrString(given[0], "__dlpack_c_exchange_api__");
-  if (capsule == nullptr) return nullptr;
-  DLExchange* found = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  Py_DecRef(capsule);
-  if (found == nullptr) return nullptr;
-  while (found != nullptr && found->major != 1) found = found->previous;
-  if (found == nullptr || found->view == nullptr)
-    return PyErr_Format(PyExc_RuntimeError, "this torch shows its tensors by no table of version 1");
-  exchange = found;
-  Py_IncRef(given[0]);
-  Py_IncRef(given[1]);
-  tensor_type = reinterpret_cast<PyTypeObject*>(given[0]);
-  thread_count = given[1];
-  Py_IncRef(&_Py_NoneStruct);
-  return &_Py_NoneStruct;
-}
-
 PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "the instruction set in use"},
     {"isas", isas, METH_NOARGS, "every instruction set of this processor family, worst first"},
@@ -219,6 +160,10 @@ PyMethodDef methods[] = {
     {"set_isa", set_isa, METH_O, "use no better instruction set than this"},
     {"isa_of", isa_of, METH_O, "the instruction set a kernel's code is for; empty where it has none here"},
     {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup)), METH_FASTCALL, "say which tensors there are"},
+    {"setup_adapters", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup_adapters)), METH_FASTCALL,
+     "say how torch makes a tensor and who wants gradients"},
+    {"adapter", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(adapter)), METH_FASTCALL,
+     "a whole call of a kernel in C, which leaves what is not plain to a function in Python"},
     {nullptr, nullptr, 0, nullptr},
 };
 

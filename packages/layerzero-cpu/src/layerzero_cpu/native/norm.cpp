@@ -7,40 +7,46 @@ LZ_BEGIN
 
 namespace {
 
-// out = x * scale * (weight + offset); the wide products are rounded once
+// out = x * scale * (weight + offset); the wide products are rounded once. `next` is the row after this one: it comes while
+// this one is computed.
 template <class T, class U>
-LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t n, T* out) {
+LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t n, T* out, const T* next) {
   vf by = splat(scale), shift = splat(offset);
   int64_t i = 0;
   if (w == nullptr) {
+    for (; i + 2 * W <= n; i += 2 * W) {
+      fetch2(next + i);
+      store2(out + i, load2(x + i) * by);
+    }
     for (; i + W <= n; i += W) store(out + i, load(x + i) * by);
     if (i < n) store_part(out + i, load_part(x + i, n - i) * by, n - i);
     return;
   }
   if (offset == 0.0f) {
-    for (; i + 2 * W <= n; i += 2 * W) {
-      vf first = load(x + i) * by * load(w + i), second = load(x + i + W) * by * load(w + i + W);
-      store(out + i, first);
-      store(out + i + W, second);
+    for (; i + 4 * W <= n; i += 4 * W) {
+      pair p = load2(x + i) * by * load2(w + i), q = load2(x + i + 2 * W) * by * load2(w + i + 2 * W);
+      fetch2(next + i), fetch2(next + i + 2 * W);
+      store2(out + i, p);
+      store2(out + i + 2 * W, q);
     }
   }
   for (; i + 2 * W <= n; i += 2 * W) {
-    vf first = load(x + i) * by * (load(w + i) + shift), second = load(x + i + W) * by * (load(w + i + W) + shift);
-    store(out + i, first);
-    store(out + i + W, second);
+    pair p = load2(w + i);
+    fetch2(next + i);
+    store2(out + i, load2(x + i) * by * pair{p.a + shift, p.b + shift});
   }
   for (; i + W <= n; i += W) store(out + i, load(x + i) * by * (load(w + i) + shift));
   if (i < n) store_part(out + i, load_part(x + i, n - i) * by * (load_part(w + i, n - i) + shift), n - i);
 }
 
 // The sum is rounded to the stream's dtype before its squares are taken: the pair equals the two ops apart.
-template <class T> LZ_INLINE float added(const T* x, const T* residual, int64_t n, T* stream) {
+template <class T> LZ_INLINE float added(const T* x, const T* residual, int64_t n, T* stream, T* out) {
   Sums s;
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
-    vf p = store_rounded(stream + i, load(x + i) + load(residual + i));
-    vf q = store_rounded(stream + i + W, load(x + i + W) + load(residual + i + W));
-    s.a = fma(p, p, s.a), s.b = fma(q, q, s.b);
+    pair p = store2_rounded(stream + i, load2(x + i) + load2(residual + i));
+    claim2(out + i);
+    s.a = fma(p.a, p.a, s.a), s.b = fma(p.b, p.b, s.b);
   }
   for (; i + W <= n; i += W) {
     vf p = store_rounded(stream + i, load(x + i) + load(residual + i));
@@ -55,27 +61,25 @@ template <class T> LZ_INLINE float added(const T* x, const T* residual, int64_t 
   return s.all();
 }
 
-// Weight and bias as the rows use them: their own dtype where it is that of x, else widened once into scratch memory.
+// Weight and bias as the rows use them: their own dtype where it is that of x, else widened once into scratch memory, in the
+// order of the pairs of x.
 struct Vector {
   const void* own = nullptr;
   const float* wide = nullptr;
 };
 
-template <class U> LZ_INLINE void widen_row(const U* from, int64_t n, float* to) {
-  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
-}
-
-LZ_INLINE Status vector_of(const Tensor& t, DType like, int64_t n, float* room, Vector* out) {
+LZ_INLINE Status vector_of(const Tensor& t, DType rows, bool own, int64_t n, float* room, Vector* out) {
   if (!t) return nullptr;
   if (t.ndim != 1 || t.size(0) != n) return "weight and bias must have one number a column";
-  if (t.dtype == like) {
+  if (own) {
     out->own = t.data;
     return nullptr;
   }
   if (room == nullptr) return "out of memory";
+  out->wide = room;
   LZ_WEIGHTS(t.dtype, {
-    widen_row(t.as<U>(), n, room);
-    out->wide = room;
+    if (rows == BF16) PairOrder<bf16>::widen(t.as<U>(), n, room);
+    else PairOrder<float>::widen(t.as<U>(), n, room);
     return nullptr;
   });
   return "weight must be float32, bfloat16 or float16";
@@ -91,18 +95,19 @@ Status rms_norm(Call& c) {
   if (!x.dense_rows() || !out.dense_rows() || (w && !w.dense_rows())) return RELAYOUT;
   Vector weight;
   float* room = w && w.dtype != x.dtype ? static_cast<float*>(scratch(size_t(n) * 4)) : nullptr;
-  if (Status why = vector_of(w, x.dtype, n, room, &weight)) return why;
+  if (Status why = vector_of(w, x.dtype, w.dtype == x.dtype, n, room, &weight)) return why;
   RowMap from(x), to(out);
-  float offset = float(c.f(2)), eps = float(c.f(3));
+  float offset = float(c.f(2)), eps = tamed(float(c.f(3)));
   LZ_FLOATS(x.dtype, {
     T *in = x.as<T>(), *result = out.as<T>();
     const T* own = static_cast<const T*>(weight.own);
     parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const T* row = in + from(r);
-        float scale = rms_scale(squares(row, n), n, eps);
-        if (weight.wide) scaled(row, weight.wide, offset, scale, n, result + to(r));
-        else scaled(row, own, offset, scale, n, result + to(r));
+        const T *row = in + from(r), *next = r + 1 < end ? in + from(r + 1) : row;
+        T* made = result + to(r);
+        float scale = rms_scale(squares(row, n, made), n, eps);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, next);
+        else scaled(row, own, offset, scale, n, made, next);
       }
     });
     return nullptr;
@@ -124,19 +129,20 @@ Status add_rms_norm(Call& c) {
     return RELAYOUT;
   Vector weight;
   float* room = w && w.dtype != x.dtype ? static_cast<float*>(scratch(size_t(n) * 4)) : nullptr;
-  if (Status why = vector_of(w, x.dtype, n, room, &weight)) return why;
+  if (Status why = vector_of(w, x.dtype, w.dtype == x.dtype, n, room, &weight)) return why;
   RowMap from(x), along(residual), to(out), into(stream);
-  float offset = float(c.f(3)), eps = float(c.f(4));
+  float offset = float(c.f(3)), eps = tamed(float(c.f(4)));
   LZ_FLOATS(x.dtype, {
     const T *in = x.as<T>(), *base = residual.as<T>();
     T *result = out.as<T>(), *kept = stream.as<T>();
     const T* own = static_cast<const T*>(weight.own);
     parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        T* row = kept + into(r);
-        float scale = rms_scale(added(in + from(r), base + along(r), n, row), n, eps);
-        if (weight.wide) scaled(row, weight.wide, offset, scale, n, result + to(r));
-        else scaled(row, own, offset, scale, n, result + to(r));
+        T *row = kept + into(r), *made = result + to(r);
+        const T* next = r + 1 < end ? in + from(r + 1) : row;
+        float scale = rms_scale(added(in + from(r), base + along(r), n, row, made), n, eps);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, next);
+        else scaled(row, own, offset, scale, n, made, next);
       }
     });
     return nullptr;
@@ -144,10 +150,10 @@ Status add_rms_norm(Call& c) {
   return "dtype must be float32, bfloat16 or float16";
 }
 
+// (x - mean) * scale * weight + bias from number i on, a vector at a time.
 template <class T, class U>
-LZ_INLINE void centred(const T* x, const U* w, const U* b, float mean, float scale, int64_t n, T* out) {
+LZ_INLINE void centred_from(int64_t i, const T* x, const U* w, const U* b, float mean, float scale, int64_t n, T* out) {
   vf by = splat(scale), centre = splat(mean);
-  int64_t i = 0;
   for (; i + W <= n; i += W) {
     vf v = (load(x + i) - centre) * by;
     if (w) v = v * load(w + i);
@@ -162,6 +168,21 @@ LZ_INLINE void centred(const T* x, const U* w, const U* b, float mean, float sca
   }
 }
 
+template <class T, class U>
+LZ_INLINE void centred(const T* x, const U* w, const U* b, float mean, float scale, int64_t n, T* out, const T* next) {
+  vf by = splat(scale), centre = splat(mean);
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    pair v = load2(x + i);
+    fetch2(next + i);
+    v.a = (v.a - centre) * by, v.b = (v.b - centre) * by;
+    if (w) v = v * load2(w + i);
+    if (b) v = v + load2(b + i);
+    store2(out + i, v);
+  }
+  centred_from(i, x, w, b, mean, scale, n, out);
+}
+
 // layer_norm(x, weight or None, bias or None, eps, out)
 Status layer_norm(Call& c) {
   const Tensor &x = c.t(0), &w = c.t(1), &b = c.t(2), &out = c.t(4);
@@ -173,21 +194,22 @@ Status layer_norm(Call& c) {
   Vector weight, bias;
   bool same = (!w || w.dtype == x.dtype) && (!b || b.dtype == x.dtype);
   float* room = same ? nullptr : static_cast<float*>(scratch(size_t(n) * 8));
-  DType like = same ? x.dtype : NONE;  // both widened, so that one of two forms serves
-  if (Status why = vector_of(w, like, n, room, &weight)) return why;
-  if (Status why = vector_of(b, like, n, room ? room + n : nullptr, &bias)) return why;
+  // both widened or none, so that one of two forms serves
+  if (Status why = vector_of(w, x.dtype, same, n, room, &weight)) return why;
+  if (Status why = vector_of(b, x.dtype, same, n, room ? room + n : nullptr, &bias)) return why;
   RowMap from(x), to(out);
-  float eps = float(c.f(3));
+  float eps = tamed(float(c.f(3)));
   LZ_FLOATS(x.dtype, {
     T *in = x.as<T>(), *result = out.as<T>();
     const T *own = static_cast<const T*>(weight.own), *add = static_cast<const T*>(bias.own);
     parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const T* row = in + from(r);
+        const T *row = in + from(r), *next = r + 1 < end ? in + from(r + 1) : row;
+        T* made = result + to(r);
         float mean, scale;
-        moments(row, n, eps, &mean, &scale);
-        if (same) centred(row, own, add, mean, scale, n, result + to(r));
-        else centred(row, weight.wide, bias.wide, mean, scale, n, result + to(r));
+        moments(row, n, eps, &mean, &scale, made);
+        if (same) centred(row, own, add, mean, scale, n, made, next);
+        else centred(row, weight.wide, bias.wide, mean, scale, n, made, next);
       }
     });
     return nullptr;

@@ -1,6 +1,6 @@
 // Sums over a row, and its mean and deviation: what the forward and the backward norms share.
 #pragma once
-#include "vec.hpp"
+#include "pair.hpp"
 
 namespace lz {
 namespace LZ_ISA {
@@ -13,12 +13,14 @@ struct Sums {
   LZ_INLINE float all() const { return sum((a + b) + (c + d)); }
 };
 
-template <class T> LZ_INLINE float squares(const T* x, int64_t n) {
+// `out`: where the row's result will be written, claimed meanwhile; null where there is none.
+template <class T> LZ_INLINE float squares(const T* x, int64_t n, T* out = nullptr) {
   Sums s;
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W) {
-    vf p = load(x + i), q = load(x + i + W), r = load(x + i + 2 * W), t = load(x + i + 3 * W);
-    s.a = fma(p, p, s.a), s.b = fma(q, q, s.b), s.c = fma(r, r, s.c), s.d = fma(t, t, s.d);
+    pair p = load2(x + i), q = load2(x + i + 2 * W);
+    if (out) claim2(out + i), claim2(out + i + 2 * W);
+    s.a = fma(p.a, p.a, s.a), s.b = fma(p.b, p.b, s.b), s.c = fma(q.a, q.a, s.c), s.d = fma(q.b, q.b, s.d);
   }
   for (; i + W <= n; i += W) {
     vf p = load(x + i);
@@ -38,41 +40,48 @@ LZ_INLINE float rms_scale(float squares, int64_t n, float eps) {
 template <class T> LZ_INLINE float total(const T* x, int64_t n) {
   Sums s;
   int64_t i = 0;
-  for (; i + 4 * W <= n; i += 4 * W)
-    s.a += load(x + i), s.b += load(x + i + W), s.c += load(x + i + 2 * W), s.d += load(x + i + 3 * W);
+  for (; i + 4 * W <= n; i += 4 * W) {
+    pair p = load2(x + i), q = load2(x + i + 2 * W);
+    s.a += p.a, s.b += p.b, s.c += q.a, s.d += q.b;
+  }
   for (; i + W <= n; i += W) s.a += load(x + i);
   if (i < n) s.b += load_part(x + i, n - i);
   return s.all();
 }
 
 // Sums of the distances from a number, and of their squares.
-template <class T> LZ_INLINE void distances(const T* x, int64_t n, float from, float* first, float* second) {
+template <class T>
+LZ_INLINE void distances(const T* x, int64_t n, float from, float* first, float* second, T* out = nullptr) {
   vf centre = splat(from);
-  Sums s;
+  Sums s, squared;
   int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    vf p = load(x + i) - centre, q = load(x + i + W) - centre;
-    s.a += p, s.b += q, s.c = fma(p, p, s.c), s.d = fma(q, q, s.d);
+  for (; i + 4 * W <= n; i += 4 * W) {
+    pair p = load2(x + i), q = load2(x + i + 2 * W);
+    if (out) claim2(out + i), claim2(out + i + 2 * W);
+    p.a -= centre, p.b -= centre, q.a -= centre, q.b -= centre;
+    s.a += p.a, s.b += p.b, s.c += q.a, s.d += q.b;
+    squared.a = fma(p.a, p.a, squared.a), squared.b = fma(p.b, p.b, squared.b);
+    squared.c = fma(q.a, q.a, squared.c), squared.d = fma(q.b, q.b, squared.d);
   }
   for (; i + W <= n; i += W) {
     vf p = load(x + i) - centre;
-    s.a += p, s.c = fma(p, p, s.c);
+    s.a += p, squared.a = fma(p, p, squared.a);
   }
   float rest = 0.0f, square = 0.0f;
   for (; i < n; ++i) {
     float p = to_float(x[i]) - from;
     rest += p, square += p * p;
   }
-  *first = (sum(s.a + s.b) + rest) / float(n);
-  *second = (sum(s.c + s.d) + square) / float(n);
+  *first = (s.all() + rest) / float(n);
+  *second = (squared.all() + square) / float(n);
 }
 
 // Mean and 1 / deviation in one pass, around the mean of the row's beginning. Where that lies so far off that the difference
 // of the sums would lose digits, a second pass around the mean itself.
-template <class T> LZ_INLINE void moments(const T* x, int64_t n, float eps, float* mean, float* scale) {
+template <class T> LZ_INLINE void moments(const T* x, int64_t n, float eps, float* mean, float* scale, T* out = nullptr) {
   int64_t m = n < 64 ? n : 64;
   float from = total(x, m) / float(m), first, second;
-  distances(x, n, from, &first, &second);
+  distances(x, n, from, &first, &second, out);
   float variance = second - first * first;
   if (n > 64 && !(first * first < variance)) {
     from += first;

@@ -1,6 +1,6 @@
 // unit: portable avx2 avx512 neon
 // Rotary embedding of q and k. Tokens are taken in blocks: the block's table rows are widened once and used for every head.
-#include "vec.hpp"
+#include "pair.hpp"
 
 LZ_BEGIN
 
@@ -8,30 +8,19 @@ namespace {
 
 constexpr int64_t BLOCK = 8;  // tokens whose table rows stay in the first cache
 
-// A pair (a, b) becomes (a·c1 − b·s1, b·c2 + a·s2); with one angle a pair c1 = c2 and s1 = s2.
+// A pair (a, b) becomes (a·c1 − b·s1, b·c2 + a·s2); with one angle a pair c2 is c1 and s2 is s1.
 struct Turn {
-  float *c1, *s1, *c2, *s2;
+  const float *c1, *s1, *c2, *s2;
 };
-
-template <class U> LZ_INLINE void halves_row(const U* cos, const U* sin, int64_t h, bool full, Turn t) {
-  for (int64_t i = 0; i < h; ++i) {
-    t.c1[i] = to_float(cos[i]), t.s1[i] = to_float(sin[i]);
-    t.c2[i] = to_float(cos[full ? i + h : i]), t.s2[i] = to_float(sin[full ? i + h : i]);
-  }
-}
-
-// Interleaved pairs lie side by side, so the rows are kept in that order: x·c + swapped(x)·s.
-template <class U> LZ_INLINE void pairs_row(const U* cos, const U* sin, int64_t h, bool full, float sign, float* c, float* s) {
-  for (int64_t i = 0; i < h; ++i) {
-    int64_t a = full ? 2 * i : i, b = full ? 2 * i + 1 : i;
-    c[2 * i] = to_float(cos[a]), c[2 * i + 1] = to_float(cos[b]);
-    if (sign > 0) s[2 * i] = -to_float(sin[a]), s[2 * i + 1] = to_float(sin[b]);
-    else s[2 * i] = to_float(sin[b]), s[2 * i + 1] = -to_float(sin[a]);  // the transpose turns back
-  }
-}
 
 template <class T> LZ_INLINE void turn_halves(const T* x, T* out, int64_t h, Turn t) {
   int64_t i = 0;
+  for (; i + 2 * W <= h; i += 2 * W) {
+    pair a = load2(x + i), b = load2(x + h + i), c1 = load2(t.c1 + i), s1 = load2(t.s1 + i);
+    pair c2 = load2(t.c2 + i), s2 = load2(t.s2 + i);
+    store2(out + i, pair{a.a * c1.a - b.a * s1.a, a.b * c1.b - b.b * s1.b});
+    store2(out + h + i, b * c2 + a * s2);
+  }
   for (; i + W <= h; i += W) {
     vf a = load(x + i), b = load(x + h + i);
     store(out + i, a * load(t.c1 + i) - b * load(t.s1 + i));
@@ -52,12 +41,13 @@ LZ_INLINE vf load_swapped(const float* p) {
   memcpy(&v, p, sizeof v);
   return bit_cast<vf>((v << 32) | (v >> 32));
 }
-template <class T> LZ_INLINE vf load_swapped(const T* p) {
+LZ_INLINE vf load_swapped(const f16* p) {
   vp v;
   memcpy(&v, p, sizeof v);
-  return widen(bit_cast<vh>((v << 16) | (v >> 16)), T{});
+  return widen(bit_cast<vh>((v << 16) | (v >> 16)), f16{});
 }
 
+// Interleaved pairs lie side by side, and so do their rows of the tables: x·c + swapped(x)·s.
 template <class T> LZ_INLINE void turn_pairs(const T* x, T* out, int64_t rotary, const float* c, const float* s) {
   int64_t i = 0;
   for (; i + W <= rotary; i += W) store(out + i, load(x + i) * load(c + i) + load_swapped(x + i) * load(s + i));
@@ -65,6 +55,21 @@ template <class T> LZ_INLINE void turn_pairs(const T* x, T* out, int64_t rotary,
     float a = to_float(x[i]), b = to_float(x[i + 1]);
     out[i] = From<T>::of(a * c[i] + b * s[i]);
     out[i + 1] = From<T>::of(b * c[i + 1] + a * s[i + 1]);
+  }
+}
+
+// With bfloat16 a vector comes as two, of the even and of the odd places: the firsts and the seconds of the pairs.
+LZ_INLINE void turn_even_odd(const bf16* x, bf16* out, int64_t h, Turn t) {
+  int64_t i = 0;
+  for (; i + W <= h; i += W) {
+    pair x_ = load2(x + 2 * i);
+    vf first = x_.a * load(t.c1 + i) - x_.b * load(t.s1 + i);
+    store2(out + 2 * i, pair{first, x_.b * load(t.c2 + i) + x_.a * load(t.s2 + i)});
+  }
+  for (; i < h; ++i) {
+    float a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);
+    out[2 * i] = From<bf16>::of(a * t.c1[i] - b * t.s1[i]);
+    out[2 * i + 1] = From<bf16>::of(b * t.c2[i] + a * t.s2[i]);
   }
 }
 
@@ -83,52 +88,107 @@ struct Problem {
   LZ_INLINE int64_t row(int64_t b, int64_t s) const { return b * table_batch + id(b, s) * table_row; }
 };
 
+// How the rows of the tables are laid out for a kernel, [c1][s1][c2][s2] of rotary / 2 numbers each:
+//   PLAIN   by pair;
+//   MIXED   by pair, in the order of pairs of vectors of bfloat16;
+//   BESIDE  [c][s] of `rotary` numbers each, as interleaved pairs lie.
+enum Order { PLAIN, MIXED, BESIDE };
+
+LZ_INLINE Order order_of(bool interleaved, DType dtype) {
+  if (dtype == BF16) return interleaved ? PLAIN : MIXED;
+  return interleaved ? BESIDE : PLAIN;
+}
+
+template <class T> struct Turned {
+  static LZ_INLINE void interleaved(const T* x, T* out, int64_t h, const float* row, bool) {
+    turn_pairs(x, out, 2 * h, row, row + 2 * h);
+  }
+};
+LZ_INLINE Turn turn_of(const float* row, int64_t h, bool both) {
+  return Turn{row, row + h, both ? row + 2 * h : row, both ? row + 3 * h : row + h};
+}
+template <> struct Turned<bf16> {
+  static LZ_INLINE void interleaved(const bf16* x, bf16* out, int64_t h, const float* row, bool both) {
+    turn_even_odd(x, out, h, turn_of(row, h, both));
+  }
+};
+
 // Tokens [s0, s1) of sequence b of one tensor, whose tables are ready in `rows`: [token][4][rotary / 2].
 template <class T>
-LZ_INLINE void turn_block(const Problem& p, const Tensor& x, const Tensor& out, int64_t b, int64_t s0, int64_t s1, float* rows) {
+LZ_INLINE void turn_block(const Problem& p, const Tensor& x, const Tensor& out, int64_t b, int64_t s0, int64_t s1, const float* rows) {
   int head_axis = 3 - p.seq_axis;
   int64_t heads = x.size(head_axis), h = p.rotary / 2;
   bool copied = x.data != out.data && p.rotary < p.dim;
   auto one = [&](int64_t head, int64_t s) __attribute__((always_inline)) {
     const T* from = x.as<T>() + b * x.stride[0] + head * x.stride[head_axis] + s * x.stride[p.seq_axis];
     T* to = out.as<T>() + b * out.stride[0] + head * out.stride[head_axis] + s * out.stride[p.seq_axis];
-    float* row = rows + (s - s0) * 4 * h;
-    if (p.interleaved) turn_pairs(from, to, p.rotary, row, row + 2 * h);
-    else turn_halves(from, to, h, Turn{row, row + h, row + 2 * h, row + 3 * h});
+    const float* row = rows + (s - s0) * 4 * h;
+    if (p.interleaved) Turned<T>::interleaved(from, to, h, row, p.full);
+    else turn_halves(from, to, h, turn_of(row, h, p.full));
     if (copied) memcpy(to + p.rotary, from + p.rotary, size_t(p.dim - p.rotary) * sizeof(T));
   };
-  if (p.seq_axis == 2) {  // heads outside: a head's tokens lie side by side
+  if (p.seq_axis == 2) {  // heads outside: a head's tokens lie side by side, the next head's far away
     for (int64_t head = 0; head < heads; ++head)
-      for (int64_t s = s0; s < s1; ++s) one(head, s);
+      for (int64_t s = s0; s < s1; ++s) {
+        if (head + 1 < heads) {
+          const T* from = x.as<T>() + b * x.stride[0] + (head + 1) * x.stride[1] + s * x.stride[2];
+          T* to = out.as<T>() + b * out.stride[0] + (head + 1) * out.stride[1] + s * out.stride[2];
+          for (int64_t i = 0; i < p.dim; i += 2 * W) fetch2(from + i), claim2(to + i);
+        }
+        one(head, s);
+      }
   } else {
     for (int64_t s = s0; s < s1; ++s)
       for (int64_t head = 0; head < heads; ++head) one(head, s);
   }
 }
 
-LZ_INLINE void tensor_block(const Problem& p, const Tensor& x, const Tensor& out, int64_t b, int64_t s0, int64_t s1, float* rows) {
+void tensor_block(const Problem& p, const Tensor& x, const Tensor& out, int64_t b, int64_t s0, int64_t s1, const float* rows) {
   if (x.dtype == F32) turn_block<float>(p, x, out, b, s0, s1, rows);
   else if (x.dtype == BF16) turn_block<bf16>(p, x, out, b, s0, s1, rows);
   else turn_block<f16>(p, x, out, b, s0, s1, rows);
 }
 
-template <class U> LZ_INLINE void table_rows(const Problem& p, int64_t b, int64_t s0, int64_t s1, float* rows) {
+// One token's row. Turning back is turning with the tables transposed: s1 and s2 change places and signs.
+// A pair's two angles lie `other` numbers apart in the tables, and pairs `step`.
+template <class U>
+LZ_INLINE void table_row(const U* cos, const U* sin, int64_t h, int64_t step, int64_t other, bool back, Order order, float* row) {
+  if (order == BESIDE) {
+    for (int64_t i = 0; i < h; ++i) {
+      float first = to_float(sin[step * i]), second = to_float(sin[step * i + other]);
+      row[2 * i] = to_float(cos[step * i]), row[2 * i + 1] = to_float(cos[step * i + other]);
+      row[2 * h + 2 * i] = back ? second : -first, row[2 * h + 2 * i + 1] = back ? -first : second;
+    }
+    return;
+  }
+  const U* s1 = back ? sin + other : sin;
+  const U* s2 = back ? sin : sin + other;
+  auto fill = [&](const U* from, bool minus, float* to) __attribute__((always_inline)) {
+    if (order == MIXED) PairOrder<bf16>::widen(from, h, to);
+    else
+      for (int64_t i = 0; i < h; ++i) to[i] = tamed(to_float(from[step * i]));
+    if (minus)
+      for (int64_t i = 0; i < h; ++i) to[i] = -to[i];
+  };
+  fill(cos, false, row), fill(s1, back, row + h);
+  if (other) fill(cos + other, false, row + 2 * h), fill(s2, back, row + 3 * h);
+}
+
+template <class U> LZ_INLINE void table_rows(const Problem& p, Order order, int64_t b, int64_t s0, int64_t s1, float* rows) {
   int64_t h = p.rotary / 2;
   for (int64_t s = s0; s < s1; ++s) {
     const U *cos = p.cos.as<U>() + p.row(b, s), *sin = p.sin.as<U>() + p.row(b, s);
     float* row = rows + (s - s0) * 4 * h;
-    if (p.interleaved) {
-      pairs_row(cos, sin, h, p.full, p.backward ? -1.0f : 1.0f, row, row + 2 * h);
-      continue;
-    }
-    halves_row(cos, sin, h, p.full, Turn{row, row + h, row + 2 * h, row + 3 * h});
-    if (p.backward)
-      for (int64_t i = 0; i < h; ++i) {
-        float s1_ = row[h + i];
-        row[h + i] = -row[3 * h + i];
-        row[3 * h + i] = -s1_;
-      }
+    if (!p.full) table_row(cos, sin, h, 1, 0, p.backward, order, row);
+    else if (p.interleaved) table_row(cos, sin, h, 2, 1, p.backward, order, row);
+    else table_row(cos, sin, h, 1, h, p.backward, order, row);
   }
+}
+
+void tables(const Problem& p, Order order, int64_t b, int64_t s0, int64_t s1, float* rows) {
+  if (p.cos.dtype == F32) table_rows<float>(p, order, b, s0, s1, rows);
+  else if (p.cos.dtype == BF16) table_rows<bf16>(p, order, b, s0, s1, rows);
+  else table_rows<f16>(p, order, b, s0, s1, rows);
 }
 
 Status check_tensor(const Tensor& x, const Tensor& out, const Problem& p) {
@@ -179,6 +239,7 @@ Status rope(Call& c) {
   int64_t blocks = (p.seq + BLOCK - 1) / BLOCK, width = p.rotary / 2;
   int64_t heads = q.size(3 - p.seq_axis) + (k ? k.size(3 - p.seq_axis) : 0);
   int64_t each = BLOCK * heads * p.dim, grain = each > 0 ? (16 << 10) / each + 1 : 1;
+  Order of_q = order_of(p.interleaved, q.dtype), of_k = k ? order_of(p.interleaved, k.dtype) : of_q;
   const char* volatile failed = nullptr;
   parallel_range(p.batch * blocks, grain, c.threads, [&](int64_t begin, int64_t end) {
     float* rows = static_cast<float*>(scratch(size_t(BLOCK * 4 * width + 16) * 4));
@@ -188,10 +249,9 @@ Status rope(Call& c) {
     }
     for (int64_t item = begin; item < end; ++item) {
       int64_t b = item / blocks, s0 = item % blocks * BLOCK, s1 = s0 + BLOCK < p.seq ? s0 + BLOCK : p.seq;
-      if (cos.dtype == F32) table_rows<float>(p, b, s0, s1, rows);
-      else if (cos.dtype == BF16) table_rows<bf16>(p, b, s0, s1, rows);
-      else table_rows<f16>(p, b, s0, s1, rows);
+      tables(p, of_q, b, s0, s1, rows);
       tensor_block(p, q, out_q, b, s0, s1, rows);
+      if (k && of_k != of_q) tables(p, of_k, b, s0, s1, rows);
       if (k) tensor_block(p, k, out_k, b, s0, s1, rows);
     }
   });

@@ -3,24 +3,24 @@
 // draw in the order of ids are those of the reference, so equal uniform numbers give equal tokens.
 //
 // The largest logit of every run of 64 is found first, in one pass. Tokens are ranked by logit, the lower id first among
-// equals; every filter keeps a prefix of the ranking, so it is told by its last token, the cut, which is looked for by
-// halving: in expectation each candidate is touched a few times.
-//   top-k      the k-th largest of the runs' maxima is a floor: only runs that reach it can hold one of the k;
+// equals; every filter keeps a prefix of the ranking, so it is told by its last token, the cut, which is looked for among few
+// candidates (nucleus.hpp).
+//   top-k      a number that k of the runs' maxima reach is a floor: only runs that reach it can hold one of the k;
 //   top-p      tokens so far below the head that all of them together weigh less than 1 − p cannot be in the nucleus;
 //   otherwise  every token is weighed.
-#include "sampling.hpp"
+#include "nucleus.hpp"
+#include "peaks.hpp"
 
 LZ_BEGIN
 
 namespace {
 
-constexpr int64_t RUN = 64;
 constexpr double SLACK = 1e-9;  // mass this close to p counts as reached
 
 struct Row {
   const void* logits;
   int64_t vocab, runs;
-  const float* peaks;  // of each run; NaN where a logit of it is
+  const float* peaks;  // of each run; NaN where a logit of it or of a neighbour is
   float head;
   int threads;         // more than one only where there is one row
   LZ_INLINE int64_t end_of(int64_t run) const { return (run + 1) * RUN < vocab ? (run + 1) * RUN : vocab; }
@@ -28,77 +28,41 @@ struct Row {
 
 struct Filters {
   int64_t k;
-  double p, least, temperature, uniform;
+  double p, least, temperature, inverse, uniform;
   bool use_k, use_p, use_least;
 };
 
 struct Memory {
-  Token* list;       // candidates in the order of ids
-  double* weights;   // theirs, or those of runs
+  List list;         // candidates
+  double* of_runs;   // masses
   Weighted* work;    // a copy to be reordered
   float* peaks;
-  float* floors;
 };
 
-template <class T> LZ_INLINE void peaks_of(const T* x, int64_t n, float* peaks) {
-  for (int64_t run = 0; run * RUN < n; ++run) {
-    const T* from = x + run * RUN;
-    int64_t m = n - run * RUN < RUN ? n - run * RUN : RUN, i = 0;
-    vf best = splat(-__builtin_inff());
-    vi nan = {};
-    for (; i + W <= m; i += W) {
-      vf v = load(from + i);
-      best = vmax(v, best), nan |= (v != v);
-    }
-    if (i < m) {
-      vf v = load_part(from + i, m - i, -__builtin_inff());
-      best = vmax(v, best), nan |= (v != v);
-    }
-    float top = max_of(best);
-    int32_t any = 0;
-    for (int lane = 0; lane < W; ++lane) any |= nan[lane];
-    peaks[run] = any ? __builtin_nanf("") : top;
-  }
-}
-
-// Tokens not below `floor`, in the order of ids; runs below it are not looked at.
-template <class T> LZ_INLINE int64_t not_below(const Row& row, float floor, Token* out) {
-  const T* x = static_cast<const T*>(row.logits);
-  int64_t count = 0;
-  for (int64_t run = 0; run < row.runs; ++run) {
-    if (!(row.peaks[run] >= floor)) continue;
-    for (int64_t i = run * RUN; i < row.end_of(run); ++i) {
-      float v = to_float(x[i]);
-      if (v >= floor) out[count++] = Token{v, int32_t(i)};
-    }
-  }
-  return count;
-}
-
 // f(first index, how many, D weights) over the logits of a run.
-template <class T, class F> LZ_INLINE void weigh(const T* x, int64_t begin, int64_t end, double head, double temperature, const F& f) {
+template <class T, class F> LZ_INLINE void weigh(const T* x, int64_t begin, int64_t end, double head, double inverse, const F& f) {
   for (int64_t i = begin; i < end; i += W) {
     int64_t m = end - i < W ? end - i : W;
     vf v = m == W ? load(x + i) : load_part(x + i, m, -__builtin_inff());
     vd low, high;
     split(v, &low, &high);
-    f(i, m < D ? m : D, weight(low, head, temperature));
-    if (m > D) f(i + D, m - D, weight(high, head, temperature));
+    f(i, m < D ? m : D, weight(low, head, inverse));
+    if (m > D) f(i + D, m - D, weight(high, head, inverse));
   }
 }
 
-template <class T> LZ_INLINE double run_mass(const Row& row, int64_t run, double temperature, double least) {
+template <class T> LZ_INLINE double run_mass(const Row& row, int64_t run, double inverse, double least) {
   vd sums = {};
-  weigh(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), double(row.head), temperature,
+  weigh(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), double(row.head), inverse,
         [&](int64_t, int64_t, vd w) { sums += w >= least ? w : vd{}; });
   return sum(sums);
 }
 
-template <class T> LZ_INLINE double masses(const Row& row, double temperature, double least, double* of_runs) {
+template <class T> LZ_INLINE double masses(const Row& row, double inverse, double least, double* of_runs) {
   int64_t pieces = row.runs / 128 + 1;
   parallel_parts(pieces, row.threads, [&](int64_t part) {
     for (int64_t run = row.runs * part / pieces; run < row.runs * (part + 1) / pieces; ++run)
-      of_runs[run] = run_mass<T>(row, run, temperature, least);
+      of_runs[run] = run_mass<T>(row, run, inverse, least);
   });
   double total = 0.0;
   for (int64_t run = 0; run < row.runs; ++run) total += of_runs[run];
@@ -111,77 +75,81 @@ LZ_INLINE double target_of(double uniform, double total) {
   return target < below ? target : below;
 }
 
-// The drawn one of the candidates that do not rank behind the cut.
-int64_t draw(const Memory& m, int64_t count, Token cut, const Row& row, const Filters& f) {
-  double total = 0.0;
-  auto weight_at = [&](int64_t i) LZ_ALWAYS {
-    if (ahead(cut, m.list[i])) return 0.0;
-    double w = m.weights[i];
-    return f.use_least && w < f.least && !(m.list[i].logit == row.head) ? 0.0 : w;
-  };
-  for (int64_t i = 0; i < count; ++i) total += weight_at(i);
-  if (!(total > 0.0)) return -1;
-  double target = target_of(f.uniform, total), sum = 0.0;
-  for (int64_t i = 0; i < count; ++i) {
-    sum += weight_at(i);
-    if (sum > target) return m.list[i].id;
+// The drawn one of the candidates that do not rank behind the cut. Weights of the others become 0; the walk goes by runs.
+int64_t draw(const Memory& m, Token cut, const Filters& f) {
+  const List& list = m.list;
+  double least = !f.use_least ? 0.0 : f.least > 1.0 ? 1.0 : f.least, total = 0.0;
+  int64_t runs = (list.count + RUN - 1) / RUN;
+  for (int64_t run = 0; run < runs; ++run) {
+    double sum = 0.0;
+    for (int64_t i = run * RUN; i < list.count && i < (run + 1) * RUN; ++i) {
+      bool kept = (list.logits[i] > cut.logit) | ((list.logits[i] == cut.logit) & (list.ids[i] <= cut.id));
+      double w = list.weights[i];
+      list.weights[i] = w = kept & (w >= least) ? w : 0.0;
+      sum += w;
+    }
+    m.of_runs[run] = sum;
+    total += sum;
   }
-  return -1;
+  if (!(total > 0.0)) return -1;
+  double target = target_of(f.uniform, total), before = 0.0;
+  int64_t run = 0, last = -1;
+  while (run + 1 < runs && !(before + m.of_runs[run] > target)) before += m.of_runs[run++];
+  for (; run >= 0 && last < 0; --run)  // back only where rounding carried the walk past the last weight
+    for (int64_t i = run * RUN; i < list.count && i < (run + 1) * RUN; ++i) {
+      if (!(list.weights[i] > 0.0)) continue;
+      before += list.weights[i], last = list.ids[i];
+      if (before > target) return last;
+    }
+  return last;
 }
 
-template <class T> int64_t among_few(const Row& row, const Filters& f, const Memory& m) {
+template <class T> int64_t among_few(const Row& row, const Filters& f, const Memory& memory) {
+  Memory m = memory;
+  List& list = m.list;
   double total = 0.0, head = double(row.head);
   float floor = -__builtin_inff();
   if (f.use_k) {
-    if (f.k <= row.runs) {
-      memcpy(m.floors, row.peaks, size_t(row.runs) * 4);
-      floor = kth_largest(m.floors, row.runs, f.k);
-    }
+    if (f.k <= row.runs) floor = floor_of(row.peaks, row.runs, f.k, row.head);
   } else {
-    total = masses<T>(row, f.temperature, 0.0, m.weights);
+    total = masses<T>(row, f.inverse, 0.0, m.of_runs);
     // all tokens below the floor together weigh less than half of what top-p leaves out
     double room = (1.0 - f.p) * total * 0.5 / double(row.vocab), down = 0.0;
     for (; room < 1.0 && down > -800.0; down -= 1.0) room *= 2.718281828459045;
     floor = below(head + f.temperature * down);
   }
-  int64_t count = not_below<T>(row, floor, m.list);
+  list.count = 0;
+  for (int64_t run = 0; run < row.runs; ++run)
+    if (row.peaks[run] >= floor) gather(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), floor, &list);
   Token cut = {-__builtin_inff(), 0x7fffffff};
-  if (f.use_k && count > f.k) {
-    for (int64_t i = 0; i < count; ++i) m.work[i] = Weighted{m.list[i], 0.0};
-    cut = kth_ranked(m.work, count, f.k);
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i)
-      if (!ahead(cut, m.list[i])) m.list[kept++] = m.list[i];
-    count = kept;
-  }
-  for (int64_t i = 0; i < count; i += D) {
-    int64_t many = count - i < D ? count - i : D;
-    vd v = {};
-    for (int64_t j = 0; j < many; ++j) v[j] = double(m.list[i + j].logit);
-    vd w = weight(v, head, f.temperature);
-    for (int64_t j = 0; j < many; ++j) m.weights[i + j] = w[j];
+  if (f.use_k && list.count > f.k) keep_ranked(&list, f.k, m.work);
+  for (int64_t i = list.count; i < (list.count + W - 1) / W * W; ++i) list.logits[i] = row.head;
+  for (int64_t i = 0; i < list.count; i += W) {
+    vd low, high;
+    split(load(list.logits + i), &low, &high);
+    low = weight(low, head, f.inverse), high = weight(high, head, f.inverse);
+    memcpy(list.weights + i, &low, sizeof low), memcpy(list.weights + i + D, &high, sizeof high);
   }
   if (f.use_p && f.p < 1.0) {
     if (f.use_k) {
       total = 0.0;
-      for (int64_t i = 0; i < count; ++i) total += m.weights[i];
+      for (int64_t i = 0; i < list.count; ++i) total += list.weights[i];
     }
-    for (int64_t i = 0; i < count; ++i) m.work[i] = Weighted{m.list[i], m.weights[i]};
-    cut = nucleus_end(m.work, count, (f.p - SLACK) * total);
+    cut = nucleus_of(list, (f.p - SLACK) * total, row.head, floor, m.work);
   }
-  return draw(m, count, cut, row, f);
+  return draw(m, cut, f);
 }
 
 template <class T> int64_t among_all(const Row& row, const Filters& f, const Memory& m) {
   double least = !f.use_least ? 0.0 : f.least > 1.0 ? 1.0 : f.least;
-  double total = masses<T>(row, f.temperature, least, m.weights);
+  double total = masses<T>(row, f.inverse, least, m.of_runs);
   if (!(total > 0.0)) return -1;
   double target = target_of(f.uniform, total), before = 0.0;
   int64_t run = 0;
-  while (run + 1 < row.runs && !(before + m.weights[run] > target)) before += m.weights[run++];
+  while (run + 1 < row.runs && !(before + m.of_runs[run] > target)) before += m.of_runs[run++];
   int64_t found = -1, last = -1;
   for (; run >= 0 && found < 0; --run) {  // back only where rounding carried the walk past the last weight
-    weigh(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), double(row.head), f.temperature,
+    weigh(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), double(row.head), f.inverse,
           [&](int64_t i, int64_t many, vd w) {
             for (int64_t j = 0; j < many; ++j) {
               if (w[j] < least || w[j] <= 0.0) continue;
@@ -211,12 +179,8 @@ template <class T> int64_t sample_row(const T* logits, int64_t vocab, const Filt
     int64_t first = runs * part / pieces, last = runs * (part + 1) / pieces;
     peaks_of(logits + first * RUN, (last * RUN < vocab ? last * RUN : vocab) - first * RUN, m.peaks + first);
   });
-  Row row = {logits, vocab, runs, m.peaks, -__builtin_inff(), threads};
-  for (int64_t run = 0; run < runs; ++run) {
-    if (m.peaks[run] != m.peaks[run]) return -1;  // a NaN: there is no distribution
-    row.head = m.peaks[run] > row.head ? m.peaks[run] : row.head;
-  }
-  if (row.head == -__builtin_inff()) return -1;
+  Row row = {logits, vocab, runs, m.peaks, head_of(m.peaks, runs), threads};
+  if (!(row.head > -__builtin_inff())) return -1;  // a NaN, or nothing but -inf: there is no distribution
   if (!(f.temperature > 0.0)) return greedy<T>(row);
   if (f.use_k || (f.use_p && f.p < 1.0)) return among_few<T>(row, f, m);
   return among_all<T>(row, f, m);
@@ -258,17 +222,19 @@ Status sample(Call& c) {
   const char* volatile failed = nullptr;
   int inside = batch == 1 ? c.threads : 1;
   parallel_range(batch, 1, c.threads, [&](int64_t begin, int64_t end) {
-    char* memory = static_cast<char*>(scratch(room * (sizeof(Weighted) + 8 + sizeof(Token)) + runs * 8));
+    char* memory = static_cast<char*>(scratch(room * (sizeof(Weighted) + 8 + 8) + runs * 12));
     if (memory == nullptr) {
       failed = "out of memory";
       return;
     }
     Memory m;
     m.work = reinterpret_cast<Weighted*>(memory);
-    m.weights = reinterpret_cast<double*>(memory + room * sizeof(Weighted));
-    m.list = reinterpret_cast<Token*>(m.weights + room);
-    m.peaks = reinterpret_cast<float*>(m.list + room);
-    m.floors = m.peaks + runs;
+    m.list.weights = reinterpret_cast<double*>(memory + room * sizeof(Weighted));
+    m.of_runs = m.list.weights + room;
+    m.list.logits = reinterpret_cast<float*>(m.of_runs + runs);
+    m.list.ids = reinterpret_cast<int32_t*>(m.list.logits + room);
+    m.list.count = 0;
+    m.peaks = reinterpret_cast<float*>(m.list.ids + room);
     for (int64_t r = begin; r < end; ++r) {
       Filters f;
       f.k = ks ? int64_t(number(ks, r, 0.0)) : c.i(4);
@@ -278,6 +244,8 @@ Status sample(Call& c) {
       f.least = number(leasts, r, c.f(8));
       f.use_least = leasts || c.f(8) >= 0.0;
       f.temperature = uniform ? number(temperatures, r, c.f(10)) : 0.0;
+      double inverse = 1.0 / f.temperature;  // of the smallest temperatures not infinite: no distance stays none
+      f.inverse = inverse < 1.7e308 ? inverse : 1.7e308;
       f.uniform = uniform ? uniform.as<double>()[r] : 0.0;
       const char* row = logits.data + r * step * size_of(logits.dtype);
       int64_t* to = out.as<int64_t>() + r;

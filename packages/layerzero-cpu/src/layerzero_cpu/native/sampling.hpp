@@ -1,6 +1,6 @@
 // Ranks and weights of tokens: exponentials in double, and selection by halving instead of sorting.
 #pragma once
-#include "vec.hpp"
+#include "pair.hpp"
 
 #define LZ_ALWAYS __attribute__((always_inline))
 
@@ -26,7 +26,33 @@ LZ_INLINE double sum(vd v) {
   return total;
 }
 
-// e^x for x <= 0 in double: the remainder of x over log 2 by its series, then the power of two in two steps.
+// e^x for x <= 0 in double.
+#if LZ_LANES == 16 && !defined(LZ_ISA_portable)
+alignas(64) constexpr double ROOTS[16] = {  // 2^(j/16)
+      1.0, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
+      1.189207115002721, 1.241857812073484, 1.2968395546510096, 1.3542555469368927,
+      1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
+      1.681792830507429, 1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
+
+// x is n sixteenths of log 2 and a little: the root of two of n's last four bits, times the series of the little, times the
+// power of two of the others.
+LZ_INLINE vd exp_down(vd x) {
+  __m512d t = _mm512_max_pd(bit_cast<__m512d>(x), _mm512_set1_pd(-746.0));
+  vd shifted = bit_cast<vd>(t) * 23.083120654223414 + 6755399441055744.0;  // its last bits are n
+  vd n = shifted - 6755399441055744.0;
+  vd r = bit_cast<vd>(t) - n * (0.693147180369123816490 / 16);
+  r = r - n * (1.90821492927058770002e-10 / 16);
+  vd p = r * (1.0 / 720.0) + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  p = p * (r * r) + r;
+  vd root = bit_cast<vd>(
+      _mm512_permutex2var_pd(_mm512_load_pd(ROOTS), bit_cast<__m512i>(shifted), _mm512_load_pd(ROOTS + 8)));
+  return bit_cast<vd>(_mm512_scalef_pd(bit_cast<__m512d>(p * root + root), bit_cast<__m512d>(n * 0.0625)));
+}
+#else
+// The remainder of x over log 2 by its series, then the power of two in two steps.
 LZ_INLINE vd exp_down(vd x) {
   vd low = vd{} - 745.2;
   vd t = x > low ? x : low;
@@ -51,12 +77,13 @@ LZ_INLINE vd exp_down(vd x) {
   vd e = p * bit_cast<vd>((half + 1023) << 52) * bit_cast<vd>((k - half + 1023) << 52);
   return x < low ? vd{} : e;
 }
+#endif
 
-// exp((logit - head) / temperature); a logit at the head has no distance, be it infinite.
-LZ_INLINE vd weight(vd logit, double head, double temperature) {
+// exp((logit - head) * inverse), where inverse is 1 / temperature; a logit at the head has no distance, be it infinite.
+LZ_INLINE vd weight(vd logit, double head, double inverse) {
   vd far = logit - head;
   far = logit == head ? vd{} : far;
-  return exp_down(far / temperature);
+  return exp_down(far * inverse);
 }
 
 // The largest float not above x.
@@ -80,7 +107,6 @@ struct Weighted {
 
 LZ_INLINE bool ahead(Token a, Token b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 LZ_INLINE bool ahead(const Weighted& a, const Weighted& b) { return ahead(a.token, b.token); }
-LZ_INLINE bool ahead(float a, float b) { return a > b; }
 
 struct Dice {  // pivots that no input can foresee badly, the same in every run
   uint64_t state = 0x9e3779b97f4a7c15ull;
@@ -116,11 +142,6 @@ template <class E> LZ_INLINE void select_kth(E* x, int64_t n, int64_t k) {
     else if (k - 1 >= right) low = right;
     else return;
   }
-}
-
-float kth_largest(float* x, int64_t n, int64_t k) {
-  select_kth(x, n, k);
-  return x[k - 1];
 }
 
 Token kth_ranked(Weighted* x, int64_t n, int64_t k) {

@@ -228,6 +228,8 @@ LZ_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }  // contracted: -ffp-co
 LZ_INLINE float sum(vf v) {
 #if defined(__aarch64__) && !defined(LZ_ISA_portable)
   return vaddvq_f32(bit_cast<float32x4_t>(v));
+#elif LZ_LANES == 16 && !defined(LZ_ISA_portable)
+  return _mm512_reduce_add_ps(bit_cast<__m512>(v));  // by halves, like the loop below
 #else
   float lane[W];
   memcpy(lane, &v, sizeof v);
@@ -239,6 +241,8 @@ LZ_INLINE float sum(vf v) {
 LZ_INLINE float max_of(vf v) {
 #if defined(__aarch64__) && !defined(LZ_ISA_portable)
   return vmaxvq_f32(bit_cast<float32x4_t>(v));
+#elif LZ_LANES == 16 && !defined(LZ_ISA_portable)
+  return _mm512_reduce_max_ps(bit_cast<__m512>(v));
 #else
   float lane[W];
   memcpy(lane, &v, sizeof v);

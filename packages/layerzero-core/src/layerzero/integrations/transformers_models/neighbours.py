@@ -7,10 +7,11 @@ and each projection works by itself again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as _any_hook
 
@@ -40,13 +41,15 @@ def unfit(parts: Sequence[Any]) -> str:
 
 
 class Neighbours:
-    """Linears of one input. `weight` and `bias` are those of all of them; `split` says where each one's rows end."""
+    """Linears of one input. `weight` and `bias` are those of all of them, `sizes` the rows of each, and `product` the
+    function that multiplies."""
 
-    __slots__ = ("_hooks", "_places", "bias", "parts", "sizes", "stash", "weight")
+    __slots__ = ("_hooks", "_places", "bias", "parts", "product", "sizes", "stash", "weight")
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
         self.parts = tuple(parts)
         self.sizes = [part.out_features for part in parts]
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         # What the first of several called in a row computed for the others: (input, results).
         self.stash: tuple[Any, ...] | None = None
         self._hooks = tuple(hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks))

@@ -18,17 +18,20 @@ __all__ = [
     "Gated",
     "Projected",
     "Rms",
+    "Single",
     "add_norm",
     "end",
     "first",
     "gated",
     "layer_norm",
+    "linear",
     "rms_norm",
     "second",
 ]
 
 STATE = "_layerzero"  # where a patched part keeps what it needs
 _compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
 
 
 class Rms:
@@ -115,7 +118,8 @@ def first(self: Any, x: Tensor) -> Tensor:
     neighbours: Neighbours = self._layerzero.all
     if _compiling() or not neighbours.together():
         return F.linear(x, self.weight, self.bias)
-    own, *others = torch.split(F.linear(x, neighbours.weight, neighbours.bias), neighbours.sizes, -1)
+    whole = neighbours.product(x, neighbours.weight, neighbours.bias)
+    own, *others = torch.split_with_sizes(whole, neighbours.sizes, -1)
     neighbours.stash = (x, *others)
     return own
 
@@ -134,6 +138,20 @@ def second(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, self.weight, self.bias)
 
 
+class Single:
+    """State of a linear layer by itself: none, but it marks the forward as ours."""
+
+    __slots__ = ()
+
+
+def linear(self: Any, x: Tensor) -> Tensor:
+    """A patched linear layer; the module's own product where a gradient is needed or a graph is traced."""
+    own = self._parameters
+    if _grad_enabled() or _compiling():
+        return F.linear(x, own["weight"], own["bias"])
+    return quick.product(x, own["weight"], own["bias"])  # type: ignore[no-any-return]
+
+
 class Gated:
     """State of a gated MLP: its two projections in, the one back, the op between."""
 
@@ -149,6 +167,6 @@ def gated(self: Any, x: Tensor) -> Tensor:
     both = state.both
     if self.training or _compiling() or not both.together():
         return type(self).forward(self, x)  # type: ignore[no-any-return]
-    wide = quick.activate(state.op, F.linear(x, both.weight, both.bias), state.rest)
+    wide = quick.activate(state.op, both.product(x, both.weight, both.bias), state.rest)
     out: Tensor = self._modules[state.down](wide)
     return out

@@ -14,6 +14,7 @@ from layerzero.integrations.changes import Changes
 from layerzero.integrations.transformers_models import experts, layers, parts, probes, quick, rewriting
 from layerzero.integrations.transformers_models.choosing import choose_attention, choose_experts
 from layerzero.integrations.transformers_models.enabling import NAME, enable_transformers
+from layerzero.integrations.transformers_models.linears import Linears
 from layerzero.integrations.transformers_models.neighbours import Neighbours, unfit
 from layerzero.model.patches import Left, Patched, PatchReport
 
@@ -22,7 +23,7 @@ __all__ = ["KINDS", "patch", "patched", "unpatch"]
 _log = logging.getLogger("layerzero.transformers")
 
 # What can be left out with `skip=`.
-KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual")
+KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear")
 _RECORD = "_layerzero_patch"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
 _QKV = (("q_proj", "k_proj", "v_proj"),)
@@ -33,7 +34,7 @@ class _Record:
 
     def __init__(self) -> None:
         self.changes = Changes()
-        self.neighbours: list[Neighbours] = []
+        self.neighbours: list[tuple[str, Any, Neighbours]] = []  # with the part they are of, and its name
         self.patched: list[Patched] = []
         self.left: list[Left] = []
         self.report: PatchReport | None = None
@@ -63,7 +64,7 @@ def patch(model: Any, *, skip: Collection[str] = ()) -> PatchReport:
     record = _Record()
     steps = {
         "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
-        "projections": _projections, "residual": _residual,
+        "projections": _projections, "residual": _residual, "linear": _linears,
     }  # fmt: skip
     try:
         for kind, step in steps.items():
@@ -107,7 +108,7 @@ def _model_of(given: Any) -> Any:
 
 
 def _undo(record: _Record) -> None:
-    for neighbours in record.neighbours:
+    for _, _, neighbours in record.neighbours:
         neighbours.part()
     record.changes.undo()
 
@@ -246,7 +247,7 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
         record.leave(name, module, why)
         return
     both = Neighbours((gate, up))
-    record.neighbours.append(both)
+    record.neighbours.append((name, module, both))
     _forward(record, module, parts.gated, parts.Gated(both, names[2], found[0], found[1]))
     record.did(name, module, found[0])
 
@@ -262,10 +263,23 @@ def _projections(model: Any, record: _Record) -> None:
             record.leave(name, module, f"one product for {', '.join(names)}: {why}")
             continue
         neighbours = Neighbours(found)
-        record.neighbours.append(neighbours)
+        record.neighbours.append((name, module, neighbours))
         for place, part in enumerate(found):
             _forward(record, part, parts.second if place else parts.first, parts.Projected(neighbours, place))
         record.did(name, module, " + ".join(names) + " in one product")
+
+
+# -- products: last, since it asks what was joined ----------------------------------------------------
+def _linears(model: Any, record: _Record) -> None:
+    found = Linears()
+    for name, module, neighbours in record.neighbours:
+        if found.worth(neighbours.weight, neighbours.bias):
+            neighbours.product = quick.product
+            record.did(name, module, "linear")
+    for name, module in found.single(model, [neighbours for _, _, neighbours in record.neighbours]):
+        if _free(record, name, module):
+            _forward(record, module, parts.linear, parts.Single())
+            record.did(name, module, "linear")
 
 
 # -- the residual stream -----------------------------------------------------------------------------

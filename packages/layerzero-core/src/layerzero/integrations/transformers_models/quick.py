@@ -20,6 +20,7 @@ from layerzero.dispatch.hot import autocast_key, describe_tensor
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.model.op import OperationSpec
 from layerzero.ops.gemma import GEMMA_ADD_RMS_NORM, GEMMA_RMS_NORM, gemma_add_rms_norm, gemma_rms_norm
+from layerzero.ops.linear import linear
 from layerzero.ops.mlp import GELU_AND_MUL, RELU_AND_MUL, SILU_AND_MUL
 from layerzero.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, add_rms_norm, layer_norm, rms_norm
 from layerzero.ops.positional import ROPE, rope
@@ -27,12 +28,13 @@ from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.current import now, scope
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "rotate"]
+__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "rotate"]
 
 _GATED = {spec.op_id: spec for spec in (SILU_AND_MUL, GELU_AND_MUL, RELU_AND_MUL)}
 
 _C = functions.accelerated  # filled when layerzero is imported, which is before this
 _c_norm, _c_add, _c_layer, _c_rope = (_C.get(op) for op in ("rms_norm", "add_rms_norm", "layer_norm", "rope"))
+product: Any = _C.get("linear", linear)  # `lz.linear`: on a CPU its work is long against a general key
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms

@@ -1,0 +1,79 @@
+"""The benchmark of whole models: tokens of `generate` are compared, a step is divided by part, the page tells both."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NAMES = ("timing", "models_generate", "models_decoding", "models_page")
+pytestmark = [pytest.mark.integration, pytest.mark.needs_package("transformers")]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = {name: sys.modules.pop(name, None) for name in NAMES}
+    with torch.no_grad():
+        yield {name: importlib.import_module(name) for name in NAMES}
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture(scope="module")
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+
+
+def _timed(contestants, sync, units, seconds):
+    for call, rewind in contestants.values():
+        call()
+        rewind()
+    return {"ms": dict.fromkeys(contestants, 2.0), "times faster": dict.fromkeys(contestants, 1.0), "rounds": 1}
+
+
+def test_generate_says_whether_the_tokens_are_the_same_and_how_far(bench, llama):
+    case = bench["models_generate"].generate_case
+    ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
+    same = case(llama, copy.deepcopy(llama), ids, 6, _timed, lambda: None, 0.0)
+    assert (same["identical"], same["agree"], same["new"]) == (True, 6, 6)
+    assert same["tokens_per_s"] == {"stock": 1000.0, "patched": 1000.0}
+    other = copy.deepcopy(llama)
+    other.lm_head.weight.data = other.lm_head.weight.data.flip(0).clone()  # the best token becomes another one
+    found = case(llama, other, ids, 6, _timed, lambda: None, 0.0)
+    assert not found["identical"] and found["agree"] < 6
+    section = bench["models_page"]._apart
+    assert section(same) == "the same tokens" and section(found).startswith(f"the same {found['agree']} first tokens")
+
+
+def test_a_step_is_divided_into_parts_that_make_a_whole(bench, llama):
+    decoding = bench["models_decoding"]
+    loop = decoding.Decoding(llama, torch.randint(3, 97, (1, 7)))
+    found = decoding.shares(loop, 3)
+    assert sum(found.values()) == pytest.approx(100.0, abs=1.0)
+    assert found["linear"] > 0 and found["attention"] > 0 and found["Python"] > 0
+    assert loop.cache.layers[0].keys.shape[2] == 7  # and the cache is as it was
+    parts = {
+        "<built-in method linear>": "linear", "<built-in method torch._C._nn.linear>": "linear",
+        "<built-in method attention_decode>": "attention", "<layerzero.add_rms_norm>": "norm",
+        "<built-in method torch.cat>": "cache", "<method 'argmax' of 'torch._C.TensorBase' objects>": "choice",
+    }  # fmt: skip
+    assert {name: decoding._part(name) for name in parts} == parts
+    row = {"per cent of a step": {"stock": {"linear": 60.0, "norm": 0.4, "Python": 39.6}}}
+    text = bench["models_page"]._step("decode", row)
+    assert text.strip() == "A step of decode, as a profiler divides it: stock: linear 60 %, Python 40 %."
