@@ -375,10 +375,13 @@ def test_a_hundred_thousand_calls_keep_no_memory():
 
     some(20_000)
     gc.collect()
-    before, objects = resident_kb(), len(gc.get_objects())
-    some(100_000)
-    gc.collect()
-    assert resident_kb() - before < 2048
+    objects, grown = len(gc.get_objects()), []
+    for _ in range(3):  # what leaks grows every time; an allocator that takes another page does not
+        before = resident_kb()
+        some(35_000)
+        gc.collect()
+        grown.append(resident_kb() - before)
+    assert min(grown) < 512, grown  # 35 000 lost objects take 2 000 KiB and more
     assert len(gc.get_objects()) - objects < 100
 
 
