@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
     took = found["cpu"]["median_us"]["4 MiB there"] / 1e3
     print(f"4 MiB there: {took:.2f} ms, budget {BUDGET_MS} ms on x86")
     data = {
-        "command": f"python benchmarks/isolation.py --machine {given.machine}", "commit": commit(), "machine": machine(),
-        "budget_ms_x86": BUDGET_MS, "devices": found,
+        "command": f"python benchmarks/isolation.py --machine {given.machine}",
+        "commit": commit(), "machine": machine(), "budget_ms_x86": BUDGET_MS, "devices": found,
     }  # fmt: skip
     write_json(given.json or RESULTS / given.machine / "isolation.json", data)
     return 0
