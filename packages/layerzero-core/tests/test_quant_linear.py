@@ -246,7 +246,7 @@ def counters():
 
 @pytest.mark.req("R-QUANT-07")
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_weight_is_packed_once_and_reused_by_every_call(counters, monkeypatch, symmetric):
+def test_a_weight_is_packed_once_and_reused_by_every_call(built_in, counters, monkeypatch, symmetric):
     qt = weight_of("int4", symmetric=symmetric)
     runs = []
     torchs_packer = torch.ops.aten._convert_weight_to_int4pack_for_cpu
@@ -268,7 +268,7 @@ def test_a_weight_is_packed_once_and_reused_by_every_call(counters, monkeypatch,
 
 
 @pytest.mark.req("R-QUANT-07")
-def test_a_packed_weight_that_was_written_to_is_refused_or_packed_again(counters):
+def test_a_packed_weight_that_was_written_to_is_refused_or_packed_again(built_in, counters):
     qt = weight_of("int4")
     strict, lenient = lz.pack_weight(qt, layout="plain"), lz.pack_weight(qt)
     if lenient.layout == "plain":
