@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
 from layerzero.errors import (
@@ -292,6 +293,21 @@ def test_vmap_works_where_a_kernel_asks_for_aligned_pointers(lab: Any) -> None:
     lab.use(lab.kernel("strict.rms_norm.aligned", priority=90, pointer_alignment=16))
     out = torch.vmap(lambda item: lz.rms_norm(item, W))(X)
     torch.testing.assert_close(out, torch.rms_norm(X, (8,), W, 1e-6))
+
+
+@pytest.mark.req("R-PT-02")
+def test_a_graph_is_traced_where_a_kernel_asks_for_aligned_pointers(lab: Any) -> None:
+    """A tensor that is only described has no address; asking for it is an error of torch's."""
+    lab.use(lab.kernel("strict.rms_norm.aligned", priority=90, pointer_alignment=16))
+    wide = torch.randn(4, 16)
+    for x, fits in ((X, True), (wide[:, :8], True), (wide[:, 1:9], False)):  # four bytes beyond its storage's beginning
+        call = torch.compile(lambda item: lz.rms_norm(item, W), fullgraph=True, backend="eager", dynamic=False)
+        out, ran = lab.run(call, x)
+        torch.testing.assert_close(out, torch.rms_norm(x, (8,), W, 1e-6))
+        assert (ran == ["strict.rms_norm.aligned"]) is fits, ran
+        with FakeTensorMode() as mode:
+            found = lz.select("rms_norm", mode.from_tensor(x), mode.from_tensor(W))
+        assert found.context.aligned_pointers is fits
 
 
 # -- what must not be repeated --------------------------------------------------------------------

@@ -348,6 +348,9 @@ def test_an_adapter_that_cannot_be_imported_there_is_set_aside_with_its_own_code
 @PROVE
 def test_doctor_asks_an_isolated_backend_in_its_own_surroundings(toy: dict[str, Any]) -> None:
     lz.configure(isolation={"toy": toy})
-    check = lz.doctor("toy", timeout=60.0).check("toy", "backends")
+    found = lz.doctor("toy", timeout=60.0)
+    check = found.check("toy", "backends")
     assert check.status == "ok", check
     assert check.message.startswith("isolated in its own process: 1.5, 2 of 2 kernels")
+    plugin = found.check("toy", "plugins")
+    assert plugin.status == "ok" and plugin.message.endswith(", in a process of their own"), plugin

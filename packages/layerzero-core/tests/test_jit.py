@@ -389,3 +389,45 @@ def test_a_forked_child_has_a_queue_that_works() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.set()
     assert not queue.wait(timeout_s=60)
+
+
+@pytest.mark.req("R-WARM-01")
+def test_a_process_that_ends_waits_for_the_compiler_and_begins_nothing_more() -> None:
+    """An interpreter that ends a thread inside a C++ compiler is aborted."""
+    queue = Queue(workers=1, timeout_s=0.01, on_late=lambda artifact: None)
+    begun, go, done = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go.wait()
+        done.append("first")
+
+    first, second = (("a.b.c", (str(number),)) for number in range(2))
+    assert queue.submit(first, work)
+    begun.wait()
+    assert not queue.wait([first], timeout_s=30.0)  # late: it has lost its place and is still running
+    queue.workers = 0
+    assert queue.submit(second, lambda: done.append("second"))
+    ended = threading.Thread(target=queue.close)
+    ended.start()
+    ended.join(0.05)
+    assert ended.is_alive() and not done
+    go.set()
+    ended.join()
+    assert done == ["first"] and queue.busy == 0 and not queue.submit(second, lambda: None)
+
+
+@pytest.mark.req("R-WARM-01")
+def test_an_interpreter_ends_after_its_compiler() -> None:
+    program = """
+import threading, time
+from layerzero.plans.jit_queue import Queue
+def work():
+    time.sleep(0.3)
+    print("compiled", flush=True)
+queue = Queue(1, 60.0, lambda artifact: None)
+queue.submit(("a.b.c", ()), work)
+print("end", flush=True)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["end", "compiled"]

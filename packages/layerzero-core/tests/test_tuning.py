@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from layerzero.tuning import trial as trial_module
 from layerzero.tuning.clock import cpu_clock
 from layerzero.tuning.drift import Watcher, drifted
 from layerzero.tuning.ends import other_end
-from layerzero.tuning.launches import with_launches
+from layerzero.tuning.launches import with_launch, with_launches
 from layerzero.tuning.measured import measurements_from
 from layerzero.tuning.race import Times, winner_of
 from layerzero.tuning.screen import hopeful, screened
@@ -136,8 +137,8 @@ def test_screening_takes_three_samples_in_turns_and_the_fastest_counts():
 # -- the gate ------------------------------------------------------------------------------------------
 @pytest.mark.req("R-TUNE-01")
 def test_a_kernel_shorter_than_its_launch_takes_as_long_as_the_launch():
-    """A kernel of 4 µs behind a launch of 90 is no fast kernel; one interruption does not make a launch long."""
-    launch = {"eager": [90.0], "quick": [500.0, 9.0], "long": [900.0]}
+    """A kernel of 4 µs behind a launch of 90 is no fast kernel; some interruptions do not make a launch long."""
+    launch = {"eager": [90.0], "quick": [500.0, 700.0, 9.0], "long": [900.0]}
     calls = {name: (lambda name=name: name) for name in launch}
     times = {name: Times(us, us + 1, us + 2, 0.0, 36) for name, us in (("eager", 4.0), ("quick", 5.0), ("long", 500.0))}
 
@@ -145,10 +146,32 @@ def test_a_kernel_shorter_than_its_launch_takes_as_long_as_the_launch():
         told = launch[call()]
         return told.pop(0) if len(told) > 1 else told[0]
 
-    found = with_launches(times, calls, clock)
+    found = with_launches(times, calls, clock, lambda: 1.0)
     assert (found["eager"].median_us, found["eager"].p99_us) == (90.0, 92.0)
     assert found["quick"].median_us == 9.0 and found["long"] == times["long"]
     assert winner_of(times, 0.02) == "eager" and winner_of(found, 0.02) == "quick"
+    assert with_launch(4.0, lambda: "eager", clock, lambda: 1.0) == 90.0
+    assert with_launch(500.0, lambda: "long", clock, lambda: 1.0) == 500.0
+
+
+@pytest.mark.req("R-TUNE-01", "R-TUNE-03")
+def test_a_host_that_is_slower_for_a_while_does_not_decide_a_race():
+    """Launches of 20 and 30 µs on a host that is up to twice as slow; both kernels take 25 µs on the device."""
+    paces = itertools.cycle([1.0, 2.0, 1.5, 1.0, 1.3])
+    now = [1.0]
+    took = {"a": 30.0, "b": 20.0}
+
+    def pacer():
+        now[0] = next(paces)
+        return now[0]
+
+    calls = {name: (lambda name=name: name) for name in took}
+    times = {name: Times(25.0, 26.0, 27.0, 0.0, 36) for name in took}
+    quick = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0)
+    slow = with_launches(times, calls, lambda call, count: took[call()] * 2.0, lambda: 2.0)  # all the while
+    assert quick == slow and {name: item.median_us for name, item in slow.items()} == {"a": 30.0, "b": 25.0}
+    found = with_launches(times, calls, lambda call, count: took[call()] * now[0], pacer)
+    assert found["b"].median_us == 25.0 and 25.0 < found["a"].median_us < 36.0
 
 
 @pytest.mark.req("R-TUNE-03", "R-SEL-03")

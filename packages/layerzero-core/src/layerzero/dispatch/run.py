@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
@@ -157,9 +158,19 @@ def _asked_alignment(world: World, op: str) -> int:
 
 def _aligned(tensors: list[Tensor], bytes_: int) -> bool:
     try:
-        return all(item.data_ptr() % bytes_ == 0 for item in tensors)
+        return all((_fake_address(item) if _is_fake(item) else item.data_ptr()) % bytes_ == 0 for item in tensors)
     except RuntimeError:  # a tensor without storage, inside a transform: nothing to ask
         return True
+
+
+def _is_fake(item: Tensor) -> bool:
+    return type(item) is not Tensor and isinstance(item, FakeTensor)
+
+
+def _fake_address(item: Tensor) -> int:
+    """Of a tensor that is only described: storage begins aligned, and what lies at an unknown place in it may be."""
+    offset = item.storage_offset()
+    return offset * item.element_size() if isinstance(offset, int) else 0
 
 
 def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:

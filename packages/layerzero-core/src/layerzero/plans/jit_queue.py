@@ -2,11 +2,13 @@
 
 The compilers at work here either leave Python (nvcc, ptxas, ninja, g++ run as processes) or are C++ that releases the
 interpreter. A compile that takes too long cannot be ended from outside; it loses its place, so that the others go
-on, and its artifact counts as soon as it is done after all.
+on, and its artifact counts as soon as it is done after all. At its end a process waits for what is being compiled: an
+interpreter that ends a thread inside a C++ compiler is aborted.
 """
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import itertools
 import logging
@@ -22,6 +24,7 @@ __all__ = ["Job", "Queue"]
 
 _log = logging.getLogger("layerzero.jit")
 MAX_WAITING = 1_024
+AT_EXIT_S = 30.0
 
 
 @dataclass(order=True)
@@ -44,6 +47,7 @@ class Queue:
         self._start()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start)
+        atexit.register(self.close)
 
     def _start(self) -> None:
         """Empty, with fresh locks: at the beginning, and in a forked child, where the threads are gone."""
@@ -51,6 +55,7 @@ class Queue:
         self._waiting: list[Job] = []
         self._known: set[Artifact] = set()  # waiting or running
         self._running = 0
+        self._threads: set[threading.Thread] = set()  # also of those that are late
         self._closed = False
 
     def submit(self, artifact: Artifact, work: Callable[[], object], *, urgent: bool = False) -> bool:
@@ -95,6 +100,21 @@ class Queue:
             self._waiting.clear()
             self._changed.notify_all()
 
+    def close(self, patience_s: float = AT_EXIT_S) -> None:
+        """Begin nothing more, and wait so long for what is running."""
+        with self._changed:
+            self._closed = True
+            running = list(self._threads)
+        self.drop_waiting()
+        deadline = time.monotonic() + patience_s
+        for thread in running:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        left = [thread for thread in running if thread.is_alive()]
+        if left:
+            _log.warning(
+                "%d compilations are not done after %.0f s; the process ends inside them", len(left), patience_s
+            )
+
     # -- inside ----------------------------------------------------------------------------------
     def _advance(self) -> None:
         """Begin jobs while there are free places. The lock is held."""
@@ -105,6 +125,7 @@ class Queue:
             thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
             timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
             timer.daemon, place.timer = True, timer
+            self._threads.add(thread)
             thread.start()
             timer.start()
 
@@ -125,6 +146,7 @@ class Queue:
 
     def _done(self, job: Job, place: _Place) -> None:
         with self._changed:
+            self._threads.discard(threading.current_thread())
             if not place.left:
                 self._leave(job, place)
 

@@ -32,14 +32,14 @@ _PAIRS = (
 
 def plugins(now: Situation, only: str | None = None) -> list[Check]:
     """One check per plugin: did it load, and if not, why."""
-    return [_plugin(record) for record in now.records if _wanted(record, only)]
+    return [_plugin(record, now) for record in now.records if _wanted(record, only)]
 
 
 def _wanted(record: PluginRecord, only: str | None) -> bool:
     return only is None or only == record.name or only in record.backends
 
 
-def _plugin(record: PluginRecord) -> Check:
+def _plugin(record: PluginRecord, now: Situation) -> Check:
     origin = f"{record.dist or 'unknown package'} {record.dist_version}".strip()
     count = len(record.kernels)
     brings = f"{origin}, {count} kernel{'' if count == 1 else 's'}"
@@ -47,6 +47,8 @@ def _plugin(record: PluginRecord) -> Check:
         return Check("plugins", record.name, Status.OK, brings)
     why = record.reasons[0]
     if record.state == PluginState.UNAVAILABLE:
+        if record.backends and all(backend in now.world.enclosed for backend in record.backends):
+            return Check("plugins", record.name, Status.OK, f"{brings}, in a process of their own")
         # Which library, and how to get it, stands at each of its backends.
         what = "no kernels yet" if why.code is ReasonCode.BACKEND_STUB else "vendor library missing or unfit"
         return Check("plugins", record.name, Status.WARN, f"{brings}; {what}", why.code)

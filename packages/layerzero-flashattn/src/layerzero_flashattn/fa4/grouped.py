@@ -8,7 +8,6 @@ library's own choice, which is made for squares: here most blocks need no mask.
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, Segment
-from layerzero_flashattn.quiet import hush, quietly
+from layerzero_flashattn.compiler import library
+from layerzero_flashattn.quiet import quietly
 from layerzero_flashattn.shared import upright
 
 __all__ = ["Sequences", "grouped_attention", "sequences"]
@@ -107,9 +107,8 @@ def grouped_attention(
         out = query.new_zeros(query.shape)
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         return (out, lse) if return_lse else out
-    hush()
-    library = importlib.import_module("flash_attn.cute.interface")  # late: tables are made without it
-    out, lse = _quiet(library._flash_attn_fwd)(
+    interface = library("flash_attn.cute.interface")  # late: tables are made without it
+    out, lse = _quiet(interface._flash_attn_fwd)(
         query,
         key,
         value,

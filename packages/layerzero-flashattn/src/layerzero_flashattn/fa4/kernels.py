@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero_flashattn.compiler import library
 from layerzero_flashattn.fa4.families import Families
 from layerzero_flashattn.fa4.replay import Recorded, record, replayable
-from layerzero_flashattn.quiet import hush, hush_backward, quietly
+from layerzero_flashattn.quiet import hush_backward, quietly
 from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, no_keys, sides, upright
 
 __all__ = [
@@ -29,8 +30,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-hush()
-_library: Any = importlib.import_module("flash_attn.cute.interface")
+_library: Any = library("flash_attn.cute.interface")
 _forward = _library._flash_attn_fwd
 _quiet_forward = quietly(_forward)
 _func = quietly(_library.flash_attn_func)

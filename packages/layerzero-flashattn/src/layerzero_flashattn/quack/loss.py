@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero_flashattn.quiet import hush, hush_backward, quietly
+from layerzero_flashattn.compiler import library
+from layerzero_flashattn.quiet import hush_backward, quietly
 
 __all__ = ["cross_entropy"]
 
-hush()
-_library: Any = importlib.import_module("quack.cross_entropy")
+_library: Any = library("quack.cross_entropy")
 _forward = quietly(_library.cross_entropy_fwd)
 _recorded = quietly(_library.cross_entropy)
 

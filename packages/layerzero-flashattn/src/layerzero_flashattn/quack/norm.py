@@ -6,18 +6,17 @@ a small norm takes. All compute in float32 and round once.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero_flashattn.quiet import hush, hush_backward, quietly
+from layerzero_flashattn.compiler import library
+from layerzero_flashattn.quiet import hush_backward, quietly
 
 __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
-hush()
-_library: Any = importlib.import_module("quack.rmsnorm")
+_library: Any = library("quack.rmsnorm")
 _forward = quietly(_library.rmsnorm_fwd)
 _rmsnorm = quietly(_library.rmsnorm)
 _layernorm_forward = quietly(_library.layernorm_fwd)

@@ -6,18 +6,17 @@ forward and its inverse are called from a function of ours.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero_flashattn.quiet import hush, quietly
+from layerzero_flashattn.compiler import library
+from layerzero_flashattn.quiet import quietly
 
 __all__ = ["rope"]
 
-hush()
-_library: Any = importlib.import_module("quack.rotary")
+_library: Any = library("quack.rotary")
 _apply = quietly(_library.apply_rotary)
 
 _grad_enabled = torch.is_grad_enabled
