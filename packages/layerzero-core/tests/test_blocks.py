@@ -367,6 +367,7 @@ def test_on_a_gpu_a_step_costs_its_launch_where_that_takes_longer(monkeypatch: p
     with FakeTensorMode(allow_non_fake_inputs=True):
         there = torch.empty(4, device="cuda")
     monkeypatch.setattr(blocks_cost, "clock_for", lambda device: lambda call, count: 5.0)
+    monkeypatch.setattr(launches, "host_pace", lambda: 1.0)
     meter = Meter(state.world, measure=True)
     for launch, price in ((90.0, 90.0), (3.0, 5.0)):
         monkeypatch.setattr(launches, "launch_clock", lambda call, count, launch=launch: launch)

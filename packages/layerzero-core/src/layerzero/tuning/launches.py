@@ -43,26 +43,26 @@ class _Quickest:
         return now / self._ns
 
 
-_pacer = _Quickest()
+host_pace: Pacer = _Quickest()
 
 
 def with_launches(
     times: Mapping[str, Times],
     calls: Mapping[str, Callable[[], Any]],
     clock: Clock = launch_clock,
-    pacer: Pacer = _pacer,
+    pacer: Pacer | None = None,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch."""
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
-    launches = _launches(short, clock, pacer)
+    launches = _launches(short, clock, pacer or host_pace)
     return {name: _charged(found, launches.get(name, 0.0)) for name, found in times.items()}
 
 
-def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, pacer: Pacer = _pacer) -> float:
+def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, pacer: Pacer | None = None) -> float:
     """What one kernel takes; where it is shorter than its launch, what that takes."""
     if us >= _LONG_US:
         return us
-    return max(us, _launches({"": call}, launch_clock if clock is None else clock, pacer)[""])
+    return max(us, _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace)[""])
 
 
 def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer) -> dict[str, float]:
