@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from models_page import models_section
 sys.path.insert(0, str(Path(__file__).parent))
 from page_accel import accel_section
 from page_cpu import cpu_section
+from page_gpu import adapters_section, diffusion_section, kits_section
 from page_threads import threads_section
 
 HERE = Path(__file__).parent
@@ -186,35 +188,27 @@ def _compiled_row(name: str, row: dict[str, Any], kernel: str) -> str:
     return f"| {name} | {row['median_us']['torch']:,.1f} | {ratios} | `{kernel}` |"
 
 
+SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
+    "overhead.json": section,
+    "tokenizers.json": tokenizers_section,
+    "tuned.json": tuned_section,
+    "compiled.json": compiled_section,
+    "accel.json": accel_section,
+    "threads.json": threads_section,
+    "cpu.json": cpu_section,
+    "models*.json": models_section,
+    "diffusion.json": diffusion_section,
+    "adapters.json": adapters_section,
+    "kits.json": kits_section,
+}
+
+
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
-        section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/overhead.json"))
-    ]
-    found += [
-        tokenizers_section(path.parent.name, json.loads(path.read_text()))
-        for path in sorted(results.glob("*/tokenizers.json"))
-    ]
-    found += [
-        tuned_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/tuned.json"))
-    ]
-    found += [
-        compiled_section(path.parent.name, json.loads(path.read_text()))
-        for path in sorted(results.glob("*/compiled.json"))
-    ]
-    found += [
-        accel_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/accel.json"))
-    ]
-    found += [
-        threads_section(path.parent.name, json.loads(path.read_text()))
-        for path in sorted(results.glob("*/threads.json"))
-    ]
-    found += [
-        cpu_section(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/cpu.json"))
-    ]
-    found += [
-        models_section(path.parent.name, json.loads(path.read_text()))
-        for path in sorted(results.glob("*/models*.json"))
+        written(path.parent.name, json.loads(path.read_text()))
+        for files, written in SECTIONS.items()
+        for path in sorted(results.glob(f"*/{files}"))
     ]
     return "\n".join([INTRO, *found])
 

@@ -319,6 +319,20 @@ def test_inside_the_noise_the_kernel_id_decides_the_same_way_every_time() -> Non
 
 
 @pytest.mark.req("R-SEL-10")
+@pytest.mark.req("R-SEL-03")
+def test_less_may_be_expected_of_a_kernel_below_a_size(lab: Any) -> None:
+    """As of attention kernels that do not split long keys: the best for many queries, the worst for one."""
+    many = lab.kernel("many.rms_norm.rows", priority=95.0, priority_below=(("rows", (9, 20.0)),))
+    lab.use(many, lab.kernel("few.rms_norm.rows", priority=50.0))
+    weight = torch.ones(8)
+    told = {rows: lab.run(lz.rms_norm, torch.randn(rows, 8), weight)[1][-1:] for rows in (16, 8, 9, 1, 16, 8)}
+    assert told[16] == told[9] == ["many.rms_norm.rows"]  # also behind others that are remembered
+    assert told[8] == told[1] == ["few.rms_norm.rows"]
+    found = lz.explain("rms_norm", torch.randn(8, 8), weight)
+    score = next(item for item in found.candidates if item.kernel_id == "many.rms_norm.rows").score
+    assert score == 20.0
+
+
 def test_equal_worlds_decide_equally_whatever_the_order_of_registration() -> None:
     first = select(call(), world(*ALL))
     for kernels in (ALL[::-1], ALL[3:] + ALL[:3]):

@@ -113,6 +113,7 @@ class KernelSpec:
     dtypes: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     priority: float = 0.0
+    priority_below: tuple[tuple[str, tuple[int, float]], ...] = ()
     min_sm: int | None = None
     max_sm: int | None = None
     supported_generations: frozenset[GPUGeneration] = frozenset()
@@ -377,6 +378,15 @@ class KernelSpec:
             found.append(reason("LAUNCH_CONFIG_INVALID", threads, device.max_threads_per_block))
         return found
 
+    def prior(self, ctx: Context) -> float:
+        """What its author expects of it for this call, in points, before anything was measured."""
+        points = self.priority
+        for name, (below, there) in self.priority_below:
+            size = ctx.dim(name)
+            if size is not None and size < below:
+                points = min(points, there)
+        return points
+
     def workspace_bytes(self, ctx: Context) -> int:
         """Bytes of scratch memory the kernel takes for this context."""
         if self.workspace is None:
@@ -386,7 +396,8 @@ class KernelSpec:
     def cuts(self, name: str) -> tuple[int, ...]:
         """Thresholds this kernel places on a size, for bucket boundaries."""
         limit = self._limit_map.get(name)
-        return () if limit is None else limit.cuts()
+        found = () if limit is None else limit.cuts()
+        return found + tuple(below - 1 for size, (below, _) in self.priority_below if size == name)
 
     def exact(self, name: str) -> bool:
         """Whether a modulus constraint forces exact keying of a size."""

@@ -58,6 +58,9 @@ def kernel_spec(
     given |= {name: entry[name] for name in _LEFT_OUT if entry[name]}
     if entry["head_dim"] and entry["head_dim"]["pairs"]:
         given["head_dim_pairs"] = entry["head_dim"]["pairs"]
+    if entry["priority_below"]:
+        found = entry["priority_below"].items()
+        given["priority_below"] = tuple(sorted((name, (item["size"], item["priority"])) for name, item in found))
     if entry["generations"]:
         given["supported_generations"] = entry["generations"]
     if entry["cpu_features"]:

@@ -114,6 +114,14 @@ PAGED = Record(
     ),
 )
 
+BELOW = Record(
+    "priority below",
+    (
+        Field("size", Whole(2), "smaller ones", required=True),
+        Field("priority", Number(), "points in place of priority, where they are less", required=True),
+    ),
+)
+
 KERNEL = Record(
     "kernel",
     (
@@ -122,6 +130,7 @@ KERNEL = Record(
         Field("dtypes", ListOf(_DTYPE, 1), "torch dtype names it computes in", required=True),
         Field("platforms", ListOf(Choice(Platform), 1), "device kinds; the file's platforms when left out"),
         Field("priority", Number(), "score prior in points before anything was measured", default=0.0),
+        Field("priority_below", MapOf(BELOW, _WORD), "sizes below which less is expected of it", default={}),
         Field("doc", Text(empty=True), "one line for people", default=""),
         # hardware
         Field("min_sm", _SM, "oldest SM, 80 for SM 8.0"),

@@ -126,7 +126,7 @@ def _ranked(
     order: list[tuple[tuple[float, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
-        priority = kernel.priority if measured is None else level
+        priority = kernel.prior(ctx) if measured is None else level
         total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
         entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms)
         order.append((rank(total, kernel.kernel_id), entry))

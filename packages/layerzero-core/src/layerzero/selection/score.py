@@ -1,6 +1,6 @@
 """Scores: priority + policy bonus + measured speed - price of transforms.
 
-priority     what the backend's author expects, 0 to 100; measured kernels all start from the highest of theirs
+priority     what the backend's author expects of such a call, 0 to 100; measured kernels all start from the highest
 bonus        prefer, avoid and boosts of the policy
 measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
              fastest it is 0, and the tie breaks by kernel id. A measurement already holds its transforms.
