@@ -47,6 +47,7 @@ class Double:
     def __init__(self, recorded):
         self.calls = []
         self.launch = [132, 1]  # what a plan says of its launch
+        self.inner = True  # whether the functions that the public calls end in are those the adapters know
         self.recorded = recorded
         self.modules = {}
         for name in recorded["calls"]:
@@ -55,14 +56,17 @@ class Double:
     def count(self, name):
         return sum(1 for found, *_ in self.calls if found == name)
 
-    def bind(self, name, *args, **kwargs):
-        """Bind to the recorded signature; a call the library would refuse is a TypeError here."""
+    def signature(self, name):
         kinds = inspect.Parameter
         params = [
             kinds(p["name"], getattr(kinds, p["kind"]), default=kinds.empty if p["default"] is None else p["default"])
             for p in self.recorded["calls"][name]
         ]
-        bound = inspect.Signature(params).bind(*args, **kwargs)
+        return inspect.Signature(params)
+
+    def bind(self, name, *args, **kwargs):
+        """Bind to the recorded signature; a call the library would refuse is a TypeError here."""
+        bound = self.signature(name).bind(*args, **kwargs)
         self.calls.append((name, bound.arguments))
         return bound.arguments
 
@@ -93,6 +97,7 @@ class Double:
             assert behaviour is not None, f"the double does not know {dotted}"
             return behaviour(*args, **kwargs)
 
+        call.__signature__ = self.signature(dotted)
         return call
 
     # -- one sequence -----------------------------------------------------------------------------
@@ -138,10 +143,13 @@ class Double:
         class Wrapper:
             def __init__(self, *args, **kwargs):
                 self.made = double.bind(dotted, *args, **kwargs)
+                self.use_tensor_cores = self.made.get("use_tensor_cores", False)
 
             def plan(self, *args, **kwargs):
                 self.planned = dict(double.bind(f"{dotted}.plan", self, *args, **kwargs))
                 self._plan_info = list(double.launch)
+                if kind == "BatchDecodeWithPagedKVCacheWrapper" and double.inner:
+                    double._decode_module(self, dotted)
                 fixed = self.made.get("paged_kv_indices_buffer", self.made.get("paged_kv_indices_buf"))
                 if fixed is not None:  # a graph reads what lies in the buffers
                     pages = self.planned.get("indices", self.planned.get("paged_kv_indices"))
@@ -162,6 +170,59 @@ class Double:
 
         Wrapper.__name__ = kind
         return Wrapper
+
+    def _decode_module(self, wrapper, dotted):
+        """What a planned decode wrapper holds: the function its `run` ends in, and the buffers that takes."""
+        made, plan = wrapper.made, wrapper.planned
+        wrapper._float_workspace_buffer = made["float_workspace_buffer"]
+        wrapper._int_workspace_buffer, wrapper._qo_indptr_buf = torch.empty(8), torch.empty(2)
+        wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf = plan["indptr"], plan["indices"]
+        wrapper._paged_kv_last_page_len_buf = plan["last_page_len"]
+
+        def launched(floats, ints, info, q, k, v, indptr, indices, last, o, lse, layout, window, pdl, cap, scale):
+            given = (floats, ints, indptr, indices, last)
+            held = ("float_workspace", "int_workspace", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+            for item, name in zip(given, held, strict=True):
+                assert item is getattr(wrapper, f"_{name}_buf{'fer' if 'work' in name else ''}")
+            assert info is wrapper._plan_info and o.is_contiguous() and o.shape == q.shape
+            assert (layout, pdl) == (["NHD", "HND"].index(made["kv_layout"]), False)
+            assert (window, cap, scale) == (plan["window_left"], plan["logits_soft_cap"], plan["sm_scale"])
+            wrapper.run(q, (k, v), out=o, lse=lse, return_lse=lse is not None)
+
+        def paged_run(
+            float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, paged_k_cache, paged_v_cache, qo_indptr,
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse, mask_mode, layout, window_left,
+            enable_pdl, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr,
+            maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr, logits_soft_cap, sm_scale, scale_q, scale_k, scale_v,
+            rope_scale, rope_theta, token_pos_in_items_len, workspace_size, num_qo_heads=None,
+        ):  # fmt: skip
+            assert qo_indptr is wrapper._qo_indptr_buf and mask_mode == 0
+            assert (rope_scale, rope_theta, token_pos_in_items_len) == (1.0, 1e4, 0)
+            assert workspace_size == float_workspace_buffer.numel()
+            nothing = (maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr)
+            nothing += (maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr, scale_q, scale_k, scale_v)
+            assert nothing == (None,) * 9
+            launched(
+                float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, paged_k_cache, paged_v_cache,
+                paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse, layout, window_left,
+                enable_pdl, logits_soft_cap, sm_scale,
+            )  # fmt: skip
+
+        def run(
+            float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, paged_k_cache, paged_v_cache,
+            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse, kv_layout_code, window_left,
+            enable_pdl, alibi_slopes, logits_soft_cap, sm_scale, rope_scale, rope_theta,
+        ):  # fmt: skip
+            assert (alibi_slopes, rope_scale, rope_theta) == (None, 1.0, 1e4)
+            launched(
+                float_workspace_buffer, int_workspace_buffer, plan_info_vec, q, paged_k_cache, paged_v_cache,
+                paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, o, maybe_lse, kv_layout_code, window_left,
+                enable_pdl, logits_soft_cap, sm_scale,
+            )  # fmt: skip
+
+        wrapper._cached_module = SimpleNamespace(
+            **{"paged_run": paged_run} if wrapper.use_tensor_cores else {"run": run}
+        )
 
     def _packed(self, wrapper, given, kind):
         plan, made = wrapper.planned, wrapper.made
@@ -230,19 +291,36 @@ class Double:
         return (act(input[..., :half].float()) * input[..., half:].float()).to(input.dtype)
 
     def do_apply_rope_with_cos_sin_cache(self, positions, query, key, head_size, cos_sin_cache, is_neox=True):
-        turned = query.clone(), key.clone()
-        self.do_apply_rope_with_cos_sin_cache_inplace(positions, *turned, head_size, cos_sin_cache, is_neox)
+        turned = torch.empty_like(query), torch.empty_like(key)
+        heads = [x.view(x.shape[0], -1, head_size) for x in (query, key, *turned)]
+        self.do__apply_rope_pos_ids_cos_sin_cache(*heads, cos_sin_cache, positions, not is_neox)
         return turned
 
-    def do_apply_rope_with_cos_sin_cache_inplace(self, positions, query, key, head_size, cos_sin_cache, is_neox=True):
-        assert cos_sin_cache.dtype is torch.float32 and head_size in WIDTHS and positions.is_contiguous()
+    def do__apply_rope_pos_ids_cos_sin_cache(self, q, k, q_rope, k_rope, cos_sin_cache, pos_ids, interleave):
+        assert cos_sin_cache.dtype is torch.float32 and q.shape[-1] in WIDTHS and pos_ids.is_contiguous()
+        assert cos_sin_cache.is_contiguous()
         rotary = cos_sin_cache.shape[1]
-        cos, sin = (x.unsqueeze(1) for x in cos_sin_cache[positions.long()].chunk(2, dim=-1))
-        for x in (query, key):
-            heads = x.view(x.shape[0], -1, head_size)[..., :rotary]
-            one, two = heads.float().chunk(2, -1) if is_neox else (heads[..., 0::2].float(), heads[..., 1::2].float())
+        cos, sin = (x.unsqueeze(1) for x in cos_sin_cache[pos_ids.long()].chunk(2, dim=-1))
+        for x, out in ((q, q_rope), (k, k_rope)):
+            assert x.stride(-1) == out.stride(-1) == 1
+            assert not any(n % 8 for n in (*x.stride()[:2], *out.stride()[:2])), "16 bytes are read at a time"
+            heads = x[..., :rotary]
+            pair = (heads[..., 0::2], heads[..., 1::2]) if interleave else heads.chunk(2, -1)
+            one, two = (part.float() for part in pair)
             pair = one * cos - two * sin, two * cos + one * sin
-            heads.copy_(torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2))
+            if out is not x:
+                out.copy_(x)
+            out[..., :rotary].copy_(torch.stack(pair, -1).flatten(-2) if interleave else torch.cat(pair, -1))
+
+    def do_get_topk_module(self):
+        def radix_topk(input, top_k, row_states_buffer, output_values):
+            assert row_states_buffer.dtype is torch.uint8 and not row_states_buffer.any()
+            assert input.is_contiguous() and output_values.shape == (len(input), top_k)
+            values, ids = self.do_top_k(input, top_k)
+            output_values.copy_(values)
+            return ids.int()
+
+        return SimpleNamespace(radix_topk=radix_topk)
 
     def do_top_k(self, input, k, sorted=False):
         found = input.topk(k, dim=-1)  # which of several equals is taken is nobody's promise: shuffle them all
@@ -259,7 +337,7 @@ def recorded():
 @pytest.fixture
 def vendor(recorded, monkeypatch, tmp_path):
     """The double in FlashInfer's place, and adapters that have not met another."""
-    from layerzero_flashinfer import batched, plans, ragged, single, workspace
+    from layerzero_flashinfer import batched, plans, ragged, rope, selection, single, workspace
     from layerzero_flashinfer import vendor as door
 
     double = Double(recorded)
@@ -268,11 +346,14 @@ def vendor(recorded, monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     for name in ("SINGLE", "BATCH"):
         monkeypatch.setattr(workspace, name, 1024)  # the double needs none
-    kept = (single._modules, batched._plans, ragged._plans, plans._free, workspace._known)
+    kept = (single._modules, single._calls, batched._plans, ragged._plans, plans._free, workspace._known)
     for found in kept:
         found.clear()
-    door.lib.cache_clear()
+    found_once = (door.lib, rope._inner, selection._inner)  # a test may put others in their place
+    for once in found_once:
+        once.cache_clear()
     yield double
     for found in kept:
         found.clear()
-    door.lib.cache_clear()
+    for once in found_once:
+        once.cache_clear()

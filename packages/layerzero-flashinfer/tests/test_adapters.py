@@ -13,7 +13,7 @@ from layerzero.registry.capabilities import load_capabilities
 from layerzero.testing.cases import Draw, cases_of, load_cases
 from layerzero.testing.kit import import_string, operation
 from layerzero.testing.run import bounds
-from layerzero_flashinfer import plugin
+from layerzero_flashinfer import plugin, rope, selection
 from layerzero_flashinfer.vendor_calls import CALLS
 
 KERNELS = {
@@ -58,7 +58,19 @@ def described(case, args):
 @pytest.mark.req("R-BK-FI-02", "R-BK-FI-03", "R-BK-FI-04")
 @pytest.mark.parametrize("kernel_id", sorted(KERNELS))
 def test_every_declared_capability_is_asked_of_flashinfer_in_its_own_words(vendor, kernel_id):
-    spec = KERNELS[kernel_id]
+    all_cases(KERNELS[kernel_id])
+
+
+@pytest.mark.parametrize("kernel_id", [name for name in sorted(KERNELS) if "rope" in name or ".decode" in name])
+def test_the_public_doors_give_the_same(vendor, monkeypatch, kernel_id):
+    """A release whose inner functions have other parameters."""
+    vendor.inner = False
+    monkeypatch.setattr(rope, "_inner", lambda: None)
+    all_cases(KERNELS[kernel_id])
+    assert any(name.endswith((".run", "apply_rope_with_cos_sin_cache")) for name, _ in vendor.calls)
+
+
+def all_cases(spec):
     function = import_string(spec.function)
     tried = 0
     for case in cases(spec):
@@ -88,15 +100,19 @@ def test_every_call_of_the_adapters_is_recorded(recorded):
 
 @pytest.mark.parametrize("kernel_id", [name for name in sorted(KERNELS) if name.split(".")[1].startswith("sampl")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_tokens_are_those_of_the_built_in_kernels(vendor, kernel_id, dtype):
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_tokens_are_those_of_the_built_in_kernels(vendor, monkeypatch, kernel_id, dtype, inner):
     """Ties at the cut, bans, NaN and infinities included; bfloat16 logits of 2000 tokens have many equals."""
     spec = KERNELS[kernel_id]
+    if not inner:
+        monkeypatch.setattr(selection, "_inner", lambda: None)
     logits = torch.randn(64, 2000, generator=torch.Generator().manual_seed(3)).to(dtype)
     logits[1] = logits[1].round()  # hundreds of equals around the cut
     logits[2, 7] = torch.inf
     logits[3] = -torch.inf
     logits[4, 5] = torch.nan
     logits[5, :1990] = -torch.inf
+    logits[6, 8] = -torch.tensor(torch.nan)  # which a radix selection takes for the smallest
     filters = {"sample_topk": (50,), "sample": (50, 0.9, 0.02), "sampling_probs": (50, 0.9, None)}[spec.op]
     for temperature in (0.7, 1.0, 0.0):
         state = torch.Generator().manual_seed(11), torch.Generator().manual_seed(11)

@@ -369,6 +369,79 @@ def test_the_tokens_are_those_of_the_reference(kernel_id, dtype):
     assert bool((row == (0.0 if spec.op == "sampling_probs" else -1)).all())
 
 
+@pytest.mark.req("R-SAMP-01")
+@pytest.mark.parametrize("rows", [1, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_tokens_is_drawn_as_the_reference_does(dtype, rows):
+    """One launch up to 511 tokens, torch operations beyond; few rows and many take different selections."""
+    spec = usable("flashinfer.sample.radix")
+    logits = (torch.randn(rows, 128256, device=CUDA, generator=torch.Generator(CUDA).manual_seed(6)) * 3).to(dtype)
+    logits[0, 1000:] = logits[0, 1000:].round()  # the cut goes through thousands of equals
+    for k, p, least in ((1, None, None), (63, 0.9, None), (64, 0.5, 0.01), (511, 0.99, None), (512, 0.9, 0.001)):
+        states = [torch.Generator(CUDA).manual_seed(k) for _ in range(2)]
+        found = import_string(spec.function)(logits, k, p, least, 0.9, states[0])
+        wanted = operation("sample").fallback_impl(logits, k, p, least, 0.9, states[1])
+        assert torch.equal(found, wanted), (k, (found != wanted).nonzero().flatten().tolist())
+        assert torch.equal(states[0].get_state(), states[1].get_state())
+
+
+def test_selections_of_several_streams_do_not_meet():
+    spec = usable("flashinfer.sample.radix")
+    logits = torch.randn(3, 128256, device=CUDA, generator=torch.Generator(CUDA).manual_seed(7))
+    wanted = operation("sample").fallback_impl(logits, 40, 0.9, None, 1.0, torch.Generator(CUDA).manual_seed(1))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for number in range(60):
+        with torch.cuda.stream(streams[number % 3]):
+            state = torch.Generator(CUDA).manual_seed(1)
+            found.append(import_string(spec.function)(logits, 40, 0.9, None, 1.0, state))
+    torch.cuda.synchronize()
+    assert all(torch.equal(tokens, wanted) for tokens in found)
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("gap", [0, 2, 8])
+def test_rope_reads_heads_where_they_lie(layout, gap):
+    """One sequence, head by head or token by token, and heads with a gap behind them that 16 bytes do not divide."""
+    spec = usable("flashinfer.rope.tables")
+    source = draw("bfloat16", f"heads{gap}")
+    tables = torch.rand(70, 64, device=CUDA), torch.rand(70, 64, device=CUDA)
+    for inplace in (False, True):
+        wide = [source.normal(1, *((n, 70) if layout == "BHSD" else (70, n)), 128 + gap) for n in (8, 2)]
+        q, k = (item[..., :128] for item in wide)
+        given = (q.clone(), k.clone(), *tables, False, layout, None, False)
+        found = run(spec, (q, k, *tables, False, layout, None, inplace))
+        expect(spec, given, found, "bfloat16")
+        assert torch.equal(q, found[0]) is inplace and torch.equal(k, found[1]) is inplace
+
+
+def test_the_functions_behind_the_public_calls_are_known(real):
+    """Else every call takes the longer way, which is right but slow."""
+    from layerzero_flashinfer import rope, selection, single
+
+    if not real.__version__.startswith("0.6."):
+        pytest.skip(f"written for 0.6, this is {real.__version__}")
+    usable("flashinfer.rope.tables")
+    usable("flashinfer.sample.radix")
+    assert rope._inner() is not None and selection._inner() is not None
+    usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
+    q = torch.randn(1, 64, 8, 128, device=CUDA, dtype=torch.bfloat16)
+    single.prefill_fa2(q, q, q, None, 0.0, True, None, None, None, None, False)
+    assert single._modules["fa2", torch.bfloat16, 128, False, False] is not None
+
+
+@pytest.mark.parametrize("kernel_id", ["flashinfer.paged_attention.decode", "flashinfer.paged_attention.decode_tc"])
+def test_a_planned_decode_is_launched_past_its_wrapper(kernel_id, real, monkeypatch):
+    if not real.__version__.startswith("0.6."):
+        pytest.skip(f"written for 0.6, this is {real.__version__}")
+    spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=9, seq_len_q=1)
+    query, keys, values, parts = paged("bfloat16", 128, "NHD")
+    monkeypatch.setattr(real.BatchDecodeWithPagedKVCacheWrapper, "run", lambda *_, **__: pytest.fail("its run"))
+    args = (query, keys, values, make_paged_batch(*parts), None, None, None, None, True, "NHD")
+    expect(spec, args, run(spec, args), "bfloat16", 128)
+
+
 # -- streams, threads, and the public face -----------------------------------------------------------
 @pytest.mark.parametrize("kernel_id", ["flashinfer.attention.single_decode", "flashinfer.attention.single_decode_tc"])
 def test_streams_do_not_overwrite_each_others_scratch_memory(kernel_id):

@@ -45,9 +45,14 @@ def specs_for(shape: Mapping[str, Any]) -> list[Any]:
 
 def compile_for(shapes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Compile what the shapes need and is not compiled yet, in parallel; names of the modules that were built."""
+    shapes = list(shapes)
     wanted = {spec.name: spec for shape in shapes for spec in specs_for(shape) if not spec.is_compiled}
     if wanted:
         lib().jit.build_jit_specs(list(wanted.values()), verbose=False)
+    for dtype in {_dtype(shape.get("dtype")) for shape in shapes if shape.get("op") in ("sample", "sample_topk")}:
+        from layerzero_flashinfer.sampling import prepare
+
+        prepare(dtype)
     return tuple(sorted(wanted))
 
 

@@ -88,8 +88,7 @@ def _attend(
 ) -> Any:
     # A graph is captured on a stream of its own: its plans belong to the batch, whatever the stream.
     where = None if batch.capture else place(query)
-    shapes = (query.shape, query.dtype, key_cache.shape, key_cache.dtype)
-    key = ("flashinfer", kind, shapes, layout, scale, window, softcap, where)
+    key = (kind, query.shape, query.dtype, key_cache.shape, key_cache.dtype, layout, scale, window, softcap, where)
     found = batch.plans.get(key)
     if found is None:
         found = batch.plans[key] = _planned(kind, query, key_cache, batch, scale, window, softcap, layout)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import CudaGraphUnsafeError
+from layerzero_flashinfer.launches import Launch, decode_launch
 from layerzero_flashinfer.options import LN2, bury, no_keys, unwritten
 from layerzero_flashinfer.vendor import lib
 from layerzero_flashinfer.workspace import GRAPH, Workspace, workspace
@@ -91,7 +92,7 @@ _pool = threading.Lock()
 class Plan:
     """One planned wrapper. `run` may be called by several threads; a fixed one belongs to a captured graph."""
 
-    __slots__ = ("_dead", "_key", "_slot", "fixed", "problem", "scratch")
+    __slots__ = ("_dead", "_key", "_launch", "_slot", "fixed", "problem", "scratch")
 
     def __init__(
         self, problem: Problem, where: Place, device: torch.device, buffers: tuple[Tensor, ...] | None
@@ -100,6 +101,7 @@ class Plan:
         self.fixed = buffers is not None
         self._key = (where, problem.kind, problem.layout)
         self._dead: tuple[tuple[int, int], ...] = ()
+        self._launch: Launch | None = None
         self.scratch = Workspace(device, GRAPH) if self.fixed else workspace(where, device)
         self._slot = None if self.fixed else take(self._key)
         if self._slot is None:
@@ -122,6 +124,8 @@ class Plan:
             slot.copied = mark(self.scratch.device)
         expect_launch(slot.wrapper, before)
         self._dead = no_keys(problem.causal, lengths.queries, lengths.contexts)
+        if problem.kind[0] == "d":
+            self._launch = decode_launch(slot.wrapper, problem.layout, problem.window, problem.softcap, problem.scale)
 
     def _plan(self, wrapper: Any, lengths: Lengths, *, may_grow: bool) -> None:
         """With more scratch memory, where the plan says that what there is does not suffice; never behind a graph."""
@@ -136,17 +140,26 @@ class Plan:
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
         """Packed queries [T, H, D] over pages, or over packed keys; (out, natural log-sum-exp [T, H]) when asked."""
-        problem, wrapper = self.problem, self._slot.wrapper  # type: ignore[union-attr]
-        cache = (key, value) if problem.kind[0] == "r" else ((key, value),)
-        if problem.kind[0] == "d" and not return_lse and not self._dead:
-            # Decode makes its result itself: what is handed in it looks over first, for some µs of the host. The
-            # other wrappers fill theirs with zeros, which costs the device a pass over it.
+        launch = self._launch
+        if launch is not None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+            lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if return_lse else None
             with self.scratch.lock:
-                return wrapper.run(query, *cache)
-        out = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
-        lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if return_lse else None
-        with self.scratch.lock:
-            wrapper.run(query, *cache, out=out, lse=lse, return_lse=return_lse)
+                launch(query, key, value, out, lse)
+            if lse is None and not self._dead:
+                return out
+        else:
+            problem, wrapper = self.problem, self._slot.wrapper  # type: ignore[union-attr]
+            cache = (key, value) if problem.kind[0] == "r" else ((key, value),)
+            if problem.kind[0] == "d" and not return_lse and not self._dead:
+                # Decode makes its result itself: what is handed in it looks over first, for some µs of the host. The
+                # other wrappers fill theirs with zeros, which costs the device a pass over it.
+                with self.scratch.lock:
+                    return wrapper.run(query, *cache)
+            out = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+            lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if return_lse else None
+            with self.scratch.lock:
+                wrapper.run(query, *cache, out=out, lse=lse, return_lse=return_lse)
         if self._dead and not self.fixed:
             bury(out, lse, self._dead)
         if lse is None:

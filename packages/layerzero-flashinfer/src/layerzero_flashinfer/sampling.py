@@ -5,13 +5,17 @@ k stay, and equal generator states give the tokens that the built-in kernels dra
 used: they keep every token that equals the last one kept, and draw by rejection, so neither holds for them. For the
 same reason there is no kernel for top-p alone.
 
-The selection shares one buffer of row states for all streams of a device; calls of different streams are put in order.
+What follows the selection is one launch (`draw`) for a number of tokens that a program can hold, else torch operations.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
-import threading
+import os
+import shutil
+import struct
 from typing import Any
 
 import torch
@@ -19,11 +23,14 @@ from torch import Tensor
 
 from layerzero.model.context import Context
 from layerzero.reasons import Reason, reason
-from layerzero_flashinfer.vendor import lib
+from layerzero_flashinfer.selection import chosen_publicly, select
 
-__all__ = ["needs_top_k", "sample", "sample_topk", "sampling_probs"]
+__all__ = ["needs_top_k", "prepare", "sample", "sample_topk", "sampling_probs"]
 
 _SLACK = 1e-9  # mass this close to p counts as reached, as the op has it
+_SLOTS = (64, 512)  # of one program: few sizes, each of which is compiled once; larger ones take the compiler too long
+_TILE, _WARPS = 4096, 8
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def needs_top_k(ctx: Context) -> list[Reason]:
@@ -49,15 +56,20 @@ def sample(
     """Temperature, top-k, top-p of what is left, min-p, one draw a row."""
     if temperature <= 0:
         return _greedy(logits)
+    rows, vocab = logits.shape
+    index = logits.get_device()
+    if top_k is not None and 0 < top_k < min(vocab - 1, _SLOTS[-1]) and rows and _kernel(index < 0) is not None:
+        if index < 0 or index == _current_device():
+            return _drawn(logits, top_k, top_p, min_p, temperature, generator)
+        with torch.cuda.device(index):  # where Triton launches
+            return _drawn(logits, top_k, top_p, min_p, temperature, generator)
     weights, ids = _kept(logits, top_k, top_p, min_p, temperature)
-    device = logits.device if generator is None else generator.device
-    uniform = torch.rand((logits.shape[0], 1), generator=generator, device=device, dtype=weights.dtype)
     cdf = weights.cumsum(dim=-1)
     total = cdf[:, -1:].contiguous()
     # Rounding must not carry the target up to the total, where no entry would exceed it.
-    target = torch.minimum(uniform.to(logits.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[-1] - 1)
-    return torch.where(total > 0, ids.gather(1, index), -1).squeeze(1)
+    target = torch.minimum(_uniform(logits, generator) * total, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[-1] - 1)
+    return torch.where(total > 0, ids.gather(1, place), -1).squeeze(1)
 
 
 def sampling_probs(
@@ -78,6 +90,68 @@ def _greedy(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, ids) > -math.inf, ids, -1).squeeze(-1)  # argmax takes a NaN for the largest
 
 
+def _uniform(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One number a row, taken from the generator as the op says."""
+    shape = (logits.shape[0], 1)
+    if generator is None:
+        return torch.rand(shape, device=logits.device, dtype=torch.float64)
+    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    return drawn if drawn.device == logits.device else drawn.to(logits.device)
+
+
+# -- in one launch -----------------------------------------------------------------------------------------
+@functools.cache
+def _kernel(host: bool) -> Any:
+    """The launch after the selection; None where Triton is missing, or the C compiler it needs, or cannot run here."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not triton.knobs.runtime.interpret and (host or compiler is None):
+        return None
+    from layerzero_flashinfer.draw import draw
+
+    return draw
+
+
+def _drawn(
+    logits: Tensor,
+    k: int,
+    top_p: float | None,
+    min_p: float | None,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> Tensor:
+    rows, vocab = logits.shape
+    values, ids = select(logits, k + 1)  # one more shows whether the cut goes through equals
+    best = logits.amax(dim=-1)  # the largest, or NaN where there is one: the selection may leave a NaN out
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _kernel(not logits.is_cuda)[(rows,)](
+        logits, values, ids, best, _uniform(logits, generator), out, vocab, k,
+        _bits(1.0 if top_p is None else top_p), _bits(min_p or 0.0), _bits(temperature),
+        SLOTS=_SLOTS[k >= _SLOTS[0]], TILE=_TILE, num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _bits(number: float) -> int:
+    """Of its float64: Triton passes Python floats as float32."""
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the launch for logits of this type, on the current device; for warming up."""
+    if not torch.cuda.is_available() or _kernel(False) is None:
+        return
+    ids = torch.int64 if chosen_publicly() else torch.int32
+    kinds = (dtype, dtype, ids, dtype, torch.float64, torch.int64)
+    for slots in _SLOTS:
+        _kernel(False).warmup(*kinds, 1, 1, 0, 0, 0, SLOTS=slots, TILE=_TILE, num_warps=_WARPS, grid=(1,))
+
+
+# -- as torch operations -------------------------------------------------------------------------------------
 def _kept(
     logits: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
@@ -87,8 +161,8 @@ def _kept(
     values, rank = logits.gather(1, ids).to(torch.float64).sort(dim=-1, descending=True, stable=True)
     best = values[:, :1]
     weights = torch.exp(torch.where(values == best, 0.0, values - best) / temperature)
-    # A row with a NaN, or with nothing but -inf, has no distribution.
-    weights = torch.where((best > -math.inf) & ~logits.isnan().any(dim=-1, keepdim=True), weights, 0.0)
+    # A row with a NaN, or with nothing but -inf, has no distribution: its largest is NaN, or -inf.
+    weights = torch.where(logits.amax(dim=-1, keepdim=True) > -math.inf, weights, 0.0)
     keep = torch.ones_like(weights, dtype=torch.bool)
     if top_p is not None and top_p < 1:
         before = weights.cumsum(dim=-1) - weights
@@ -101,39 +175,17 @@ def _kept(
 
 def _head(logits: Tensor, count: int) -> Tensor:
     """Ids of the first `count` of the ranking, ascending; of equal logits the lower ids."""
-    if count == logits.shape[-1]:
-        return torch.arange(count, device=logits.device).expand(logits.shape[0], count)
-    values, ids = _select(logits, count)
+    rows, vocab = logits.shape
+    if count == vocab:
+        return torch.arange(count, device=logits.device).expand(rows, count)
+    values, ids = select(logits, count)
     cut = values.amin(dim=-1, keepdim=True)
     above = values > cut
-    # Those that equal the cut may be any; the lowest ids among all equals are selected in their place.
-    every = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)  # exact up to 2**24 tokens
-    equal_values, equals = _select(torch.where(logits == cut, -every, -math.inf), count)
-    equals = torch.where(equal_values > -math.inf, equals, logits.shape[-1]).sort(dim=-1).values
+    # Those that equal the cut may be any; the lowest ids among all equals take their place, in the order of ids. They
+    # are counted, not selected: a radix selection among that many equals takes it a thousand times as long.
+    counts = (logits == cut).cumsum(dim=-1, dtype=torch.int32)
+    steps = torch.arange(1, count + 1, dtype=torch.int32, device=logits.device).repeat(rows, 1)
+    equals = torch.searchsorted(counts, steps)  # `vocab` where there are fewer
     wanted = (~above).cumsum(dim=-1) - 1
-    filled = torch.where(above, ids, equals.gather(1, wanted.clamp(min=0)).clamp(max=logits.shape[-1] - 1))
-    return filled.sort(dim=-1).values
-
-
-class _Order:
-    """Calls of one device, one stream after another."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.last: tuple[Any, Any] | None = None
-
-
-_orders: dict[int, _Order] = {}
-
-
-def _select(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    order = _orders.setdefault(values.get_device(), _Order())
-    with order.lock:
-        if not values.is_cuda:
-            return lib().top_k(values, count)  # type: ignore[no-any-return]
-        stream = torch.cuda.current_stream(values.device)
-        if order.last is not None and order.last[0] != stream:
-            stream.wait_event(order.last[1])
-        found: tuple[Tensor, Tensor] = lib().top_k(values, count)
-        order.last = (stream, stream.record_event())
-        return found
+    filled = torch.where(above, ids, equals.gather(1, wanted.clamp(min=0)))
+    return filled.clamp(max=vocab - 1).sort(dim=-1).values

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_flashinfer.options import LN2, behind, options
+from layerzero_flashinfer.options import LN2, Options, behind, options
 from layerzero_flashinfer.vendor import lib, starts_with
 from layerzero_flashinfer.workspace import place, workspace
 
@@ -32,9 +32,12 @@ _DECODE = (
 # One compiled module per template, dtype, head_dim, window or not, softcap or not; None: only the public door is known.
 _modules: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 
+# What calls with the same options share, so that a call looks up one thing: the module's function and the options.
+_calls: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, Options]] = {}
+_MOST = 4096  # a scale that changes from call to call must not fill the memory
 
-def _prefill_module(backend: str, query: Tensor, window: bool, softcap: bool) -> Callable[..., Any] | None:
-    dtype, width = query.dtype, query.shape[-1]
+
+def _prefill_module(backend: str, dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Any:
     key = (backend, dtype, width, window, softcap)
     if key not in _modules:
         made = lib().prefill.get_single_prefill_module(
@@ -44,13 +47,24 @@ def _prefill_module(backend: str, query: Tensor, window: bool, softcap: bool) ->
     return _modules[key]
 
 
-def _decode_module(query: Tensor, window: bool, softcap: bool) -> Callable[..., Any] | None:
-    dtype, width = query.dtype, query.shape[-1]
+def _decode_module(dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Any:
     key = ("decode", dtype, width, window, softcap)
     if key not in _modules:
         made = lib().decode.get_single_decode_module(dtype, dtype, dtype, width, width, 0, window, softcap)
         _modules[key] = made.run if starts_with(made.run, _DECODE) else None
     return _modules[key]
+
+
+def _bind(known: tuple[Any, ...]) -> tuple[Callable[..., Any] | None, Options]:
+    """The function and the options of calls like this one, kept for the next."""
+    kind, dtype, width, causal, scale, window, softcap = known
+    asked = options(causal, window, softcap, scale, width)
+    flags = asked.window >= 0, asked.softcap > 0.0
+    run = _decode_module(dtype, width, *flags) if kind == "decode" else _prefill_module(kind, dtype, width, *flags)
+    if len(_calls) >= _MOST:
+        _calls.clear()
+    found = _calls[known] = (run, asked)
+    return found
 
 
 def prefill_fa2(
@@ -116,20 +130,21 @@ def _prefill(
     softcap: float | None,
     return_lse: bool,
 ) -> Any:
-    asked = options(is_causal, window, softcap, scale, query.shape[-1])
-    rows, cols, heads = query.shape[1], key.shape[1], query.shape[2]
+    shape = query.shape
+    known = (backend, query.dtype, shape[3], is_causal, scale, window, softcap)
+    run, asked = _calls.get(known) or _bind(known)
+    rows, cols = shape[1], key.shape[1]
     if asked.causal and rows > cols:  # it refuses rows without a key
         live = _prefill(backend, query[:, rows - cols :], key, value, is_causal, scale, window, softcap, return_lse)
         return behind(live, rows - cols)
     if asked.turned != 1.0:
         query = query * asked.turned
-    q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)  # half the price of an index
-    run = _prefill_module(backend, query, asked.window >= 0, asked.softcap > 0.0)
+    q, k, v = query[0], key[0], value[0]
     if run is None:
         out, lse = _public_prefill(backend, q, k, v, asked, return_lse)
     else:
-        out = torch.empty((rows, heads, value.shape[-1]), dtype=query.dtype, device=query.device)
-        lse = torch.empty((rows, heads), dtype=torch.float32, device=query.device) if return_lse else None
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the price of naming size and device
+        lse = torch.empty((rows, shape[2]), dtype=torch.float32, device=query.device) if return_lse else None
         scratch = workspace(place(query), query.device)
         with scratch.lock:
             run(
@@ -137,8 +152,8 @@ def _prefill(
                 asked.scale, None, None, None, 1.0, 1e4,
             )  # fmt: skip
     if lse is None:
-        return out.unsqueeze(0)
-    return out.unsqueeze(0), lse.mul_(LN2).transpose(0, 1).unsqueeze(0)
+        return out[None]
+    return out[None], lse.mul_(LN2).transpose(0, 1)[None]
 
 
 def decode(
@@ -155,12 +170,12 @@ def decode(
     return_lse: bool,
 ) -> Any:
     """One query on CUDA cores: reads the cache once for each query head of a group."""
-    asked = options(False, window, softcap, scale, query.shape[-1])
+    known = ("decode", query.dtype, query.shape[3], False, scale, window, softcap)
+    run, asked = _calls.get(known) or _bind(known)
     if asked.turned != 1.0:
         query = query * asked.turned
-    q, k, v = query.squeeze(0).squeeze(0).contiguous(), key.squeeze(0), value.squeeze(0)
+    q, k, v = query[0, 0].contiguous(), key[0], value[0]
     order, (k, v) = _packed(k, v)
-    run = _decode_module(query, asked.window >= 0, asked.softcap > 0.0)
     if run is None:
         out, lse = _public_decode(q, k, v, order, asked, return_lse)
     else:

@@ -19,7 +19,7 @@ from typing import Any
 from layerzero.errors import BackendNotAvailableError
 from layerzero.reasons import reason
 
-__all__ = ["cache_base", "lib", "prepare", "starts_with"]
+__all__ = ["cache_base", "lib", "part", "prepare", "starts_with"]
 
 _BASE = "FLASHINFER_WORKSPACE_BASE"
 _OURS = "LAYERZERO_JIT_CACHE_DIR"
@@ -30,6 +30,12 @@ def lib() -> Any:
     """The module `flashinfer`; a cache folder that cannot be trusted is one clear error."""
     prepare(os.environ)
     return importlib.import_module("flashinfer")
+
+
+def part(name: str) -> Any:
+    """A module of FlashInfer's, which may also be the name of a function in `flashinfer`."""
+    lib()
+    return importlib.import_module(f"flashinfer.{name}")
 
 
 def cache_base(env: MutableMapping[str, str]) -> Path:

@@ -16,6 +16,7 @@ __all__ = ["Workspace", "place", "workspace"]
 
 SINGLE = 32 * 2**20  # what FlashInfer itself takes for one sequence
 BATCH = 128 * 2**20  # what it recommends for a batch
+STATES = 2**20  # what it takes for the row states of a selection
 GRAPH = 16 * 2**20  # a graph's own to begin with: there may be many graphs
 MOST = 2**30  # the most a batch may ask for
 
@@ -29,7 +30,7 @@ class Workspace:
     results, although both use the same stream.
     """
 
-    __slots__ = ("_batch", "_first", "_single", "device", "lock")
+    __slots__ = ("_batch", "_first", "_single", "_states", "device", "lock")
 
     def __init__(self, device: torch.device, first: int | None = None) -> None:
         self.device = device
@@ -37,6 +38,14 @@ class Workspace:
         self.lock = threading.RLock()
         self._single: Tensor | None = None
         self._batch: Tensor | None = None
+        self._states: Tensor | None = None
+
+    @property
+    def states(self) -> Tensor:
+        """For the rows of a selection: zeros, which every launch leaves as it found them."""
+        if self._states is None:
+            self._states = torch.zeros(STATES, dtype=torch.uint8, device=self.device)
+        return self._states
 
     @property
     def single(self) -> Tensor:
