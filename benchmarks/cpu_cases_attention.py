@@ -6,14 +6,13 @@ other layers have been there in between.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu_case import Asked, Call, Case, Goal
+from cpu_case import Asked, Call, Case, Goal, staggered
 
 import layerzero as lz
 from layerzero_cpu.attention import attention
@@ -28,12 +27,20 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 def turns(run: Callable[[Any], Any], copies: Sequence[Any]) -> Call:
     """Each call takes the next copy."""
-    order = itertools.cycle(copies)
+    order = staggered(copies)
     return lambda: run(next(order))
 
 
 def copies_of(draw: Callable[[], Any], nbytes: int) -> list[Any]:
-    return [draw() for _ in range(max(2, min(12, -(-COLD // nbytes))))]
+    """As many as it takes until one has left the cache: one drawn, which takes long, the others copied from it."""
+    first = draw()
+    return [first, *(_copied(first) for _ in range(max(2, min(12, -(-COLD // nbytes))) - 1))]
+
+
+def _copied(item: Any) -> Any:
+    if isinstance(item, tuple):
+        return tuple(tensor.clone() for tensor in item)
+    return item.clone() if isinstance(item, torch.Tensor) else replace(item, data=item.data.clone())
 
 
 def read(*tensors: torch.Tensor) -> None:

@@ -6,8 +6,9 @@
     zentorch  AMD's extension: RMSNorm, add+RMSNorm, SDPA, linear (plain and packed), INT4 weights, dynamic INT8. It has
               no op for RoPE, SiLU·mul alone, LayerNorm, pages, sampling or quantizing
 
-A peer is asked for by what `lz` is asked for, so that it gets the same tensors. `checked` runs it once and compares;
-one that raises, or whose result is not right, is not timed and the reason stands in the row.
+A peer is asked for by what `lz` is asked for, so that it gets the same tensors. Another library's code is tried in a
+process of its own first (cpu_prepare.py), since it may crash. `checked` runs it once and compares; one that raises, or
+whose result is not right, is not timed and the reason stands in the row.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from layerzero.model.quant import QuantizedTensor
 from layerzero.numerics.compare import assert_close
 from layerzero.numerics.tolerances import tolerance
 
-__all__ = ["COMPILED", "KINDS", "checked", "compiled", "load", "peers_of"]
+__all__ = ["COMPILED", "FOREIGN", "KINDS", "ZENTORCH", "checked", "compiled", "load", "peers_of"]
 
 KINDS = ("torch", "compile", "zentorch")
-COMPILED = ("norm", "rope", "gated", "quantize")  # groups of cases whose eager form is worth a compiler
+FOREIGN = ("zentorch",)  # other libraries, whose peers' names begin so
+COMPILED = ("norm", "rope", "gated", "sampling", "quantize")  # groups of cases whose eager form is worth a compiler
+ZENTORCH = ("norm", "decode", "prefill", "linear")  # groups with cases for which zentorch has an op
 
 
 def load(kinds: list[str]) -> dict[str, str]:
@@ -52,10 +55,25 @@ def peers_of(asked: Asked, kinds: dict[str, str]) -> Iterator[Peer]:
         yield from _zentorch(asked)
 
 
-def compiled(eager: Call) -> Peer:
-    """What the case calls eager, compiled for these sizes; torch's own result is its truth."""
+def compiled(eager: Call, drawn: bool = False) -> Peer:
+    """What the case calls eager, compiled for these sizes; torch's own result is its truth.
+
+    `drawn`: it takes random numbers, so that both are given the same ones to be compared.
+    """
     torch._dynamo.reset()  # cases share code objects: without it, later ones would be compiled for any size
-    return Peer("compile", torch.compile(eager, dynamic=False), truth=eager)
+    made = torch.compile(eager, dynamic=False)
+    if drawn:
+        return Peer("compile", made, once=_seeded(made), truth=_seeded(eager))
+    return Peer("compile", made, truth=eager)
+
+
+def _seeded(call: Call) -> Call:
+    def run() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return call()
+
+    return run
 
 
 def checked(peer: Peer, asked: Asked, truth: Any) -> str:
@@ -177,19 +195,21 @@ def _zentorch_add(ops: Any, x: torch.Tensor, residual: torch.Tensor, weight: tor
 
 
 def _zentorch_attention(ops: Any, asked: Asked) -> Iterator[Peer]:
+    """It knows one number of heads and reads as many of the keys, whether they are there or not: never with fewer."""
     causal = bool(asked.options.get("is_causal", False))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ops.zentorch_sdpa(q, k, v, 0.0, causal)[0]
 
-    yield Peer("zentorch", in_turn(run, asked.sets))
     q, k = asked.args[:2]
     group = q.shape[1] // k.shape[1]
-    if group > 1 and q.shape[2] == 1:  # the group in the place of the queries, as in "folded sdpa"
+    if group == 1:
+        yield Peer("zentorch", in_turn(run, asked.sets))
+    elif q.shape[2] == 1:  # the group in the place of the queries, as in "folded sdpa"
         folded = q.view(q.shape[0], k.shape[1], group, q.shape[3])
         sets = [(folded, *args[1:3]) for args in asked.sets]
         yield Peer("zentorch folded", in_turn(lambda *a: run(*a).view(q.shape), sets))
-    elif group > 1:  # its own users repeat the keys where heads have to be equal in number
+    else:  # its own users repeat the keys where heads have to be equal in number
         yield Peer("zentorch repeated", in_turn(lambda q, k, v: run(q, *_repeated(k, v, group)), asked.sets))
 
 

@@ -296,6 +296,17 @@ def test_quantized_layers_match_the_reference(native: Any, fmt: Any, seed: int) 
         close(linear_of(native, x, weight, bias, act), wanted, "linear", k=width)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_row_of_more_blocks_than_their_scales_are_made_for_at_once(library: Any, symmetric: bool) -> None:
+    library.set_isa("avx512_bf16")
+    torch.manual_seed(4)
+    for dtype, blocks in ((torch.bfloat16, 64), (torch.bfloat16, 67), (torch.float32, 130)):
+        x = torch.randn(1, 128 * blocks).to(dtype)
+        weight = quantize(torch.randn(3, 128 * blocks) * 0.05, QuantScheme("int4", "block", 128, symmetric))
+        wanted = plain_linear(*wide(x, weight, None), None)
+        close(linear_of(library, x, weight, None, None), wanted, "linear", k=128 * blocks)
+
+
 @pytest.mark.parametrize("fmt", ["int8", "int4", "plain"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_infinity_in_a_row_stay_in_that_row(amx: Any, fmt: Any, bad: float) -> None:
@@ -325,7 +336,7 @@ def test_a_zero_point_far_out_is_still_taken_off_exactly(library: Any) -> None:
 @PROVE
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(GIVEN is not None, reason="this is the run inside it")
-def test_the_address_sanitizer_finds_nothing_in_the_emulated_kernels(tmp_path: Path) -> None:
+def test_the_sanitizers_find_nothing_in_the_emulated_kernels(tmp_path: Path) -> None:
     compiler = build.compiler()
     assert compiler is not None
     found = [
@@ -338,6 +349,7 @@ def test_the_address_sanitizer_finds_nothing_in_the_emulated_kernels(tmp_path: P
         "LAYERZERO_TEST_EMULATED": str(made(tmp_path / build.NAME, "--sanitize")),
         "LD_PRELOAD": " ".join(found),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     command = [
         sys.executable,

@@ -42,6 +42,7 @@ def test_norms_over_odd_widths(isa, dtype):
         out, kept = norm.add_rms_norm(x, r, w, 1e-6)
         assert torch.equal(kept, stream)
         near("add_rms_norm", out, rms(stream.double(), weight, 1e-6), dtype)
+        assert torch.equal(out, norm.rms_norm(kept, w, 1e-6)), "the pair is the two ops apart, bit by bit"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

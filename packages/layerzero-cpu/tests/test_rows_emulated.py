@@ -50,6 +50,27 @@ def test_avx512_sources_give_right_results_with_their_intrinsics_written_out(tmp
 
 
 @PROVE
+@pytest.mark.needs_tool("g++")
+@pytest.mark.timeout(3600)
+def test_the_sanitizers_find_nothing_in_the_avx512_sources(tmp_path):
+    compiler = build.compiler()
+    assert compiler is not None
+    runtimes = [run(*compiler, f"-print-file-name={name}").strip() for name in ("libasan.so", "libstdc++.so.6")]
+    if not all(map(os.path.isabs, runtimes)):
+        pytest.skip("this compiler has no sanitizers")
+    library = tmp_path / build.NAME
+    run(sys.executable, str(HERE / "emulated" / "rows.py"), str(library), "--sanitize")
+    said = run(
+        sys.executable, str(HERE / "fuzz" / "run.py"), "--library", str(library), "--isa", "avx512", "--only", "rows",
+        "--count", "6000", "--seed", "12",
+        LD_PRELOAD=" ".join(runtimes), ASAN_OPTIONS="detect_leaks=0:abort_on_error=0",
+        UBSAN_OPTIONS="print_stacktrace=1",
+    )  # fmt: skip
+    counted = re.match(r"(\d+) calls, none wrong", said)
+    assert counted is not None and int(counted[1]) >= 6000, said
+
+
+@PROVE
 @pytest.mark.timeout(3600)
 def test_avx2_gives_what_the_portable_code_gives(tmp_path):
     if not shutil.which(CROSS) or not shutil.which("qemu-x86_64"):

@@ -108,13 +108,18 @@ def _parts(x: Tensor) -> int:
     return max(1, min(64, rows // 4))
 
 
+def _of_sums(x: Tensor) -> torch.dtype:
+    """What gradients of weight and bias are summed in: terms cancel, so it is wider than what they are rounded to."""
+    return torch.float64 if x.dtype is torch.float32 else torch.float32
+
+
 def _rms_gradients(
     grad: Tensor, also: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, offset: float, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     x, grad = x.contiguous(), grad.contiguous()
     wide = None if weight is None else weight.detach().float().contiguous()
     result = torch.empty(x.shape, dtype=x.dtype)
-    sums = torch.zeros((_parts(x), x.shape[-1])) if of_weight else None
+    sums = torch.zeros((_parts(x), x.shape[-1]), dtype=_of_sums(x)) if of_weight else None
     also = None if also is None else also.contiguous()
     done(native.rms_norm_grad(grad, also, x, wide, offset, eps, result, sums))
     return result, None if sums is None or weight is None else sums.sum(dim=0).to(weight.dtype)
@@ -172,7 +177,7 @@ class _LayerNorm(torch.autograd.Function):
         x = x.contiguous()
         wide = None if weight is None else weight.detach().float().contiguous()
         result = torch.empty(x.shape, dtype=x.dtype)
-        sums = torch.empty((2, _parts(x), x.shape[-1]))
+        sums = torch.empty((2, _parts(x), x.shape[-1]), dtype=_of_sums(x))
         done(native.layer_norm_grad(grad.contiguous(), x, wide, ctx.eps, result, sums[0], sums[1]))
         to_weight, to_bias = sums.sum(dim=1).unbind()
         return (

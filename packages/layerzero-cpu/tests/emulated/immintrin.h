@@ -10,8 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(LZ_SANITIZED)  // inlined, every check would be there again for every lane
-#define LZ_EMU static inline __attribute__((unused))
+#if defined(LZ_SANITIZED)
+// Inlined, every check would be there again for every lane; and behaviour is checked in the kernels, not in here: with it,
+// the compiler would be busy for a quarter of an hour.
+#define LZ_EMU static inline __attribute__((unused, no_sanitize("undefined")))
 #else
 #define LZ_EMU static inline __attribute__((always_inline, unused))
 #endif
@@ -90,6 +92,16 @@ LZ_EMU float lz_flushed(float f) { return (lz_as_bits(f) & 0x7f800000u) ? f : lz
     const auto x = lz_lanes<uint32_t>(a), y = lz_lanes<uint32_t>(b);                                    \
     return lz_make<uint32_t, TYPE>([&](int i) { return x.at[i] + y.at[i]; });                           \
   }                                                                                                     \
+  LZ_EMU TYPE P##ternarylogic_epi32(TYPE a, TYPE b, TYPE c, int table) {                                \
+    const auto x = lz_lanes<uint32_t>(a), y = lz_lanes<uint32_t>(b), z = lz_lanes<uint32_t>(c);         \
+    return lz_make<uint32_t, TYPE>([&](int i) {                                                         \
+      uint32_t r = 0;                                                                                   \
+      for (int e = 0; e < 8; ++e)                                                                       \
+        if (table >> e & 1)                                                                             \
+          r |= (e & 4 ? x.at[i] : ~x.at[i]) & (e & 2 ? y.at[i] : ~y.at[i]) & (e & 1 ? z.at[i] : ~z.at[i]); \
+      return r;                                                                                         \
+    });                                                                                                 \
+  }                                                                                                     \
   LZ_EMU TYPE P##dpbusd_epi32(TYPE s, TYPE a, TYPE b) {                                                 \
     auto t = lz_lanes<int32_t>(s);                                                                      \
     const auto x = lz_lanes<uint8_t>(a);                                                                \
@@ -152,15 +164,6 @@ LZ_EMU __m512 _mm512_permutexvar_ps(__m512i index, __m512 a) {
   const auto n = lz_lanes<uint32_t>(index);
   const auto x = lz_lanes<float>(a);
   return lz_make<float, __m512>([&](int i) { return x.at[n.at[i] & 15]; });
-}
-LZ_EMU __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
-  const auto x = lz_lanes<uint32_t>(a), y = lz_lanes<uint32_t>(b), z = lz_lanes<uint32_t>(c);
-  return lz_make<uint32_t, __m512i>([&](int i) {
-    uint32_t r = 0;
-    for (int e = 0; e < 8; ++e)
-      if (table >> e & 1) r |= (e & 4 ? x.at[i] : ~x.at[i]) & (e & 2 ? y.at[i] : ~y.at[i]) & (e & 1 ? z.at[i] : ~z.at[i]);
-    return r;
-  });
 }
 LZ_EMU __m256 _mm512_castps512_ps256(__m512 a) {
   __m256 r;

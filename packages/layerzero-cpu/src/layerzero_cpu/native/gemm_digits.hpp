@@ -7,9 +7,23 @@ namespace LZ_ISA {
 
 constexpr int MOST_BLOCK = 256;
 
+constexpr int HALF = 16;  // bytes
+
+// The even ones of 32 bytes, and the odd ones.
+LZ_INLINE void part_pairs(const int8_t* from, int8_t* even, int8_t* odd) {
+  typedef uint16_t pairs __attribute__((vector_size(2 * HALF)));
+  typedef uint8_t bytes __attribute__((vector_size(HALF)));
+  pairs both;
+  memcpy(&both, from, sizeof both);
+  const bytes first = __builtin_convertvector(both, bytes), second = __builtin_convertvector(both >> 8, bytes);
+  memcpy(even, &first, sizeof first);
+  memcpy(odd, &second, sizeof second);
+}
+
 // Digit d of row m, block b begins at data + ((m * count + d) * blocks + b) * block. For four-bit codes the even numbers of
 // each pair of vectors come before the odd ones. `lanes`: for each block, what the numbers of each lane of a sum of four
-// products add up to, first without the third digit, then of it alone: what an offset of the codes has added, exactly.
+// products add up to, first without the third digit, then of it alone: what an offset of the codes has added, exactly. They
+// are kept `times` so much: where there are no zero points they are what takes the offset off, ready to be added.
 struct Digits {
   int8_t* data;
   int32_t* lanes;
@@ -17,6 +31,7 @@ struct Digits {
   int64_t block, blocks, rows;
   int count, width, bits;  // digits, bytes of a vector, bits of a code
   bool offset;             // whether lanes are wanted: codes have an offset or a zero point
+  int32_t times;
 
   int64_t plane() const { return blocks * block; }
   int64_t lane_step() const { return blocks * (width / 4); }     // from the lanes of one row and digit to the next ones
@@ -49,13 +64,12 @@ struct Digits {
     for (int64_t i = n; i < block + W; ++i) wide[i] = 0.0f;
     return n;
   }
+  // All but the lanes, which the dot products of the digits with ones are.
   template <class T> void fill(int64_t row, const T* x, int64_t k) const {
     const float unit = count == 2 ? 8192.0f : 2097152.0f;  // twice that is what the digits hold
-    const int each = bits == 4 ? 8 : 4;                    // numbers of a lane that lie side by side
     const int64_t group = bits == 4 ? 2 * width : width;   // numbers of a vector, or of the pair
     for (int64_t b = 0; b < blocks; ++b) {
       alignas(64) float wide[MOST_BLOCK + W];
-      alignas(64) int32_t whole[MOST_BLOCK + W], high[MOST_BLOCK + W];
       alignas(64) int8_t digit[3][MOST_BLOCK + W];
       spread(x, k, b, wide);
       vf top = splat(0.0f);
@@ -66,8 +80,7 @@ struct Digits {
       const float power = bit_cast<float>(bit_cast<uint32_t>(peak) & 0x7f800000u), inverse = unit / power;
       scale[row * blocks + b] = power / unit;
       for (int64_t i = 0; i < block; i += W) {
-        vi v = bit_cast<vi>(load(wide + i) * inverse + 12582912.0f) - 0x4b400000;
-        vi left = v;
+        vi left = bit_cast<vi>(load(wide + i) * inverse + 12582912.0f) - 0x4b400000;
         for (int d = 0; d + 1 < count; ++d) {
           const vi low = ((left + 128) & 255) - 128;
           const vb bytes = __builtin_convertvector(low, vb);
@@ -76,9 +89,6 @@ struct Digits {
         }
         const vb bytes = __builtin_convertvector(left, vb);
         memcpy(digit[count - 1] + i, &bytes, sizeof bytes);
-        if (count == 3) v = v - left * 65536;
-        memcpy(whole + i, &v, sizeof v);
-        memcpy(high + i, &left, sizeof left);
       }
       for (int d = 0; d < count; ++d) {
         int8_t* to = data + (row * count + d) * plane() + b * block;
@@ -87,18 +97,7 @@ struct Digits {
           continue;
         }
         for (int64_t from = 0; from < block; from += group)
-          for (int64_t i = 0; i < width; ++i)
-            to[from + i] = digit[d][from + 2 * i], to[from + width + i] = digit[d][from + 2 * i + 1];
-      }
-      for (int64_t kind = 0; kind < lane_kinds(); ++kind) {
-        int32_t* to = lanes + (row * lane_kinds() + kind) * lane_step() + b * (width / 4);
-        const int32_t* of = kind ? high : whole;
-        for (int64_t lane = 0; lane < width / 4; ++lane) {
-          int32_t all = 0;
-          for (int64_t from = lane * each; from < block; from += group)
-            for (int i = 0; i < each; ++i) all += of[from + i];
-          to[lane] = all;
-        }
+          for (int64_t i = 0; i < width; i += HALF) part_pairs(digit[d] + from + 2 * i, to + from + i, to + from + width + i);
       }
     }
   }

@@ -40,8 +40,9 @@ constexpr int WIDEST = 64;
     static LZ_INLINE codes plain(const void* p) { return P##loadu_##SI(static_cast<const TYPE*>(p)); }               \
     static LZ_INLINE codes whole(const void* p) { return P##xor_##SI(plain(p), P##set1_epi8(char(0x80))); }          \
     static LZ_INLINE void halves(const void* p, codes& low, codes& high) {                                           \
-      const codes b = P##xor_##SI(plain(p), P##set1_epi8(char(0x88))), mask = P##set1_epi8(0x0f);                    \
-      low = P##and_##SI(b, mask), high = P##and_##SI(P##srli_epi16(b, 4), mask);                                     \
+      const codes b = plain(p), mask = P##set1_epi8(0x0f), sign = P##set1_epi8(0x08);                                \
+      low = P##ternarylogic_epi32(b, sign, mask, 0x28);  /* (first ^ second) & third */                              \
+      high = P##ternarylogic_epi32(P##srli_epi16(b, 4), sign, mask, 0x28);                                           \
     }                                                                                                                \
   };
 LZ_BYTES(64, __m512i, _mm512_, si512)
@@ -64,6 +65,9 @@ template <int64_t N> struct Length { static constexpr int64_t BYTES = N; };
 #ifndef LZ_CODES_AHEAD
 #define LZ_CODES_AHEAD 1024  // bytes
 #endif
+#ifndef LZ_HALVES_AHEAD
+#define LZ_HALVES_AHEAD 2048  // the same for four-bit codes in blocks of one vector
+#endif
 
 // One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code, ZERO
 // points or none. What the codes' offset and their zero points add is taken off as whole numbers, before anything is rounded.
@@ -83,16 +87,22 @@ template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quan
     constexpr int64_t FIXED = decltype(length)::BYTES;
     const int64_t bytes = FIXED ? FIXED : x.block / HALVES;
     const int8_t* y = digits + b * (bytes * HALVES);
-    typename B::sums s[CHAINS][ND];
-    for (int u = 0; u < CHAINS; ++u)
+    // A block of one vector is too short for sums of its own: the blocks beside it hide the latency.
+    constexpr int USED = FIXED == V ? 1 : CHAINS;
+    typename B::sums s[USED][ND];
+    for (int u = 0; u < USED; ++u)
       for (int d = 0; d < ND; ++d) s[u][d] = B::zero();
+    if constexpr (OFF != 0 && !ZERO) {  // what the offset adds is taken off beforehand
+      memcpy(&s[0][0], corrections + b * (V / 4), sizeof s[0][0]);
+      if constexpr (ND == 3) memcpy(&s[0][2], corrections + kind + b * (V / 4), sizeof s[0][2]);
+    }
     auto add = [&](int64_t at, int u) __attribute__((always_inline)) {
       if constexpr (BITS == 4) {
         typename B::codes low, high;
         B::halves(w + at, low, high);
         for (int d = 0; d < ND; ++d) {
           s[u][d] = B::dot(s[u][d], low, B::plain(y + d * plane + at * 2));
-          s[u + 1][d] = B::dot(s[u + 1][d], high, B::plain(y + d * plane + at * 2 + V));
+          s[(u + 1) % USED][d] = B::dot(s[(u + 1) % USED][d], high, B::plain(y + d * plane + at * 2 + V));
         }
       } else {
         const typename B::codes whole = B::whole(w + at);
@@ -102,35 +112,36 @@ template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quan
     constexpr int STEPS = CHAINS / HALVES;
     int64_t at = 0;
     for (; at + STEPS * V <= bytes; at += STEPS * V) {
-      __builtin_prefetch(w + at + LZ_CODES_AHEAD);
+      __builtin_prefetch(w + at + (FIXED == V ? LZ_HALVES_AHEAD : LZ_CODES_AHEAD));
       for (int u = 0; u < STEPS; ++u) add(at + u * V, u * HALVES);
     }
     for (; at < bytes; at += V) add(at, 0);
     ints sum[ND];
     for (int d = 0; d < ND; ++d) {
       sum[d] = bit_cast<ints>(s[0][d]);
-      for (int u = 1; u < CHAINS; ++u) sum[d] = sum[d] + bit_cast<ints>(s[u][d]);
+      for (int u = 1; u < USED; ++u) sum[d] = sum[d] + bit_cast<ints>(s[u][d]);
     }
     ints low = sum[0] + (sum[1] << 8);
     lanes more = {};
     const bool near = !ZERO || (zero >= -512 && zero <= 512);  // so that no product leaves 32 bits
-    const int32_t off = GAIN * (OFF + (ZERO && near ? zero : 0));
-    if (OFF != 0 || ZERO) {
+    const int32_t off = GAIN * (OFF + (near ? zero : 0));
+    if constexpr (ZERO) {
       ints c;
       memcpy(&c, corrections + b * (V / 4), sizeof c);
       low = low - c * off;
-      if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
+      if (!near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
     }
     lanes f = __builtin_convertvector(low, lanes);
     if constexpr (ND == 3) {
       ints c = {};
-      if (OFF != 0 || ZERO) memcpy(&c, corrections + kind + b * (V / 4), sizeof c);
+      if constexpr (ZERO) memcpy(&c, corrections + kind + b * (V / 4), sizeof c);
       f = f + __builtin_convertvector(sum[2] - c * off, lanes) * 65536.0f;
       if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN) * 65536.0f);
     }
     if (ZERO) f = f + more;
     // Two products of vectors where a number from memory goes to all lanes for nothing, else one of the two numbers first.
-    total = V == 64 ? total + f * x_scale[b] * scale : total + f * (x_scale[b] * scale);
+    if constexpr (FIXED == V) total = total + f * scale;  // in which that of x is already
+    else total = V == 64 ? total + f * x_scale[b] * scale : total + f * (x_scale[b] * scale);
   };
   const bool single = q.block >= q.k;
   const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
@@ -139,8 +150,13 @@ template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quan
   int64_t b = 0;
   if (each == 1 && !single) {  // every block has a scale of its own, and all are whole
     if constexpr (V == 64 && BITS == 4) {  // a block of 128 is one vector: nothing is left of the loop inside
-      for (; bytes == V && b < whole; ++b, scales += scale_step)
-        one(Length<V>(), b, codes + b * V, *scales, ZERO ? q.zero_whole(col, b) : 0);
+      while (bytes == V && b < whole) {
+        alignas(64) float both[64];
+        const int64_t begin = b, end = whole - b < 64 ? whole : b + 64;
+        for (int64_t i = begin; i < end; ++i) both[i - begin] = x_scale[i] * scales[i * scale_step];
+        for (; b < end; ++b) one(Length<V>(), b, codes + b * V, both[b - begin], ZERO ? q.zero_whole(col, b) : 0);
+      }
+      if (b == whole) return sum_of<V>(total);
     }
     for (; b < whole; ++b, scales += scale_step)
       one(Length<0>(), b, codes + b * bytes, *scales * (1.0f / float(GAIN)), ZERO ? q.zero_whole(col, b) : 0);
@@ -161,9 +177,34 @@ template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quan
   return sum_of<V>(total);
 }
 
+// What the numbers of each lane of a block add up to: their products with ones.
+template <int ND, int V> static void fill_lanes(const Digits& x, int64_t row) {
+  typedef Bytes<V> B;
+  alignas(64) int8_t one[V];
+  memset(one, 1, sizeof one);
+  const typename B::codes ones = B::plain(one);
+  for (int64_t b = 0; b < x.blocks; ++b) {
+    typename B::ints sum[ND];
+    for (int d = 0; d < ND; ++d) {
+      const int8_t* y = x.data + (row * ND + d) * x.plane() + b * x.block;
+      typename B::sums s = B::zero();
+      for (int64_t at = 0; at < x.block; at += V) s = B::dot(s, ones, B::plain(y + at));
+      sum[d] = bit_cast<typename B::ints>(s);
+    }
+    int32_t* to = x.lanes + row * x.lane_kinds() * x.lane_step() + b * (V / 4);
+    const typename B::ints low = (sum[0] + (sum[1] << 8)) * x.times;
+    memcpy(to, &low, sizeof low);
+    if constexpr (ND == 3) {
+      const typename B::ints high = sum[2] * x.times;
+      memcpy(to + x.lane_step(), &high, sizeof high);
+    }
+  }
+}
+
 template <int ND, int V, int BITS> static void dot_all(const Quantized& q, const Digits& x, int threads) {
   const RowMap out_at(q.out);
   const Finish finish = {q.bias, q.act};
+  for (int64_t row = 0; x.offset && row < q.rows; ++row) fill_lanes<ND, V>(x, row);
   parallel_parts((q.n + QUANT_COLS - 1) / QUANT_COLS, threads, [&](int64_t part) {
     alignas(64) float c[QUANT_COLS];
     const int64_t at = part * QUANT_COLS;
@@ -193,7 +234,8 @@ template <class T> static Status run(const Quantized& q, int threads) {
   while (width > 16 && block % (width * halves)) width /= 2;
   if (block == 0 || block % (width * halves)) return quantized_in_float<T>(q, threads);
   const bool offset = bool(q.zero) || (q.bits == 4 ? Bytes<WIDEST>::OFF4 : Bytes<WIDEST>::OFF8) != 0;
-  Digits x = {nullptr, nullptr, nullptr, block, (q.k + block - 1) / block, q.rows, 3, width, int(q.bits), offset};
+  Digits x = {nullptr, nullptr, nullptr, block, (q.k + block - 1) / block, q.rows, 3, width, int(q.bits), offset,
+              q.zero ? 1 : q.bits == 4 ? -Bytes<WIDEST>::OFF4 : -Bytes<WIDEST>::OFF8};
   const RowMap x_at(q.x);
   float crest = 0.0f;
   for (int64_t m = 0; m < q.rows; ++m) {
@@ -201,7 +243,7 @@ template <class T> static Status run(const Quantized& q, int threads) {
     if (here > crest) crest = here;
   }
   // Beside a number far above the rest of its block the others would keep too few digits: take more, or floats.
-  if (!(crest <= (sizeof(T) == 4 ? 24.0f : 4096.0f))) return quantized_in_float<T>(q, threads);
+  if (!(crest <= (sizeof(T) == 4 ? 8.0f : 4096.0f))) return quantized_in_float<T>(q, threads);
   if (q.x.dtype == BF16 && crest <= 24.0f) x.count = 2;
   void* room = malloc(x.bytes());
   if (!room) return "no memory for the rows";

@@ -13,6 +13,7 @@
 
 // Always inlined, so that no copy made for one instruction set can be called from the code of another.
 #define LZ_INLINE inline __attribute__((always_inline))
+#define LZ_ALWAYS __attribute__((always_inline))  // the same of a lambda
 
 namespace lz {
 
@@ -159,7 +160,7 @@ template <class F> inline void parallel_range(int64_t n, int64_t grain, int thre
     if (n > 0) f(int64_t(0), n);
     return;
   }
-  parallel_parts(parts, threads, [&](int64_t p) { f(n * p / parts, n * (p + 1) / parts); });
+  parallel_parts(parts, threads, [=, &f](int64_t p) { f(n * p / parts, n * (p + 1) / parts); });
 }
 
 }  // namespace LZ_ISA

@@ -7,15 +7,30 @@ LZ_BEGIN
 
 namespace {
 
-// out = x * scale * (weight + offset); the wide products are rounded once. `next` is the row after this one: it comes while
-// this one is computed.
-template <class T, class U>
-LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t n, T* out, const T* next) {
+// Pairs of vectors in one step of a row: all of them are read before any result is written. A store whose address ends like
+// that of a later load (rows of 4096 numbers often lie so) would hold that load up until it is done.
+#ifdef LZ_ROW_STEP
+#elif defined(__aarch64__) && !defined(LZ_ISA_portable)
+#define LZ_ROW_STEP 8
+#else
+#define LZ_ROW_STEP (LZ_LANES == 16 ? 4 : 2)
+#endif
+
+template <int PAIRS, class T, class U> LZ_INLINE void scale_some(const T* x, const U* w, vf by, T* out) {
+  pair p[PAIRS];
+  for (int u = 0; u < PAIRS; ++u) p[u] = load2(x + 2 * W * u) * by * load2(w + 2 * W * u);
+  for (int u = 0; u < PAIRS; ++u) store2(out + 2 * W * u, p[u]);
+}
+
+// out = x * scale * (weight + offset); the wide products are rounded once. `ahead(i)` asks for what the next row needs at i:
+// it comes while this one is computed.
+template <class T, class U, class F>
+LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t n, T* out, const F& ahead) {
   vf by = splat(scale), shift = splat(offset);
   int64_t i = 0;
   if (w == nullptr) {
     for (; i + 2 * W <= n; i += 2 * W) {
-      fetch2(next + i);
+      ahead(i);
       store2(out + i, load2(x + i) * by);
     }
     for (; i + W <= n; i += W) store(out + i, load(x + i) * by);
@@ -23,40 +38,51 @@ LZ_INLINE void scaled(const T* x, const U* w, float offset, float scale, int64_t
     return;
   }
   if (offset == 0.0f) {
-    for (; i + 4 * W <= n; i += 4 * W) {
-      pair p = load2(x + i) * by * load2(w + i), q = load2(x + i + 2 * W) * by * load2(w + i + 2 * W);
-      fetch2(next + i), fetch2(next + i + 2 * W);
-      store2(out + i, p);
-      store2(out + i + 2 * W, q);
+    constexpr int STEP = LZ_ROW_STEP;
+    for (; i + STEP * 2 * W <= n; i += STEP * 2 * W) {
+      for (int u = 0; u < STEP; ++u) ahead(i + u * 2 * W);
+      scale_some<STEP>(x + i, w + i, by, out + i);
     }
   }
   for (; i + 2 * W <= n; i += 2 * W) {
     pair p = load2(w + i);
-    fetch2(next + i);
+    ahead(i);
     store2(out + i, load2(x + i) * by * pair{p.a + shift, p.b + shift});
   }
   for (; i + W <= n; i += W) store(out + i, load(x + i) * by * (load(w + i) + shift));
   if (i < n) store_part(out + i, load_part(x + i, n - i) * by * (load_part(w + i, n - i) + shift), n - i);
 }
 
-// The sum is rounded to the stream's dtype before its squares are taken: the pair equals the two ops apart.
+template <int PAIRS, class T> LZ_INLINE void add_some(const T* x, const T* residual, T* stream, T* out, Sums& s) {
+  pair p[PAIRS];
+  for (int u = 0; u < PAIRS; ++u) p[u] = load2(x + 2 * W * u) + load2(residual + 2 * W * u);
+  for (int u = 0; u < PAIRS; ++u) {
+    p[u] = store2_rounded(stream + 2 * W * u, p[u]);
+    claim2(out + 2 * W * u);
+  }
+  for (int u = 0; u < PAIRS; u += 2) {
+    s.a = fma(p[u].a, p[u].a, s.a), s.b = fma(p[u].b, p[u].b, s.b);
+    s.c = fma(p[u + 1].a, p[u + 1].a, s.c), s.d = fma(p[u + 1].b, p[u + 1].b, s.d);
+  }
+}
+
+// The sum is rounded to the stream's dtype before its squares are taken, and these are added as `squares` does: the pair
+// equals the two ops apart.
 template <class T> LZ_INLINE float added(const T* x, const T* residual, int64_t n, T* stream, T* out) {
+  constexpr int STEP = LZ_ROW_STEP;
   Sums s;
   int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    pair p = store2_rounded(stream + i, load2(x + i) + load2(residual + i));
-    claim2(out + i);
-    s.a = fma(p.a, p.a, s.a), s.b = fma(p.b, p.b, s.b);
-  }
+  for (; i + STEP * 2 * W <= n; i += STEP * 2 * W) add_some<STEP>(x + i, residual + i, stream + i, out + i, s);
+  for (; i + 4 * W <= n; i += 4 * W) add_some<2>(x + i, residual + i, stream + i, out + i, s);
   for (; i + W <= n; i += W) {
     vf p = store_rounded(stream + i, load(x + i) + load(residual + i));
-    s.c = fma(p, p, s.c);
+    s.a = fma(p, p, s.a);
   }
   if (i < n) {
     alignas(64) T last[W];
     vf p = store_rounded(last, load_part(x + i, n - i) + load_part(residual + i, n - i));
     memcpy(stream + i, last, size_t(n - i) * sizeof(T));
-    s.d = fma(p, p, s.d);
+    s.b = fma(p, p, s.b);
   }
   return s.all();
 }
@@ -101,13 +127,15 @@ Status rms_norm(Call& c) {
   LZ_FLOATS(x.dtype, {
     T *in = x.as<T>(), *result = out.as<T>();
     const T* own = static_cast<const T*>(weight.own);
-    parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
+    // by value: another thread reads what it needs from one place
+    parallel_range(rows, 1 + GRAIN / n, c.threads, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T *row = in + from(r), *next = r + 1 < end ? in + from(r + 1) : row;
         T* made = result + to(r);
+        auto ahead = [&](int64_t i) LZ_ALWAYS { fetch2(next + i); };
         float scale = rms_scale(squares(row, n, made), n, eps);
-        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, next);
-        else scaled(row, own, offset, scale, n, made, next);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, ahead);
+        else scaled(row, own, offset, scale, n, made, ahead);
       }
     });
     return nullptr;
@@ -136,13 +164,15 @@ Status add_rms_norm(Call& c) {
     const T *in = x.as<T>(), *base = residual.as<T>();
     T *result = out.as<T>(), *kept = stream.as<T>();
     const T* own = static_cast<const T*>(weight.own);
-    parallel_range(rows, 1 + GRAIN / n, c.threads, [&](int64_t begin, int64_t end) {
+    parallel_range(rows, 1 + GRAIN / n, c.threads, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
+        const int64_t after = r + 1 < end ? r + 1 : r;
+        const T *x_row = in + from(r), *next = in + from(after), *beside = base + along(after);
         T *row = kept + into(r), *made = result + to(r);
-        const T* next = r + 1 < end ? in + from(r + 1) : row;
-        float scale = rms_scale(added(in + from(r), base + along(r), n, row, made), n, eps);
-        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, next);
-        else scaled(row, own, offset, scale, n, made, next);
+        auto ahead = [&](int64_t i) LZ_ALWAYS { fetch2(next + i), fetch2(beside + i); };
+        float scale = rms_scale(added(x_row, base + along(r), n, row, made), n, eps);
+        if (weight.wide) scaled(row, weight.wide, offset, scale, n, made, ahead);
+        else scaled(row, own, offset, scale, n, made, ahead);
       }
     });
     return nullptr;

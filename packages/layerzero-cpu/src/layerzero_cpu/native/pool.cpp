@@ -2,6 +2,7 @@
 // threads never make more runnable threads than cores. Workers are made when first needed and sleep on a futex after a
 // short spin. After a fork the child starts with none.
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <time.h>
@@ -35,7 +36,14 @@ const char RELAYOUT[] = "relayout";
 namespace {
 
 constexpr int MOST = 255;
-constexpr int64_t SPIN_NS = 30000;  // about the gap between two kernels of a decode step
+// About the gap between two kernels of a decode step; longer where Python or torch is between them, and then whoever else
+// wants the core goes first.
+#ifndef LZ_SPIN_NS
+#define LZ_SPIN_NS 30000
+#endif
+#ifndef LZ_YIELD_NS
+#define LZ_YIELD_NS 90000
+#endif
 
 enum Word : uint32_t { IDLE, POSTED, RUNNING, SLEEPING };
 
@@ -90,16 +98,20 @@ bool swap(uint32_t* word, uint32_t from, uint32_t to) {
   return __atomic_compare_exchange_n(word, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// Spin while the word has this value, for a while; false: it still has.
+// Spin while the word has this value, for a while; false: it still has. The clock is looked at only after the first turns.
 bool spin_while(uint32_t* word, uint32_t value) {
-  int64_t until = now() + SPIN_NS;
-  do {
+  int64_t begin = 0;
+  for (;;) {
     for (int i = 0; i < 32; ++i) {
       if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) return true;
       pause_a_little();
     }
-  } while (now() < until);
-  return false;
+    int64_t t = now();
+    if (begin == 0) begin = t;
+    if (t - begin < LZ_SPIN_NS) continue;
+    if (t - begin >= LZ_SPIN_NS + LZ_YIELD_NS) return false;
+    sched_yield();
+  }
 }
 
 void take_parts(const Job& j, int64_t* next) {

@@ -6,7 +6,8 @@
 // equals; every filter keeps a prefix of the ranking, so it is told by its last token, the cut, which is looked for among few
 // candidates (nucleus.hpp).
 //   top-k      a number that k of the runs' maxima reach is a floor: only runs that reach it can hold one of the k;
-//   top-p      tokens so far below the head that all of them together weigh less than 1 − p cannot be in the nucleus;
+//   top-p      tokens so far below the head that all of them together weigh less than 1 − p cannot be in the nucleus; nor
+//              can tokens below a floor above which there is mass enough;
 //   otherwise  every token is weighed.
 #include "nucleus.hpp"
 #include "peaks.hpp"
@@ -104,39 +105,69 @@ int64_t draw(const Memory& m, Token cut, const Filters& f) {
   return last;
 }
 
-template <class T> int64_t among_few(const Row& row, const Filters& f, const Memory& memory) {
-  Memory m = memory;
-  List& list = m.list;
-  double total = 0.0, head = double(row.head);
-  float floor = -__builtin_inff();
-  if (f.use_k) {
-    if (f.k <= row.runs) floor = floor_of(row.peaks, row.runs, f.k, row.head);
-  } else {
-    total = masses<T>(row, f.inverse, 0.0, m.of_runs);
-    // all tokens below the floor together weigh less than half of what top-p leaves out
-    double room = (1.0 - f.p) * total * 0.5 / double(row.vocab), down = 0.0;
-    for (; room < 1.0 && down > -800.0; down -= 1.0) room *= 2.718281828459045;
-    floor = below(head + f.temperature * down);
-  }
-  list.count = 0;
+// The tokens that reach the floor, in the order of ids.
+template <class T> LZ_INLINE void candidates(const Row& row, float floor, List* list) {
+  list->count = 0;
   for (int64_t run = 0; run < row.runs; ++run)
-    if (row.peaks[run] >= floor) gather(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), floor, &list);
-  Token cut = {-__builtin_inff(), 0x7fffffff};
-  if (f.use_k && list.count > f.k) keep_ranked(&list, f.k, m.work);
+    if (row.peaks[run] >= floor) gather(static_cast<const T*>(row.logits), run * RUN, row.end_of(run), floor, list);
+}
+
+LZ_INLINE void weigh_all(const Row& row, double inverse, const List& list) {
+  const double head = double(row.head);
   for (int64_t i = list.count; i < (list.count + W - 1) / W * W; ++i) list.logits[i] = row.head;
   for (int64_t i = 0; i < list.count; i += W) {
     vd low, high;
     split(load(list.logits + i), &low, &high);
-    low = weight(low, head, f.inverse), high = weight(high, head, f.inverse);
+    low = weight(low, head, inverse), high = weight(high, head, inverse);
     memcpy(list.weights + i, &low, sizeof low), memcpy(list.weights + i + D, &high, sizeof high);
   }
-  if (f.use_p && f.p < 1.0) {
-    if (f.use_k) {
-      total = 0.0;
-      for (int64_t i = 0; i < list.count; ++i) total += list.weights[i];
-    }
-    cut = nucleus_of(list, (f.p - SLACK) * total, row.head, floor, m.work);
+}
+
+LZ_INLINE double mass_of(const List& list) {
+  double sums[4] = {};
+  for (int64_t i = 0; i < list.count; ++i) sums[i % 4] += list.weights[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// The candidates of a nucleus of mass `goal`, weighed, and the floor they reach. Tokens below the lowest floor weigh, all of
+// them together, less than half of what top-p leaves out; mostly the nucleus ends far above it, so higher floors are tried
+// first: the tokens that reach one are enough where their mass reaches the goal.
+template <class T> float nucleus_candidates(const Row& row, const Filters& f, double total, double goal, List* list) {
+  const double head = double(row.head);
+  double room = (1.0 - f.p) * total * 0.5 / double(row.vocab), down = 0.0;
+  for (; room < 1.0 && down > -800.0; down -= 1.0) room *= 2.718281828459045;
+  for (double tried = -4.0; tried - 2.0 > down; tried -= 4.0) {
+    const float floor = below(head + f.temperature * tried);
+    candidates<T>(row, floor, list);
+    weigh_all(row, f.inverse, *list);
+    if (mass_of(*list) >= goal + 1e-12 * total) return floor;
+    if (list->count > row.vocab / 8) break;  // the next try would cost as much as the lowest floor
   }
+  const float floor = below(head + f.temperature * down);
+  candidates<T>(row, floor, list);
+  weigh_all(row, f.inverse, *list);
+  return floor;
+}
+
+template <class T> int64_t among_few(const Row& row, const Filters& f, const Memory& memory) {
+  Memory m = memory;
+  List& list = m.list;
+  const bool cut_mass = f.use_p && f.p < 1.0;
+  double goal = 0.0;
+  float floor = -__builtin_inff();
+  if (f.use_k) {
+    if (f.k <= row.runs) floor = floor_of(row.peaks, row.runs, f.k, row.head);
+    candidates<T>(row, floor, &list);
+    if (list.count > f.k) keep_ranked(&list, f.k, m.work);
+    weigh_all(row, f.inverse, list);
+    if (cut_mass) goal = (f.p - SLACK) * mass_of(list);
+  } else {
+    double total = masses<T>(row, f.inverse, 0.0, m.of_runs);
+    goal = (f.p - SLACK) * total;
+    floor = nucleus_candidates<T>(row, f, total, goal, &list);
+  }
+  Token cut = {-__builtin_inff(), 0x7fffffff};
+  if (cut_mass) cut = nucleus_of(list, goal, row.head, floor, m.work);
   return draw(m, cut, f);
 }
 

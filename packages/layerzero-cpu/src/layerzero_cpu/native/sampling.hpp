@@ -2,8 +2,6 @@
 #pragma once
 #include "pair.hpp"
 
-#define LZ_ALWAYS __attribute__((always_inline))
-
 namespace lz {
 namespace LZ_ISA {
 namespace {
