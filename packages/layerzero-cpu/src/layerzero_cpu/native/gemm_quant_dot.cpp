@@ -63,10 +63,10 @@ template <int V> LZ_INLINE float sum_of(typename Bytes<V>::lanes v) {
 template <int64_t N> struct Length { static constexpr int64_t BYTES = N; };
 
 #ifndef LZ_CODES_AHEAD
-#define LZ_CODES_AHEAD 1024  // bytes
+#define LZ_CODES_AHEAD 4096  // bytes: a page, behind whose end the hardware does not look
 #endif
 #ifndef LZ_HALVES_AHEAD
-#define LZ_HALVES_AHEAD 2048  // the same for four-bit codes in blocks of one vector
+#define LZ_HALVES_AHEAD 4096  // the same for four-bit codes in blocks of one vector
 #endif
 
 // One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code, ZERO
@@ -112,8 +112,10 @@ template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quan
     constexpr int STEPS = CHAINS / HALVES;
     int64_t at = 0;
     for (; at + STEPS * V <= bytes; at += STEPS * V) {
-      __builtin_prefetch(w + at + (FIXED == V ? LZ_HALVES_AHEAD : LZ_CODES_AHEAD));
-      for (int u = 0; u < STEPS; ++u) add(at + u * V, u * HALVES);
+      for (int u = 0; u < STEPS; ++u) {
+        if (u * V % 64 == 0) __builtin_prefetch(w + at + u * V + (FIXED == V ? LZ_HALVES_AHEAD : LZ_CODES_AHEAD));
+        add(at + u * V, u * HALVES);
+      }
     }
     for (; at < bytes; at += V) add(at, 0);
     ints sum[ND];
