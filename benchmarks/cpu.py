@@ -9,11 +9,11 @@ call overhead included, on the kernel that LayerZero chooses: by priority, or wi
 very call before it is timed; where that changes the choice, `lz untuned` is the kernel it would have been. Goals are
 the kernel's; the public function shall reach nine tenths of them. A case that misses one, or comes out behind eager,
 is timed once more and longer, and that run counts (`first_us` is the other). Where a goal is missed, cpu_profile.py
-says where the time goes. Peers (cpu_peers.py) are checked before they are timed; torch's own are always there, others are first tried,
-and compiled, in processes of their own (cpu_prepare.py), so that none can end the run. Inductor's cache is a new one,
-or the one TORCHINDUCTOR_CACHE_DIR names, which `--prepare-only` fills beforehand. Cases come from cpu_cases_*.py.
-Writes JSON after every case and a plot at the end; ends with 1 where a case fails or is slower than eager by more than
-the noise.
+says where the time goes. Peers (cpu_peers.py) are checked before they are timed; torch's own are always there, others
+are first tried, and compiled, in processes of their own (cpu_prepare.py), so that none can end the run. Inductor's
+cache is a new one, or the one TORCHINDUCTOR_CACHE_DIR names, which `--prepare-only` fills beforehand. Cases come from
+cpu_cases_*.py. Writes JSON after every case and a plot at the end; ends with 1 where a case fails or is slower than
+eager by more than the noise.
 """
 
 from __future__ import annotations
