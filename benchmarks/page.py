@@ -195,7 +195,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "compiled.json": compiled_section,
     "accel.json": accel_section,
     "threads.json": threads_section,
-    "cpu.json": cpu_section,
+    "cpu*.json": cpu_section,
     "models*.json": models_section,
     "diffusion.json": diffusion_section,
     "adapters.json": adapters_section,

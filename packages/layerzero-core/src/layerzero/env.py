@@ -150,7 +150,7 @@ class Env:
     )
     plugins_deny: tuple[str, ...] = _var("PLUGINS_DENY", _words, (), "these plugins are never loaded")
     probe_timeout: float = _var(
-        "PROBE_TIMEOUT", _positive_seconds, 20.0, "seconds a vendor probe may take in lz doctor"
+        "PROBE_TIMEOUT", _positive_seconds, 60.0, "seconds a vendor probe may take in lz doctor"
     )
     perfdb: str | None = _var("PERFDB", _path, None, "file of measured kernel times; off: none")
     quarantine: str | None = _var(

@@ -32,16 +32,17 @@ def self_test(backend: str) -> HealthReport:
 
 
 def _equal_keys(backend: str) -> tuple[str, float]:
-    """Equal keys give the mean of the values each query may see; the first, under a causal mask, its own value."""
+    """Equal keys give the mean of the values each query may see: under a causal mask the last all, the first its own.
+
+    One kernel, since FlashAttention 4 compiles each for many seconds.
+    """
     kernels: Any = importlib.import_module(f"layerzero_flashattn.fa{backend[-1]}.kernels")
     ones = torch.ones(1, 16, 2, 64, device="cuda", dtype=torch.float16)
     value = _random(1, 16, 2, 64)
-    full = kernels.attention(ones, ones, value, None, 0.0, False, None, None, None, None, False)
     masked, lse = kernels.attention(ones, ones, value, None, 0.0, "bottom_right", None, None, None, None, True)
     counts = torch.arange(1, 17, device="cuda", dtype=torch.float32)
     means = value.float().cumsum(1) / counts[:, None, None]
-    return "attention, causal attention and its log-sum-exp", max(
-        _error(full, value.float().mean(1, keepdim=True)),
+    return "causal attention and its log-sum-exp", max(
         _error(masked, means),
         _error(lse, counts.log() + 8.0),  # the score of ones over 64 dims, scaled by 1/8
     )

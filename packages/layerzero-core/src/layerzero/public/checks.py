@@ -165,7 +165,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     """Look at the machine, the settings and every plugin; each vendor is probed in its own process.
 
     `backend` looks at one backend or plugin only. `timeout` limits each probe (default: LAYERZERO_PROBE_TIMEOUT,
-    20 s). `probe=False` starts no process: metadata is then taken at its word. A crashing, hanging or lying vendor,
+    60 s). `probe=False` starts no process: metadata is then taken at its word. A crashing, hanging or lying vendor,
     a wrong variable or a corrupt policy file is a finding, never an exception.
     """
     from layerzero.public.check_backends import clashes, plugins, unknown, vendors
