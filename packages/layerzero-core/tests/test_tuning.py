@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError, TuningError
+from layerzero.model.variants import GradientVariant, twins
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
@@ -172,6 +174,27 @@ def test_a_host_that_is_slower_for_a_while_does_not_decide_a_race():
     assert quick == slow and {name: item.median_us for name, item in slow.items()} == {"a": 30.0, "b": 25.0}
     found = with_launches(times, calls, lambda call, count: took[call()] * now[0], pacer)
     assert found["b"].median_us == 25.0 and 25.0 < found["a"].median_us < 36.0
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_a_kernel_does_not_race_against_itself(lab):
+    """A variant that differs in its gradient alone has its sibling's times, and chance decides nothing between them."""
+    made = Bench(lab)
+    made.add("lab.rms_norm.plain", taking(FAST), 10)
+    made.add("lab.rms_norm.a_variant", taking(FAST), 10)
+    base, other = made.kernels
+    module, _, name = base.function.partition(":")
+    module = sys.modules[module]
+    module.of_the_gradient = GradientVariant(getattr(module, name))
+    made.kernels[1] = replace(other, function=f"{module.__name__}:of_the_gradient")
+    made.publish()
+    ids = frozenset(item.kernel_id for item in made.kernels)
+    found = trial(context(), seconds=0.05, only=ids)
+    assert found.times["lab.rms_norm.plain"] == found.times["lab.rms_norm.a_variant"]
+    assert found.winner == "lab.rms_norm.a_variant" and len(found.rows) == 2  # by name, as every tie
+    known = {item.kernel_id: item for item in made.kernels}
+    assert twins(known) == {"lab.rms_norm.a_variant": "lab.rms_norm.plain"}
+    assert twins({"lab.rms_norm.a_variant": made.kernels[1]}) == {}  # alone it runs for itself
 
 
 @pytest.mark.req("R-TUNE-03", "R-SEL-03")

@@ -26,6 +26,7 @@ from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningErr
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
+from layerzero.model.variants import twins
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.state import state
@@ -215,7 +216,8 @@ class _Bench:
 
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
-        calls = {name: self._step(name) for name in self.errors}
+        same = {} if self._ctx.needs_grad else twins({name: self._calm.registry.kernels[name] for name in self.errors})
+        calls = {name: self._step(name) for name in self.errors if name not in same}
         clock = clock_for(_torch_device(self._ctx))
         calls, clock = self._graphs(calls, clock)
         first = screened(calls, clock)
@@ -226,7 +228,8 @@ class _Bench:
         outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True)
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
         raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing)
-        return {**self._told_apart(raced, clock, seconds, noise), **slow}, outcome.clear
+        times = {**self._told_apart(raced, clock, seconds, noise), **slow}
+        return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
 
     def _told_apart(
         self, times: Mapping[str, Times], clock: Clock, seconds: float, noise: float

@@ -5,7 +5,6 @@ The `deterministic_` twins ask for the backward that adds up in a fixed order; t
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch
+from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows, no_keys, packed_offsets, upright
 
 __all__ = [
@@ -111,8 +111,8 @@ def varlen_attention(
     return (found[0], dead_rows(found[1]).transpose(0, 1)) if return_lse else found
 
 
-deterministic_attention = functools.partial(attention, deterministic=True)
-deterministic_varlen_attention = functools.partial(varlen_attention, deterministic=True)
+deterministic_attention = GradientVariant(attention, deterministic=True)
+deterministic_varlen_attention = GradientVariant(varlen_attention, deterministic=True)
 
 
 def paged_decode(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch
+from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows, no_keys, packed_offsets, upright
 
 __all__ = [
@@ -131,8 +132,8 @@ def varlen_attention(
     return out, dead_rows(lse).transpose(0, 1)
 
 
-deterministic_attention = functools.partial(attention, deterministic=True)
-deterministic_varlen_attention = functools.partial(varlen_attention, deterministic=True)
+deterministic_attention = GradientVariant(attention, deterministic=True)
+deterministic_varlen_attention = GradientVariant(varlen_attention, deterministic=True)
 
 
 def paged_decode(

@@ -7,13 +7,13 @@ pointers or strides are not multiples of 16 bytes; the descriptor asks for such,
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.fa4.families import Families
 from layerzero_flashattn.fa4.replay import Recorded, record, replayable
@@ -80,7 +80,7 @@ def attention(
     return out, dead_rows(lse) if dead and lse is not None else lse
 
 
-deterministic_attention = functools.partial(attention, deterministic=True)
+deterministic_attention = GradientVariant(attention, deterministic=True)
 
 
 def _is_current(tensor: Tensor) -> bool:
@@ -283,4 +283,4 @@ def varlen_attention(
     return (out, dead_rows(lse).transpose(0, 1)) if return_lse and lse is not None else out
 
 
-deterministic_varlen_attention = functools.partial(varlen_attention, deterministic=True)
+deterministic_varlen_attention = GradientVariant(varlen_attention, deterministic=True)
