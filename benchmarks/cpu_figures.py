@@ -7,7 +7,7 @@ from typing import Any
 
 from cpu_case import Goal, others
 
-__all__ = ["NOISE", "PEER_SHARE", "goal_words", "line", "ratios", "summary", "verdict"]
+__all__ = ["NOISE", "PEER_SHARE", "breadth", "goal_words", "line", "ratios", "summary", "verdict"]
 
 NOISE = 0.05  # what two medians of one run may differ by without meaning anything
 PEER_SHARE = 0.75  # of the cases in which LayerZero shall be at least as fast as the best peer
@@ -77,6 +77,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     good = [row for row in rows if "us" in row]
     goals = [goal for row in good for goal in row["goals"]]
     as_fast = sum(row["against_best_peer"] >= 1.0 for row in good)
+    met = [row for row in good if len(others(row["us"])) > 1]  # another took part beside eager
     behind = {
         f"{row['group']} {row['case']}": f"{row['against_best_peer']:.2f} of {row['best_peer']}"
         for row in good
@@ -103,11 +104,24 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "slower_than_eager": [f"{row['group']} {row['case']}" for row in good if row["speedup"] < 1.0 - NOISE],
         "as_fast_as_best_peer": as_fast,
         "as_fast_within_noise": len(good) - len(behind),
+        "cases_with_others": len(met),
+        "as_fast_as_others": sum(row["against_best_peer"] >= 1.0 for row in met),
+        "tuned": sum("untuned_kernel" in row and "not_tuned" not in row for row in good),
+        "not_tuned_for_time": sum("budget" in row.get("not_tuned", "") for row in good),
         "goal_of_peers": PEER_SHARE,
         "goal_of_peers_met": bool(good) and as_fast >= PEER_SHARE * len(good),
         "behind_best_peer": behind,
         "peers_not_timed": refused,
     }
+
+
+def breadth(found: Mapping[str, Any]) -> str:
+    """How much stands behind the figures: whom a case met, and whether it was tuned."""
+    return (
+        f"with another library than eager in the race: {found['as_fast_as_others']} of {found['cases_with_others']} "
+        f"cases as fast; tuned before: {found['tuned']}, and the time did not suffice for "
+        f"{found['not_tuned_for_time']} more"
+    )
 
 
 def verdict(found: Mapping[str, Any]) -> str:
@@ -119,6 +133,7 @@ def verdict(found: Mapping[str, Any]) -> str:
         f"at least as fast as the best peer in {found['as_fast_as_best_peer']} of {count} "
         f"({'met' if found['goal_of_peers_met'] else 'MISSED'}: three quarters), in {found['as_fast_within_noise']} "
         "within the noise",
+        breadth(found),
     ]
     lines += [f"  missed: {name}: {how}" for name, how in found["goals_missed"].items()]
     lines += [f"  above what memory allows: {name}" for name in found["goals_above_floor"]]

@@ -15,8 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models_page import models_section
-
-sys.path.insert(0, str(Path(__file__).parent))
 from page_accel import accel_section
 from page_cpu import cpu_section
 from page_gpu import adapters_section, diffusion_section, kits_section

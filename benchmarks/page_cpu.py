@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpu_figures import goal_words
+from cpu_figures import breadth, goal_words
 
 __all__ = ["cpu_section"]
 
@@ -23,7 +23,7 @@ def cpu_section(name: str, data: dict[str, Any]) -> str:
         "",
         f"{found['goals_met']} of {found['goals']} goals met; at least as fast as the best peer in {share} cases (goal "
         f"{100 * found['goal_of_peers']:.0f} %), in {found['as_fast_within_noise']} within the noise; slower than "
-        f"eager: {', '.join(found['slower_than_eager']) or 'none'}.",
+        f"eager: {', '.join(found['slower_than_eager']) or 'none'}. Of these, {breadth(found)}.",
         "",
         "Goals are the kernel's, and nine tenths of them through `lz.*` with the call's overhead. The floor is what "
         "the same threads take to move the same bytes and do nothing else.",

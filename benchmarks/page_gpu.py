@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["adapters_section", "diffusion_section", "kits_section"]
@@ -15,63 +16,69 @@ def _where(data: dict[str, Any]) -> str:
     )
 
 
+def _section(title: str, about: str, head: str, rows: Iterable[Sequence[str]]) -> str:
+    """A heading, what it is about, and a table; columns of `head` that end in a colon hold numbers."""
+    names = [name.strip() for name in head.split("|")]
+    lines = [f"## {title}", "", about, "", f"| {' | '.join(name.rstrip(':') for name in names)} |"]
+    lines.append("|" + "|".join("---:" if name.endswith(":") else "---" for name in names) + "|")
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
 def adapters_section(name: str, data: dict[str, Any]) -> str:
     """A line for each pair of vendor call and adapter."""
     limit = data["limit"]
-    lines = [
-        f"## {name}: adapters beside the libraries they call",
-        "",
+    about = (
         f"{_where(data)} The same work from the same tensors, side by side in one run; an adapter may add "
         f"{100 * limit['share']:.0f} % or {limit['us']:.0f} µs, whichever is more. Device: events around the call with "
-        "a cold cache. Host: what the caller waits for.",
-        "",
-        "| library | call | vendor µs | ours | vendor's host µs | ours | verdict |",
-        "|---|---|---:|---:|---:|---:|---|",
+        "a cold cache. Host: what the caller waits for."
+    )
+    pairs = [
+        (library, case, *(f"{row[key]:.1f}" for key in _TIMES), _verdict(row))
+        for library, cases in data["libraries"].items()
+        for case, row in cases.items()
+        if "vendor_us" in row
     ]
-    for library, cases in data["libraries"].items():
-        for case, row in cases.items():
-            if "vendor_us" not in row:
-                continue
-            over = [word for word in ("device", "host") if not row[f"{word}_within"]]
-            verdict = "within" if not over else f"over ({', '.join(over)})"
-            lines.append(
-                f"| {library} | {case} | {row['vendor_us']:.1f} | {row['ours_us']:.1f} | {row['vendor_host_us']:.1f} "
-                f"| {row['ours_host_us']:.1f} | {verdict} |"
-            )
-    return "\n".join(lines)
+    head = "library | call | vendor µs: | ours: | vendor's host µs: | ours: | verdict"
+    return _section(f"{name}: adapters beside the libraries they call", about, head, pairs)
+
+
+_TIMES = ("vendor_us", "ours_us", "vendor_host_us", "ours_host_us")
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    over = [word for word in ("device", "host") if not row[f"{word}_within"]]
+    return "within" if not over else f"over ({', '.join(over)})"
 
 
 def kits_section(name: str, data: dict[str, Any]) -> str:
     """What each backend's conformance kit said."""
-    lines = [
-        f"## {name}: conformance kits",
-        "",
+    about = (
         f"{_where(data)} Pairs of declared dtype, head_dim, layout and feature; what this GPU or the others' "
-        "descriptors rule out is skipped.",
-        "",
-        "| backend | passed | failed | skipped | seconds |",
-        "|---|---:|---:|---:|---:|",
+        "descriptors rule out is skipped."
+    )
+    rows = [
+        (backend, *(str(row[key]) for key in ("passed", "failed", "skipped")), f"{row['seconds']:.0f}", row["commit"])
+        for backend, row in sorted(data["kits"].items())
     ]
-    for backend, row in sorted(data["kits"].items()):
-        lines.append(f"| {backend} | {row['passed']} | {row['failed']} | {row['skipped']} | {row['seconds']:.0f} |")
-    return "\n".join(lines)
+    head = "backend | passed: | failed: | skipped: | seconds: | commit"
+    return _section(f"{name}: conformance kits", about, head, rows)
 
 
 def diffusion_section(name: str, data: dict[str, Any]) -> str:
     """One step of each model, stock and patched."""
-    lines = [
-        f"## {name}: diffusion models",
-        "",
+    about = (
         f"{_where(data)} One step of a model of real size with random weights in bfloat16, stock and after `lz.patch`, "
-        "in one interleaved run.",
-        "",
-        "| model | stock ms | patched | patched ÷ stock | kernels |",
-        "|---|---:|---:|---:|---|",
-    ]
-    for row in data["cases"]:
-        times = row["median_ms"]
-        lines.append(
-            f"| {row['model']} | {times['stock']:.2f} | {times['patched']:.2f} | {row['patched_over_stock']:.3f} "
-            f"| {', '.join(sorted(set(row['kernels'].values())))} |"
+        "in one interleaved run."
+    )
+    rows = [
+        (
+            row["model"],
+            *(f"{row['median_ms'][who]:.2f}" for who in ("stock", "patched")),
+            f"{row['patched_over_stock']:.3f}",
+            ", ".join(sorted(set(row["kernels"].values()))),
         )
-    return "\n".join(lines)
+        for row in data["cases"]
+    ]
+    return _section(
+        f"{name}: diffusion models", about, "model | stock ms: | patched: | patched ÷ stock: | kernels", rows
+    )

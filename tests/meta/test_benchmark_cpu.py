@@ -446,6 +446,7 @@ def test_the_summary_counts_goals_slower_cases_and_the_best_peer(bench):
     assert (found["cases"], found["goals"], found["goals_met"]) == (4, 4, 3)
     assert found["slower_than_eager"] == ["norm d"] and found["failed"] == ["norm e"]
     assert (found["as_fast_as_best_peer"], found["as_fast_within_noise"]) == (1, 2)
+    assert (found["as_fast_as_others"], found["cases_with_others"]) == (1, 2)  # in the others eager ran alone
     assert not found["goal_of_peers_met"] and found["peers_not_timed"] == {"zentorch": 1}
     assert set(found["behind_best_peer"]) == {"norm b", "norm d"}
     assert bench.cpu_figures.summary([rows[0]] * 3 + [rows[1]])["goal_of_peers_met"]
