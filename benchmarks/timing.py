@@ -9,15 +9,21 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int, batch: int) -> dict[str, float]:
-    """Median ns per call of each contestant; one batch of each per round, in alternating order."""
+def interleaved(
+    contestants: dict[str, Callable[[], Any]], *, rounds: int, batch: int, settled: Collection[str] = ()
+) -> dict[str, float]:
+    """Median ns per call of each contestant; one batch of each per round, in alternating order.
+
+    Those in `settled` are called once, untimed, before each batch: a short call after a long one of somebody else would
+    be timed with the caches full of that.
+    """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants.items())
     clock = time.perf_counter_ns
@@ -29,6 +35,8 @@ def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int, batch
     try:
         for index in range(rounds):
             for name, call in order if index % 2 else reversed(order):
+                if name in settled:
+                    call()
                 start = clock()
                 for _ in range(batch):
                     call()

@@ -6,7 +6,8 @@ Stages: `tune` measures the grid into a database; `cases` times every candidate 
 public call in one interleaved run, with LayerZero choosing from that database; `random` does the same for fifty sizes
 drawn inside the tuned buckets; `again` tunes once more, into another database, and compares the choices; `graph` (CUDA)
 times the small cases again in replayed graphs. Whatever is done is kept: a run that was stopped, or whose budget was
-spent, goes on where it was when the same command is given again.
+spent, goes on where it was when the same command is given again. With `--database` the times are those that `lz tune`
+has measured before, and the stage `tune` is left out.
 
 A case whose choice came out more than 3 % behind is measured once more, three times as long, and that run counts; the
 first figure stays beside it. On CUDA a time is the median over calls between two events each, the L2 cache overwritten
@@ -18,9 +19,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,12 @@ def choices(cases: dict[str, Any], database: Path) -> dict[str, str]:
     return {name: select(ctx, world).chosen for name, ctx in cases.items()}
 
 
+def copied(source: Path, target: Path) -> None:
+    """A database as it is now, also what still lies in its log."""
+    with closing(sqlite3.connect(source)) as before, closing(sqlite3.connect(target)) as after:
+        before.backup(after)
+
+
 def gather(kept: Kept, header: dict[str, Any], alike: dict[str, Any] | None, notes: dict[str, Any]) -> dict[str, Any]:
     """The document."""
     from tuned_figures import summary, verdicts
@@ -199,9 +208,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, default=None, help="where what is done is kept; default build/tuned/NAME")
     parser.add_argument("--json", type=Path, default=None, help="default benchmarks/results/NAME/tuned.json")
     parser.add_argument("--compile", default="all", help="backends that may compile kernels here, or none; default all")
+    parser.add_argument("--database", type=Path, default=None, help="what `lz tune` has measured, in place of `tune`")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has done")
     given = parser.parse_args()
     given.stages = [name for name in STAGES if name in given.stages.split(",")]
+    if given.database is not None:
+        given.stages = [name for name in given.stages if name != "tune"]
     if not given.stages:
         parser.error(f"--stages names none of {', '.join(STAGES)}")
     return given
@@ -230,6 +242,8 @@ def main() -> int:
         "seconds_a_case": seconds,
     }
     kept = Kept(folder, header, fresh=given.fresh)
+    if given.database is not None:
+        copied(given.database, first)
     started, load_before = time.time(), round(os.getloadavg()[0], 2)
     budget = Budget(given.budget, given.stages)
     cases = contexts(grid.cases, device)

@@ -109,7 +109,7 @@ SIGNATURES = {
     "warmup": "(source, *, config=None, kernels=(), timeout=None, workers=None, background=True, retry=False, "
     "progress=None)",
     "record": "(path=None)",
-    "tune": "(source, *, database=None, budget=None, seconds=2.0, seed=0, device=None, check=False, fresh=False, "
+    "tune": "(source, *, database=None, budget=None, seconds=None, seed=0, device=None, check=False, fresh=False, "
     "compile=True, progress=None)",
     "solve": "(source, path=None, *, database=None, device=None, model_id='', key=None)",
     "compile": "(model, *example_inputs, budget=None, model_id='', path=None, device=None, **example_options)",

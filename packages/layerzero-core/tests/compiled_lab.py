@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled kernels, and a queue of its own."""
     folder = tmp_path / "jit"
     monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(folder))
-    for name in jit_cache.VENDOR_FOLDERS:
+    for name in {**jit_cache.VENDOR_FOLDERS, **jit_cache.DEEP_FOLDERS}:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(jit, "_queue", None)
     yield folder

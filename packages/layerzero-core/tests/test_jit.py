@@ -254,6 +254,11 @@ def test_the_libraries_caches_are_one_folder_of_ours_unless_the_user_chose(
     assert os.environ["TRITON_CACHE_DIR"] == "/the/users/own"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "inductor")
     assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(cache / "flashinfer")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(cache / "flash_attention")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    jit_cache.prepare()
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(

@@ -18,7 +18,7 @@ from layerzero.tuning.measured import measurements_from, platform_of, versions_o
 
 pytestmark = pytest.mark.usefixtures("built_in")
 
-FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"
+FLASH, MATH, PLAIN = "sdpa.attention.flash_cpu", "sdpa.attention.math", "reference.attention.plain"
 
 
 def call(length=8):
@@ -101,6 +101,15 @@ def test_influence_falls_as_the_spread_rises(db):
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 2 * gaps[2] > 0
     db.put([timed(MATH, 20.0, spread=2.0)])
     assert chosen(db).candidate(MATH).measured_us is None
+
+
+@pytest.mark.req("R-PDB-08")
+def test_an_unsteady_time_far_below_the_others_still_wins(db):
+    """Three times as fast even when it is slow: what the others take must not be held against it."""
+    db.put([timed(FLASH, 36.0), timed(MATH, 10.0, spread=0.75), timed(PLAIN, 400.0)])
+    assert chosen(db).chosen == MATH and 10.0 < chosen(db).winner.measured_us <= 25.0
+    db.put([timed(FLASH, 20.0), timed(MATH, 10.0, spread=0.75)])  # at times it would be the slower one
+    assert chosen(db).chosen == FLASH
 
 
 def test_a_new_measurement_is_a_new_world(db):

@@ -156,6 +156,36 @@ def test_a_kernel_shorter_than_its_launch_takes_as_long_as_the_launch():
     assert with_launch(500.0, lambda: "long", clock, lambda: 1.0) == 500.0
 
 
+@pytest.mark.req("R-TUNE-03")
+def test_no_kernel_pays_for_coming_first():
+    """Whoever is timed first finds the host's caches full of something else; kernels that are alike stay alike."""
+    seen, warm = [], [None]
+
+    def clock(call, count):
+        seen.append(warm[0])
+        return 20.0 if warm[0] == call() else 30.0
+
+    def make(name):
+        def run():
+            warm[0] = name
+            return name
+
+        return run
+
+    def pacer():
+        warm[0] = None
+        return 1.0
+
+    calls = {name: make(name) for name in ("a", "b", "c")}
+    times = {name: Times(5.0, 5.0, 5.0, 0.0, 36) for name in calls}
+    found = with_launches(times, calls, clock, pacer)
+    assert {item.median_us for item in found.values()} == {20.0} and None not in seen
+    assert {seen[turn * 3] for turn in range(15)} == {"a", "b", "c"}  # each begins now and then
+    unsteady = itertools.cycle([20.0, 26.0, 23.0])
+    spread = with_launches({"a": times["a"]}, {"a": calls["a"]}, lambda call, count: next(unsteady), lambda: 1.0)["a"]
+    assert (spread.median_us, spread.samples) == (23.0, 15) and spread.steady > 1.0
+
+
 @pytest.mark.req("R-TUNE-01", "R-TUNE-03")
 def test_a_host_that_is_slower_for_a_while_does_not_decide_a_race():
     """Launches of 20 and 30 µs on a host that is up to twice as slow; both kernels take 25 µs on the device."""

@@ -20,7 +20,7 @@ class Compiler:
     most = 0
 
     def __getitem__(self, options: str) -> Compiler:
-        return Compiler()
+        return type(self)()
 
     def __call__(self, depth: int = 0) -> str:
         kind = type(self)
@@ -56,6 +56,35 @@ def test_compilations_wait_for_one_another(cute: Any) -> None:
     for thread in threads:
         thread.join()
     assert found == ["compiled"] * 4 and type(cute.compile).most == 1
+
+
+@pytest.mark.req("R-WARM-01")
+def test_reading_and_writing_compiled_kernels_waits_too(cute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation, a kernel written to disk and one read from there: never two of them at once."""
+    compiler = type(cute.compile)
+
+    def load_module(path: str) -> str:
+        return str(compiler.__dict__["__call__"].__wrapped__(cute.compile, 0))
+
+    class Executor:
+        def export_to_c(self, path: str) -> str:
+            return str(compiler.__dict__["__call__"].__wrapped__(cute.compile, 0))
+
+    runtime, dsl = ModuleType("cutlass.cute.runtime"), ModuleType("cutlass.cutlass_dsl")
+    runtime.load_module = load_module  # type: ignore[attr-defined]
+    dsl.JitCompiledFunction = type("JitCompiledFunction", (Executor,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cutlass.cute.runtime", runtime)
+    monkeypatch.setitem(sys.modules, "cutlass.cutlass_dsl", dsl)
+    library("quack.stand_in")
+    library("quack.stand_in")
+    work = [cute.compile, lambda: runtime.load_module("a.o"), lambda: dsl.JitCompiledFunction().export_to_c("b.o")]
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda one=one: found.append(one())) for one in work * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["compiled"] * 6 and compiler.most == 1
 
 
 def test_without_the_compiler_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ forbid an overlap; this calls the module below them.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, Segment
 
-__all__ = ["Requests", "grouped_attention", "requests"]
+__all__ = ["Requests", "grouped_attention", "requests", "unseen"]
 
 _LN2 = math.log(2.0)
 _CAUSAL, _FULL, _NHD = 1, 0, 0
@@ -49,8 +50,14 @@ def requests(segments: tuple[Segment, ...], causal: bool) -> Requests:
     return Requests(tuple(offsets), tuple(starts), tuple(lens))
 
 
+def unseen(plan: Requests) -> tuple[tuple[int, int], ...]:
+    """Rows that see no key, as ranges: the kernel writes a large negative number for their log-sum-exp."""
+    rows = itertools.pairwise(plan.offsets_q)
+    return tuple(place for place, keys in zip(rows, plan.lens_k, strict=True) if keys == 0)
+
+
 class _Planned(NamedTuple):
-    """A module, its plan, and the memory the plan lives in."""
+    """A module, its plan, the memory the plan lives in, and the rows that see no key."""
 
     module: Any
     info: Any
@@ -59,6 +66,7 @@ class _Planned(NamedTuple):
     pinned: Tensor
     offsets_q: Tensor
     starts_k: Tensor
+    unseen: tuple[tuple[int, int], ...]
 
 
 def _pinned(size: int) -> Tensor:
@@ -87,7 +95,7 @@ def _planned(
         floats, ints, pinned, host_q, host_k, host_len, rows, len(plan.lens_k), heads, kv_heads, 1, False, dim, dim,
         causal, -1,
     )  # fmt: skip
-    return _Planned(module, info, floats, ints, pinned, host_q.to(device), host_k.to(device))
+    return _Planned(module, info, floats, ints, pinned, host_q.to(device), host_k.to(device), unseen(plan))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
@@ -128,4 +136,9 @@ def grouped_attention(
         plan.floats, plan.ints, plan.info, query, key, value, plan.offsets_q, plan.starts_k, out, logs,
         _CAUSAL if causal else _FULL, _NHD, -1, False, None, None, None, None, None, None, 0.0, scale, 1.0, 1e4, 0,
     )  # fmt: skip
-    return (out, logs * _LN2) if logs is not None else out
+    if logs is None:
+        return out
+    logs = logs * _LN2
+    for first, last in plan.unseen:
+        logs[first:last] = -torch.inf
+    return out, logs

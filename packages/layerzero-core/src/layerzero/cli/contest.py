@@ -22,6 +22,7 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
+from layerzero.model.variants import twins
 from layerzero.ops.signature import public_op
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
@@ -144,8 +145,12 @@ def compete(
             calls[TORCH_DEFAULT] = plain
         if chosen in kernels and mode == "eager":
             calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
+        # A kernel does not race against itself: the other name has the same time, and its own error.
+        same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
         before = pace()
-        timed, spent = _timed(calls, entries, place, mode, seconds, least)
+        racing = {item: run for item, run in calls.items() if item not in same}
+        timed, spent = _timed(racing, entries, place, mode, seconds, least)
+        timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
         speed = Pace(before, pace())
     return Outcome(
         name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},

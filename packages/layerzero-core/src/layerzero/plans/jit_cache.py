@@ -1,7 +1,8 @@
 """Where compiled kernels are kept: one folder, ours alone, for every library that compiles at run time.
 
 Compiled kernels are code. The folder is made with 0700, and one that others may write to is not used. Triton,
-TorchInductor and FlashInfer are pointed into it before they are imported, unless the user has pointed them elsewhere.
+TorchInductor, FlashInfer, FlashAttention 4 and QuACK are pointed into it before they are imported, unless the user has
+pointed them elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from layerzero.plugin.artifacts import OWN, cache_folder, distrust
 from layerzero.reasons import reason
 
-__all__ = ["VENDOR_FOLDERS", "cache_folder", "distrust", "locked", "new_entries", "prepare", "snapshot"]
+__all__ = ["DEEP_FOLDERS", "VENDOR_FOLDERS", "cache_folder", "distrust", "locked", "new_entries", "prepare", "snapshot"]
 
 _log = logging.getLogger("layerzero.jit")
 
@@ -27,6 +28,13 @@ VENDOR_FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
+# The same for libraries that keep all kernels of a version in one folder inside: a new kernel is no new name there.
+DEEP_FOLDERS = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention",
+    "QUACK_CACHE_DIR": "quack",
+}
+# What makes a library keep compiled kernels at all: without it FlashAttention 4 compiles for seconds in every process.
+_SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _POLL_S = 0.02
 _EVIDENCE = 8  # names kept per artifact
 # Locks and files on their way to their real name.
@@ -47,10 +55,12 @@ def prepare() -> Path | None:
             _distrusted.add(folder)
             _log.warning("compiled kernels are not kept: %s", why)
         return None
-    for variable, name in VENDOR_FOLDERS.items():
+    for variable, name in {**VENDOR_FOLDERS, **DEEP_FOLDERS}.items():
         if not os.environ.get(variable):
             (folder / name).mkdir(mode=0o700, exist_ok=True)
             os.environ[variable] = str(folder / name)
+    for variable, word in _SWITCHES.items():
+        os.environ.setdefault(variable, word)
     (folder / OWN).mkdir(mode=0o700, exist_ok=True)
     return folder
 

@@ -155,7 +155,7 @@ def tune(
     *,
     database: str | os.PathLike[str] | None = None,
     budget: float | None = None,
-    seconds: float = 2.0,
+    seconds: float | None = None,
     seed: int = 0,
     device: str | DeviceSpec | None = None,
     check: bool = False,
@@ -167,7 +167,8 @@ def tune(
 
     source    `lz.record()`'s traffic or its file, a model's config.json or mapping, a grid file, or contexts
     database  where the times go; default: the policy's, else the user's own
-    budget    seconds for all calls together, the most frequent first; `seconds` for the timing of one
+    budget    seconds for all calls together, the most frequent first
+    seconds   for the timing of one; default 2, on a GPU 0.3
     check     only look at calls that were measured before, and measure those anew whose kernel has drifted
     fresh     begin anew instead of going on with a sitting that was interrupted
     compile   kernels that are not compiled yet are compiled and measured, too; False leaves them out

@@ -7,13 +7,13 @@ launches and is timed by itself.
 
 A shared host is at times twice as slow as a moment before, and the device is not: a kernel would win or lose by when
 its turn came. So a fixed piece of work is timed beside each turn, and a launch counts as long as it takes when the host
-is as quick as it has been in this process.
+is as quick as it has been in this process. A kernel is called once before its launches are timed, and nobody always
+comes first: what ran before leaves the host's caches full of something else, a third of a short launch.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = ["with_launch", "with_launches"]
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
-_TURNS = 9  # in turns with the others; the middle one counts, since the host is interrupted now and then
+_TURNS = 15  # in turns with the others; the middle one counts, since the host is interrupted now and then
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
@@ -55,31 +55,46 @@ def with_launches(
     """The times; of a kernel that is shorter than its launch, that of the launch."""
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace)
-    return {name: _charged(found, launches.get(name, 0.0)) for name, found in times.items()}
+    return {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
 
 
 def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, pacer: Pacer | None = None) -> float:
     """What one kernel takes; where it is shorter than its launch, what that takes."""
     if us >= _LONG_US:
         return us
-    return max(us, _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace)[""])
+    found = _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace)[""]
+    return max(us, found.median_us)
 
 
-def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer) -> dict[str, float]:
-    """µs of each launch at the host's quickest pace, the middle of some turns."""
+def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer) -> dict[str, Times]:
+    """µs of each launch at the host's quickest pace."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     before = pacer() if calls else 1.0
-    for _ in range(_TURNS):
-        turn = {name: clock(call, _QUEUED) for name, call in calls.items()}
+    for number in range(_TURNS):
+        turn = {}
+        for name in _order(list(calls), number):
+            calls[name]()
+            turn[name] = clock(calls[name], _QUEUED)
         after = pacer() if calls else 1.0
         for name, us in turn.items():
             found[name].append(us * 2.0 / (before + after))
         before = after
-    return {name: statistics.median(turns) for name, turns in found.items()}
+    return {name: Times.of(turns) for name, turns in found.items()}
 
 
-def _charged(found: Times, launch_us: float) -> Times:
-    more = launch_us - found.median_us
+def _order(names: Sequence[str], turn: int) -> Sequence[str]:
+    """Another one begins at each turn, and every other turn goes backwards."""
+    first = turn % len(names) if names else 0
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if turn % 2 else order
+
+
+def _charged(found: Times, launch: Times) -> Times:
+    """The time of the launch, with its spread, where that is the longer one."""
+    more = launch.median_us - found.median_us
     if more <= 0.0:
         return found
-    return replace(found, median_us=launch_us, p95_us=found.p95_us + more, p99_us=found.p99_us + more)
+    return replace(
+        found, median_us=launch.median_us, p95_us=found.p95_us + more, p99_us=found.p99_us + more,
+        variance=max(found.variance, launch.variance), steady=max(found.steady, launch.steady), samples=launch.samples,
+    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 A measurement counts when kernel, backend, torch, driver and device are the very ones of this process. Where a bucket
 has none of those, devices of the same family say which kernel is faster than which, at half their weight: a ranking,
-no times. A time with a wide spread moves towards the middle of its bucket, one that is all spread says nothing. Times
-that cannot be told from the fastest, by their own spread, count as equal to it.
+no times. A time with a wide spread moves towards the middle of its bucket, by no more than that spread; one that is all
+spread says nothing. Times that cannot be told from the fastest, by their own spread, count as equal to it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ __all__ = [
 ]
 
 REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised
-NOISE = 0.02  # inside this band two kernels are equally fast, and their names decide
+NOISE = 0.015  # inside this band two kernels are equally fast, and their names decide
 _CALLS_KEPT = 4096
 _SIMILAR = 0.5  # weight of a measurement from another device of the family
+_SPREADS = 2.0  # a time is moved by no more: nearly all calls took less than that
 
 
 def platform_of(device: DeviceSpec) -> Platform:
@@ -149,6 +150,7 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
             doubts[doubt] = doubts.get(doubt, 0) + 1
     here = [item for item in fitting if item.platform == platform]
     own = [(item.kernel_id, us, weight(item)) for item, us in zip(here, _levelled(here), strict=True)]
+    spreads = {item.kernel_id: item.spread for item in here}
     similar: dict[Platform, list[Measurement]] = {}
     for item in fitting:
         if item.platform != platform:
@@ -158,7 +160,7 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
                 similar.setdefault(item.platform, []).append(item)
     notes = [reason("PERF_NOT_BELIEVED", count, why) for why, count in sorted(doubts.items())]
     if own:
-        return Believed(_weighed(own), tuple(notes), refused)
+        return Believed(_weighed(own, spreads), tuple(notes), refused)
     if not similar:
         return Believed({}, tuple(notes), refused)
     # The device that knows most kernels ranks them; times of two devices are not comparable.
@@ -214,13 +216,24 @@ def _difference(theirs: Platform, ours: Platform) -> str:
     return "the same platform"
 
 
-def _weighed(found: list[tuple[str, float, float]]) -> dict[str, float]:
+def _weighed(found: list[tuple[str, float, float]], spreads: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Each time moved towards the middle, the further the less it is trusted, at most by so many of its spreads.
+
+    Without that bound a kernel three times as fast as the next, of unsteady times, would end up behind it.
+    """
     trusted = [(name, us, trust) for name, us, trust in found if trust > 0.0]
     if not trusted:
         return {}
     total = sum(trust for _, _, trust in trusted)
     middle = sum(trust * math.log(us) for _, us, trust in trusted) / total
-    return {name: math.exp(middle + trust * (math.log(us) - middle)) for name, us, trust in trusted}
+    told = {}
+    for name, us, trust in trusted:
+        moved = (1.0 - trust) * (middle - math.log(us))
+        if spreads is not None:
+            most = math.log1p(_SPREADS * spreads[name])
+            moved = max(-most, min(most, moved))
+        told[name] = us * math.exp(moved)
+    return told
 
 
 def doubt_of(item: Measurement, world: World) -> str | None:

@@ -29,6 +29,8 @@ from layerzero.tuning.trial import Trial, trial
 
 __all__ = ["Outcome", "Progress", "Tuned", "sit"]
 
+_SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -101,7 +103,7 @@ def sit(
     db: PerfDB,
     *,
     budget: float | None = None,
-    seconds: float = 2.0,
+    seconds: float | None = None,
     seed: int = 0,
     noise: float = NOISE,
     fresh: bool = False,
@@ -112,7 +114,8 @@ def sit(
     """Tune calls, the most frequent first, into a database.
 
     budget    seconds for the whole sitting; a call that was begun is finished
-    seconds   of timing for one call, at most
+    seconds   of timing for one call, at most; where it is not given two on a CPU, and a third of one on a GPU, whose
+              events time the device alone
     fresh     forget what an interrupted sitting has done
     jit       "off" leaves out kernels that would have to be compiled first
     """
@@ -163,7 +166,9 @@ def sit(
     )
 
 
-def _one(name: str, recorded: Recorded, *, seconds: float, seed: int, noise: float, jit: str) -> Outcome:
+def _one(name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str) -> Outcome:
+    if seconds is None:
+        seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU
     try:
         found = trial(recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit)
     except LayerZeroError as error:
