@@ -99,8 +99,10 @@ def test_influence_falls_as_the_spread_rises(db):
         scores = {item.kernel_id: item.score for item in decision.candidates if item.accepted}
         gaps.append(scores[MATH] - scores[FLASH])
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 2 * gaps[2] > 0
-    db.put([timed(MATH, 20.0, spread=2.0)])
+    db.put([timed(MATH, 20.0, spread=2.0, p95_us=120.0)])
     assert chosen(db).candidate(MATH).measured_us is None
+    db.put([timed(MATH, 10.0, spread=2.0, p95_us=40.0)])  # its slowest is ahead of everybody
+    assert chosen(db).chosen == MATH and chosen(db).winner.measured_us == pytest.approx(40.0)
 
 
 @pytest.mark.req("R-PDB-08")
