@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models_page import models_section
 from page_accel import accel_section
 from page_cpu import cpu_section
-from page_gpu import adapters_section, diffusion_section, kits_section
+from page_gpu import adapters_section, diffusion_section, kits_section, tests_section
 from page_threads import threads_section
 
 HERE = Path(__file__).parent
@@ -198,6 +198,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "diffusion.json": diffusion_section,
     "adapters.json": adapters_section,
     "kits.json": kits_section,
+    "tests.json": tests_section,
 }
 
 

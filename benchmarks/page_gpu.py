@@ -1,17 +1,18 @@
-"""Sections of the page about a GPU: what adapters add, the conformance kits, diffusion models."""
+"""Sections of the page about a GPU: its tests, the conformance kits, what adapters add, diffusion models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["adapters_section", "diffusion_section", "kits_section"]
+__all__ = ["adapters_section", "diffusion_section", "kits_section", "tests_section"]
 
 
 def _where(data: dict[str, Any]) -> str:
     machine = data["machine"]
+    processors = ", ".join(filter(None, (machine.get("gpu"), machine["cpu"])))
     return (
-        f"{machine.get('gpu', '')}, {machine['cpu']}; Python {machine['python']}, torch {machine['torch']}; commit "
+        f"{processors}; Python {machine['python']}, torch {machine['torch']}; commit "
         f"`{data['commit']}`; `{data['command']}`."
     )
 
@@ -53,15 +54,35 @@ def _verdict(row: dict[str, Any]) -> str:
 def kits_section(name: str, data: dict[str, Any]) -> str:
     """What each backend's conformance kit said."""
     about = (
-        f"{_where(data)} Pairs of declared dtype, head_dim, layout and feature; what this GPU or the others' "
-        "descriptors rule out is skipped."
+        f"{_where(data)} Pairs of declared dtype, head_dim, layout and feature; what this device or the others' "
+        "descriptors rule out is skipped, and what a library would first have to compile for a minute."
     )
     rows = [
-        (backend, *(str(row[key]) for key in ("passed", "failed", "skipped")), f"{row['seconds']:.0f}", row["commit"])
+        (
+            backend,
+            *(str(row.get(key, 0)) for key in ("passed", "failed", "skipped", "not_compiled")),
+            f"{row['seconds']:.0f}",
+            row["commit"],
+        )
         for backend, row in sorted(data["kits"].items())
     ]
-    head = "backend | passed: | failed: | skipped: | seconds: | commit"
+    head = "backend | passed: | failed: | skipped: | of these not compiled: | seconds: | commit"
     return _section(f"{name}: conformance kits", about, head, rows)
+
+
+def tests_section(name: str, data: dict[str, Any]) -> str:
+    """A whole run of the tests that need a GPU."""
+    about = (
+        f"{_where(data)} {data['passed']:,} passed, {data['failed']} failed, {data['skipped']} skipped. What "
+        "`lz doctor` said on that machine is in `doctor.txt`, the reasons for and against every kernel of eleven "
+        "typical calls in `explain.txt`, beside the JSON."
+    )
+    rows = [
+        (part, *(str(row[key]) for key in ("passed", "failed", "skipped")), f"{row['seconds']:.0f}")
+        for part, row in data["parts"].items()
+    ]
+    head = "tests | passed: | failed: | skipped: | seconds:"
+    return _section(f"{name}: the tests that need a GPU", about, head, rows)
 
 
 def diffusion_section(name: str, data: dict[str, Any]) -> str:

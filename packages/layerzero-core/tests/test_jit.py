@@ -243,6 +243,37 @@ def test_the_callers_random_state_is_untouched_by_a_compile(lab: Any, cache: Pat
     assert torch.equal(torch.rand(2), expected[1:])
 
 
+@pytest.mark.req("R-TUNE-01", "R-WARM-01")
+def test_tuning_compiles_several_kernels_at_a_time_before_it_times_any(
+    lab: Any, cache: Path, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERZERO_JIT_WORKERS", "3")
+    use(lab)
+    lz.configure(deny=["inductor"])  # it would call the compiler too
+    compiler.gate.touch()
+    with torch.no_grad(), lz.scoped(jit="off"):
+        contexts = [lz.select("rms_norm", torch.ones(3, n), torch.ones(n)).context for n in (8, 16, 32)]
+    found: list[Any] = []
+    told: list[str] = []
+
+    def tune() -> None:
+        options = {"database": tmp_path / "times.db", "seconds": 0.01}
+        found.append(lz.tune(contexts, progress=lambda step: told.append(step.name), **options))
+
+    thread = threading.Thread(target=tune)
+    thread.start()
+    try:
+        wait_until(lambda: compiler.runs == 3)  # one by one there would be a single one waiting here
+        assert set(told) <= {"compiling"}
+    finally:
+        compiler.gate.unlink()
+        thread.join()
+        lz.configure(deny=[])
+    assert compiler.runs == 3 and told[0] == "compiling"
+    assert [KERNEL in item.trial.times for item in found[0].outcomes] == [True] * 3
+    assert jit.queue().workers == 3
+
+
 # -- the folder and the index -----------------------------------------------------------------------------------
 @pytest.mark.req("R-WARM-04")
 def test_the_libraries_caches_are_one_folder_of_ours_unless_the_user_chose(

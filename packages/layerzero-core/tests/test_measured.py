@@ -134,6 +134,8 @@ def test_times_that_cannot_be_told_apart_count_as_equal(db):
     db.put([timed(FLASH, 104.0, spread=0.1), timed(MATH, 100.0, spread=0.1)])
     decision = chosen(db)
     assert decision.chosen == min(FLASH, MATH) == FLASH and decision.winner.measured_us == pytest.approx(100.0)
+    db.put([timed(FLASH, 104.0, spread=0.2), timed(MATH, 100.0, spread=0.1), timed(PLAIN, 900.0)])
+    assert chosen(db).chosen == FLASH  # though the other one was steadier
     db.put([timed(FLASH, 104.0, spread=0.005), timed(MATH, 100.0, spread=0.005)])
     assert chosen(db).chosen == MATH
     db.put([timed(FLASH, 107.0, spread=0.1), timed(MATH, 100.0, spread=0.1)])  # no spread excuses seven percent

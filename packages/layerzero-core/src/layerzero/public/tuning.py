@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerzero import env
 from layerzero.device.probe import probe_device
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -25,6 +26,8 @@ from layerzero.tuning.traffic import load as load_traffic
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable, PlanEntry
     from layerzero.tuning.sitting import Progress, Tuned
+
+_MOST_COMPILERS = 8
 
 __all__ = ["Recording", "calls_of", "calls_path", "database_of", "record", "solve", "times_in", "tune"]
 
@@ -191,6 +194,8 @@ def tune(
         calls = calls_of(source, device=where)
         if check:
             return _checked(calls, db, budget, progress, jit)
+        if compile:
+            budget = _compiled_ahead(calls, budget, progress)
         found = sit(
             calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
         )
@@ -239,6 +244,41 @@ def _device_of_rank(local_rank: int) -> DeviceSpec:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return probe_device(f"cuda:{local_rank % torch.cuda.device_count()}")
     return probe_device("cpu")
+
+
+def _compiled_ahead(
+    calls: list[tuple[str, Recorded]], budget: float | None, progress: Callable[[Progress], None] | None
+) -> float | None:
+    """Compile what the calls lack, several kernels at a time, before anything is timed; what is left of the budget.
+
+    On a machine with few cores each kernel is compiled when its turn to be timed comes: one after the other takes as
+    long, and a sitting that is interrupted has its times.
+    """
+    import time
+
+    from layerzero.plans import jit
+    from layerzero.plans.warm import warm
+    from layerzero.plans.warm_manifest import Item
+    from layerzero.tuning.sitting import Progress
+
+    workers = env.read().jit_workers or min(_MOST_COMPILERS, (os.cpu_count() or 1) // 2)
+    if workers < 2:
+        return budget
+    begin, queue = time.monotonic(), jit.queue()
+
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress(Progress(done, total, "compiling", None))
+
+    before = queue.workers
+    try:
+        items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
+        warm(items, kernels=("*",), timeout_s=None if budget is None else budget / 2, workers=workers, told=told)
+    finally:
+        queue.drop_waiting()
+        queue.workers = before
+    # A floor, so that a sitting whose compilers took everything still says what it did not reach.
+    return None if budget is None else max(1e-3, budget - (time.monotonic() - begin))
 
 
 def _checked(

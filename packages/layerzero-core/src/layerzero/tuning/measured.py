@@ -243,7 +243,8 @@ def _difference(theirs: Platform, ours: Platform) -> str:
 def _weighed(found: list[tuple[str, float, float]], spreads: Mapping[str, float] | None = None) -> dict[str, float]:
     """Each time moved towards the middle, the further the less it is trusted, at most by so many of its spreads.
 
-    Without that bound a kernel three times as fast as the next, of unsteady times, would end up behind it.
+    Without that bound a kernel three times as fast as the next, of unsteady times, would end up behind it. Those that
+    count as equally fast stay so: which of them was the steadier one that day must not decide.
     """
     trusted = [(name, us, trust) for name, us, trust in found if trust > 0.0]
     if not trusted:
@@ -257,7 +258,9 @@ def _weighed(found: list[tuple[str, float, float]], spreads: Mapping[str, float]
             most = math.log1p(_SPREADS * spreads[name])
             moved = max(-most, min(most, moved))
         told[name] = us * math.exp(moved)
-    return told
+    least = min(us for _, us, _ in trusted)
+    level = [name for name, us, _ in trusted if us == least]
+    return told | dict.fromkeys(level, min(told[name] for name in level))
 
 
 def doubt_of(item: Measurement, world: World) -> str | None:

@@ -65,8 +65,10 @@ def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
     command = [sys.executable, "-m", "layerzero.backends.inductor.compiling", order]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": places}
-        )
+            command, capture_output=True, text=True, timeout=LIMIT_S,
+            # A program has a kernel or two: a pool of compilers, one a core, takes longer to start than they take.
+            env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": places},
+        )  # fmt: skip
         if done.returncode or not fresh.exists():
             raise RuntimeError(f"inductor could not compile {name}: {done.stderr.strip()[-600:] or done.returncode}")
         os.replace(fresh, path)

@@ -22,13 +22,13 @@ _ROWS = 37  # example sizes of free axes: distinct primes, met by no fixed size 
 _OUTER, _SEQ, _INNER = 3, 41, 5
 
 _programs: dict[Any, Callable[[list[Tensor]], list[Tensor]]] = {}
-_lock = threading.Lock()
+_locks: dict[Any, threading.Lock] = {}  # one for each program: compilers run side by side
 
 
 def _program(key: tuple[Any, ...], inputs: Callable[[], Inputs]) -> Callable[[list[Tensor]], list[Tensor]]:
     found = _programs.get(key)
     if found is None:
-        with _lock:
+        with _locks.setdefault(key, threading.Lock()):
             found = _programs.get(key)
             if found is None:
                 found = _programs[key] = load(key[0], inputs(), key[1])
