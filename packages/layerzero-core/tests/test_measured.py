@@ -138,5 +138,8 @@ def test_times_that_cannot_be_told_apart_count_as_equal(db):
     assert chosen(db).chosen == FLASH  # though the other one was steadier
     db.put([timed(FLASH, 104.0, spread=0.005), timed(MATH, 100.0, spread=0.005)])
     assert chosen(db).chosen == MATH
+    db.put([timed(PLAIN, 99.0, spread=0.005)])  # equally fast: what others are held against does not go before them
+    assert chosen(db).chosen == MATH
+    db.put([timed(PLAIN, 900.0)])
     db.put([timed(FLASH, 107.0, spread=0.1), timed(MATH, 100.0, spread=0.1)])  # no spread excuses seven percent
     assert chosen(db).chosen == MATH

@@ -70,6 +70,7 @@ def test_inside_the_noise_the_name_decides_and_all_rounds_are_run(clock):
     one, two = clock.takes(300.0, 310.0), clock.takes(301.0, 309.0)
     found = race({"b": one, "a": two}, least=4, most=20, seconds=1e9, noise=0.02)
     assert found.winner == "a" and not found.clear and found.rounds == 20
+    assert leader({"reference.x.plain": 100.0, "torch.x.native": 101.0}, 0.02) == "torch.x.native"
     assert leader({"b": 100.0, "a": 103.0}, 0.02) == "b" and leader({"b": 100.0, "a": 101.0}, 0.02) == "a"
 
 

@@ -123,7 +123,7 @@ def _ranked(
     level = 0.0
     if known:
         level = max(item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None)
-    order: list[tuple[tuple[float, str], _Ranked]] = []
+    order: list[tuple[tuple[float, bool, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
         priority = kernel.prior(ctx) if measured is None else level

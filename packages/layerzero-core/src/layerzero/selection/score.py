@@ -3,7 +3,8 @@
 priority     what the backend's author expects of such a call, 0 to 100; measured kernels all start from the highest
 bonus        prefer, avoid and boosts of the policy
 measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
-             fastest it is 0, and the tie breaks by kernel id. A measurement already holds its transforms.
+             fastest it is 0, and the tie breaks by kernel id, reference kernels last. A measurement already holds
+             its transforms.
 transforms   one point per two estimated µs, at most 30, for kernels without a measurement
 """
 
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from layerzero.model.decision import Transform
 
-__all__ = ["rank", "score"]
+__all__ = ["rank", "score", "tie"]
 
 _WORST_MEASURED = -30.0
 _MEASURED_WEIGHT = 10.0
 _POINTS_PER_US = 0.5
 _WORST_TRANSFORM = 30.0
+_REFERENCE = "reference."
 
 
 def score(
@@ -38,6 +40,11 @@ def score(
     return priority + bonus + measured - price, parts
 
 
-def rank(total: float, kernel_id: str) -> tuple[float, str]:
-    """Sort key: best score first, equal scores by kernel id."""
-    return (-round(total, 6), kernel_id)
+def rank(total: float, kernel_id: str) -> tuple[float, bool, str]:
+    """Sort key: best score first, equal scores by `tie`."""
+    return (-round(total, 6), *tie(kernel_id))
+
+
+def tie(kernel_id: str) -> tuple[bool, str]:
+    """Sort key of kernels that are equally good: by kernel id, those that others are held against last."""
+    return (kernel_id.startswith(_REFERENCE), kernel_id)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from layerzero.errors import InvalidInputError
+from layerzero.selection.score import tie
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero.tuning.noise import SURE, alike, median_error
 
@@ -136,19 +137,20 @@ def race(
 
 
 def leader(medians: Mapping[str, float], noise: float) -> str:
-    """The fastest; of those within the noise band of the fastest, the first by name."""
+    """The fastest; of those within the noise band of the fastest, the first as selection breaks ties."""
     best = min(medians.values())
-    return min(name for name, us in medians.items() if us <= best * (1.0 + noise))
+    return min((name for name, us in medians.items() if us <= best * (1.0 + noise)), key=tie)
 
 
 def winner_of(times: Mapping[str, Times], noise: float) -> str:
-    """The fastest; of those that cannot be told from it, the first by name."""
+    """The fastest; of those that cannot be told from it, the first as selection breaks ties."""
     best = min(times.values(), key=lambda item: item.median_us)
-    return min(
+    near = (
         name
         for name, item in times.items()
         if alike(best.median_us, best.error_us, item.median_us, item.error_us, noise)
     )
+    return min(near, key=tie)
 
 
 def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
