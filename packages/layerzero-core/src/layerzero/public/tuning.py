@@ -182,7 +182,7 @@ def tune(
     if budget is not None and (isinstance(budget, bool) or not budget > 0):
         raise InvalidInputError(code="VALUE_INVALID", value=f"budget={budget!r}", limit="a positive number of seconds")
     from layerzero.tuning.ranks import Ranks
-    from layerzero.tuning.sitting import sit
+    from layerzero.tuning.sitting import distinct, sit
 
     db = database_of(database)
     where = _device(device)
@@ -195,7 +195,7 @@ def tune(
         if check:
             return _checked(calls, db, budget, progress, jit)
         if compile:
-            budget = _compiled_ahead(calls, budget, progress)
+            budget = _compiled_ahead(ranks.share(distinct(calls)), budget, progress)
         found = sit(
             calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
         )

@@ -27,7 +27,7 @@ from layerzero.tuning.ranks import Ranks
 from layerzero.tuning.traffic import Recorded, context_to_json
 from layerzero.tuning.trial import Trial, trial
 
-__all__ = ["Outcome", "Progress", "Tuned", "sit"]
+__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit"]
 
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
@@ -121,7 +121,7 @@ def sit(
     """
     begin = time.monotonic()
     group = Ranks() if ranks is None else ranks
-    ordered = _distinct(calls)
+    ordered = distinct(calls)
     share = group.share(ordered)
     journal = _Journal(db.path, [*ordered, (f"seed {seed} rank {group.rank} of {group.size}", None)], fresh=fresh)
     todo = [item for item in share if item[0] not in journal.done]
@@ -176,7 +176,7 @@ def _one(name: str, recorded: Recorded, *, seconds: float | None, seed: int, noi
     return Outcome(name, recorded, found)
 
 
-def _distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:
+def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:
     """One call of each bucket, the most frequent first: two sizes of one bucket would write the same row."""
     found: dict[str, tuple[str, Recorded]] = {}
     counts: dict[str, int] = {}
