@@ -54,10 +54,11 @@ def tune(
     from layerzero.errors import LayerZeroError
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
+    from layerzero.tuning.sitting import volume
     from layerzero.tuning.trial import trial
 
     db, whole = PerfDB(database), True
-    for number, (name, ctx) in enumerate(cases.items()):
+    for number, (name, ctx) in enumerate(sorted(cases.items(), key=lambda item: -volume(item[1]))):
         if (stage, name) in kept.records:
             continue
         if time.monotonic() > end:

@@ -206,6 +206,14 @@ def test_a_host_that_is_slower_for_a_while_does_not_decide_a_race():
     assert found["b"].median_us == 25.0 and 25.0 < found["a"].median_us < 36.0
 
 
+def test_the_most_frequent_calls_come_first_and_of_equals_the_largest():
+    """A library's buffers are then as large as they will be: a small call first would be timed slower than it is."""
+    ctx = context()
+    sized = {rows: replace(ctx, dims=(("rows", rows), ("hidden", 64))) for rows in (4, 64, 512)}
+    calls = [("small", Recorded(sized[4], 1)), ("large", Recorded(sized[512], 1)), ("often", Recorded(sized[64], 9))]
+    assert [name for name, _ in sitting.distinct(calls)] == ["often", "large", "small"]
+
+
 @pytest.mark.req("R-TUNE-03")
 def test_a_kernel_does_not_race_against_itself(lab):
     """A variant that differs in its gradient alone has its sibling's times, and chance decides nothing between them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from layerzero.tuning.ranks import Ranks
 from layerzero.tuning.traffic import Recorded, context_to_json
 from layerzero.tuning.trial import Trial, trial
 
-__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit"]
+__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit", "volume"]
 
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
@@ -176,8 +177,17 @@ def _one(name: str, recorded: Recorded, *, seconds: float | None, seed: int, noi
     return Outcome(name, recorded, found)
 
 
+def volume(ctx: Context) -> int:
+    """How large a call is, next to others of its op: the product of its sizes."""
+    return math.prod(max(1, size) for _, size in ctx.dims)
+
+
 def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:
-    """One call of each bucket, the most frequent first: two sizes of one bucket would write the same row."""
+    """One call of each bucket: two sizes of one bucket would write the same row.
+
+    The most frequent come first, of equally frequent ones the largest: libraries keep buffers that grow with the calls
+    they meet; torch's attention on a CPU takes a seventh longer for a small call as long as it has met no large one.
+    """
     found: dict[str, tuple[str, Recorded]] = {}
     counts: dict[str, int] = {}
     for name, recorded in calls:
@@ -188,7 +198,12 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
             found[key] = (name, recorded)
     names: dict[str, int] = {}
     unique = []
-    for key, (name, recorded) in sorted(found.items(), key=lambda item: (-counts[item[0]], item[1][0], item[0])):
+
+    def order(item: tuple[str, tuple[str, Recorded]]) -> tuple[int, int, str, str]:
+        key, (name, recorded) = item
+        return -counts[key], -volume(recorded.context), name, key
+
+    for key, (name, recorded) in sorted(found.items(), key=order):
         names[name] = names.get(name, 0) + 1
         unique.append((name if names[name] == 1 else f"{name} ({names[name]})", recorded))
         del key
