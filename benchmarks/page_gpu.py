@@ -51,6 +51,11 @@ def _verdict(row: dict[str, Any]) -> str:
     return "within" if not over else f"over ({', '.join(over)})"
 
 
+def _counts(name: str, row: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    """What some tests came to, and how long they took."""
+    return (name, *(str(row.get(key, 0)) for key in keys), f"{row['seconds']:.0f}")
+
+
 def kits_section(name: str, data: dict[str, Any]) -> str:
     """What each backend's conformance kit said."""
     about = (
@@ -58,12 +63,7 @@ def kits_section(name: str, data: dict[str, Any]) -> str:
         "descriptors rule out is skipped, and what a library would first have to compile for a minute."
     )
     rows = [
-        (
-            backend,
-            *(str(row.get(key, 0)) for key in ("passed", "failed", "skipped", "not_compiled")),
-            f"{row['seconds']:.0f}",
-            row["commit"],
-        )
+        (*_counts(backend, row, "passed", "failed", "skipped", "not_compiled"), row["commit"])
         for backend, row in sorted(data["kits"].items())
     ]
     head = "backend | passed: | failed: | skipped: | of these not compiled: | seconds: | commit"
@@ -77,10 +77,7 @@ def tests_section(name: str, data: dict[str, Any]) -> str:
         "`lz doctor` said on that machine is in `doctor.txt`, the reasons for and against every kernel of eleven "
         "typical calls in `explain.txt`, beside the JSON."
     )
-    rows = [
-        (part, *(str(row[key]) for key in ("passed", "failed", "skipped")), f"{row['seconds']:.0f}")
-        for part, row in data["parts"].items()
-    ]
+    rows = [_counts(part, row, "passed", "failed", "skipped") for part, row in data["parts"].items()]
     head = "tests | passed: | failed: | skipped: | seconds:"
     return _section(f"{name}: the tests that need a GPU", about, head, rows)
 

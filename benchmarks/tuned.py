@@ -54,7 +54,7 @@ def tune(
     from layerzero.errors import LayerZeroError
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
-    from layerzero.tuning.sitting import volume
+    from layerzero.tuning.traffic import volume
     from layerzero.tuning.trial import trial
 
     db, whole = PerfDB(database), True

@@ -23,6 +23,7 @@ from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
+from layerzero.tuning.traffic import volume
 
 __all__ = ["Outcome", "Warmup", "warm"]
 
@@ -175,7 +176,7 @@ def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urge
                 found[artifact] = _Job(item, kernel_id, item.critical or urgent)
                 continue
             known.critical = known.critical or item.critical
-            if _size(item.context) < _size(known.item.context):
+            if volume(item.context) < volume(known.item.context):
                 known.item = item
     return found
 
@@ -197,13 +198,6 @@ def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
                 if matches_any(tuple(kernels), kernel.kernel_id, kernel.backend) and kernel.kernel_id not in wanted:
                     wanted.append(kernel.kernel_id)
     return wanted
-
-
-def _size(ctx: Context) -> int:
-    total = 1
-    for _, size in ctx.dims:
-        total *= max(1, size)
-    return total
 
 
 def _compile(job: _Job, result: Warmup, told: Told | None) -> None:

@@ -270,13 +270,14 @@ def _compiled_ahead(
         if progress is not None:
             progress(Progress(done, total, "compiling", None))
 
-    before = queue.workers
+    before, limit = queue.workers, None if budget is None else budget / 2
+    items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
     try:
-        items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
-        warm(items, kernels=("*",), timeout_s=None if budget is None else budget / 2, workers=workers, told=told)
+        late = warm(items, kernels=("*",), timeout_s=limit, workers=workers, told=told).unready
     finally:
-        queue.drop_waiting()
         queue.workers = before
+    if late:
+        queue.drop_waiting()  # nothing may compile beside a measurement
     # A floor, so that a sitting whose compilers took everything still says what it did not reach.
     return None if budget is None else max(1e-3, budget - (time.monotonic() - begin))
 

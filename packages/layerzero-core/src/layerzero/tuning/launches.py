@@ -68,14 +68,16 @@ def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, 
 
 def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer) -> dict[str, Times]:
     """µs of each launch at the host's quickest pace."""
+    if not calls:
+        return {}
     found: dict[str, list[float]] = {name: [] for name in calls}
-    before = pacer() if calls else 1.0
+    before = pacer()
     for number in range(_TURNS):
         turn = {}
         for name in _order(list(calls), number):
             calls[name]()
             turn[name] = clock(calls[name], _QUEUED)
-        after = pacer() if calls else 1.0
+        after = pacer()
         for name, us in turn.items():
             found[name].append(us * 2.0 / (before + after))
         before = after
@@ -84,7 +86,7 @@ def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer
 
 def _order(names: Sequence[str], turn: int) -> Sequence[str]:
     """Another one begins at each turn, and every other turn goes backwards."""
-    first = turn % len(names) if names else 0
+    first = turn % len(names)
     order = [*names[first:], *names[:first]]
     return order[::-1] if turn % 2 else order
 

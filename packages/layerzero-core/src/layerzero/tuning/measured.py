@@ -154,10 +154,11 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
         else:
             doubts[doubt] = doubts.get(doubt, 0) + 1
     here = [item for item in fitting if item.platform == platform]
-    here += _faster_at_its_slowest(wild, here, platform)
+    ahead = [item for item in wild if item.platform == platform and _ahead_at_its_slowest(item, here)]
     for item in wild:
-        if all(item.kernel_id != found.kernel_id for found in here):
-            doubts[_unsteady(item)] = 1
+        if item not in ahead:
+            doubts[_unsteady(item)] = doubts.get(_unsteady(item), 0) + 1
+    here += [replace(item, median_us=item.p95_us, variance=0.0) for item in ahead]
     own = [(item.kernel_id, us, weight(item)) for item, us in zip(here, _levelled(here), strict=True)]
     spreads = {item.kernel_id: item.spread for item in here}
     similar: dict[Platform, list[Measurement]] = {}
@@ -218,17 +219,12 @@ def _unsteady(item: Measurement) -> str:
     return f"the times of {item.kernel_id} spread as wide as they are long"
 
 
-def _faster_at_its_slowest(wild: list[Measurement], here: list[Measurement], platform: Platform) -> list[Measurement]:
-    """Of times too wide to be believed those that, taken at their slowest, are still ahead of all that are believed.
+def _ahead_at_its_slowest(item: Measurement, believed: list[Measurement]) -> bool:
+    """Whether a time too wide to be believed is, taken at its slowest, still ahead of all that are.
 
     Calls of a microsecond on a busy machine: left out, the kernel would lose to one of many times its length.
     """
-    least = min((item.median_us for item in here), default=0.0)
-    return [
-        replace(item, median_us=item.p95_us, variance=0.0)
-        for item in wild
-        if item.platform == platform and item.p95_us < least
-    ]
+    return item.p95_us < min((other.median_us for other in believed), default=0.0)
 
 
 def _difference(theirs: Platform, ours: Platform) -> str:

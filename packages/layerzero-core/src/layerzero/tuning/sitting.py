@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +24,10 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
 from layerzero.tuning.measured import NOISE
 from layerzero.tuning.ranks import Ranks
-from layerzero.tuning.traffic import Recorded, context_to_json
+from layerzero.tuning.traffic import Recorded, context_to_json, volume
 from layerzero.tuning.trial import Trial, trial
 
-__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit", "volume"]
+__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit"]
 
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
@@ -175,11 +174,6 @@ def _one(name: str, recorded: Recorded, *, seconds: float | None, seed: int, noi
     except LayerZeroError as error:
         return Outcome(name, recorded, why=str(error))
     return Outcome(name, recorded, found)
-
-
-def volume(ctx: Context) -> int:
-    """How large a call is, next to others of its op: the product of its sizes."""
-    return math.prod(max(1, size) for _, size in ctx.dims)
 
 
 def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,9 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from layerzero.runtime.recording import Tally
 
-__all__ = ["FORMAT", "Recorded", "Traffic", "add_to_file", "context_from_json", "context_to_json", "load", "save"]
+__all__ = [
+    "FORMAT", "Recorded", "Traffic", "add_to_file", "context_from_json", "context_to_json", "load", "save", "volume",
+]  # fmt: skip
 
 FORMAT = "layerzero-traffic/1"
 _MAX_BYTES = 256 << 20
@@ -80,6 +83,11 @@ def _frozen(strides: Sequence[Any] | None) -> tuple[tuple[int, ...] | None, ...]
 
 
 # -- contexts ----------------------------------------------------------------------------------------
+def volume(ctx: Context) -> int:
+    """How large a call is, next to others of its op: the product of its sizes."""
+    return math.prod(max(1, size) for _, size in ctx.dims)
+
+
 def context_to_json(ctx: Context) -> dict[str, Any]:
     """Everything about a call but the device and what is only for reports; defaults are left out."""
     plain = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
