@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +14,26 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_triton.config import PagedConfig, next_power, paged_config, unit_of
 from layerzero_triton.kernels import paged as device
-from layerzero_triton.kernels.launch import Launcher, collecting, prepare, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, sm_count
 
 __all__ = ["paged_attention"]
 
 _split = Launcher(device.split)
 _combine = Launcher(device.combine)
+_config = functools.lru_cache(maxsize=4096)(paged_config)
 _known: set[Any] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """The two launches of a call, or one where the context is not split; `pieces` is the shape of what is between."""
+
+    split: Plan
+    combine: Plan | None
+    pieces: tuple[int, int]
+
+
+_plans: dict[Any, _Plans] = {}
 
 
 def paged_attention(
@@ -44,12 +58,12 @@ def paged_attention(
         raise InvalidInputError(
             code="FEATURE_UNSUPPORTED", value=f"{batch.max_query_len} query tokens", limit="1 (decode)"
         )
-    count, heads, dim = query.shape
-    kv_heads = key_cache.shape[2 if layout == "NHD" else 1]
-    out = torch.empty((count, heads, dim), dtype=query.dtype, device=query.device)
+    count, heads, dim = shape = query.shape
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device) if return_lse else None
     if count and heads:
-        chosen = config or paged_config(
+        kv_heads = key_cache.shape[2 if layout == "NHD" else 1]
+        chosen = config or _config(
             count,
             kv_heads,
             heads // kv_heads,
@@ -57,50 +71,46 @@ def paged_attention(
             dim * query.element_size(),
             sm_count(query.device),
         )
-        left = -1 if window is None else window[0]
-        factor = 1.0 / math.sqrt(dim) if scale is None else scale
-        rest = (query, key_cache, value_cache, batch, factor, left, softcap, alibi_slopes, out, lse, layout)
-        if config is None:
-            _prepared(chosen, rest)
-        _attend(*rest, chosen)
+        tables, lengths, slopes = batch.block_tables, batch.context_lens, alibi_slopes
+        if tables.stride(1) != 1:
+            tables = tables.contiguous()
+        if lengths.stride(0) != 1:
+            lengths = lengths.contiguous()
+        if slopes is not None:
+            slopes = slopes.contiguous()
+        # Everything a plan is made of, and every dtype: a decode loop finds its launches ready for all its layers.
+        key = (
+            shape, query.stride(), query.dtype, query.get_device(), key_cache.shape, key_cache.stride(),
+            key_cache.dtype, value_cache.stride(), value_cache.dtype, tables.stride(0), tables.dtype, lengths.dtype,
+            None if slopes is None else (slopes.shape, slopes.dtype), chosen, scale, window, softcap, return_lse,
+            layout,
+        )  # fmt: skip
+        plans = _plans.get(key)
+        given = (query, key_cache, value_cache, tables, lengths, slopes)
+        if plans is None:
+            factor = 1.0 / math.sqrt(dim) if scale is None else scale
+            rest = (factor, -1 if window is None else window[0], softcap, layout)
+            plans = _planned(given, return_lse, rest, chosen)
+            if config is None:
+                _prepared(given, out, lse, rest, chosen)
+            if len(_plans) >= 4096:
+                _plans.clear()
+            _plans[key] = plans
+        _attend(plans, given, out, lse)
     return out if lse is None else (out, lse)
 
 
-def _prepared(chosen: PagedConfig, rest: tuple[Any, ...]) -> None:
-    """Compile what other lengths and batch sizes of the same model need: one piece, a few, and many."""
-    query, key_cache, _, batch, _, left, softcap, slopes, _, lse, layout = rest
-    key = (
-        query.dtype, query.shape[1:], query.get_device(), key_cache.shape[1:], key_cache.dtype, layout, left >= 0,
-        bool(softcap), slopes is None, lse is None, batch.block_tables.dtype, unit_of(*key_cache.stride()[:3]),
-    )  # fmt: skip
-    if key in _known:
-        return
-    _known.add(key)
-    with collecting() as launches:
-        for splits in (1, 2, 64):
-            _attend(*rest, replace(chosen, splits=splits))
-    prepare(launches, query.device)
+_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
+_Rest = tuple[float, int, "float | None", str]
 
 
-def _attend(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, scale: float, left: int,
-    softcap: float | None, slopes: Tensor | None, out: Tensor, lse: Tensor | None, layout: str, chosen: PagedConfig,
-) -> None:  # fmt: skip
+def _planned(given: _Given, return_lse: bool, rest: _Rest, chosen: PagedConfig) -> _Plans:
+    query, key_cache, value_cache, tables, _, slopes = given
+    scale, left, softcap, layout = rest
     slot_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
     count, heads, dim = query.shape
     kv_heads = key_cache.shape[head_axis]
-    group = heads // kv_heads
-    splits = chosen.splits
-    parts, sums = out, lse
-    if splits > 1:
-        room = torch.empty(count * heads * splits * (dim + 1), dtype=torch.float32, device=query.device)
-        parts, sums = room[: count * heads * splits * dim], room[count * heads * splits * dim :]
-    tables = batch.block_tables if batch.block_tables.stride(1) == 1 else batch.block_tables.contiguous()
-    lengths = batch.context_lens if batch.context_lens.stride(0) == 1 else batch.context_lens.contiguous()
-    slope_step = 0
-    if slopes is not None:
-        slopes = slopes.contiguous()
-        slope_step = slopes.stride(0) if slopes.ndim == 2 else 0
+    group, splits = heads // kv_heads, chosen.splits
     sk, sv, sq = key_cache.stride(), value_cache.stride(), query.stride()
     steps = (
         sq[0], sq[1], sk[0], sk[slot_axis], sk[head_axis], sv[0], sv[slot_axis], sv[head_axis],
@@ -108,25 +118,49 @@ def _attend(
     unit = unit_of(*steps)
     tiles = -(-group // chosen.block_m)
     block_d = next_power(max(16, dim))
-    _split(
+    slope_step = slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0
+    split = Plan(
         (kv_heads * tiles, splits, count),
-        (query, key_cache, value_cache, tables, lengths, slopes, parts, sums),
         (
             group, heads, splits, max(left, 0), scale, softcap or 1.0, *(step // unit for step in steps),
             tables.stride(0), slope_step,
         ),
         (
             dim, block_d, key_cache.shape[slot_axis], chosen.block_m, chosen.block_n, left >= 0, bool(softcap),
-            slopes is not None, sums is not None, unit, query.dtype is torch.float32, tiles,
+            slopes is not None, splits > 1 or return_lse, unit, query.dtype is torch.float32, tiles,
         ),
         chosen.warps,
         chosen.stages,
     )  # fmt: skip
+    combine = None
     if splits > 1:
-        _combine(
-            (count * heads, 1, 1),
-            (parts, sums, out, lse),
-            (splits,),
-            (dim, block_d, 16 if splits <= 16 else 64, lse is not None),
-            4,
-        )
+        combine = Plan((count * heads, 1, 1), (splits,), (dim, block_d, 16 if splits <= 16 else 64, return_lse))
+    return _Plans(split, combine, (count * heads * splits, dim))
+
+
+def _prepared(given: _Given, out: Tensor, lse: Tensor | None, rest: _Rest, chosen: PagedConfig) -> None:
+    """Compile what other lengths and batch sizes of the same model need: one piece, a few, and many."""
+    query, key_cache, _, tables, _, slopes = given
+    _, left, softcap, layout = rest
+    key = (
+        query.dtype, query.shape[1:], query.get_device(), key_cache.shape[1:], key_cache.dtype, layout, left >= 0,
+        bool(softcap), slopes is None, lse is None, tables.dtype, unit_of(*key_cache.stride()[:3]),
+    )  # fmt: skip
+    if key in _known:
+        return
+    _known.add(key)
+    with collecting() as launches:
+        for splits in (1, 2, 64):
+            _attend(_planned(given, lse is not None, rest, replace(chosen, splits=splits)), given, out, lse)
+    prepare(launches, query.device)
+
+
+def _attend(plans: _Plans, given: _Given, out: Tensor, lse: Tensor | None) -> None:
+    if plans.combine is None:
+        _split.go(plans.split, (*given, out, lse))
+        return
+    place = out.device
+    parts = torch.empty(plans.pieces, dtype=torch.float32, device=place)
+    sums = torch.empty(plans.pieces[0], dtype=torch.float32, device=place)
+    _split.go(plans.split, (*given, parts, sums))
+    _combine.go(plans.combine, (parts, sums, out, lse))

@@ -2,7 +2,8 @@
 
 A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
 be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
-falls behind there is written down slower, by the root of how far.
+falls behind there is written down slower, by the root of how far. A short call may be all launch for one kernel, which
+takes as long at any size, and all work for another: there kernels count as close that are further apart.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from layerzero.tuning.race import Times
 __all__ = ["other_end", "tied", "weighed"]
 
 _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
+_CLOSE_SHORT = 0.10  # the same where launches count
+_SHORT_US = 100.0
 # Ops whose growing sizes can be chosen freely, each for itself or (of square attention) together.
 _FREE = frozenset(
     "attention rms_norm add_rms_norm gemma_rms_norm gemma_add_rms_norm layer_norm silu_and_mul gelu_and_mul "
-    "relu_and_mul linear".split()
+    "relu_and_mul linear paged_attention".split()
 )
-_GROWING = ("batch", "seq_len_q", "seq_len_k", "rows")
+_GROWING = ("batch", "tokens", "seq_len_q", "seq_len_k", "rows")
 
 
 def tied(times: Mapping[str, Times]) -> list[str]:
     """Who is near the fastest."""
     best = min(found.median_us for found in times.values())
-    return [name for name, found in times.items() if found.median_us <= best * (1.0 + _CLOSE)]
+    close = _CLOSE_SHORT if best < _SHORT_US else _CLOSE
+    return [name for name, found in times.items() if found.median_us <= best * (1.0 + close)]
 
 
 def other_end(ctx: Context) -> Context | None:
     """The same call with its growing sizes at the end of the bucket that is further away; None where there is none."""
-    if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing:
+    if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
         return None
     sizes = {name: _far(size) if name in _GROWING else size for name, size in ctx.dims}
     dims = tuple(sizes.items())

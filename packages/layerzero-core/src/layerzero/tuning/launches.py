@@ -6,26 +6,31 @@ device waits for the host: there a call takes its launch or its kernel, whicheve
 launches and is timed by itself.
 
 A shared host is at times twice as slow as a moment before, and the device is not: a kernel would win or lose by when
-its turn came. So a fixed piece of work is timed beside each turn, and a launch counts as long as it takes when the host
-is as quick as it has been in this process. A kernel is called once before its launches are timed, and nobody always
-comes first: what ran before leaves the host's caches full of something else, a third of a short launch.
+its turn came. So launches are timed on the core that is quickest at the moment; a fixed piece of work is timed beside
+each turn, and a launch counts as long as it takes when the host is as quick as it has been in this process. What a turn
+has in common for all kernels is taken out of it: it speaks of the host. A kernel is called once before its launches are
+timed, and nobody always comes first: what ran before leaves the host's caches full of something else, a third of a
+short launch.
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.tuning.clock import Clock, launch_clock
 from layerzero.tuning.race import Times
-from layerzero.tuning.steady import quick_pace
+from layerzero.tuning.steady import quick_core, quick_pace
 
 __all__ = ["with_launch", "with_launches"]
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
-_TURNS = 15  # in turns with the others; the middle one counts, since the host is interrupted now and then
+_TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
+_TELLING = 3  # so many kernels show what a turn has in common
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
@@ -71,17 +76,39 @@ def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer
     if not calls:
         return {}
     found: dict[str, list[float]] = {name: [] for name in calls}
-    before = pacer()
-    for number in range(_TURNS):
-        turn = {}
-        for name in _order(list(calls), number):
-            calls[name]()
-            turn[name] = clock(calls[name], _QUEUED)
-        after = pacer()
-        for name, us in turn.items():
-            found[name].append(us * 2.0 / (before + after))
-        before = after
-    return {name: Times.of(turns) for name, turns in found.items()}
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with quick_core():
+            before = pacer()
+            for number in range(_TURNS):
+                turn = {}
+                for name in _order(list(calls), number):
+                    calls[name]()
+                    turn[name] = clock(calls[name], _QUEUED)
+                after = pacer()
+                for name, us in turn.items():
+                    found[name].append(us * 2.0 / (before + after))
+                before = after
+    finally:
+        if was_on:
+            gc.enable()
+    return {name: Times.of(turns) for name, turns in _evened(found).items()}
+
+
+def _evened(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The turns of each kernel without what the kernels have in common in a turn.
+
+    When the host slows down it does so for all of them. That would count as spread of each, and a kernel that is a
+    tenth behind in every single turn could not be told from the first.
+    """
+    if len(found) < _TELLING:
+        return dict(found)
+    usual = {name: statistics.median(turns) for name, turns in found.items()}
+    common = [
+        statistics.median(turns[number] / usual[name] for name, turns in found.items()) for number in range(_TURNS)
+    ]
+    return {name: [us / share for us, share in zip(turns, common, strict=True)] for name, turns in found.items()}
 
 
 def _order(names: Sequence[str], turn: int) -> Sequence[str]:
@@ -97,6 +124,7 @@ def _charged(found: Times, launch: Times) -> Times:
     if more <= 0.0:
         return found
     return replace(
-        found, median_us=launch.median_us, p95_us=found.p95_us + more, p99_us=found.p99_us + more,
+        found, median_us=launch.median_us, p95_us=max(launch.p95_us, found.p95_us + more),
+        p99_us=max(launch.p99_us, found.p99_us + more),
         variance=max(found.variance, launch.variance), steady=max(found.steady, launch.steady), samples=launch.samples,
     )  # fmt: skip

@@ -87,6 +87,10 @@ def main(order: str) -> None:
     given = json.loads(order)
     device = given["device"]
     config.cpp.dynamic_threads = True  # as many threads as the caller has, not as the compiler had
+    if device != "cpu":
+        # Which vector instructions the host's compiler can use is found out by compiling and loading a program for
+        # each of them, a minute in all, one process at a time. A program for a GPU has no use for any.
+        config.cpp.vec_isa_ok = False
 
     class Program(torch.nn.Module):
         def forward(self, *tensors: Any) -> Any:
