@@ -380,6 +380,28 @@ def test_the_queue_does_urgent_work_first_and_nothing_twice() -> None:
     assert order == list("aefbcd") and queue.busy == 0
 
 
+def test_a_compiler_with_one_caller_at_a_time_does_not_hold_up_the_others() -> None:
+    """Five jobs of a backend whose compiler takes one caller, then two of another: those do not wait for all five."""
+    queue = Queue(2, 60.0, lambda artifact: None)
+    one, gate, order = threading.Lock(), threading.Event(), []
+
+    def work(name: str) -> Callable[[], None]:
+        def run() -> None:
+            if name.startswith("single"):
+                with one:
+                    gate.wait(60)
+            order.append(name)
+
+        return run
+
+    for name in ("single.a", "single.b", "single.c", "single.d", "single.e", "other.a", "other.b"):
+        queue.submit((name, ("", "")), work(name))
+    # The second place went to single.b, since nobody else waited by then; given back, it goes to the other backend.
+    gate.set()
+    assert not queue.wait(timeout_s=60)
+    assert sorted(order.index(name) for name in ("other.a", "other.b"))[-1] < order.index("single.e")
+
+
 def test_the_queue_is_bounded_and_can_be_emptied() -> None:
     queue = Queue(2, 60.0, lambda artifact: None)
     gate, lock, running, most = threading.Event(), threading.Lock(), [0], [0]

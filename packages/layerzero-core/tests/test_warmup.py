@@ -207,6 +207,61 @@ def test_backends_with_needs_of_their_own_are_asked_and_may_fail(
     assert "layerzero_warmup" in caplog.text
 
 
+def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_beside_the_others(
+    lab: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own kernels wait for it, those of the others do not."""
+    import pluggy
+
+    from layerzero.plans import warm as module
+    from layerzero.plugin import hookimpl
+    from layerzero.plugin import spec as hooks
+
+    told: list[str] = []
+    others = threading.Event()
+
+    class Mine:
+        @hookimpl
+        def layerzero_warmup(self, shapes: list[dict[str, Any]]) -> None:
+            assert others.wait(60)
+            told.append("all at once")
+
+    def compiled(job: Any, result: Any, said: Any) -> None:
+        told.append(job.kernel_id)
+        if job.kernel_id == "other.norm":
+            others.set()
+
+    item = Item(norm_of(3, 8), critical=True)
+    jobs = {(name, ("", "")): module._Job(item, name, True) for name in ("mine.a", "other.norm", "mine.b")}
+    given = iter([jobs, {}])
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    manager.register(Mine(), name="mine")
+    monkeypatch.setattr(state, "plugin_manager", manager)
+    monkeypatch.setattr(module, "_compile", compiled)
+    monkeypatch.setattr(module, "_jobs", lambda *args, **kwargs: next(given))
+    module.warm([item], workers=1)
+    assert told == ["other.norm", "all at once", "mine.a", "mine.b"]
+
+
+def test_what_differs_in_its_gradient_alone_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import ModuleType, SimpleNamespace
+
+    from layerzero.model.variants import GradientVariant
+    from layerzero.plans import warm as module
+
+    home = ModuleType("lab_of_twins")
+    home.plain = lambda x: x  # type: ignore[attr-defined]
+    home.careful = GradientVariant(home.plain, deterministic=True)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    names = {"lab.plain": "lab_of_twins:plain", "lab.careful": "lab_of_twins:careful", "lab.far": "not_there:run"}
+    world: Any = SimpleNamespace(
+        registry=SimpleNamespace(kernels={name: SimpleNamespace(function=path) for name, path in names.items()})
+    )
+    assert module._each_once(list(names), world) == ["lab.plain", "lab.far"]
+    assert module._each_once(["lab.careful", "lab.far"], world) == ["lab.careful", "lab.far"]
+
+
 def test_the_command_line_writes_manifests_and_warms_up(
     tmp_path: Path, cache: Path, lab: Any, compiler: Compiler
 ) -> None:

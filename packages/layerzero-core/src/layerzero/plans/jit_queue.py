@@ -1,22 +1,23 @@
 """Compiling beside the requests: a bounded number of threads, urgent artifacts first, each artifact once.
 
 The compilers at work here either leave Python (nvcc, ptxas, ninja, g++ run as processes) or are C++ that releases the
-interpreter. A compile that takes too long cannot be ended from outside; it loses its place, so that the others go
-on, and its artifact counts as soon as it is done after all. At its end a process waits for what is being compiled: an
-interpreter that ends a thread inside a C++ compiler is aborted.
+interpreter. Some have one caller at a time: of jobs that are equally urgent, one of the backend with the fewest under
+way goes first, so that the others do not stand in its line. A compile that takes too long cannot be ended from outside;
+it loses its place, so that the others go on, and its artifact counts as soon as it is done after all. At its end a
+process waits for what is being compiled: an interpreter that ends a thread inside a C++ compiler is aborted.
 """
 
 from __future__ import annotations
 
 import atexit
-import heapq
 import itertools
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from layerzero.model.artifact import Artifact, words_of
 
@@ -27,13 +28,19 @@ MAX_WAITING = 1_024
 AT_EXIT_S = 30.0
 
 
-@dataclass(order=True)
+@dataclass(frozen=True, eq=False)
 class Job:
-    """One artifact to compile. Lower `rank` goes first; `work` compiles it and does its own bookkeeping."""
+    """One artifact to compile: urgent ones go first. `work` compiles it and does its own bookkeeping."""
 
-    rank: tuple[int, int]
-    artifact: Artifact = field(compare=False)
-    work: Callable[[], object] = field(compare=False)
+    urgent: bool
+    number: int
+    artifact: Artifact
+    work: Callable[[], object]
+
+    @property
+    def backend(self) -> str:
+        """Whose compiler it is."""
+        return self.artifact[0].partition(".")[0]
 
 
 class Queue:
@@ -54,7 +61,7 @@ class Queue:
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._known: set[Artifact] = set()  # waiting or running
-        self._running = 0
+        self._running: Counter[str] = Counter()  # places taken, by backend
         self._threads: set[threading.Thread] = set()  # also of those that are late
         self._closed = False
 
@@ -64,7 +71,7 @@ class Queue:
             if artifact in self._known or len(self._waiting) >= MAX_WAITING or self._closed:
                 return False
             self._known.add(artifact)
-            heapq.heappush(self._waiting, Job((0 if urgent else 1, next(self._count)), artifact, work))
+            self._waiting.append(Job(urgent, next(self._count), artifact, work))
             self._advance()
             return True
 
@@ -118,9 +125,10 @@ class Queue:
     # -- inside ----------------------------------------------------------------------------------
     def _advance(self) -> None:
         """Begin jobs while there are free places. The lock is held."""
-        while self._waiting and self._running < self.workers:
-            job = heapq.heappop(self._waiting)
-            self._running += 1
+        while self._waiting and self._running.total() < self.workers:
+            job = min(self._waiting, key=lambda job: (not job.urgent, self._running[job.backend], job.number))
+            self._waiting.remove(job)
+            self._running[job.backend] += 1
             place = _Place()
             thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
             timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
@@ -155,7 +163,7 @@ class Queue:
         place.left = True
         if place.timer is not None:
             place.timer.cancel()
-        self._running -= 1
+        self._running[job.backend] -= 1
         self._known.discard(job.artifact)
         self._advance()
         self._changed.notify_all()

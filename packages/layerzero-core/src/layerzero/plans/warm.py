@@ -6,8 +6,11 @@ the fallback, as selection says.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +19,7 @@ from typing import Any
 from layerzero.errors import LayerZeroError
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
+from layerzero.model.variants import twins
 from layerzero.plans import jit
 from layerzero.plans.warm_manifest import Item
 from layerzero.policy.rules import matches_any
@@ -127,16 +131,21 @@ def warm(
     queue = jit.queue()
     if workers is not None:
         queue.workers = workers
-    _hooks(items)
     critical = [item for item in items if item.critical]
     for turn in range(_ROUNDS):
         jobs = _jobs(items if turn == 0 else critical, kernels, result, urgent=turn > 0)
         if turn and not jobs:
             break
-        for artifact, job in jobs.items():
-            result.asked.add(artifact)
-            if not queue.submit(artifact, partial(_compile, job, result, told), urgent=job.critical):
-                job.elsewhere = True  # a request has asked for it already: it is being compiled
+        result.asked.update(jobs)
+        # A backend that compiles all its kernels at once does so first, while the others compile theirs.
+        own = _with_hooks() if turn == 0 else frozenset()
+        for after in (False, True):
+            for artifact, job in jobs.items():
+                if (_backend(job) in own) is after:
+                    if not queue.submit(artifact, partial(_compile, job, result, told), urgent=job.critical):
+                        job.elsewhere = True  # a request has asked for it already: it is being compiled
+            if turn == 0 and not after:
+                _hooks(items)
         mine = [artifact for artifact, job in jobs.items() if job.critical]
         left = queue.wait(mine, None if deadline is None else max(0.0, deadline - time.monotonic()))
         jit.publish()
@@ -167,7 +176,10 @@ def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urge
     found: dict[Artifact, _Job] = {}
     done = {item.artifact for item in result.outcomes}
     for item in items:
-        for kernel_id in _wanted(item.context, world, kernels):
+        wanted = _wanted(item.context, world, kernels)
+        if not item.context.needs_grad:
+            wanted = _each_once(wanted, world)
+        for kernel_id in wanted:
             artifact = artifact_for(world.registry.kernels[kernel_id], item.context, world)
             if artifact in done:
                 continue
@@ -198,6 +210,18 @@ def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
                 if matches_any(tuple(kernels), kernel.kernel_id, kernel.backend) and kernel.kernel_id not in wanted:
                     wanted.append(kernel.kernel_id)
     return wanted
+
+
+def _each_once(names: list[str], world: World) -> list[str]:
+    """Without those that are another of them where no gradient is asked for: what that compiles is theirs too."""
+    specs = {name: world.registry.kernels[name] for name in names}
+    homes = Counter(spec.function.partition(":")[0] for spec in specs.values())
+    for home, count in homes.items():
+        if count > 1:
+            with contextlib.suppress(Exception):  # who cannot be imported says so when it is compiled
+                importlib.import_module(home)
+    same = twins(specs)
+    return [name for name in names if name not in same]
 
 
 def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
@@ -236,6 +260,18 @@ def _bind(ctx: Context) -> int:
         _log.warning("%s cannot be made ready: %s", ctx.op, error)
         return 0
     return 1
+
+
+def _backend(job: _Job) -> str:
+    return job.kernel_id.partition(".")[0]
+
+
+def _with_hooks() -> frozenset[str]:
+    """Backends that do their own part of a warm-up."""
+    manager = state.plugin_manager
+    return frozenset(
+        () if manager is None else (impl.plugin_name for impl in manager.hook.layerzero_warmup.get_hookimpls())
+    )
 
 
 def _hooks(items: Iterable[Item]) -> None:
