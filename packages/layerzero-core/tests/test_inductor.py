@@ -99,6 +99,23 @@ def test_what_the_compiler_says_is_passed_on(cache: Path, tmp_path: Path, monkey
     assert not list((cache / "artifacts").iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.req("R-WARM-06")
+def test_a_compiled_program_is_loaded_without_asking_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own way of loading finds out the vector instructions of an x86 first, by compiling for each of them."""
+    from torch._inductor import codecache
+
+    inputs = (((37, 8), "float32", (0,)), ((8,), "float32", ()), ((), "float32", ()))
+    compiling.load("rms_norm", inputs, "cpu")
+    asked: list[str] = []
+    monkeypatch.setattr(codecache, "get_device_information", lambda kind: asked.append(kind) or {})
+    monkeypatch.setattr(compiling, "_compile", lambda *given: pytest.fail("it is on disk"))
+    run = compiling.load("rms_norm", inputs, "cpu")
+    x, w = draw(5, 8, dtype=torch.float32), draw(8, dtype=torch.float32)
+    torch.testing.assert_close(run([x, w, torch.tensor(1e-5)])[0], lz.rms_norm(x, w, 1e-5, backend="reference"))
+    assert asked == []
+
+
 def test_code_is_not_loaded_from_a_folder_others_can_write_to(cache: Path) -> None:
     cache.chmod(0o777)
     with pytest.raises(ConfigurationError, match="0777"):

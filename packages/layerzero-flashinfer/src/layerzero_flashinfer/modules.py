@@ -13,7 +13,9 @@ import torch
 
 from layerzero_flashinfer.vendor import lib
 
-__all__ = ["compile_for", "specs_for"]
+__all__ = ["compile_for", "shape_of", "specs_for"]
+
+_WIDTHS = (64, 128, 256)  # head_dims of the templates
 
 _SIMPLE = {
     "rms_norm": "norm", "gemma_rms_norm": "norm", "add_rms_norm": "norm", "gemma_add_rms_norm": "norm",
@@ -43,6 +45,18 @@ def specs_for(shape: Mapping[str, Any]) -> list[Any]:
     return []
 
 
+def shape_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """What `specs_for` looks at, from a context as JSON, whose sizes and features have places of their own."""
+    needs, sizes = call.get("needs", ()), call.get("dims", {})
+    return {
+        **{name: call.get(name) for name in ("op", "dtype", "kv_cache_dtype")},
+        **{name: sizes[name] for name in ("batch", "seq_len_q", "head_dim") if name in sizes},
+        "window": call.get("window") is not None,
+        "softcap": "softcap" in needs,
+        "approximate": "tanh" if "gelu_tanh" in needs else "none",
+    }
+
+
 def compile_for(shapes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Compile what the shapes need and is not compiled yet, in parallel; names of the modules that were built."""
     shapes = list(shapes)
@@ -59,6 +73,8 @@ def compile_for(shapes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def _attention(op: str, shape: Mapping[str, Any]) -> Iterator[Any]:
     dtype, width = _dtype(shape.get("dtype")), int(shape.get("head_dim", 128))
     cache = _dtype(shape.get("kv_cache_dtype") or shape.get("dtype"))
+    if dtype.itemsize != 2 or width not in _WIDTHS:
+        return  # no kernel of ours, and one module that does not compile would cost all of them
     flags = bool(shape.get("window")), bool(shape.get("softcap"))
     sizes = (width, width, 0, *flags)
     alone = op == "attention" and int(shape.get("batch", 1)) == 1

@@ -56,9 +56,9 @@ def layerzero_warmup(shapes: list[dict[str, Any]]) -> None:
     """Compile the modules of these shapes, all at once; what is compiled already is left as it is."""
     if dist_version("flashinfer-python") is None:
         return
-    from layerzero_flashinfer.modules import compile_for
+    from layerzero_flashinfer.modules import compile_for, shape_of
 
-    compile_for(shapes)
+    compile_for(shape_of(shape) for shape in shapes)
 
 
 def companions(device: DeviceSpec) -> Iterator[Reason]:

@@ -47,12 +47,26 @@ def load(name: str, inputs: Inputs, device: str) -> Callable[[list[torch.Tensor]
     path = path_of(name, inputs, device)
     if not path.exists():
         _compile(name, inputs, device, path)
+    # What the package's own __call__ does around this (flattening arguments by name) costs more than the kernel.
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = _loader(str(path)).boxed_run
+    return run
+
+
+def _loader(path: str) -> Any:
+    """Torch's loader of a package, without what stands before it.
+
+    That compares the machine with the one of the compiler, whose vector instructions it finds out by compiling and
+    loading a program for each: a minute on an x86. Here the name of the library says which machine it is for.
+    """
+    kind = getattr(torch._C._aoti, "AOTIModelPackageLoader", None)
+    try:
+        if kind is not None:
+            return kind(path, "model", False, 1, -1)
+    except TypeError:  # another torch, with other arguments
+        pass
     from torch._inductor import aoti_load_package
 
-    runner: Any = aoti_load_package(str(path))
-    # What the package's own __call__ does around this (flattening arguments by name) costs more than the kernel.
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = runner.loader.boxed_run
-    return run
+    return aoti_load_package(path).loader
 
 
 def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
