@@ -137,9 +137,9 @@ def test_warm_up_compiles_what_is_missing_all_at_once(vendor, monkeypatch):
     monkeypatch.setattr(modules, "_generator", generator)
     shapes = [
         {"op": "rms_norm"},
-        {"op": "attention", "dtype": "bfloat16", "head_dim": 128, "batch": 1, "seq_len_q": 512},
-        {"op": "attention", "dtype": "bfloat16", "head_dim": 128, "batch": 1, "seq_len_q": 64},
-        {"op": "paged_attention", "dtype": "float16", "head_dim": 64, "seq_len_q": 1, "window": 7},
+        {"op": "attention", "dtype": "bfloat16", "dims": {"head_dim": 128, "batch": 1, "seq_len_q": 512}},
+        {"op": "attention", "dtype": "bfloat16", "dims": {"head_dim": 128, "batch": 1, "seq_len_q": 64}},
+        {"op": "paged_attention", "dtype": "float16", "dims": {"head_dim": 64, "seq_len_q": 1}, "window": [7, 0]},
         {"op": "silu_and_mul"},
         {"op": "something_else"},
     ]
@@ -154,6 +154,8 @@ def test_warm_up_compiles_what_is_missing_all_at_once(vendor, monkeypatch):
         "gen_batch_prefill_module",
         "gen_single_prefill_module",
     ]
+    (decode,) = (name for name in names if name.startswith("gen_batch_decode_module"))
+    assert "-64-64-0-True-False" in decode  # the sizes and features of the call
     plugin.layerzero_warmup([{"op": "rms_norm"}])
     assert len(built) == 1
 
