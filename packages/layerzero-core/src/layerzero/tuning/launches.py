@@ -25,12 +25,13 @@ from layerzero.tuning.clock import Clock, launch_clock
 from layerzero.tuning.race import Times
 from layerzero.tuning.steady import quick_core, quick_pace
 
-__all__ = ["with_launch", "with_launches"]
+__all__ = ["SAME", "with_launch", "with_launches"]
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
 _TELLING = 3  # so many kernels show what a turn has in common
+SAME = 0.05  # by so much two launches differ from one process to the next, without a reason in either
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
@@ -56,11 +57,23 @@ def with_launches(
     calls: Mapping[str, Callable[[], Any]],
     clock: Clock = launch_clock,
     pacer: Pacer | None = None,
+    *,
+    same: float = 0.0,
 ) -> dict[str, Times]:
-    """The times; of a kernel that is shorter than its launch, that of the launch."""
+    """The times; of a kernel that is shorter than its launch, that of the launch.
+
+    Launches that are no further than `same` behind the quickest of those that count are as long as that one: a choice
+    that is kept must not hang on what another process would measure the other way round.
+    """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace)
-    return {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
+    told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
+    charged = [name for name in launches if told[name] is not times[name]]
+    best = min((told[name].median_us for name in charged), default=0.0)
+    for name in charged:
+        if told[name].median_us <= best * (1.0 + same):
+            told[name] = replace(told[name], median_us=best)
+    return told
 
 
 def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, pacer: Pacer | None = None) -> float:

@@ -36,7 +36,7 @@ from layerzero.telemetry.events import observed
 from layerzero.tuning.clock import Clock, clock_for, cuda_clock, graphed
 from layerzero.tuning.ends import other_end, tied, weighed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
-from layerzero.tuning.launches import with_launches
+from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.race import Times, race, winner_of
 from layerzero.tuning.screen import hopeful, screened
@@ -227,7 +227,7 @@ class _Bench:
         least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))
         outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True)
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
-        raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing)
+        raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing, same=SAME)
         times = {**self._told_apart(raced, clock, seconds, noise), **slow}
         return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
 
@@ -251,7 +251,7 @@ class _Bench:
             found = race(calls, least=6, seconds=seconds / 2, noise=noise, clock=clock, warmup=1, settle=True).times
         except (LayerZeroError, RuntimeError):  # no room for it, or not for everyone; the first race stands
             return times
-        return weighed(times, found if clock is not cuda_clock else with_launches(found, calls))
+        return weighed(times, found if clock is not cuda_clock else with_launches(found, calls, same=SAME))
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""
