@@ -103,6 +103,7 @@ def test_what_the_compiler_says_is_passed_on(cache: Path, tmp_path: Path, monkey
 @pytest.mark.req("R-WARM-06")
 def test_a_compiled_program_is_loaded_without_asking_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own way of loading finds out the vector instructions of an x86 first, by compiling for each of them."""
+    assert jit_cache.prepare() == cache  # the compiler keeps its own files there, too
     from torch._inductor import codecache
 
     inputs = (((37, 8), "float32", (0,)), ((8,), "float32", ()), ((), "float32", ()))

@@ -34,6 +34,12 @@ def add_rms():
     norm(blank(16384, 4096), blank(16384, 4096), blank(4096), 1e-6, False)
 
 
+def layer_norm():
+    from layerzero_triton.layer_norm import layer_norm
+
+    layer_norm(blank(4096, 4096), blank(4096), blank(4096), 1e-5)
+
+
 def norm_backward():
     from layerzero_triton.norm import gradients
 
@@ -98,10 +104,11 @@ def linear():
 
 
 KERNELS = {
-    f.__name__: f for f in (rms, add_rms, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear)
+    f.__name__: f
+    for f in (rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear)
 }
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-QUICK = {("rms", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90"), ("shortlist", "sm_90")}
+QUICK = {("rms", "sm_90"), ("layer_norm", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90"), ("shortlist", "sm_90")}
 
 
 def build(name, place):

@@ -84,6 +84,20 @@ def test_norms(shape, dtype):
         close("rms_norm", ours(*args, 1e-6), theirs(*args, 1e-6), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (2, 32768), (0, 8)])
+def test_layer_norm(shape, dtype):
+    from layerzero_triton.layer_norm import layer_norm
+
+    x, w, b = made(*shape, dtype=dtype), made(shape[-1], dtype=dtype), made(shape[-1])
+    for weight, bias in ((w, b), (w, None), (None, None)):
+        wanted = true_norm.layer_norm(x, weight, bias, 1e-5)
+        close("layer_norm", layer_norm(x, weight, bias, 1e-5), wanted, dtype)
+        close("layer_norm", layer_norm(x, weight, bias, 1e-5), wanted, dtype)  # the second call finds its plan
+    far = x[..., : shape[-1] // 2] + 100.0
+    close("layer_norm", layer_norm(far, None, None, 1e-5), true_norm.layer_norm(far, None, None, 1e-5), dtype)
+
+
 def test_norms_of_strided_and_unaligned_rows_and_wide_weights():
     from layerzero_triton import norm
 
@@ -265,11 +279,12 @@ def test_linear_with_a_quantized_weight(granularity, fmt, dtype):
 
 @pytest.mark.req("R-GRAPH-04")
 def test_capture_and_replay():
-    from layerzero_triton import activation, norm, rope
+    from layerzero_triton import activation, layer_norm, norm, rope
 
     x, r, w = made(16, 4096, dtype=torch.bfloat16), made(16, 4096, dtype=torch.bfloat16), made(4096)
     replayed(lambda: norm.rms_norm(x, w, 1e-6), x)
     replayed(lambda: norm.add_rms_norm(x, r, w, 1e-6), x, r)
+    replayed(lambda: layer_norm.layer_norm(x, w, w, 1e-5), x)
     replayed(lambda: activation.silu_and_mul(x), x)
     q, k, cos, sin = made(2, 8, 5, 64), made(2, 2, 5, 64), made(5, 32), made(5, 32)
     replayed(lambda: rope.rope(q, k, cos, sin, False, "BHSD", None, False), q, k)

@@ -94,6 +94,28 @@ def norm_strided():
     return differs("rms_norm", norm.rms_norm(x, w, 1e-6), truth.rms_norm(x, w, 1e-6))
 
 
+@case("layer norm")
+def layer_norm():
+    from layerzero.backends.reference import norm as truth
+    from layerzero_triton.layer_norm import layer_norm as ours
+
+    for dtype, shape, wide in (
+        (F32, (3, 48), F32),
+        (F16, (2, 3, 64), F16),
+        (BF16, (1, 130), BF16),
+        (F16, (5, 20), F32),
+    ):
+        x, w, b = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(wide), torch.randn(shape[-1]).to(wide)
+        for scale, shift in ((w, b), (w, None), (None, None), (None, b)):
+            wrong = differs("layer_norm", ours(x, scale, shift, 1e-5), truth.layer_norm(x, scale, shift, 1e-5), dtype)
+            if wrong:
+                return f"{dtype} {shape}: {wrong}"
+    far = torch.randn(4, 2, 80)[..., ::2] + 3000.0  # a mean that outweighs the spread, and every other column
+    w, b = torch.randn(80)[::2], torch.randn(80)[::2]
+    wrong = differs("layer_norm", ours(far, w, b, 1e-5), truth.layer_norm(far.double(), w.double(), b.double(), 1e-5))
+    return wrong or (None if ours(torch.empty(0, 8), None, None, 1e-5).shape == (0, 8) else "no rows")
+
+
 @case("norm gradients")
 def norm_gradients():
     from layerzero.backends.reference import norm as truth

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from layerzero_triton.config import ActivationConfig, activation_config, next_power, unit_of
 from layerzero_triton.kernels import activation as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
-from layerzero_triton.norm import _rows
+from layerzero_triton.norm import rows_of
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 
@@ -50,7 +50,7 @@ def gated(x: Tensor, kind: str, config: ActivationConfig | None = None) -> Tenso
     if plan is not None:
         _forward.go(plan, (x, out))
         return out
-    flat, step = _rows(x, 2 * width)
+    flat, step = rows_of(x, 2 * width)
     rows = out.numel() // width if width else 0
     if rows == 0:
         return out
@@ -81,8 +81,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         (x,) = ctx.saved_tensors
         width = x.shape[-1] // 2
-        flat, step = _rows(x, 2 * width)
-        given, grad_step = _rows(grad, width)
+        flat, step = rows_of(x, 2 * width)
+        given, grad_step = rows_of(grad, width)
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = grad.numel() // width if width else 0
         if rows:

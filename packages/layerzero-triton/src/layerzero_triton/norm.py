@@ -12,7 +12,7 @@ from layerzero_triton.config import NormConfig, next_power, norm_config, unit_of
 from layerzero_triton.kernels import norm as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember, sm_count
 
-__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "rms_norm", "rows_of"]
 
 _forward = Launcher(device.forward)
 _backward = Launcher(device.backward)
@@ -76,11 +76,11 @@ def norm(
     else:
         key = None
     width = x.shape[-1]
-    flat, step = _rows(x, width)
+    flat, step = rows_of(x, width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     added, stream, added_step = None, None, step
     if residual is not None:
-        added, added_step = _rows(residual, width)
+        added, added_step = rows_of(residual, width)
         stream = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     count = out.numel() // width if width else 0
     if count == 0:
@@ -104,7 +104,7 @@ def norm(
     return out, stream
 
 
-def _rows(x: Tensor, width: int) -> tuple[Tensor, int]:
+def rows_of(x: Tensor, width: int) -> tuple[Tensor, int]:
     """The tensor as rows with one step between them, copied where its memory order has none."""
     if x.is_contiguous():
         return x, width
@@ -121,8 +121,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the normalised rows `x` (in the dtype of x) and of the weight."""
     width = x.shape[-1]
-    given, grad_step = _rows(grad, width)
-    flat, step = _rows(x, width)
+    given, grad_step = rows_of(grad, width)
+    flat, step = rows_of(x, width)
     if stream_grad is not None:
         stream_grad = stream_grad.contiguous()
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
