@@ -10,11 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from layerzero_triton.config import RopeConfig, next_power, rope_config, unit_of
 from layerzero_triton.kernels import rope as device
-from layerzero_triton.kernels.launch import Launcher
+from layerzero_triton.kernels.launch import Launcher, Plan, remember
 
 __all__ = ["rope"]
 
 _rotate = Launcher(device.rotate)
+_plans: dict[Any, Plan] = {}
 
 
 def rope(
@@ -58,17 +59,39 @@ def rotate(
         if not inplace:
             return made
         return q.copy_(made[0]), None if k is None else k.copy_(made[1])
-    head_axis, seq_axis = (1, 2) if layout == "BHSD" else (2, 1)
-    batch, heads, seq, dim = q.shape[0], q.shape[head_axis], q.shape[seq_axis], q.shape[3]
-    out_q = q if inplace else torch.empty_like(q)
-    out_k = k if inplace or k is None else torch.empty_like(k)
-    heads_k = 0 if k is None else k.shape[head_axis]
-    if batch * seq * (heads + heads_k) * dim == 0:
-        return out_q, out_k
-    full = cos.ndim == 3
-    rotary = cos.shape[-1] if full else 2 * cos.shape[-1]
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
+    out_q = q if inplace else torch.empty_like(q)
+    out_k = k if inplace or k is None else torch.empty_like(k)
+    # Everything a plan is made of, and every dtype.
+    key = (
+        q.shape, q.stride(), q.dtype, q.get_device(), None if k is None else (k.shape, k.stride(), k.dtype), cos.shape,
+        cos.stride(), cos.dtype, sin.dtype,
+        None if position_ids is None else (position_ids.shape, position_ids.stride(), position_ids.dtype),
+        interleaved, layout, inplace, backward, config,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _planned(q, k, out_q, out_k, cos, position_ids, interleaved, layout, inplace, backward, config)
+        if plan is None:
+            return out_q, out_k
+        remember(_plans, key, plan)
+    _rotate.go(plan, (q, k, cos, sin, position_ids, out_q, out_k))
+    return out_q, out_k
+
+
+def _planned(
+    q: Tensor, k: Tensor | None, out_q: Tensor, out_k: Tensor | None, cos: Tensor, position_ids: Tensor | None,
+    interleaved: bool, layout: str, inplace: bool, backward: bool, config: RopeConfig | None,
+) -> Plan | None:  # fmt: skip
+    """The launch; None where there is nothing to turn."""
+    head_axis, seq_axis = (1, 2) if layout == "BHSD" else (2, 1)
+    batch, heads, seq, dim = q.shape[0], q.shape[head_axis], q.shape[seq_axis], q.shape[3]
+    heads_k = 0 if k is None else k.shape[head_axis]
+    if batch * seq * (heads + heads_k) * dim == 0:
+        return None
+    full = cos.ndim == 3
+    rotary = cos.shape[-1] if full else 2 * cos.shape[-1]
     t_batch = cos.stride(0) if full and cos.shape[0] > 1 else 0
     p_batch = p_step = 0
     if position_ids is not None:
@@ -85,9 +108,8 @@ def rotate(
     block = next_power(rotary // 2)
     copied = not inplace and rotary < dim
     chunks = -(-heads // chosen.heads) + -(-heads_k // chosen.heads)
-    _rotate(
+    return Plan(
         (-(-seq // chosen.tokens) * chunks, batch, 1),
-        (q, k, cos, sin, position_ids, out_q, out_k),
         (seq, heads, heads_k, cos.shape[-2], *(step // unit for step in steps), p_batch, p_step),
         (
             dim, rotary, block, next_power(max(1, dim - rotary)) if copied else 1, chosen.tokens, chosen.heads,
@@ -96,7 +118,6 @@ def rotate(
         ),
         chosen.warps,
     )  # fmt: skip
-    return out_q, out_k
 
 
 class _Rope(torch.autograd.Function):
