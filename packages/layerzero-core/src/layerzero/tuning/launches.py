@@ -31,7 +31,9 @@ _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
 _TELLING = 3  # so many kernels show what a turn has in common
-SAME = 0.05  # by so much two launches differ from one process to the next, without a reason in either
+SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
+_SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
+_LATER = 0.03  # how far behind the others are written down: out of the noise band
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
@@ -62,17 +64,20 @@ def with_launches(
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
-    Launches that are no further than `same` behind the quickest of those that count are as long as that one: a choice
-    that is kept must not hang on what another process would measure the other way round.
+    Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
+    must not hang on what another process would measure the other way round. Among them the device decides, whose times
+    do not depend on the process.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
-    for name in charged:
-        if told[name].median_us <= best * (1.0 + same):
-            told[name] = replace(told[name], median_us=best)
+    alike = [name for name in charged if told[name].median_us <= best * (1.0 + same)] if same else []
+    soonest = min((times[name].median_us for name in alike), default=0.0)
+    for name in alike:
+        later = times[name].median_us > soonest * (1.0 + _SOONER)
+        told[name] = replace(told[name], median_us=best * (1.0 + _LATER) if later else best)
     return told
 
 
