@@ -369,6 +369,50 @@ linear_case("e4m3 channel", "fp8_e4m3", "channel", activation="gelu")
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 
+@case("plans are kept for a shape, not for what the tensors hold")
+def planned():
+    import layerzero as lz
+    from layerzero.backends.reference import norm as true_norm
+    from layerzero.backends.reference import positional as true_rope
+    from layerzero.backends.reference.linear import linear as true_linear
+    from layerzero.backends.reference.paged import paged_attention as true_paged
+    from layerzero.model.kv_cache import make_paged_batch
+    from layerzero_triton import config, layer_norm, linear, paged, rope
+
+    wrong = []
+    for turn in range(3):  # the third one asks for something else in the same shapes
+        last = turn == 2
+        k, v, q = torch.randn(8, 4, 2, 16), torch.randn(8, 4, 2, 16), torch.randn(2, 4, 16)
+        batch = make_paged_batch(torch.randperm(8).view(2, 4).int(), torch.tensor((15, 3 + turn)).int())
+        rest = (0.5 if last else None, (4, 0) if last else None, None, None, last, "NHD")
+        got = paged.paged_attention(q, k, v, batch, *rest, config.PagedConfig(16, 16, 1 if last else 2))
+        wrong.append(differs("attention", got, true_paged(q, k, v, batch, *rest)))
+        x, y, cos, sin = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(5, 4), torch.randn(5, 4)
+        rest = (last, "BHSD", torch.tensor([turn, 1, 2]) if turn else None, False)
+        want = true_rope.rope(x, y, cos, sin, *rest)
+        wrong.append(differs("rope", rope.rope(x, None if last else y, cos, sin, *rest)[:1], want[:1]))
+        kept = x.clone()
+        rope.rope(kept, None, cos, sin, *rest[:3], True)
+        wrong.append(differs("rope", kept, want[0]))
+        weight = lz.quantize(torch.randn(20, 64), "int8", granularity="channel")
+        given, bias = torch.randn(3, 64), None if last else torch.randn(20)
+        made = linear.dequantized(given, weight, bias, "silu" if last else None)
+        wrong.append(
+            differs(
+                "linear",
+                made,
+                true_linear(given.double(), weight, None if last else bias.double(), "silu" if last else None),
+                F16,
+            )
+        )
+        rows, w, b = torch.randn(3, 20) + turn, torch.randn(20), None if last else torch.randn(20)
+        eps = 1e-2 if turn else 1e-5
+        wrong.append(
+            differs("layer_norm", layer_norm.layer_norm(rows, w, b, eps), true_norm.layer_norm(rows, w, b, eps))
+        )
+    return next((item for item in wrong if item), None)
+
+
 @case("health")
 def health():
     from layerzero_triton.health import self_test

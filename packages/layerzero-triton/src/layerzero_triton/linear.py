@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +12,25 @@ from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor
 from layerzero_triton.config import LinearConfig, linear_config, unit_of
 from layerzero_triton.kernels import dequant as device
-from layerzero_triton.kernels.launch import Launcher, collecting, prepare, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, sm_count
 
 __all__ = ["dequantized"]
 
 _product = Launcher(device.product)
 _finish = Launcher(device.finish)
 _known: set[Any] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """The launches of a call: the product, and where its inner axis is split, what adds the parts."""
+
+    product: Plan
+    finish: Plan | None
+    splits: int
+
+
+_plans: dict[Any, _Plans] = {}
 
 
 def dequantized(
@@ -38,37 +51,60 @@ def dequantized(
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    if config is None:
-        _prepared(x, source, bias, activation)
-    chosen = config or linear_config(m, n, k, source.block_size, sm_count(x.device))
-    blocks = source.granularity == "block"
     scale, zero = source.scale, source.zero_point
     if scale.dim() and not scale.is_contiguous():
         scale = scale.contiguous()
     zero = None if zero is None else zero.contiguous()
+    # Everything a plan is made of, and every dtype.
+    key = (
+        m, rows.stride(0), x.dtype, x.get_device(), n, k, codes.stride(0), codes.dtype, scale.shape, scale.dtype,
+        None if zero is None else zero.dtype, None if bias is None else bias.dtype, source.granularity,
+        source.block_size, activation, config,
+    )  # fmt: skip
+    plans = _plans.get(key)
+    if plans is None:
+        if config is None:
+            _prepared(x, source, bias, activation)
+        chosen = config or linear_config(m, n, k, source.block_size, sm_count(x.device))
+        plans = _planned(rows, codes, scale, source, zero is not None, bias is not None, activation, chosen)
+        if len(_plans) >= 4096:
+            _plans.clear()
+        _plans[key] = plans
+    parts = out
+    if plans.finish is not None:
+        parts = torch.empty((plans.splits, m, n), dtype=torch.float32, device=x.device)
+    _product.go(plans.product, (rows, codes, scale, zero, bias, parts))
+    if plans.finish is not None:
+        _finish.go(plans.finish, (parts, bias, out))
+    return out
+
+
+def _planned(
+    rows: Tensor, codes: Tensor, scale: Tensor, source: QuantizedTensor, shifted: bool, biased: bool,
+    activation: str | None, chosen: LinearConfig,
+) -> _Plans:  # fmt: skip
+    (n, k), m = source.shape, rows.shape[0]
+    blocks = source.granularity == "block"
     s_n = 0 if source.granularity == "tensor" else scale.shape[-1]
     steps = -(-k // chosen.block_k)
     each = -(-steps // chosen.splits)
     splits = -(-steps // each) if steps else 1
     unit = unit_of(rows.stride(0), codes.stride(0), k)
     kind = {None: "none", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}[activation]
-    parts = out if splits == 1 else torch.empty((splits, m, n), dtype=torch.float32, device=x.device)
     tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     per = (source.block_size or k) // chosen.block_k if blocks else 1
-    _product(
+    product = Plan(
         (tiles, splits, 1),
-        (rows, codes, scale, zero, bias, parts),
         (m, n, k // unit, rows.stride(0) // unit, codes.stride(0) // unit, s_n, 1 if blocks else 0, each),
         (
-            chosen.block_m, chosen.block_n, chosen.block_k, k % chosen.block_k == 0, unit, blocks, per,
-            zero is not None, bias is not None, kind, splits > 1, 8,
+            chosen.block_m, chosen.block_n, chosen.block_k, k % chosen.block_k == 0, unit, blocks, per, shifted,
+            biased, kind, splits > 1, 8,
         ),
         chosen.warps,
         chosen.stages,
     )  # fmt: skip
-    if splits > 1:
-        _finish((m, -(-n // 512), 1), (parts, bias, out), (m, n, splits), (512, bias is not None, kind), 4)
-    return out
+    finish = Plan((m, -(-n // 512), 1), (m, n, splits), (512, biased, kind)) if splits > 1 else None
+    return _Plans(product, finish, splits)
 
 
 def _prepared(x: Tensor, source: QuantizedTensor, bias: Tensor | None, activation: str | None) -> None:
