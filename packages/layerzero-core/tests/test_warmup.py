@@ -226,8 +226,11 @@ def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_besi
             assert others.wait(60)
             told.append("all at once")
 
+    turns: list[float] = []
+
     def compiled(job: Any, result: Any, said: Any) -> None:
         told.append(job.kernel_id)
+        turns.append(sys.getswitchinterval())
         if job.kernel_id == "other.norm":
             others.set()
 
@@ -240,8 +243,24 @@ def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_besi
     monkeypatch.setattr(state, "plugin_manager", manager)
     monkeypatch.setattr(module, "_compile", compiled)
     monkeypatch.setattr(module, "_jobs", lambda *args, **kwargs: next(given))
+    usual = sys.getswitchinterval()
     module.warm([item], workers=1)
     assert told == ["other.norm", "all at once", "mine.a", "mine.b"]
+    # Who imports beside a compiler written in Python does not wait long for the interpreter; afterwards as before.
+    assert max(turns) <= 0.001 < usual == sys.getswitchinterval()
+
+
+def test_the_last_of_several_warm_ups_gives_the_interpreter_its_turns_back() -> None:
+    from layerzero.plans.warm import _short_turns
+
+    usual = sys.getswitchinterval()
+    one, two = _short_turns(), _short_turns()
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.getswitchinterval() < usual
+    two.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual
 
 
 def test_what_differs_in_its_gradient_alone_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

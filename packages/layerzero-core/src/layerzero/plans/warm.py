@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = ["Outcome", "Warmup", "warm"]
 
 _log = logging.getLogger("layerzero.jit")
 _ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
+_TURN_S = 5e-4  # a thread keeps the interpreter so long while others wait for it; usually 5 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,10 @@ Told = Callable[[int, int], None]
 
 latest: Warmup | None = None  # what telemetry shows
 
+_turns = threading.Lock()
+_warming: list[None] = []  # one for each warm-up under way: the last one to end restores the interpreter's turns
+_usual: dict[str, float] = {}
+
 
 def warm(
     items: Sequence[Item],
@@ -124,6 +131,33 @@ def warm(
     `kernels` names others to compile as well (globs over ids and backends), for a tuning that follows; without it
     those that selection would choose. `told(done, all)` hears of progress, from any thread.
     """
+    with _short_turns():
+        return _warm(items, kernels, timeout_s, workers, told)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let waiting threads have the interpreter sooner.
+
+    Some compilers are Python and compute for seconds. A thread that imports a library beside them gives the interpreter
+    away at every file and would wait the usual turn to get it back, thousands of times.
+    """
+    with _turns:
+        if not _warming:
+            sys.setswitchinterval(min(_usual.setdefault("s", sys.getswitchinterval()), _TURN_S))
+        _warming.append(None)
+    try:
+        yield
+    finally:
+        with _turns:
+            _warming.pop()
+            if not _warming:
+                sys.setswitchinterval(_usual.pop("s"))
+
+
+def _warm(
+    items: Sequence[Item], kernels: Sequence[str], timeout_s: float | None, workers: int | None, told: Told | None
+) -> Warmup:
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
     global latest
