@@ -114,8 +114,7 @@ Told = Callable[[int, int], None]
 latest: Warmup | None = None  # what telemetry shows
 
 _turns = threading.Lock()
-_warming: list[None] = []  # one for each warm-up under way: the last one to end restores the interpreter's turns
-_usual: dict[str, float] = {}
+_before: list[float] = []  # the interpreter's turns when each warm-up under way began
 
 
 def warm(
@@ -143,16 +142,16 @@ def _short_turns() -> Iterator[None]:
     away at every file and would wait the usual turn to get it back, thousands of times.
     """
     with _turns:
-        if not _warming:
-            sys.setswitchinterval(min(_usual.setdefault("s", sys.getswitchinterval()), _TURN_S))
-        _warming.append(None)
+        _before.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_before[-1], _TURN_S))
     try:
         yield
     finally:
         with _turns:
-            _warming.pop()
-            if not _warming:
-                sys.setswitchinterval(_usual.pop("s"))
+            usual = _before[0]
+            _before.pop()
+            if not _before:  # the last one to end
+                sys.setswitchinterval(usual)
 
 
 def _warm(
