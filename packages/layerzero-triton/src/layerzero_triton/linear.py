@@ -12,7 +12,7 @@ from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor
 from layerzero_triton.config import LinearConfig, linear_config, unit_of
 from layerzero_triton.kernels import dequant as device
-from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
 __all__ = ["dequantized"]
 
@@ -67,9 +67,7 @@ def dequantized(
             _prepared(x, source, bias, activation)
         chosen = config or linear_config(m, n, k, source.block_size, sm_count(x.device))
         plans = _planned(rows, codes, scale, source, zero is not None, bias is not None, activation, chosen)
-        if len(_plans) >= 4096:
-            _plans.clear()
-        _plans[key] = plans
+        remember(_plans, key, plans)
     parts = out
     if plans.finish is not None:
         parts = torch.empty((plans.splits, m, n), dtype=torch.float32, device=x.device)

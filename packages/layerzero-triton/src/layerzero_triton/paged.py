@@ -14,7 +14,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_triton.config import PagedConfig, next_power, paged_config, unit_of
 from layerzero_triton.kernels import paged as device
-from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
 __all__ = ["paged_attention"]
 
@@ -93,9 +93,7 @@ def paged_attention(
             plans = _planned(given, return_lse, rest, chosen)
             if config is None:
                 _prepared(given, out, lse, rest, chosen)
-            if len(_plans) >= 4096:
-                _plans.clear()
-            _plans[key] = plans
+            remember(_plans, key, plans)
         _attend(plans, given, out, lse)
     return out if lse is None else (out, lse)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -38,6 +38,8 @@ _counts: dict[int, int] = {}
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected", default=None)
 
 plain_launches = [0]  # launches that went through Triton's own launcher; the rest found their compiled kernel
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Plan:
         self.run: Callable[..., None] | None = None  # what was compiled for pointers aligned to 16 bytes
 
 
-def remember(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+def remember(plans: dict[Any, Kept], key: Any, plan: Kept) -> Kept:
     """Keep a plan; a program with very many shapes starts over now and then instead of growing for ever."""
     if len(plans) >= 4096:
         plans.clear()
