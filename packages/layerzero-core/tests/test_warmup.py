@@ -275,10 +275,39 @@ def test_what_differs_in_its_gradient_alone_is_compiled_once(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, home.__name__, home)
     names = {"lab.plain": "lab_of_twins:plain", "lab.careful": "lab_of_twins:careful", "lab.far": "not_there:run"}
     world: Any = SimpleNamespace(
-        registry=SimpleNamespace(kernels={name: SimpleNamespace(function=path) for name, path in names.items()})
+        registry=SimpleNamespace(
+            kernels={name: SimpleNamespace(function=path, backend="lab") for name, path in names.items()}
+        ),
+        enclosed={},
     )
     assert module._each_once(list(names), world) == ["lab.plain", "lab.far"]
     assert module._each_once(["lab.careful", "lab.far"], world) == ["lab.careful", "lab.far"]
+
+
+def test_adapters_are_looked_through_after_their_vendors_were_told_where_to_keep_kernels(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QuACK reads the variable when it is imported; a vendor that has a process of its own is not imported at all."""
+    from types import SimpleNamespace
+
+    from layerzero.plans import warm as module
+
+    for name in ("lab_that_looks", "lab_apart"):
+        (tmp_path / f"{name}.py").write_text(
+            "import os\nfound = os.environ.get('QUACK_CACHE_DIR')\nrun = other = print\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QUACK_CACHE_DIR", "")  # and put back at the end
+    kernels = {
+        f"{backend}.{name}": SimpleNamespace(function=f"{home}:{name}", backend=backend)
+        for backend, home in (("looks", "lab_that_looks"), ("apart", "lab_apart"))
+        for name in ("run", "other")
+    }
+    world: Any = SimpleNamespace(registry=SimpleNamespace(kernels=kernels), enclosed={"apart": object()})
+    assert module._each_once(list(kernels), world) == list(kernels)
+    assert Path(sys.modules["lab_that_looks"].found).parent == cache  # type: ignore[attr-defined]
+    assert "lab_apart" not in sys.modules
+    monkeypatch.delitem(sys.modules, "lab_that_looks")
 
 
 def test_the_command_line_writes_manifests_and_warms_up(

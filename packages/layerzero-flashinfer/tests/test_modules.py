@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,17 @@ from layerzero_flashinfer import modules
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def asked(monkeypatch, tmp_path):
     """(generator, arguments) of every module; those for a head_dim of 128 are compiled already."""
     found, built = [], []
 
     def generator(module, name):
         def make(*given):
             found.append((name, given))
-            return SimpleNamespace(name=f"{name}{given}", is_compiled=128 in given)
+            home = tmp_path / f"module{len(found)}"
+            return SimpleNamespace(
+                name=f"{name}{given}", is_compiled=128 in given, build_dir=home, lock_path=tmp_path / "module.lock"
+            )
 
         return make
 
@@ -60,3 +64,43 @@ def test_the_formula_of_an_activation_counts(asked):
     needs = {"op": "gelu_and_mul", "dtype": "bfloat16", "dims": {"rows": 4}, "needs": ["gelu_tanh"]}
     modules.compile_for([modules.shape_of(needs), modules.shape_of({**needs, "needs": ["gelu_none"]})])
     assert [given for _, given in asked.found] == [("gelu_tanh",), ("gelu",)]
+
+
+@pytest.mark.needs_tool("ninja")
+def test_what_was_built_together_is_not_built_again_when_it_is_loaded(asked, monkeypatch, tmp_path):
+    """Ninja itself, with cp for a compiler, run as FlashInfer 0.6.6 runs it: above all modules, then inside of one."""
+    ran, source = tmp_path / "ran", tmp_path / "kernel.cu"
+    source.write_text("kernel")
+
+    def generator(module, name):
+        home = tmp_path / "cached_ops" / name
+        return lambda *given: SimpleNamespace(
+            name=name, is_compiled=False, build_dir=home, ninja_path=home / "build.ninja", lock_path=tmp_path / "lock"
+        )
+
+    def run(folder, file):
+        subprocess.run(["ninja", "-C", str(folder), "-f", str(file)], check=True, capture_output=True)
+
+    def together(specs, verbose):
+        for spec in specs:
+            made = spec.build_dir / "kernel.o"
+            spec.build_dir.mkdir(parents=True)
+            spec.ninja_path.write_text(
+                f"rule nvcc\n  command = cp $in $out && echo $out: $in > $out.d && echo {spec.name} >> {ran}\n"
+                f"  depfile = $out.d\n  deps = gcc\nbuild {made}: nvcc {source}\ndefault {made}\n"
+            )
+        whole = tmp_path / "all.ninja"
+        whole.write_text("".join(f"subninja {spec.ninja_path}\n" for spec in specs))
+        run(tmp_path / "cached_ops", whole)
+
+    monkeypatch.setattr(modules, "_generator", generator)
+    monkeypatch.setattr(modules, "lib", lambda: SimpleNamespace(jit=SimpleNamespace(build_jit_specs=together)))
+    (tmp_path / "cached_ops").mkdir()
+    built = modules.compile_for([{"op": "rms_norm"}, {"op": "rope"}])
+    assert built == ("gen_norm_module", "gen_rope_module") and sorted(ran.read_text().split()) == list(built)
+    for name in built:
+        run(tmp_path / "cached_ops" / name, tmp_path / "cached_ops" / name / "build.ninja")
+    assert sorted(ran.read_text().split()) == list(built)  # nothing ran twice
+    source.write_text("another kernel")
+    run(tmp_path / "cached_ops" / built[0], tmp_path / "cached_ops" / built[0] / "build.ninja")
+    assert len(ran.read_text().split()) == 3  # what did change is compiled

@@ -6,10 +6,13 @@ called, one after another; handed all at once to ninja they keep every core busy
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from layerzero_flashinfer.vendor import lib
 
@@ -63,11 +66,31 @@ def compile_for(shapes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     wanted = {spec.name: spec for shape in shapes for spec in specs_for(shape) if not spec.is_compiled}
     if wanted:
         lib().jit.build_jit_specs(list(wanted.values()), verbose=False)
+        for spec in wanted.values():
+            _hand_over(spec)
     for dtype in {_dtype(shape.get("dtype")) for shape in shapes if shape.get("op") in ("sample", "sample_topk")}:
         from layerzero_flashinfer.sampling import prepare
 
         prepare(dtype)
     return tuple(sorted(wanted))
+
+
+def _hand_over(spec: Any) -> None:
+    """Let a module's own folder know that it is compiled.
+
+    FlashInfer loads a module by one more run of ninja inside the module's folder. What was built together is in the log
+    of the folder above, so that run would find nothing done and compile all of it again.
+    """
+    if not hasattr(spec, "build_dir"):
+        return  # a release whose modules have no run of their own
+    home = Path(spec.build_dir)
+    with FileLock(spec.lock_path, thread_local=False):  # FlashInfer's own: nobody builds or loads it meanwhile
+        for name in (".ninja_deps", ".ninja_log"):  # in this order: without the second the first means nothing
+            together, alone = home.parent / name, home / name
+            if together.exists() and not alone.exists():
+                part = alone.with_suffix(".part")
+                shutil.copyfile(together, part)
+                part.replace(alone)
 
 
 def _attention(op: str, shape: Mapping[str, Any]) -> Iterator[Any]:

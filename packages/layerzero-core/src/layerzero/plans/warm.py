@@ -22,7 +22,7 @@ from layerzero.errors import LayerZeroError
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.variants import twins
-from layerzero.plans import jit
+from layerzero.plans import jit, jit_cache
 from layerzero.plans.warm_manifest import Item
 from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
@@ -248,9 +248,14 @@ def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
 def _each_once(names: list[str], world: World) -> list[str]:
     """Without those that are another of them where no gradient is asked for: what that compiles is theirs too."""
     specs = {name: world.registry.kernels[name] for name in names}
-    homes = Counter(spec.function.partition(":")[0] for spec in specs.values())
+    homes = Counter(
+        spec.function.partition(":")[0]
+        for spec in specs.values()
+        if spec.backend not in world.enclosed  # whose vendor must not be imported here
+    )
     for home, count in homes.items():
         if count > 1:
+            jit_cache.prepare()  # some vendors read where their cache is when they are imported
             with contextlib.suppress(Exception):  # who cannot be imported says so when it is compiled
                 importlib.import_module(home)
     same = twins(specs)
