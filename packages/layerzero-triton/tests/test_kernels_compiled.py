@@ -85,10 +85,11 @@ def sampling():
 
 def shortlist():
     from layerzero_triton.config import shortlist_config
-    from layerzero_triton.sampling import _from_shortlist
+    from layerzero_triton.sampling import _from_shortlist, _planned
 
     logits, uniform, out = blank(64, 128256, dtype=F32), blank(64, 1, dtype=torch.float64), blank(64, dtype=torch.int64)
-    _from_shortlist(logits, 50, 0.9, None, 1.0, uniform, out, shortlist_config(64, 128256, 50, 132))
+    plan = _planned(logits, 0.9, None, 1.0, shortlist_config(64, 128256, 50, 132))
+    _from_shortlist(logits, 50, 0.9, None, 1.0, uniform, out, plan)
 
 
 def linear():

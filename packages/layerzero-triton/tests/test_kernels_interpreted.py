@@ -300,7 +300,8 @@ def shortlist_case(name, dtype, *filters, vocab=40):
         logits = logits.to(dtype)
         uniform = torch.rand((6, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         got = torch.empty(6, dtype=torch.int64)
-        sampling._from_shortlist(logits, *filters, uniform, got, ShortlistConfig(4, 4, 4, 64, 16, 4))
+        plan = sampling._planned(logits, *filters[1:], ShortlistConfig(4, 4, 4, 64, 16, 4))
+        sampling._from_shortlist(logits, *filters, uniform, got, plan)
         want = truth.sample(logits, *filters, torch.Generator().manual_seed(1))
         return None if torch.equal(got, want) else f"{got.tolist()} instead of {want.tolist()}"
 
@@ -333,6 +334,28 @@ def sampling_route():
     finally:
         sampling._from_shortlist = real
     return None if 3 in taken and 70 not in taken and 0 not in taken else str(taken)
+
+
+@case("sampling calls that differ in numbers alone, and in more than that")
+def sampling_plans():
+    from layerzero.backends.reference import sampling as truth
+    from layerzero_triton import sampling
+
+    logits = torch.randn(3, 90, generator=torch.Generator().manual_seed(5)) * 4
+    each = torch.tensor([0.2, 0.9, 0.5])
+    turned = each.flip(0)
+    calls = [
+        (9, None, None, 1.0), (9, 0.3, None, 1.0), (9, 0.9, None, 0.4), (9, each, None, 1.0), (9, turned, None, 1.0),
+        (9, None, 0.2, 1.0), (9, 0.9, 0.2, 1.5), (9, None, None, each), (4, None, None, turned), (4, 0.3, each, 2.0),
+    ]  # fmt: skip
+    sampling._plans.clear()
+    for seed, filters in enumerate([*calls, *calls]):
+        got = sampling.sample(logits, *filters, torch.Generator().manual_seed(seed))
+        want = truth.sample(logits, *filters, torch.Generator().manual_seed(seed))
+        if not torch.equal(got, want):
+            return f"{filters}: {got.tolist()} instead of {want.tolist()}"
+    found = len(sampling._plans)
+    return None if found == 8 else f"{found} plans"
 
 
 @case("sampling rows without a distribution")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from layerzero_triton.config import SHORTLISTS, ShortlistConfig, next_power, shortlist_config, unit_of
 from layerzero_triton.kernels import sampling as device
 from layerzero_triton.kernels import shortlist as few
-from layerzero_triton.kernels.launch import Launcher, collecting, prepare, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
 __all__ = ["sample", "sample_topk", "sample_topp"]
 
@@ -32,6 +33,17 @@ _draw = Launcher(device.draw)
 _peaks = Launcher(few.peaks)
 _shortlist = Launcher(few.shortlist)
 _known: set[Any] = set()
+_plans: dict[Any, _Launches] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Launches:
+    """The two launches of a shortlist, and how many numbers lie between them."""
+
+    peaks: Plan
+    draw: Plan
+    best: int
+    room: int
 
 
 def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
@@ -77,11 +89,20 @@ def _run(
     if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
         top_p = None
     if isinstance(top_k, int) and tile is None:
-        config = shortlist_config(rows, vocab, top_k, sm_count(logits.device))
-        if config is not None:
-            rest = (top_p, min_p, temperature, uniform, out)
-            _prepared(logits, rest)
-            _from_shortlist(logits, top_k, *rest, config)
+        rest = (top_p, min_p, temperature, uniform, out)
+        # Everything the two launches are made of, and every dtype.
+        key = (
+            logits.shape, logits.stride(0), logits.dtype, logits.get_device(), top_k,
+            *[value if value is None else isinstance(value, Tensor) for value in rest[:3]],
+        )  # fmt: skip
+        plan = _plans.get(key)
+        if plan is None:
+            config = shortlist_config(rows, vocab, top_k, sm_count(logits.device))
+            if config is not None:
+                _prepared(logits, rest)
+                plan = remember(_plans, key, _planned(logits, *rest[:3], config))
+        if plan is not None:
+            _from_shortlist(logits, top_k, *rest, plan)
             return
     bits = 32 if logits.dtype is torch.float32 else 16
     tile = tile or min(4096, next_power(vocab))
@@ -158,39 +179,47 @@ def _prepared(logits: Tensor, rest: tuple[Any, ...]) -> None:
             for rows in (1, 1 << 20):
                 config = shortlist_config(rows, vocab, k, sms)
                 if config is not None:
-                    _from_shortlist(logits, k, *rest, config)
+                    _from_shortlist(logits, k, *rest, _planned(logits, *rest[:3], config))
     prepare(launches, logits.device)
 
 
-def _from_shortlist(
-    logits: Tensor, top_k: int, top_p: Param | None, min_p: Param | None, temperature: Param, uniform: Tensor,
-    out: Tensor, config: ShortlistConfig,
-) -> None:  # fmt: skip
+def _planned(
+    logits: Tensor, top_p: Param | None, min_p: Param | None, temperature: Param, config: ShortlistConfig
+) -> _Launches:
     """0 < top_k < vocab, and rows of logits without gaps; `config` apart for measuring."""
     rows, vocab = logits.shape
     step = logits.stride(0)
     unit = unit_of(step, vocab)
     groups = -(-vocab // config.group)
-    best = torch.empty(rows * groups, dtype=torch.int32, device=logits.device)
-    room = torch.empty(rows * 3 * config.slots, dtype=torch.int32, device=logits.device)
+    sizes = (groups, vocab // unit, step // unit)
+    each_row = tuple([isinstance(value, Tensor) for value in (top_p, min_p, temperature)])
+    return _Launches(
+        Plan((rows, -(-groups // config.many), 1), sizes, (config.group, config.many, unit), config.peak_warps),
+        Plan(
+            (rows, 1, 1),
+            sizes,
+            (
+                config.group, next_power(groups), config.slots, config.broad, unit, top_p is not None,
+                min_p is not None, *each_row,
+            ),
+            config.warps,
+        ),
+        rows * groups,
+        rows * 3 * config.slots,
+    )  # fmt: skip
+
+
+def _from_shortlist(
+    logits: Tensor, top_k: int, top_p: Param | None, min_p: Param | None, temperature: Param, uniform: Tensor,
+    out: Tensor, plan: _Launches,
+) -> None:  # fmt: skip
+    best = torch.empty(plan.best, dtype=torch.int32, device=logits.device)
+    room = torch.empty(plan.room, dtype=torch.int32, device=logits.device)
     p_rows, p = _real(top_p, logits)
     m_rows, least = _real(min_p, logits)
     t_rows, warmth = _real(temperature, logits)
-    sizes = (groups, vocab // unit, step // unit)
-    _peaks(
-        (rows, -(-groups // config.many), 1), (logits, best), sizes, (config.group, config.many, unit),
-        config.peak_warps,
-    )  # fmt: skip
-    _shortlist(
-        (rows, 1, 1),
-        (logits, best, room, p_rows, m_rows, t_rows, uniform, out),
-        (*sizes, top_k, p, least, warmth),
-        (
-            config.group, next_power(groups), config.slots, config.broad, unit, top_p is not None, min_p is not None,
-            p_rows is not None, m_rows is not None, t_rows is not None,
-        ),
-        config.warps,
-    )  # fmt: skip
+    _peaks.go(plan.peaks, (logits, best))
+    _shortlist.go(plan.draw, (logits, best, room, p_rows, m_rows, t_rows, uniform, out), (top_k, p, least, warmth))
 
 
 def _whole(value: Any, like: Tensor) -> tuple[Tensor | None, int]:
