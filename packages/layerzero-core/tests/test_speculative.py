@@ -60,8 +60,9 @@ def outcomes(parents, ids, proposals, target):
             if accept > 0:
                 known = {**intervals, i: (0.0, accept)}
                 yield from walk(i, target.after[text(i)], i + 1, known, (*path, i), chance * accept)
-            if accept < 1:
-                over = [max(p - q, 0.0) for p, q in zip(left, proposals[i], strict=True)]
+            over = [max(p - q, 0.0) for p, q in zip(left, proposals[i], strict=True)]
+            # With the target's own numbers a quotient may miss one by its last bit; nothing is left to draw from then.
+            if accept < 1 and sum(over) > 0:
                 rest = [x / sum(over) for x in over]
                 known = {**intervals, i: (accept, 1.0)}
                 yield from walk(node, rest, i + 1, known, path, chance * (1 - accept))

@@ -435,7 +435,7 @@ def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_pat
 
 
 def test_the_watcher_looks_at_hot_calls_beside_the_program(bench, tmp_path, monkeypatch):
-    kernel = taking(30e-6)
+    kernel = taking(1e-6)  # less than torch's own takes on any processor: that one is timed by a real clock
     bench.add("lab.rms_norm.moody", kernel, 99)
     db = PerfDB(tmp_path / "p.db")
     tune([context()], database=db.path, seconds=0.1)

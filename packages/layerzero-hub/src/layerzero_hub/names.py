@@ -21,7 +21,7 @@ __all__ = [
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_VARIANT = re.compile(r"(?:torch|tvm)[a-z0-9.-]{0,80}\Z")
+_VARIANT = re.compile(r"(?:torch|tvm)[a-z0-9_.-]{0,80}\Z")
 _SEGMENT = re.compile(r"[A-Za-z0-9_+=@ .-]{1,128}\Z")
 _BYTECODE = (".pyc", ".pyo", ".pyd", ".pth", ".egg-link")
 # Names that Windows gives to devices, whatever stands behind the dot.

@@ -24,6 +24,9 @@ _efficient = torch._scaled_dot_product_efficient_attention
 _cudnn = torch._scaled_dot_product_cudnn_attention
 _math = torch._scaled_dot_product_attention_math
 _INF = float("inf")
+_NAN = float("nan")
+# With fewer keys than this, torch's kernel for AVX takes a row of nothing but NaN for one that attends nothing.
+_FORGETFUL = 16 if "AVX" in torch.backends.cpu.get_cpu_capability() else 0
 
 
 def flash_cpu(
@@ -50,6 +53,9 @@ def flash_cpu(
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
+    if key.shape[-2] < _FORGETFUL:
+        lost = query.isnan().any(dim=-1)
+        out, lse = out.masked_fill(lost.unsqueeze(-1), _NAN), lse.masked_fill(lost, _NAN)
     if not return_lse:
         return out
     lse = lse.to(torch.float32)
