@@ -33,6 +33,7 @@ SENTENCES = [
         "cutlass.utils.smem_allocator.SmemAllocator is deprecated; use cutlass.memory.SmemAllocator instead.",
     ),
     (DeprecationWarning, "warpgroup.OperandMajorMode is deprecated, use cute.nvgpu.OperandMajorMode instead"),
+    (DeprecationWarning, "tcgen05.OperandMajorMode is deprecated, use cute.nvgpu.OperandMajorMode instead"),
     (
         DeprecationWarning,
         "cutlass.utils.LayoutEnum is deprecated; use cutlass.tensor_utils.LayoutEnum instead. It will be removed.",

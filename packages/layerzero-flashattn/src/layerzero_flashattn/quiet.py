@@ -28,7 +28,7 @@ __all__ = ["hush", "hush_backward", "quietly"]
 THEIRS = (
     r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument for function 'cutlass___call___flash_attn"
     r"|cutlass\.[\w.]+ is deprecated; use cutlass\."
-    r"|warpgroup\.OperandMajorMode is deprecated"
+    r"|(warpgroup|tcgen05)\.OperandMajorMode is deprecated"
     r"|Arch from arch\.py is deprecated"
 )
 # While they are imported they speak of each other in many words; then the module has its name.

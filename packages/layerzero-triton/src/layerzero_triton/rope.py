@@ -104,7 +104,7 @@ def _planned(
         oq[0], oq[head_axis], oq[seq_axis], ok[0], ok[head_axis], ok[seq_axis], t_batch, cos.stride(-2),
     )  # fmt: skip
     unit = unit_of(*steps)
-    chosen = config or rope_config(dim, layout)
+    chosen = config or rope_config(dim, layout, batch * seq, full)
     block = next_power(rotary // 2)
     copied = not inplace and rotary < dim
     chunks = -(-heads // chosen.heads) + -(-heads_k // chosen.heads)
