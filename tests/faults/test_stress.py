@@ -28,11 +28,14 @@ def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(storm: S
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
-        found = storm.blow(20, 2_000, change_every_s=0.005)
+        for calls in (2_000, 8_000, 32_000):  # a quick machine is done before much has changed
+            found = storm.blow(20, calls, change_every_s=0.005)
+            assert not found.errors, found.errors[:3]
+            assert found.calls == 20 * calls and found.stale == 0
+            if found.swaps > 5:
+                break
     finally:
         sys.setswitchinterval(interval)
-    assert not found.errors, found.errors[:3]
-    assert found.calls == 40_000 and found.stale == 0
     assert found.swaps > 5
 
 
