@@ -55,7 +55,8 @@ def flash_cpu(
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
     if key.shape[-2] < _FORGETFUL:
         lost = query.isnan().any(dim=-1)
-        out, lse = out.masked_fill(lost.unsqueeze(-1), _NAN), lse.masked_fill(lost, _NAN)
+        out = out.masked_fill(lost.unsqueeze(-1), _NAN)
+        lse = lse.masked_fill(lost, _NAN) if return_lse else lse
     if not return_lse:
         return out
     lse = lse.to(torch.float32)
