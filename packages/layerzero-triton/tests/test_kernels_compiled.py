@@ -7,6 +7,7 @@ LAYERZERO_PROVE=1 all.
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -133,8 +134,9 @@ def test_it_compiles(name, place, tmp_path, monkeypatch):
         assert made.asm["cubin" if place.startswith("sm_") else "hsaco"]
     if place == "sm_90" and name in ("rms", "add_rms", "silu", "rope"):
         code = made.asm["ptx"]
-        assert "ld.global.v4" in code and "st.global.v4" in code, "16 bytes at once"
-        assert "ld.global.b16" not in code, "and never two"
+        # Between the words may stand what is to become of the line in the caches.
+        assert re.search(r"ld\.global\S*\.v4", code) and "st.global.v4" in code, "16 bytes at once"
+        assert not re.search(r"ld\.global\S*\.b16", code), "and never two"
     if place == "sm_90" and name == "shortlist":
         assert made.asm["ptx"].count("ld.global.v4") and ".local" not in made.asm["ptx"], "16 bytes at once, no stack"
     if place == "sm_90" and name == "paged":

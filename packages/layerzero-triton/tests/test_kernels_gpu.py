@@ -68,7 +68,7 @@ def replayed(function, *inputs):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 64), (7, 128), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (2, 32768), (0, 8)]
+    "shape", [(1, 64), (7, 128), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (1030, 8192), (2, 32768), (0, 8)]
 )
 def test_norms(shape, dtype):
     from layerzero_triton import norm
@@ -85,7 +85,9 @@ def test_norms(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (2, 32768), (0, 8)])
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (33, 1000), (16, 4096), (3, 5, 4100), (5, 8192), (1030, 8192), (2, 32768), (0, 8)]
+)
 def test_layer_norm(shape, dtype):
     from layerzero_triton.layer_norm import layer_norm
 

@@ -85,6 +85,29 @@ def gemma():
     )
 
 
+@case("norm of rows that are read twice")
+def norm_twice():
+    from layerzero.backends.reference import norm as truth
+    from layerzero_triton import norm
+    from layerzero_triton.config import NormConfig
+
+    twice = NormConfig(1, 4, 5, again=True)
+    for weight in (torch.randn(64), None):
+        x = torch.randn(5, 64)
+        got, none = norm.norm(x, None, weight, 1e-6, False, twice)
+        wrong = differs("rms_norm", got, truth.rms_norm(x, weight, 1e-6))
+        if wrong or none is not None:
+            return wrong or "a stream without a residual"
+    gemma, _ = norm.norm(x, None, w := torch.randn(64), 1e-6, True, twice)
+    # Where a row is padded, or a residual is added, it is held as ever.
+    padded, added = torch.randn(5, 48), norm.norm(x, x * 2, w, 1e-6, False, twice)
+    return (
+        differs("rms_norm", gemma, truth.gemma_rms_norm(x, w, 1e-6))
+        or differs("rms_norm", norm.norm(padded, None, None, 1e-6, False, twice)[0], truth.rms_norm(padded, None, 1e-6))
+        or differs("rms_norm", added, truth.add_rms_norm(x, x * 2, w, 1e-6))
+    )
+
+
 @case("norm of every other column")
 def norm_strided():
     from layerzero.backends.reference import norm as truth

@@ -39,19 +39,32 @@ def unit_of(*steps: int) -> int:
     return 1 if together & 15 else 16
 
 
+_MANY_ROWS = 1024  # fewer do not fill the device, and the second read would only come later
+
+
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """`rows` rows at a time by `warps` warps; `programs` programs share all rows, loading `depth` steps ahead."""
+    """`rows` rows at a time by `warps` warps; `programs` programs share all rows, loading `depth` steps ahead.
+
+    With `again` a row is read twice, the second time out of the cache, instead of being held in registers.
+    """
 
     rows: int
     warps: int
     programs: int
     depth: int = 1
+    again: bool = False
 
 
-def norm_config(rows: int, width: int, added: bool) -> NormConfig:
-    """One row a program while it fills four warps; several rows where they are short."""
+def norm_config(rows: int, width: int, added: bool, twice: bool = False) -> NormConfig:
+    """One row a program while it fills four warps; several rows where they are short.
+
+    Wide rows without a residual are read twice where the kernel can (`twice`): measured on an H200, 128.4 µs instead
+    of 134.5 for 16 384 rows of 8 192.
+    """
     block = next_power(width)
+    if twice and not added and width == block == 8192 and rows >= _MANY_ROWS:
+        return NormConfig(1, 16, rows, again=True)
     if block <= 1024:
         together = min(32, 2048 // block)
         return NormConfig(together, 4, -(-rows // together))

@@ -85,7 +85,7 @@ def norm(
     count = out.numel() // width if width else 0
     if count == 0:
         return out, stream
-    chosen = config or norm_config(count, width, residual is not None)
+    chosen = config or norm_config(count, width, residual is not None, twice=True)
     block = next_power(width)
     if weight is not None and weight.stride(0) != 1:
         weight = weight.contiguous()
@@ -95,6 +95,7 @@ def norm(
         (count, width // unit, step // unit, added_step // unit),
         (
             chosen.rows, block, block == width, unit, residual is not None, weight is not None, gemma, chosen.depth,
+            chosen.again and block == width and residual is None,
         ),
         chosen.warps,
     )  # fmt: skip

@@ -10,7 +10,8 @@ its turn came. So launches are timed on the core that is quickest at the moment;
 each turn, and a launch counts as long as it takes when the host is as quick as it has been in this process. What a turn
 has in common for all kernels is taken out of it: it speaks of the host. A kernel is called once before its launches are
 timed, and nobody always comes first: what ran before leaves the host's caches full of something else, a third of a
-short launch.
+short launch. Those that come out close are timed once more among themselves: with six others in the turn, what those
+leave behind is more than the difference.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ __all__ = ["SAME", "with_launch", "with_launches"]
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
-_TELLING = 3  # so many kernels show what a turn has in common
+_TELLING = 2  # so many kernels show what a turn has in common; of two, how they differ stays
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
+_CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
 _LATER = 0.03  # how far behind the others are written down: out of the noise band
 
@@ -61,15 +63,23 @@ def with_launches(
     pacer: Pacer | None = None,
     *,
     same: float = 0.0,
+    allowed: float = 1.0,
+    each_turn: Callable[[], None] | None = None,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process.
+    do not depend on the process. A launch counts where it is more than `allowed` times its kernel, by what is more.
+    `each_turn` is called before every turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
-    launches = _launches(short, clock, pacer or host_pace)
+    launches = _launches(short, clock, pacer or host_pace, each_turn)
+    close = _close(launches)
+    if 1 < len(close) < len(launches):
+        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn)
+    if allowed != 1.0:
+        launches = {name: _shorter(found, allowed) for name, found in launches.items()}
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
@@ -89,7 +99,22 @@ def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, 
     return max(us, found.median_us)
 
 
-def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer) -> dict[str, Times]:
+def _close(launches: Mapping[str, Times]) -> list[str]:
+    """Whose launch is near the quickest one."""
+    best = min((found.median_us for found in launches.values()), default=0.0)
+    return [name for name, found in launches.items() if found.median_us <= best * (1.0 + _CLOSE)]
+
+
+def _shorter(found: Times, times: float) -> Times:
+    return replace(
+        found, median_us=found.median_us / times, p95_us=found.p95_us / times, p99_us=found.p99_us / times,
+        variance=found.variance / times**2, steady=found.steady / times**2,
+    )  # fmt: skip
+
+
+def _launches(
+    calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer, each_turn: Callable[[], None] | None = None
+) -> dict[str, Times]:
     """µs of each launch at the host's quickest pace."""
     if not calls:
         return {}
@@ -100,6 +125,8 @@ def _launches(calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer
         with quick_core():
             before = pacer()
             for number in range(_TURNS):
+                if each_turn is not None:
+                    each_turn()
                 turn = {}
                 for name in _order(list(calls), number):
                     calls[name]()

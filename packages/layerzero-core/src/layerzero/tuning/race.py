@@ -90,6 +90,7 @@ def race(
     noise: float = 0.02,
     clock: Clock | None = None,
     settle: bool = False,
+    each_round: Callable[[], None] | None = None,
 ) -> Race:
     """Time callables against each other.
 
@@ -98,7 +99,8 @@ def race(
     Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
     three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
     two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
-    moment before each sample, until the threads of the one before have gone to sleep.
+    moment before each sample, until the threads of the one before have gone to sleep. `each_round` is called before
+    every round, untimed.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
@@ -107,13 +109,13 @@ def race(
         for call in contestants.values():
             call()  # whatever starts threads does so before this one is bound to a core
         with quick_core():
-            return _race(contestants, least, most, warmup, seconds, noise, clock, settle)
-    return _race(contestants, least, most, warmup, seconds, noise, clock, settle)
+            return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round)
+    return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round)
 
 
 def _race(
     contestants: Mapping[str, Callable[[], Any]], least: int, most: int, warmup: int, seconds: float, noise: float,
-    clock: Clock, settle: bool,
+    clock: Clock, settle: bool, each_round: Callable[[], None] | None,
 ) -> Race:  # fmt: skip
     start = time.perf_counter()
     once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
@@ -127,6 +129,8 @@ def _race(
     gc.disable()
     try:
         for done in range(1, most + 1):
+            if each_round is not None:
+                each_round()
             for name in running if done % 2 else running[::-1]:
                 if settle and clock is cpu_clock and once[name] < _BRIEF_US:
                     _settle(contestants[name])

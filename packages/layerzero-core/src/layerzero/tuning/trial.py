@@ -10,7 +10,6 @@ tuning is no request.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -38,11 +37,15 @@ from layerzero.tuning.ends import other_end, tied, weighed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
+from layerzero.tuning.places import Places, room
 from layerzero.tuning.race import Times, race, winner_of
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.truth import Gate, Verdict, flat
 
 __all__ = ["Trial", "neutral", "trial"]
+
+_A_PLACE = 8  # rounds in each place of memory, between those who are close
+_HOST_VARIES = 1.2  # from one process to the next, as far as a launch at the other end of a bucket is concerned
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,6 @@ class _Bench:
         self._decision = select(ctx, calm)
         if not self._decision.chosen:
             raise TuningError(code="TUNING_IMPOSSIBLE", value=ctx.op, limit=str(self._decision.refusal))
-        self._args: tuple[Any, ...] | None = None
         self.errors: dict[str, float] = {}
         self.wrong: dict[str, Verdict] = {}
         self.absent: dict[str, str] = {}
@@ -217,17 +219,23 @@ class _Bench:
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
         same = {} if self._ctx.needs_grad else twins({name: self._calm.registry.kernels[name] for name in self.errors})
-        calls = {name: self._step(name) for name in self.errors if name not in same}
         clock = clock_for(_torch_device(self._ctx))
+        places = self._places(clock)
+        calls = {name: self._step(name, places) for name in self.errors if name not in same}
         calls, clock = self._graphs(calls, clock)
         first = screened(calls, clock)
         racing = {name: calls[name] for name in hopeful(first)}
         # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
         a_round = sum(min(first[name]) for name in racing) / 1e6
-        least = max(3, min(least, round(1.5 * seconds / max(a_round, 1e-9))))
-        outcome = race(racing, least=least, seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True)
+        few = max(3, round(1.5 * seconds / max(a_round, 1e-9)))
+        outcome = race(
+            racing, least=min(least, few), seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True,
+            each_round=places.move,
+        )  # fmt: skip
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
-        raced = outcome.times if clock is not cuda_clock else with_launches(outcome.times, racing, same=SAME)
+        raced: Mapping[str, Times] = outcome.times
+        if clock is cuda_clock:
+            raced = _final(raced, racing, places, min(_A_PLACE * len(places), few), seconds, noise)
         times = {**self._told_apart(raced, clock, seconds, noise), **slow}
         return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
 
@@ -239,19 +247,27 @@ class _Bench:
         if len(near) < 2 or ctx is None:
             return times
         try:
-            made = build(ctx)
-            decision = select(describe(self._spec, made.args, made.layout, None, self._calm), self._calm)
+            made = [build(ctx)]
+            decision = select(describe(self._spec, made[0].args, made[0].layout, None, self._calm), self._calm)
+            places = Places(lambda: (made.pop() if made else build(ctx)).args, room() if clock is cuda_clock else 0)
             calls = {
-                name: functools.partial(bind(self._spec, decision, self._calm, name).run, *made.args)
+                name: places.step(bind(self._spec, decision, self._calm, name).run)
                 for name in near
                 if name in decision.ranking
             }
             if len(calls) < 2:
                 return times
-            found = race(calls, least=6, seconds=seconds / 2, noise=noise, clock=clock, warmup=1, settle=True).times
+            found = race(
+                calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
+                warmup=1, settle=True, each_round=places.move,
+            ).times  # fmt: skip
         except (LayerZeroError, RuntimeError):  # no room for it, or not for everyone; the first race stands
             return times
-        return weighed(times, found if clock is not cuda_clock else with_launches(found, calls, same=SAME))
+        if clock is not cuda_clock:
+            return weighed(times, found)
+        return weighed(
+            times, with_launches(found, calls, same=SAME, allowed=_HOST_VARIES, each_turn=places.move)
+        )  # fmt: skip
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""
@@ -266,15 +282,13 @@ class _Bench:
                 self.errors.pop(name)
         return replays, lambda replay, count: sum(replay() for _ in range(count)) / count
 
-    def _shared(self) -> tuple[Any, ...]:
+    def _places(self, clock: Clock) -> Places:
         """The tensors that everybody is timed on: where in memory they came to lie must not decide the race."""
-        if "inplace" in self._ctx.needs:
-            return self._call().args
-        if self._args is None:
-            self._args = self._call().args
-        return self._args
+        ctx = self._ctx
+        several = clock is cuda_clock and not (ctx.needs_grad or ctx.capturing or "inplace" in ctx.needs)
+        return Places(lambda: self._call().args, room() if several else 0)
 
-    def _step(self, kernel_id: str) -> Callable[[], Any]:
+    def _step(self, kernel_id: str, places: Places) -> Callable[[], Any]:
         # Bound again: what compiled above is ready now and needs no wrapper any more.
         calm = self._calm
         if calm.ready != state.world.ready:
@@ -283,9 +297,11 @@ class _Bench:
         if kernel_id not in decision.ranking:
             calm, decision = self._calm, self._decision
         run = bind(self._spec, decision, calm, kernel_id).run
-        args = self._shared()
+        if "inplace" in self._ctx.needs:  # nobody finds what another has written
+            places = Places(lambda: self._call().args)
         if not self._ctx.needs_grad:
-            return lambda: run(*args)
+            return places.step(run)
+        args = places.args
         leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
 
         def there_and_back() -> None:
@@ -294,6 +310,22 @@ class _Bench:
                 torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
 
         return there_and_back
+
+
+def _final(
+    times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], places: Places, rounds: int, seconds: float,
+    noise: float,
+) -> Mapping[str, Times]:  # fmt: skip
+    """With their launches; those who are close raced once more among themselves, as often in every place."""
+    told = with_launches(times, calls, same=SAME, each_turn=places.move)
+    near = tied(told)
+    if len(near) < 2 or len(places) == 1:
+        return told
+    some = {name: calls[name] for name in near}
+    again = race(
+        some, least=rounds, seconds=seconds, noise=noise, clock=cuda_clock, warmup=1, each_round=places.move
+    )  # fmt: skip
+    return told | with_launches(again.times, some, same=SAME, each_turn=places.move)
 
 
 # -- rows --------------------------------------------------------------------------------------------

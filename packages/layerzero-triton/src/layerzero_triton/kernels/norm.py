@@ -10,6 +10,20 @@ import triton.language as tl
 _NUMBERS = ["rows", "width", "x_step", "residual_step", "eps"]
 
 
+@triton.jit
+def _scale(weight, columns, inside, EVEN: tl.constexpr, GEMMA: tl.constexpr, KEPT: tl.constexpr):
+    """The weight as it multiplies the row; KEPT where it should stay in the cache for the next one."""
+    if KEPT:
+        scale = tl.load(weight + columns, eviction_policy="evict_last").to(tl.float32)
+    elif EVEN:
+        scale = tl.load(weight + columns).to(tl.float32)
+    else:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if GEMMA:
+        scale += 1.0
+    return scale
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward(
     x,
@@ -30,24 +44,27 @@ def forward(
     WEIGHTED: tl.constexpr,
     GEMMA: tl.constexpr,
     DEPTH: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
-    """ROWS rows at a time, each of them whole in registers. out and stream are contiguous."""
+    """ROWS rows at a time, each of them whole in registers. out and stream are contiguous.
+
+    With AGAIN a row is read a second time, out of the cache, instead of being held meanwhile: wide rows in registers
+    leave an SM so few programs that its loads do not fill the memory's queue. For one row at a time, of a width that is
+    a power of two, without a residual.
+    """
     x_step *= UNIT
     residual_step *= UNIT
     width *= UNIT
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    if WEIGHTED:
-        if EVEN:
-            scale = tl.load(weight + columns).to(tl.float32)
-        else:
-            scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-        if GEMMA:
-            scale += 1.0
+    if WEIGHTED and not AGAIN:
+        scale = _scale(weight, columns, inside, EVEN, GEMMA, AGAIN)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=DEPTH):
         row = block * ROWS + tl.arange(0, ROWS)
         far = row.to(tl.int64)[:, None]
-        if EVEN and ROWS == 1:
+        if AGAIN:
+            values = tl.load(x + far * x_step + columns[None, :], eviction_policy="evict_last").to(tl.float32)
+        elif EVEN and ROWS == 1:
             values = tl.load(x + far * x_step + columns[None, :]).to(tl.float32)
         else:
             mask = (row < rows)[:, None] & inside[None, :]
@@ -66,6 +83,10 @@ def forward(
                 tl.store(stream + place, rounded, mask=mask)
             values = rounded.to(tl.float32)  # the norm is taken of the stream as it is stored
         mean = tl.sum(values * values, axis=1) / width
+        if AGAIN:
+            values = tl.load(x + far * x_step + columns[None, :], eviction_policy="evict_first").to(tl.float32)
+            if WEIGHTED:
+                scale = _scale(weight, columns, inside, EVEN, GEMMA, AGAIN)
         values *= tl.rsqrt(mean + eps)[:, None]
         if WEIGHTED:
             values *= scale[None, :]

@@ -1,0 +1,115 @@
+"""One call in several places of memory: how many copies, who moves, and that everybody is timed in all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerzero.tuning.clock import Clock
+from layerzero.tuning.launches import with_launches
+from layerzero.tuning.places import Places
+from layerzero.tuning.race import Times, race, winner_of
+
+ROWS = torch.zeros(256)  # 1 KiB
+
+
+def made() -> tuple[object, ...]:
+    return (ROWS.clone(), [ROWS.clone(), None], 1e-6)
+
+
+@pytest.mark.parametrize(("kib", "copies"), [(0, 1), (7, 1), (8, 2), (17, 4), (1000, 6)])
+def test_as_many_copies_as_there_is_room_for_with_their_results(kib: int, copies: int) -> None:
+    assert len(Places(made, kib * 1024)) == copies
+
+
+def test_a_storage_shared_by_arguments_counts_once() -> None:
+    def views() -> tuple[torch.Tensor, torch.Tensor]:
+        held = ROWS.clone()
+        return held, held[:16]
+
+    assert len(Places(views, 4 * 1024)) == 2
+
+
+def test_everybody_moves_together_and_results_do_not_come_to_lie_in_one_place() -> None:
+    places = Places(made, 1e9)
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+
+    def kernel(name: str):
+        def run(x: torch.Tensor, *rest: object) -> torch.Tensor:
+            seen[name].append(x.data_ptr())
+            return x + 1
+
+        return run
+
+    steps = {name: places.step(kernel(name)) for name in seen}
+    for _ in range(12):
+        places.move()
+        for step in steps.values():
+            step()
+    assert seen["a"] == seen["b"] and len(set(seen["a"])) == 6
+    assert seen["a"][:6] == seen["a"][6:] and len(set(seen["a"][:6])) == 6
+    held = {result.data_ptr() for result in places._results}
+    assert len(held) == 5
+
+
+def test_one_place_needs_no_moving() -> None:
+    places = Places(made)
+    step = places.step(lambda x, *rest: x.data_ptr())
+    first = step()
+    places.move()
+    assert step() == first and len(places) == 1
+
+
+class Placed:
+    """A clock whose kernels take as long as their place says: one is faster in half of the places."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.now, self.places = 0, places
+
+    def move(self) -> None:
+        self.now = (self.now + 1) % len(self.places)
+
+    def clock(self) -> Clock:
+        return lambda call, count: call()
+
+    def takes(self, *us: float):
+        return lambda: us[self.now]
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_the_place_of_the_first_copy_does_not_decide_the_race() -> None:
+    """`a` is 4 % ahead where the first copy lies and 2 % behind in the other five: whoever stays there is misled."""
+    world = Placed([0, 1, 2, 3, 4, 5])
+    contest = {"a": world.takes(96.0, *[102.0] * 5), "b": world.takes(*[100.0] * 6)}
+    stays = race(contest, least=24, most=24, seconds=0.0, clock=world.clock())
+    moves = race(contest, least=24, most=24, seconds=0.0, clock=world.clock(), each_round=world.move)
+    assert winner_of(stays.times, 0.015) == "a" and winner_of(moves.times, 0.015) == "b"
+    assert moves.times["a"].median_us == 102.0
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_launches_are_timed_in_every_place_and_close_ones_once_more_alone() -> None:
+    """Six kernels in a turn disturb each other's launches; of two that are close the second look counts."""
+    world, turns = Placed([0, 1, 2]), []
+    took = {"a": 20.0, "b": 22.0, "c": 90.0}
+
+    def clock(call, count):
+        turns.append(call())
+        return (
+            took[call()] if len(set(turns)) == 3 and turns.count("c") < 31 else {"a": 21.0, "b": 20.0}.get(call(), 90.0)
+        )
+
+    calls = {name: (lambda name=name: name) for name in took}
+    times = {name: Times(5.0, 5.0, 5.0, 0.0, 36) for name in took}
+    moves: list[int] = []
+    found = with_launches(times, calls, clock, lambda: 1.0, each_turn=lambda: (moves.append(1), world.move())[0])
+    assert (found["a"].median_us, found["b"].median_us, found["c"].median_us) == (21.0, 20.0, 90.0)
+    assert turns.count("c") == 31 and turns.count("a") == turns.count("b") == 62 and len(moves) == 62
+
+
+def test_a_launch_counts_from_what_is_allowed_on() -> None:
+    calls = {name: (lambda name=name: name) for name in ("quick", "slow")}
+    times = {name: Times(20.0, 20.0, 20.0, 0.0, 36) for name in calls}
+    took = {"quick": 22.0, "slow": 48.0}
+    found = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0, allowed=1.2)
+    assert found["quick"] == times["quick"] and found["slow"].median_us == pytest.approx(40.0)
