@@ -182,6 +182,7 @@ def vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Vendors:
     folder.mkdir()
     # The stand-ins compute any width; the definitions here are small.
     monkeypatch.setattr(calls, "_expect_width", lambda width, known: None)
+    monkeypatch.setattr(calls, "_expect_rotary", lambda width: None)
     return Vendors(monkeypatch, folder)
 
 
@@ -191,6 +192,16 @@ def test_flashinfers_attention_is_not_asked_for_widths_it_was_not_written_for(wi
     with pytest.raises(NotImplementedError, match=str(width)):
         calls._expect_width(width, calls._WIDTHS)
     calls._expect_width(128, calls._WIDTHS)
+
+
+@pytest.mark.req("R-DEF-04")
+def test_flashinfers_rope_is_not_asked_for_pairs_it_would_read_between_two_words(sets: Any) -> None:
+    """On an H200 rotary_dim 8 ended in a misaligned address, which no process survives either."""
+    definition = parse_definition(sets.samples()["rope_with_cos_sin_cache_neox_style_d16_rd8"])
+    inputs = make_inputs(definition, workloads_for(definition, ["small"])[-1], "cpu")
+    with pytest.raises(NotImplementedError, match="rotary_dim 8"):
+        calls.FLASHINFER["rope"](definition, inputs)
+    calls._expect_rotary(64)
 
 
 def sources(definition: Any) -> list[str]:

@@ -23,6 +23,7 @@ Inputs = Mapping[str, Any]
 
 _WORKSPACE_BYTES = 128 * 1024 * 1024
 _WIDTHS = (64, 128, 256)
+_ROTARY = 16
 
 
 def _main(i: Inputs) -> Tensor:
@@ -49,6 +50,7 @@ def _rope(module: str) -> Callable[[Definition, Inputs], Any]:
     def run(definition: Definition, i: Inputs) -> Any:
         if "cos_sin_cache" not in i:
             raise NotImplementedError("only the form with cos_sin_cache and positions")
+        _expect_rotary(i["cos_sin_cache"].shape[-1])
         q, k = i["q"].clone(), i["k"].clone()
         neox = bool(i.get("is_neox", not any(word in definition.name for word in ("gptj", "gpt_j", "interleave"))))
         rotate = import_module(module).apply_rope_with_cos_sin_cache_inplace
@@ -56,6 +58,13 @@ def _rope(module: str) -> Callable[[Definition, Inputs], Any]:
         return q, k
 
     return run
+
+
+def _expect_rotary(width: int) -> None:
+    """FlashInfer reads the other half of a pair 16 bytes at a time: where it begins in between, that is a misaligned
+    address, and the process has no device any more. SGLang's kernel comes from there."""
+    if width % _ROTARY:
+        raise NotImplementedError(f"rotary_dim {width}; the library's kernel is for multiples of {_ROTARY}")
 
 
 def _sampling(module: str) -> Callable[[Definition, Inputs], Any]:
