@@ -99,6 +99,32 @@ def test_what_the_compiler_says_is_passed_on(cache: Path, tmp_path: Path, monkey
     assert not list((cache / "artifacts").iterdir())
 
 
+_WITHOUT = """
+import sys
+
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._inductor":
+            raise ModuleNotFoundError("No module named 'torch._inductor'")
+
+
+sys.meta_path.insert(0, Without())
+"""
+
+
+@pytest.mark.slow
+def test_a_compiler_that_lacks_a_part_is_missing_and_the_program_is_not_blamed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_WITHOUT)
+    monkeypatch.syspath_prepend(tmp_path)
+    inputs = (((37, 8), "float32", (0,)), ((8,), "float32", ()), ((), "float32", ()))
+    with pytest.raises(BackendNotAvailableError, match=r"torch\._inductor") as caught:
+        compiling.load("rms_norm", inputs, "cpu")
+    assert caught.value.reasons[0].code == "JIT_TOOLCHAIN_MISSING" and not list((cache / "artifacts").iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.req("R-WARM-06")
 def test_a_compiled_program_is_loaded_without_asking_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

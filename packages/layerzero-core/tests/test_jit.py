@@ -191,6 +191,13 @@ def test_what_says_nothing_about_the_compiler_is_no_failed_compile(lab: Any, cac
     assert not state.world.uncompilable and not ready()
 
 
+def test_a_device_that_another_kernel_broke_says_nothing_about_the_compiler() -> None:
+    """Triton has words of its own for an error of the device; written down, the kernel would be lost to all to come."""
+    assert jit._innocent(RuntimeError("Triton Error [CUDA]: misaligned address"))
+    assert jit._innocent(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not jit._innocent(RuntimeError("the tile is misaligned")) and not jit._innocent(ValueError("no such layout"))
+
+
 @pytest.mark.req("R-WARM-03")
 def test_a_compile_that_takes_too_long_gives_its_place_away_and_counts_when_it_is_done(
     lab: Any, cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch

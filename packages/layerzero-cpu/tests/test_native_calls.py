@@ -14,7 +14,7 @@ import torch
 
 from layerzero.errors import InvalidInputError
 from layerzero_cpu import library, norm, rotary, sampling
-from layerzero_cpu.library import native
+from layerzero_cpu.library import native, torchs_team
 
 
 def test_wrong_arguments_are_refused_before_a_kernel_runs():
@@ -150,8 +150,62 @@ for count in (1, 4, 2):
 """
     if not os.path.isdir("/proc/self/task"):
         pytest.skip("threads are counted in /proc")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert found.stdout.split() == ["0", "3", "3"], found.stderr
+    for whose, least in (("own", 3), ("", 1)):  # OpenMP ends threads that it has no use for, by and by
+        given = {**os.environ, "LAYERZERO_CPU_THREADS": whose}
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=given)
+        assert found.stdout.split()[:2] == ["0", "3"] and least <= int(found.stdout.split()[2]) <= 3, found.stderr
+
+
+_TEAM = """
+import os, threading, time, torch
+from layerzero_cpu import norm
+from layerzero_cpu.library import torchs_team
+torch.set_num_threads(3)
+x = torch.randn(512, 4096)
+tasks = lambda: len(os.listdir("/proc/self/task"))
+x.add(1.0)  # torch's own threads are there now
+before = tasks()
+right = norm.rms_norm(x, None, 1e-6)
+print("mine", tasks() - before)
+results = []
+def elsewhere():
+    out = norm.rms_norm(x, None, 1e-6)
+    results.append(tasks() - before)  # this thread and two workers
+    time.sleep(0.2)
+    again = norm.rms_norm(x, None, 1e-6)
+    results.append(tasks() - before)  # and a team of its own
+    results.append(torch.equal(out, right) and torch.equal(again, right))
+runner = threading.Thread(target=elsewhere)
+norm.rms_norm(x, None, 1e-6)
+runner.start(); runner.join()
+print("another's", results, bool(torchs_team()))
+"""
+
+
+def test_torchs_own_threads_do_the_work_for_one_caller_at_a_time():
+    """No thread more than torch has; another caller, meanwhile, gets workers of ours, and later the team."""
+    if not os.path.isdir("/proc/self/task") or not torchs_team():
+        pytest.skip("torch does not run on OpenMP here, or threads cannot be counted")
+    given = {name: value for name, value in os.environ.items() if name != "LAYERZERO_CPU_THREADS"}
+    found = subprocess.run([sys.executable, "-c", _TEAM], capture_output=True, text=True, timeout=100, env=given)
+    assert found.stdout.splitlines() == ["mine 0", "another's [3, 5, True] True"], found.stdout + found.stderr
+    given["LAYERZERO_CPU_THREADS"] = "own"
+    found = subprocess.run([sys.executable, "-c", _TEAM], capture_output=True, text=True, timeout=100, env=given)
+    assert found.stdout.splitlines()[0] == "mine 2", found.stdout + found.stderr
+
+
+def test_the_team_makes_the_results_of_the_workers(threads):
+    threads(2)
+    call = work()
+    try:
+        native.set_team(0)
+        own = call()
+        native.set_team(torchs_team())
+        assert torch.equal(call(), own)
+        with pytest.raises(TypeError):
+            native.set_team("gomp")
+    finally:
+        native.set_team(torchs_team())
 
 
 def test_a_forked_child_starts_its_own_workers(threads):

@@ -1,11 +1,13 @@
 """The compiled kernels, loaded once: `from layerzero_cpu.library import native`.
 
 LAYERZERO_CPU_ISA names the best instruction set that may be used: portable, avx2, avx512, avx512_bf16, amx on x86-64;
-portable, neon, dotprod on aarch64.
+portable, neon, dotprod on aarch64. LAYERZERO_CPU_THREADS=own keeps to worker threads of the library's own; otherwise
+torch's do the work where torch runs on OpenMP.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import torch
 
 from layerzero.plugin import BackendNotAvailableError, InvalidInputError
 
-__all__ = ["adapted", "done", "in_c", "in_python", "native"]
+__all__ = ["adapted", "done", "in_c", "in_python", "native", "torchs_team"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +32,20 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
+def torchs_team() -> int:
+    """The address of the function that has torch's own threads do something; 0 where they are not OpenMP's.
+
+    The GNU runtime's entry, which Intel's and LLVM's have too. torch makes its runtime known to the whole process.
+    """
+    if not torch.backends.openmp.is_available():
+        return 0
+    try:
+        entry = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError):
+        return 0
+    return ctypes.cast(entry, ctypes.c_void_p).value or 0
+
+
 def _load() -> Any:
     try:
         from layerzero_cpu import _native
@@ -38,6 +54,7 @@ def _load() -> Any:
             f"layerzero-cpu has no compiled kernels here: {error}", code="NATIVE_KERNELS_MISSING", value=str(error)
         ) from error
     _native.setup(torch.Tensor, torch.get_num_threads)
+    _native.set_team(0 if os.environ.get("LAYERZERO_CPU_THREADS", "").strip() == "own" else torchs_team())
     # The maker of Inductor's results: the same tensor in two thirds of the time, and no mode can replace it.
     empty = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", _empty)
     wanting = inspect.getattr_static(torch.Tensor, "requires_grad")

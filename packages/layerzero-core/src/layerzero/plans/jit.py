@@ -172,12 +172,14 @@ def _innocent(error: Exception) -> bool:
     """Whether a failure says nothing about the compiler.
 
     Bad input, a guard, no memory at the moment, a vendor's warning that this process makes an error, or an error of
-    the device: after one of those every later call fails too, whatever the kernel.
+    the device, in torch's words or in a vendor's: after one of those every later call fails too, whatever the kernel.
     """
     from layerzero.dispatch.bind import GuardFailed
+    from layerzero.health.sticky import sticky
 
     device_errors: type[Exception] = getattr(torch, "AcceleratorError", MemoryError)
-    return isinstance(error, (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError, Warning, device_errors))
+    passing = (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError, Warning, device_errors)
+    return isinstance(error, passing) or sticky(error) is not None
 
 
 def _settle(ctx: Context) -> None:

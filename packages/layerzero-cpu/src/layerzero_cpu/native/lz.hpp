@@ -136,6 +136,9 @@ struct Kernel {
 // workers came to help, and `parts` alone (from Call::threads, or from the problem) decides them.
 void parallel(int64_t parts, int threads, void (*body)(void* context, int64_t part), void* context);
 
+// Have torch's own threads do it: GOMP_parallel of the OpenMP that torch runs on, or null for workers of ours.
+void set_team(void* entry);
+
 // Scratch memory of the calling thread, 64-byte aligned, kept between calls and grown when needed; not initialised.
 // Each part of parallel() has its own thread's scratch; a second call on one thread invalidates the first's pointer.
 void* scratch(size_t bytes);

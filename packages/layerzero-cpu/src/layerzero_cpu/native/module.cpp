@@ -153,11 +153,20 @@ PyObject* isa_of(PyObject*, PyObject* given) {
   return PyUnicode_FromString(e->run ? e->isa : "");
 }
 
+// set_team(address): 0 for workers of ours.
+PyObject* use_team(PyObject*, PyObject* given) {
+  long long address = PyLong_AsLongLong(given);
+  if (address == -1 && PyErr_Occurred()) return nullptr;
+  set_team(reinterpret_cast<void*>(static_cast<intptr_t>(address)));
+  return none();
+}
+
 PyMethodDef methods[] = {
     {"isa", isa, METH_NOARGS, "the instruction set in use"},
     {"isas", isas, METH_NOARGS, "every instruction set of this processor family, worst first"},
     {"isas_here", isas_here, METH_NOARGS, "those this machine has"},
     {"set_isa", set_isa, METH_O, "use no better instruction set than this"},
+    {"set_team", use_team, METH_O, "have the threads of this OpenMP do the work (the address of GOMP_parallel); 0: our own"},
     {"isa_of", isa_of, METH_O, "the instruction set a kernel's code is for; empty where it has none here"},
     {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup)), METH_FASTCALL, "say which tensors there are"},
     {"setup_adapters", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(setup_adapters)), METH_FASTCALL,

@@ -1,6 +1,11 @@
 // The worker threads. One job at a time; a caller that finds the pool busy does its own work alone, so that many Python
-// threads never make more runnable threads than cores. Workers are made when first needed and sleep on a futex after a
-// short spin. After a fork the child starts with none.
+// threads never make more runnable threads than cores.
+//
+// Where torch runs on OpenMP, its own threads do the work. They spin for milliseconds after each of torch's ops, and other
+// threads would have to take the cores from them: what follows such an op would be done by its caller alone, nearly. Each
+// calling thread has such a team of its own, so only one may have it spin for us: whoever called last, until it has not
+// called for a while. The others, and a forked child, in which a team's threads are missing, have our own workers: they are
+// made when first needed and sleep on a futex after a short spin; after a fork the child starts with none.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -44,6 +49,7 @@ constexpr int MOST = 255;
 #ifndef LZ_YIELD_NS
 #define LZ_YIELD_NS 90000
 #endif
+constexpr int64_t TEAM_KEPT_NS = 100000000;  // another caller gets the team after this long
 
 enum Word : uint32_t { IDLE, POSTED, RUNNING, SLEEPING };
 
@@ -64,6 +70,13 @@ alignas(128) uint32_t busy;
 uint32_t waiting;  // the caller sleeps until a worker is done
 int made;
 bool watched_forks;
+
+// OpenMP's own entry, as the GNU runtime has it and the others offer it: (body, argument, threads, flags).
+using StartTeam = void (*)(void (*)(void*), void*, unsigned, unsigned);
+StartTeam start_team;
+const void* team_caller;  // under `busy`, as is the next
+int64_t team_used;
+__thread char caller_mark;  // its address tells threads apart
 
 inline void pause_a_little() {
 #if defined(__x86_64__)
@@ -136,18 +149,33 @@ void* work(void* given) {
   return nullptr;
 }
 
+void team_body(void*) { take_parts(job, &job.next); }
+
+bool gets_team() {
+  if (start_team == nullptr) return false;
+  if (team_caller != &caller_mark) {
+    if (team_caller != nullptr && now() - team_used < TEAM_KEPT_NS) return false;
+    team_caller = &caller_mark;
+  }
+  return true;
+}
+
 void forked() {  // only the forking thread is left
+  start_team = nullptr;
   made = 0;
   busy = 0;
   waiting = 0;
   for (Slot& slot : slots) slot.word = IDLE;
 }
 
+void watch_forks() {
+  if (watched_forks) return;
+  pthread_atfork(nullptr, nullptr, forked);
+  watched_forks = true;
+}
+
 void make_workers(int wanted) {
-  if (!watched_forks) {
-    pthread_atfork(nullptr, nullptr, forked);
-    watched_forks = true;
-  }
+  watch_forks();
   if (made >= wanted) return;
   sigset_t all, before;  // signals are for the threads of Python
   sigfillset(&all);
@@ -174,6 +202,11 @@ void free_scratch(void* memory) { free(memory); }
 
 }  // namespace
 
+void set_team(void* entry) {
+  watch_forks();
+  start_team = reinterpret_cast<StartTeam>(entry);
+}
+
 void parallel(int64_t parts, int threads, void (*body)(void*, int64_t), void* context) {
   int helpers = threads - 1 < parts - 1 ? threads - 1 : int(parts - 1);
   if (helpers > MOST) helpers = MOST;
@@ -181,12 +214,19 @@ void parallel(int64_t parts, int threads, void (*body)(void*, int64_t), void* co
     for (int64_t part = 0; part < parts; ++part) body(context, part);
     return;
   }
-  make_workers(helpers);
-  if (helpers > made) helpers = made;
   job.body = body;
   job.context = context;
   job.parts = parts;
   __atomic_store_n(&job.next, 0, __ATOMIC_RELEASE);
+  if (gets_team()) {
+    // All of them, as torch does: OpenMP ends threads that a smaller team leaves over and makes them again for the next.
+    start_team(team_body, nullptr, unsigned(threads), 0);
+    team_used = now();
+    __atomic_store_n(&busy, 0, __ATOMIC_RELEASE);
+    return;
+  }
+  make_workers(helpers);
+  if (helpers > made) helpers = made;
   for (int i = 0; i < helpers; ++i)
     if (__atomic_exchange_n(&slots[i].word, POSTED, __ATOMIC_ACQ_REL) == SLEEPING) wake(&slots[i].word);
   take_parts(job, &job.next);

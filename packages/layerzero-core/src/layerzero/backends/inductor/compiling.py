@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -28,6 +29,7 @@ Inputs = tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...]
 """For each tensor: an example shape, the dtype, and which axes are free."""
 
 LIMIT_S = 600.0
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
 def path_of(name: str, inputs: Inputs, device: str) -> Path:
@@ -76,7 +78,7 @@ def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
     fresh = path.with_name(f"{uuid.uuid4().hex}.pt2")
     order = json.dumps({"name": name, "inputs": inputs, "device": device, "path": str(fresh)})
     places = os.pathsep.join(place for place in sys.path if place)
-    command = [sys.executable, "-m", "layerzero.backends.inductor.compiling", order]
+    command = [sys.executable, "-P", "-m", "layerzero.backends.inductor.compiling", order]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_S,
@@ -84,7 +86,15 @@ def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
             env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "PYTHONPATH": places},
         )  # fmt: skip
         if done.returncode or not fresh.exists():
-            raise RuntimeError(f"inductor could not compile {name}: {done.stderr.strip()[-600:] or done.returncode}")
+            said = done.stderr.strip()[-600:] or str(done.returncode)
+            missing = _MISSING.search(said)
+            if missing:  # of the compiler's own parts; the program was not looked at, and may compile tomorrow
+                raise BackendNotAvailableError(
+                    f"inductor cannot compile {name}: {missing[0]}",
+                    code="JIT_TOOLCHAIN_MISSING",
+                    value=f"the module {missing[1]}",
+                )
+            raise RuntimeError(f"inductor could not compile {name}: {said}")
         os.replace(fresh, path)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"inductor did not compile {name} within {LIMIT_S:.0f} s") from None
