@@ -36,6 +36,14 @@ def asked(**more):
     return context("rms_norm", {"shape": (4, 64), "dtype": "fp32", "device": "cpu", **more})
 
 
+def test_rounds_can_be_spread_over_time(lab, monkeypatch):
+    small(lab)
+    pauses = []
+    monkeypatch.setattr("layerzero.cli.contest.time.sleep", pauses.append)
+    found = compete("norm", asked(), seconds=0.02, spread=4.0)
+    assert set(pauses) == {0.1} and 39 <= len(pauses) <= 40 and found.kernels["alpha.rms_norm.x"].samples >= 39
+
+
 @pytest.mark.req("R-TUNE-03")
 def test_every_kernel_is_timed_and_held_against_the_reference(lab):
     small(lab)

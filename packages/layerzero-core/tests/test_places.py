@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from layerzero.tuning.clock import Clock
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.places import Places
 from layerzero.tuning.race import Times, race, winner_of
+from layerzero.tuning.trial import _spread
 
 ROWS = torch.zeros(256)  # 1 KiB
 
@@ -113,3 +116,27 @@ def test_a_launch_counts_from_what_is_allowed_on() -> None:
     took = {"quick": 22.0, "slow": 48.0}
     found = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0, allowed=1.2)
     assert found["quick"] == times["quick"] and found["slow"].median_us == pytest.approx(40.0)
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`a` is ahead while the machine is quick, one second in four, and then behind `b`, which is as quick as ever."""
+    clock = Placed([0, 1, 1, 1])
+
+    def takes(*us: float):
+        def call() -> None:
+            end = time.perf_counter_ns() + us[clock.places[clock.now]] * 1e3
+            while time.perf_counter_ns() < end:
+                pass
+
+        return call
+
+    calls = {"a": takes(380.0, 480.0), "b": takes(400.0, 400.0), "far": takes(900.0, 900.0)}
+    first = {name: Times(us, us, us, 0.0, 12, 1.0) for name, us in (("a", 380.0), ("b", 400.0), ("far", 900.0))}
+    pauses: list[float] = []
+    monkeypatch.setattr("layerzero.tuning.trial.time.sleep", lambda s: (pauses.append(s), clock.move())[0])
+    found = _spread(first, calls, 0.2, 0.015)
+    assert winner_of(first, 0.015) == "a" and winner_of(found, 0.015) == "b" and found["far"] is first["far"]
+    assert len(pauses) == 40 and sum(pauses) == pytest.approx(0.6)
+    alone = {"b": first["b"], "far": first["far"]}
+    assert _spread(alone, calls, 0.2, 0.015) is alone and len(pauses) == 40

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default
 from layerzero.tuning.clock import clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
-from layerzero.tuning.race import race
+from layerzero.tuning.race import SHORT_ROUNDS, SHORT_US, race
 from layerzero.tuning.steady import Pace, pace
 from layerzero.tuning.trial import neutral
 from layerzero.tuning.truth import Gate
@@ -42,6 +43,7 @@ CALL = "layerzero"
 
 _HOPELESS = 8.0  # so many times slower than the best, a contestant gets a few samples and no place in the race
 _FEW = 3
+_LOOKS = 40  # rounds of a race that is spread over time
 _SCORES_LIMIT = 8 << 30  # bytes of attention scores that a kernel which writes them out may need
 
 
@@ -119,8 +121,10 @@ def compete(
     only: Iterable[str] = (),
     check: bool = True,
     seed: int = 0,
+    spread: float = 0.0,
 ) -> Outcome:
-    """Time everybody who may run a call. `only` names kernels or backends; `check=False` compares no results.
+    """Time everybody who may run a call. `only` names kernels or backends; `check=False` compares no results; with
+    `spread` the rounds are spread over so many seconds, for a machine whose speed changes from one to the next.
 
     Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
     """
@@ -149,7 +153,7 @@ def compete(
         same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
         before = pace()
         racing = {item: run for item, run in calls.items() if item not in same}
-        timed, spent = _timed(racing, entries, place, mode, seconds, least)
+        timed, spent = _timed(racing, entries, place, mode, seconds, least, spread)
         timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
         speed = Pace(before, pace())
     return Outcome(
@@ -224,6 +228,7 @@ def _timed(
     mode: str,
     seconds: float,
     least: int,
+    spread: float = 0.0,
 ) -> tuple[dict[str, Entry], float]:
     clock, timed = clock_for(place), {}
     once = {name: min(clock(call, 1) for _ in range(2)) for name, call in calls.items()}
@@ -249,7 +254,14 @@ def _timed(
     if not running:
         return timed, 0.0
     replayed = _replayed if mode == "graph" else None
-    found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
+    if spread:
+        looks = _LOOKS // SHORT_ROUNDS if fastest < SHORT_US else _LOOKS
+        found = race(
+            running, device=place, least=looks, most=_LOOKS, seconds=0.0, clock=replayed, settle=True,
+            each_round=lambda: time.sleep(spread / _LOOKS),
+        )  # fmt: skip
+    else:
+        found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
     raced = dict(found.times)
     # Kernels as tuning times them; torch and the public call as do_bench does.
     if place.startswith("cuda") and mode == "eager":

@@ -29,10 +29,11 @@ _FREE = frozenset(
 _GROWING = ("batch", "tokens", "seq_len_q", "seq_len_k", "rows")
 
 
-def tied(times: Mapping[str, Times]) -> list[str]:
-    """Who is near the fastest."""
+def tied(times: Mapping[str, Times], close: float | None = None) -> list[str]:
+    """Who is near the fastest; `close` says how near, else the rule for a GPU does."""
     best = min(found.median_us for found in times.values())
-    close = _CLOSE_SHORT if best < _SHORT_US else _CLOSE
+    if close is None:
+        close = _CLOSE_SHORT if best < _SHORT_US else _CLOSE
     return [name for name, found in times.items() if found.median_us <= best * (1.0 + close)]
 
 

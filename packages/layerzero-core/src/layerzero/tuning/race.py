@@ -18,19 +18,18 @@ from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero.tuning.noise import SURE, alike, median_error
 from layerzero.tuning.steady import quick_core
 
-__all__ = ["Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
+__all__ = ["SHORT_ROUNDS", "SHORT_US", "Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
 
 _LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
 _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
-_SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
-_SHORT_ROUNDS = 3  # times as many rounds there
+SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
+SHORT_ROUNDS = 3  # times as many rounds there
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
 _COLD_CALL_US = 65.0  # what overwriting it takes
 _COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
 _BRIEF_US = 2_000.0  # a longer call outlasts what the threads of another leave behind
 _SETTLE_NS = 1_500_000
-_CLOSE = 0.3  # so near the leader on a CPU, whose speed depends on its neighbours, a moment does not decide
 _WILD = 0.25  # a spread at which selection believes a time only half
 _PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
 
@@ -98,11 +97,10 @@ def race(
     Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
     leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
     Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
-    three times the seconds. Where somebody is near the leader on a CPU it takes half of the seconds at least: cores that
-    are shared run now fast, now slow, and not equally so for all kernels. Inside the noise band, which the spread of the
-    times may widen, the name decides, so that two runs agree. `clock` is the device's own unless it is given. With
-    `settle`, short calls on a CPU are run for a moment before each sample, until the threads of the one before have gone
-    to sleep. `each_round` is called before every round, untimed.
+    three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
+    two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
+    moment before each sample, until the threads of the one before have gone to sleep. `each_round` is called before
+    every round, untimed.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
@@ -122,7 +120,7 @@ def _race(
     start = time.perf_counter()
     once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
     batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
-    enough = least * (_SHORT_ROUNDS if min(once.values()) < _SHORT_US else 1)
+    enough = least * (SHORT_ROUNDS if min(once.values()) < SHORT_US else 1)
     most = max(most, enough)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     running, done, clear = list(contestants), 0, False
@@ -146,8 +144,6 @@ def _race(
                 continue
             clear = _clear(samples, medians, noise)
             spent = time.perf_counter() - start
-            if clear and clock is cpu_clock and spent < 0.5 * seconds and _close(medians):
-                continue
             if clear or spent > _PATIENCE * seconds or (spent > seconds and not _unsure(samples, medians, noise)):
                 break
     finally:
@@ -185,12 +181,6 @@ def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], no
         if item is not best and wide > noise * best.median_us and medians[name] - wide <= best.median_us:
             return True
     return False
-
-
-def _close(medians: Mapping[str, float]) -> bool:
-    """Whether somebody is near the leader."""
-    first, *others = sorted(medians.values())
-    return bool(others) and others[0] <= first * (1.0 + _CLOSE)
 
 
 def _clear(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
