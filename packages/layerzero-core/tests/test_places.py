@@ -138,5 +138,17 @@ def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.Mon
     found = _spread(first, calls, 0.2, 0.015)
     assert winner_of(first, 0.015) == "a" and winner_of(found, 0.015) == "b" and found["far"] is first["far"]
     assert len(pauses) == 40 and sum(pauses) == pytest.approx(0.6)
+    # Half of how they differ is each one's; that the machine has two speeds is none of theirs.
+    assert found["b"].steady ** 0.5 < 0.15 * found["b"].median_us
     alone = {"b": first["b"], "far": first["far"]}
     assert _spread(alone, calls, 0.2, 0.015) is alone and len(pauses) == 40
+
+
+def test_what_all_have_in_common_in_a_round_is_no_spread_of_theirs() -> None:
+    world = Placed([0, 1, 2, 3])
+    contest = {"a": world.takes(100.0, 150.0, 120.0, 180.0), "b": world.takes(110.0, 165.0, 132.0, 198.0)}
+    found = race(contest, rounds=24, seconds=0.0, clock=world.clock(), each_round=world.move)
+    loose = race(contest, least=24, most=24, seconds=0.0, clock=world.clock(), each_round=world.move)
+    assert found.rounds == 24 and found.times["a"].samples == found.times["b"].samples == 24
+    assert found.times["a"].steady < 1e-9 < loose.times["a"].steady
+    assert found.times["b"].median_us / found.times["a"].median_us == pytest.approx(1.1)

@@ -31,7 +31,7 @@ from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default
 from layerzero.tuning.clock import clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
-from layerzero.tuning.race import SHORT_ROUNDS, SHORT_US, race
+from layerzero.tuning.race import race
 from layerzero.tuning.steady import Pace, pace
 from layerzero.tuning.trial import neutral
 from layerzero.tuning.truth import Gate
@@ -255,9 +255,8 @@ def _timed(
         return timed, 0.0
     replayed = _replayed if mode == "graph" else None
     if spread:
-        looks = _LOOKS // SHORT_ROUNDS if fastest < SHORT_US else _LOOKS
         found = race(
-            running, device=place, least=looks, most=_LOOKS, seconds=0.0, clock=replayed, settle=True,
+            running, device=place, rounds=_LOOKS, clock=replayed, settle=True,
             each_round=lambda: time.sleep(spread / _LOOKS),
         )  # fmt: skip
     else:

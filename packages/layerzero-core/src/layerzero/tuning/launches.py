@@ -17,12 +17,12 @@ leave behind is more than the difference.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerzero.tuning.clock import Clock, launch_clock
+from layerzero.tuning.noise import evened
 from layerzero.tuning.race import Times
 from layerzero.tuning.steady import quick_core, quick_pace
 
@@ -31,7 +31,6 @@ __all__ = ["SAME", "with_launch", "with_launches"]
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
-_TELLING = 2  # so many kernels show what a turn has in common; of two, how they differ stays
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
 _CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
@@ -138,22 +137,7 @@ def _launches(
     finally:
         if was_on:
             gc.enable()
-    return {name: Times.of(turns) for name, turns in _evened(found).items()}
-
-
-def _evened(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The turns of each kernel without what the kernels have in common in a turn.
-
-    When the host slows down it does so for all of them. That would count as spread of each, and a kernel that is a
-    tenth behind in every single turn could not be told from the first.
-    """
-    if len(found) < _TELLING:
-        return dict(found)
-    usual = {name: statistics.median(turns) for name, turns in found.items()}
-    common = [
-        statistics.median(turns[number] / usual[name] for name, turns in found.items()) for number in range(_TURNS)
-    ]
-    return {name: [us / share for us, share in zip(turns, common, strict=True)] for name, turns in found.items()}
+    return {name: Times.of(turns) for name, turns in evened(found).items()}
 
 
 def _order(names: Sequence[str], turn: int) -> Sequence[str]:

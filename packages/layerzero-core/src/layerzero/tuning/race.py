@@ -15,16 +15,16 @@ import torch
 from layerzero.errors import InvalidInputError
 from layerzero.selection.score import tie
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
-from layerzero.tuning.noise import SURE, alike, median_error
+from layerzero.tuning.noise import SURE, alike, evened, median_error
 from layerzero.tuning.steady import quick_core
 
-__all__ = ["SHORT_ROUNDS", "SHORT_US", "Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
+__all__ = ["Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
 
 _LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
 _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
-SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
-SHORT_ROUNDS = 3  # times as many rounds there
+_SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
+_SHORT_ROUNDS = 3  # times as many rounds there
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
 _COLD_CALL_US = 65.0  # what overwriting it takes
 _COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
@@ -91,6 +91,7 @@ def race(
     clock: Clock | None = None,
     settle: bool = False,
     each_round: Callable[[], None] | None = None,
+    rounds: int | None = None,
 ) -> Race:
     """Time callables against each other.
 
@@ -100,7 +101,8 @@ def race(
     three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
     two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
     moment before each sample, until the threads of the one before have gone to sleep. `each_round` is called before
-    every round, untimed.
+    every round, untimed. With `rounds` there are just so many, whatever comes out, for everybody, and what all have in
+    common in a round is taken out of their spread.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
@@ -109,19 +111,22 @@ def race(
         for call in contestants.values():
             call()  # whatever starts threads does so before this one is bound to a core
         with quick_core():
-            return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round)
-    return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round)
+            return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
+    return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
 
 
 def _race(
     contestants: Mapping[str, Callable[[], Any]], least: int, most: int, warmup: int, seconds: float, noise: float,
     clock: Clock, settle: bool, each_round: Callable[[], None] | None,
+    rounds: int | None,
 ) -> Race:  # fmt: skip
     start = time.perf_counter()
     once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
     batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
-    enough = least * (SHORT_ROUNDS if min(once.values()) < SHORT_US else 1)
+    enough = least * (_SHORT_ROUNDS if min(once.values()) < _SHORT_US else 1)
     most = max(most, enough)
+    if rounds is not None:
+        least, enough, most = rounds, rounds, rounds
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     running, done, clear = list(contestants), 0, False
     was_on = gc.isenabled()
@@ -139,7 +144,8 @@ def _race(
                 continue
             medians = {name: statistics.median(found) for name, found in samples.items()}
             best = min(medians.values())
-            running = [name for name in running if medians[name] <= _DROP_AT * best]
+            if rounds is None:
+                running = [name for name in running if medians[name] <= _DROP_AT * best]
             if done < enough:
                 continue
             clear = _clear(samples, medians, noise)
@@ -149,6 +155,8 @@ def _race(
     finally:
         if was_on:
             gc.enable()
+    if rounds is not None:
+        samples = evened(samples)
     times = {name: Times.of(found) for name, found in samples.items()}
     return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
 

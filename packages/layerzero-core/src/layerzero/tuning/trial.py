@@ -38,7 +38,7 @@ from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.places import Places, room
-from layerzero.tuning.race import SHORT_ROUNDS, SHORT_US, Times, race, winner_of
+from layerzero.tuning.race import Times, race, winner_of
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.truth import Gate, Verdict, flat
 
@@ -346,10 +346,8 @@ def _spread(
     pause = _SPREAD * seconds / _LOOKS
     if len(near) < 2 or max(times[name].median_us for name in near) > 1e6 * pause:  # long calls last through its moods
         return times
-    short = min(times[name].median_us for name in near) < SHORT_US  # a race of such takes more rounds by itself
-    looks = _LOOKS // SHORT_ROUNDS if short else _LOOKS
     again = race(
-        {name: calls[name] for name in near}, least=looks, most=_LOOKS, seconds=0.0, noise=noise, clock=cpu_clock,
+        {name: calls[name] for name in near}, rounds=_LOOKS, noise=noise, clock=cpu_clock,
         warmup=1, settle=True, each_round=lambda: time.sleep(pause),
     )  # fmt: skip
     return {**times, **again.times}
