@@ -23,7 +23,7 @@ from layerzero.tuning import sitting
 from layerzero.tuning import trial as trial_module
 from layerzero.tuning.clock import cpu_clock
 from layerzero.tuning.drift import Watcher, drifted
-from layerzero.tuning.ends import other_end, tied
+from layerzero.tuning.ends import middle, other_end, tied, weighed
 from layerzero.tuning.measured import measurements_from
 from layerzero.tuning.race import Times
 from layerzero.tuning.screen import hopeful, screened
@@ -185,6 +185,25 @@ def test_the_other_end_is_the_one_further_away(size, far):
     found = other_end(ctx)
     assert (size if found is None else dict(found.dims)["rows"]) == far
     assert found is None or bucket_of(found) == bucket_of(ctx)
+
+
+@pytest.mark.parametrize(("size", "odd"), [(1, 1), (2, 2), (16, 13), (9, 13), (64, 45), (2048, 1449)])
+def test_the_middle_of_a_bucket_is_an_odd_size(size, odd):
+    ctx = replace(context(), dims=(("rows", size), ("hidden", 64)))
+    found = middle(ctx)
+    assert (size if found is None else dict(found.dims)["rows"]) == odd
+    assert found is None or bucket_of(found) == bucket_of(ctx)
+
+
+def test_a_kernel_is_as_far_behind_as_on_the_average_of_the_places():
+    def at(**us):
+        return {name: Times(item, item, item, 0.0, 12) for name, item in us.items()}
+
+    here = at(a=100.0, b=104.0, c=900.0)
+    found = weighed(here, at(a=80.0, b=50.0), at(a=40.0, b=20.0))
+    assert found["a"].median_us == pytest.approx(100.0 * (1.6 * 2.0) ** (1 / 3)) and found["b"] == here["b"]
+    assert found["c"] is here["c"] and weighed(here) == here
+    assert weighed(here, at(a=80.0, b=50.0))["a"].median_us == pytest.approx(100.0 * 1.6**0.5)
 
 
 def test_short_calls_are_close_that_are_further_apart():

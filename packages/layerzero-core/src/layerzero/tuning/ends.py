@@ -2,21 +2,22 @@
 
 A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
 be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
-falls behind there is written down slower, by the root of how far. A short call may be all launch for one kernel, which
+falls behind there is written down slower, by the root of how far. On a CPU, where kernels handle whole vectors and the
+rest, an odd size in the middle is looked at too. A short call may be all launch for one kernel, which
 takes as long at any size, and all work for another: there kernels count as close that are further apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import upper
 from layerzero.tuning.race import Times
 
-__all__ = ["other_end", "tied", "weighed"]
+__all__ = ["middle", "other_end", "tied", "weighed"]
 
 _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
 _CLOSE_SHORT = 0.10  # the same where launches count
@@ -39,9 +40,18 @@ def tied(times: Mapping[str, Times], close: float | None = None) -> list[str]:
 
 def other_end(ctx: Context) -> Context | None:
     """The same call with its growing sizes at the end of the bucket that is further away; None where there is none."""
+    return _at(ctx, _far)
+
+
+def middle(ctx: Context) -> Context | None:
+    """The same call with its growing sizes in the middle of the bucket, odd ones; None where there is none."""
+    return _at(ctx, _odd)
+
+
+def _at(ctx: Context, size_of: Callable[[int], int]) -> Context | None:
     if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
         return None
-    sizes = {name: _far(size) if name in _GROWING else size for name, size in ctx.dims}
+    sizes = {name: size_of(size) if name in _GROWING else size for name, size in ctx.dims}
     dims = tuple(sizes.items())
     return None if dims == tuple(ctx.dims) else replace(ctx, dims=dims)
 
@@ -52,12 +62,19 @@ def _far(size: int) -> int:
     return first if size * size >= first * last else last
 
 
-def weighed(times: Mapping[str, Times], elsewhere: Mapping[str, Times]) -> dict[str, Times]:
-    """The times, of those that were raced elsewhere too by the mean of how far behind they are in both places."""
-    best = min(found.median_us for found in elsewhere.values())
+def _odd(size: int) -> int:
+    last = upper(size)
+    first = last // 2 + 1 if size > 1 else size
+    return min(last, math.isqrt(first * last) | 1)
+
+
+def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict[str, Times]:
+    """The times, of those that were raced elsewhere too by the mean of how far behind they are in all places."""
     told = dict(times)
-    for name, found in elsewhere.items():
-        more = math.sqrt(found.median_us / best)
+    best = [min(found.median_us for found in place.values()) for place in elsewhere]
+    for name in set.intersection(*(set(place) for place in elsewhere)) if elsewhere else ():
+        behind = math.prod(place[name].median_us / first for place, first in zip(elsewhere, best, strict=True))
+        more = behind ** (1.0 / (1 + len(elsewhere)))
         here = times[name]
         told[name] = replace(
             here, median_us=here.median_us * more, p95_us=here.p95_us * more, p99_us=here.p99_us * more

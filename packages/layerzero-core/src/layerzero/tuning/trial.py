@@ -33,7 +33,7 @@ from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
 from layerzero.telemetry.events import observed
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
-from layerzero.tuning.ends import other_end, tied, weighed
+from layerzero.tuning.ends import middle, other_end, tied, weighed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
@@ -247,11 +247,19 @@ class _Bench:
     def _told_apart(
         self, times: Mapping[str, Times], clock: Clock, seconds: float, noise: float
     ) -> Mapping[str, Times]:
-        """Those who tie here, raced once more at the other end of the bucket."""
-        near = tied(times, _CLOSE_ON_A_CPU if clock is cpu_clock else None)
-        ctx = other_end(self._ctx)
-        if len(near) < 2 or ctx is None:
+        """Those who tie here, raced once more at other sizes of the bucket."""
+        on_cpu = clock is cpu_clock
+        near = tied(times, _CLOSE_ON_A_CPU if on_cpu else None)
+        if len(near) < 2:
             return times
+        places = (other_end(self._ctx), middle(self._ctx) if on_cpu else None)
+        raced = [self._elsewhere(ctx, near, clock, seconds, noise) for ctx in places if ctx is not None]
+        return weighed(times, *(found for found in raced if found))
+
+    def _elsewhere(
+        self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float
+    ) -> Mapping[str, Times]:
+        """Some kernels raced on another call; nothing where there is no room for it, or it is not for everyone."""
         try:
             made = [build(ctx)]
             decision = select(describe(self._spec, made[0].args, made[0].layout, None, self._calm), self._calm)
@@ -262,18 +270,16 @@ class _Bench:
                 if name in decision.ranking
             }
             if len(calls) < 2:
-                return times
+                return {}
             found = race(
                 calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
                 warmup=1, settle=True, each_round=places.move,
             ).times  # fmt: skip
-        except (LayerZeroError, RuntimeError):  # no room for it, or not for everyone; the first race stands
-            return times
+        except (LayerZeroError, RuntimeError):  # the first race stands
+            return {}
         if clock is not cuda_clock:
-            return weighed(times, found)
-        return weighed(
-            times, with_launches(found, calls, same=SAME, allowed=_HOST_VARIES, each_turn=places.move)
-        )  # fmt: skip
+            return found
+        return with_launches(found, calls, same=SAME, allowed=_HOST_VARIES, each_turn=places.move)
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""
