@@ -3,7 +3,7 @@
 A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
 be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
 falls behind there is written down slower, by the root of how far. On a CPU, where kernels handle whole vectors and the
-rest, an odd size in the middle is looked at too. A short call may be all launch for one kernel, which
+rest in different ways, odd sizes in between are looked at too: a bucket ends at a power of two, most calls do not. A short call may be all launch for one kernel, which
 takes as long at any size, and all work for another: there kernels count as close that are further apart.
 """
 
@@ -17,7 +17,7 @@ from layerzero.model.context import Context
 from layerzero.perfdb.bucket import upper
 from layerzero.tuning.race import Times
 
-__all__ = ["middle", "other_end", "tied", "weighed"]
+__all__ = ["other_end", "tied", "weighed", "within"]
 
 _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
 _CLOSE_SHORT = 0.10  # the same where launches count
@@ -43,9 +43,10 @@ def other_end(ctx: Context) -> Context | None:
     return _at(ctx, _far)
 
 
-def middle(ctx: Context) -> Context | None:
-    """The same call with its growing sizes in the middle of the bucket, odd ones; None where there is none."""
-    return _at(ctx, _odd)
+def within(ctx: Context) -> list[Context]:
+    """The same call with odd sizes in the middle of the bucket and near its upper end, as far as there are such."""
+    found = [_at(ctx, _middle), _at(ctx, _upper)]
+    return [item for item in found if item is not None]
 
 
 def _at(ctx: Context, size_of: Callable[[int], int]) -> Context | None:
@@ -62,10 +63,15 @@ def _far(size: int) -> int:
     return first if size * size >= first * last else last
 
 
-def _odd(size: int) -> int:
+def _middle(size: int) -> int:
     last = upper(size)
     first = last // 2 + 1 if size > 1 else size
     return min(last, math.isqrt(first * last) | 1)
+
+
+def _upper(size: int) -> int:
+    last = upper(size)
+    return min(last, (last - last // 16) | 1)
 
 
 def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict[str, Times]:

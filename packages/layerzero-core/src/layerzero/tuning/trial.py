@@ -33,7 +33,7 @@ from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
 from layerzero.telemetry.events import observed
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
-from layerzero.tuning.ends import middle, other_end, tied, weighed
+from layerzero.tuning.ends import other_end, tied, weighed, within
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
@@ -252,8 +252,9 @@ class _Bench:
         near = tied(times, _CLOSE_ON_A_CPU if on_cpu else None)
         if len(near) < 2:
             return times
-        places = (other_end(self._ctx), middle(self._ctx) if on_cpu else None)
-        raced = [self._elsewhere(ctx, near, clock, seconds, noise) for ctx in places if ctx is not None]
+        end = other_end(self._ctx)
+        others = [*([] if end is None else [end]), *(within(self._ctx) if on_cpu else [])]
+        raced = [self._elsewhere(ctx, near, clock, seconds, noise) for ctx in others]
         return weighed(times, *(found for found in raced if found))
 
     def _elsewhere(
