@@ -3,8 +3,9 @@
 A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
 be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
 falls behind there is written down slower, by the root of how far. On a CPU, where kernels handle whole vectors and the
-rest in different ways, odd sizes in between are looked at too: a bucket ends at a power of two, most calls do not. A short call may be all launch for one kernel, which
-takes as long at any size, and all work for another: there kernels count as close that are further apart.
+rest in different ways, odd sizes in between are looked at too: a bucket ends at a power of two, most calls do not. A
+short call may be all launch for one kernel, which takes as long at any size, and all work for another: there kernels
+count as close that are further apart.
 """
 
 from __future__ import annotations
