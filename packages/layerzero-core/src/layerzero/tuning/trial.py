@@ -47,6 +47,7 @@ __all__ = ["Trial", "neutral", "trial"]
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.15  # so near the fastest, the mood of the machine may have decided
 _LOOKS = 40  # rounds of a race that is spread over time
+_FEW = 6  # rounds of one with calls that are longer than the pauses
 _SPREAD = 3.0  # times the seconds of a call, for such a race
 _HOST_VARIES = 1.2  # from one process to the next, as far as a launch at the other end of a bucket is concerned
 
@@ -272,14 +273,14 @@ class _Bench:
             }
             if len(calls) < 2:
                 return {}
+            if clock is cpu_clock:
+                return _over_time(calls, _LOOKS // 2, _SPREAD * seconds / _LOOKS, noise)
             found = race(
                 calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
                 warmup=1, settle=True, each_round=places.move,
             ).times  # fmt: skip
         except (LayerZeroError, RuntimeError):  # the first race stands
             return {}
-        if clock is not cuda_clock:
-            return found
         return with_launches(found, calls, same=SAME, allowed=_HOST_VARIES, each_turn=places.move)
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
@@ -353,11 +354,20 @@ def _spread(
     pause = _SPREAD * seconds / _LOOKS
     if len(near) < 2 or max(times[name].median_us for name in near) > 1e6 * pause:  # long calls last through its moods
         return times
-    again = race(
-        {name: calls[name] for name in near}, rounds=_LOOKS, noise=noise, clock=cpu_clock,
-        warmup=1, settle=True, each_round=lambda: time.sleep(pause),
-    )  # fmt: skip
-    return {**times, **again.times}
+    return {**times, **_over_time({name: calls[name] for name in near}, _LOOKS, pause, noise)}
+
+
+def _over_time(calls: Mapping[str, Callable[[], Any]], rounds: int, pause: float, noise: float) -> Mapping[str, Times]:
+    """A race on a CPU with pauses between its rounds; a few rounds without, where calls are longer than those."""
+    begin = time.perf_counter()
+    for call in calls.values():
+        call()
+    if time.perf_counter() - begin > pause * len(calls):
+        rounds, pause = min(rounds, _FEW), 0.0
+    return race(
+        calls, rounds=rounds, noise=noise, clock=cpu_clock, warmup=1, settle=True,
+        each_round=lambda: time.sleep(pause),
+    ).times  # fmt: skip
 
 
 # -- rows --------------------------------------------------------------------------------------------
