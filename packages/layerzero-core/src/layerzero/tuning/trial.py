@@ -45,7 +45,7 @@ from layerzero.tuning.truth import Gate, Verdict, flat
 __all__ = ["Trial", "neutral", "trial"]
 
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
-_CLOSE_ON_A_CPU = 0.15  # so near the fastest, the mood of the machine may have decided
+_CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
 _LOOKS = 40  # rounds of a race that is spread over time
 _FEW = 6  # rounds of one with calls that are longer than the pauses
 _SPREAD = 3.0  # times the seconds of a call, for such a race
