@@ -39,7 +39,7 @@ def asked(**more):
 def test_rounds_can_be_spread_over_time(lab, monkeypatch):
     small(lab)
     pauses = []
-    monkeypatch.setattr("layerzero.cli.contest.time.sleep", pauses.append)
+    monkeypatch.setattr("layerzero.tuning.race.sleep", pauses.append)
     found = compete("norm", asked(), seconds=0.02, spread=4.0)
     assert pauses == [0.1] * 40 and found.kernels["alpha.rms_norm.x"].samples == 40
 

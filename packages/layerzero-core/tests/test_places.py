@@ -134,14 +134,14 @@ def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.Mon
     calls = {"a": takes(380.0, 480.0), "b": takes(400.0, 400.0), "far": takes(900.0, 900.0)}
     first = {name: Times(us, us, us, 0.0, 12, 1.0) for name, us in (("a", 380.0), ("b", 400.0), ("far", 900.0))}
     pauses: list[float] = []
-    monkeypatch.setattr("layerzero.tuning.trial.time.sleep", lambda s: (pauses.append(s), clock.move())[0])
-    found = _spread(first, calls, 0.2, 0.015)
+    monkeypatch.setattr("layerzero.tuning.race.sleep", lambda s: (pauses.append(s), clock.move())[0])
+    found = _spread(first, calls, 0.2)
     assert winner_of(first, 0.015) == "a" and winner_of(found, 0.015) == "b" and found["far"] is first["far"]
     assert len(pauses) == 40 and sum(pauses) == pytest.approx(0.6)
     # They are as steady as before: that the machine has two speeds is none of theirs.
     assert found["b"].steady ** 0.5 / found["b"].median_us == pytest.approx(1.0 / 400.0)
     alone = {"b": first["b"], "far": first["far"]}
-    assert _spread(alone, calls, 0.2, 0.015) is alone and len(pauses) == 40
+    assert _spread(alone, calls, 0.2) is alone and len(pauses) == 40
 
 
 def test_what_all_have_in_common_in_a_round_is_no_spread_of_theirs() -> None:

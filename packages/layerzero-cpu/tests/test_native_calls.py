@@ -194,6 +194,19 @@ def test_torchs_own_threads_do_the_work_for_one_caller_at_a_time():
     assert found.stdout.splitlines()[0] == "mine 2", found.stdout + found.stderr
 
 
+def test_whose_threads_is_a_word_we_know(monkeypatch):
+    try:
+        for whose in ("own", "torch", ""):
+            monkeypatch.setenv("LAYERZERO_CPU_THREADS", whose)
+            assert library._load() is native
+        monkeypatch.setenv("LAYERZERO_CPU_THREADS", "mine")
+        with pytest.raises(InvalidInputError, match="mine") as caught:
+            library._load()
+        assert caught.value.reasons[0].code == "VALUE_INVALID" and "own or torch" in str(caught.value)
+    finally:
+        native.set_team(torchs_team())
+
+
 def test_the_team_makes_the_results_of_the_workers(threads):
     threads(2)
     call = work()

@@ -2,7 +2,7 @@
 
 LAYERZERO_CPU_ISA names the best instruction set that may be used: portable, avx2, avx512, avx512_bf16, amx on x86-64;
 portable, neon, dotprod on aarch64. LAYERZERO_CPU_THREADS=own keeps to worker threads of the library's own; otherwise
-torch's do the work where torch runs on OpenMP.
+(torch) torch's do the work where torch runs on OpenMP.
 """
 
 from __future__ import annotations
@@ -54,7 +54,15 @@ def _load() -> Any:
             f"layerzero-cpu has no compiled kernels here: {error}", code="NATIVE_KERNELS_MISSING", value=str(error)
         ) from error
     _native.setup(torch.Tensor, torch.get_num_threads)
-    _native.set_team(0 if os.environ.get("LAYERZERO_CPU_THREADS", "").strip() == "own" else torchs_team())
+    whose = os.environ.get("LAYERZERO_CPU_THREADS", "").strip()
+    if whose not in ("", "own", "torch"):
+        raise InvalidInputError(
+            f"LAYERZERO_CPU_THREADS is {whose!r}, not own or torch",
+            code="VALUE_INVALID",
+            value=whose,
+            limit="own, torch",
+        )
+    _native.set_team(0 if whose == "own" else torchs_team())
     # The maker of Inductor's results: the same tensor in two thirds of the time, and no mode can replace it.
     empty = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", _empty)
     wanting = inspect.getattr_static(torch.Tensor, "requires_grad")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default
 from layerzero.tuning.clock import clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
-from layerzero.tuning.race import race
+from layerzero.tuning.race import over_time, race
 from layerzero.tuning.steady import Pace, pace
 from layerzero.tuning.trial import neutral
 from layerzero.tuning.truth import Gate
@@ -43,7 +42,6 @@ CALL = "layerzero"
 
 _HOPELESS = 8.0  # so many times slower than the best, a contestant gets a few samples and no place in the race
 _FEW = 3
-_LOOKS = 40  # rounds of a race that is spread over time
 _SCORES_LIMIT = 8 << 30  # bytes of attention scores that a kernel which writes them out may need
 
 
@@ -124,7 +122,7 @@ def compete(
     spread: float = 0.0,
 ) -> Outcome:
     """Time everybody who may run a call. `only` names kernels or backends; `check=False` compares no results; with
-    `spread` the rounds are spread over so many seconds, for a machine whose speed changes from one to the next.
+    `spread` the rounds on a CPU are spread over so many seconds: its speed may change from one to the next.
 
     Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
     """
@@ -255,10 +253,7 @@ def _timed(
         return timed, 0.0
     replayed = _replayed if mode == "graph" else None
     if spread:
-        found = race(
-            running, device=place, rounds=_LOOKS, clock=replayed, settle=True,
-            each_round=lambda: time.sleep(spread / _LOOKS),
-        )  # fmt: skip
+        found = over_time(running, spread)
     else:
         found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
     raced = dict(found.times)

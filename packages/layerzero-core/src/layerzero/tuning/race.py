@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero.tuning.noise import SURE, alike, evened, median_error
 from layerzero.tuning.steady import quick_core
 
-__all__ = ["Race", "Times", "calls_a_sample", "leader", "race", "winner_of"]
+__all__ = ["LOOKS", "Race", "Times", "calls_a_sample", "leader", "over_time", "race", "winner_of"]
 
+LOOKS = 40  # rounds of a race that is spread over time
+
+_FEW_LOOKS = 6  # of one whose calls are longer than the pauses
 _LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
 _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
@@ -113,6 +117,19 @@ def race(
         with quick_core():
             return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
     return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
+
+
+def over_time(contestants: Mapping[str, Callable[[], Any]], seconds: float, looks: int = LOOKS) -> Race:
+    """A race on a CPU whose rounds are spread over some seconds; a few rounds in a row, where calls are longer than the
+    pauses between them would be."""
+    pause, begin = seconds / looks, time.perf_counter()
+    for call in contestants.values():
+        call()
+    if time.perf_counter() - begin > pause * len(contestants):
+        looks, pause = min(looks, _FEW_LOOKS), 0.0
+    return race(
+        contestants, rounds=looks, clock=cpu_clock, warmup=1, settle=True, each_round=lambda: sleep(pause)
+    )  # fmt: skip
 
 
 def _race(

@@ -38,7 +38,7 @@ from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
 from layerzero.tuning.launches import SAME, with_launches
 from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.places import Places, room
-from layerzero.tuning.race import Times, race, winner_of
+from layerzero.tuning.race import LOOKS, Times, over_time, race, winner_of
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.truth import Gate, Verdict, flat
 
@@ -46,8 +46,6 @@ __all__ = ["Trial", "neutral", "trial"]
 
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
-_LOOKS = 40  # rounds of a race that is spread over time
-_FEW = 6  # rounds of one with calls that are longer than the pauses
 _SPREAD = 3.0  # times the seconds of a call, for such a race
 _HOST_VARIES = 1.2  # from one process to the next, as far as a launch at the other end of a bucket is concerned
 
@@ -241,7 +239,7 @@ class _Bench:
         if clock is cuda_clock:
             raced = _final(raced, racing, places, min(_A_PLACE * len(places), few), seconds, noise)
         elif clock is cpu_clock:
-            raced = _spread(raced, racing, seconds, noise)
+            raced = _spread(raced, racing, seconds)
         times = {**self._told_apart(raced, clock, seconds, noise), **slow}
         return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
 
@@ -274,7 +272,7 @@ class _Bench:
             if len(calls) < 2:
                 return {}
             if clock is cpu_clock:
-                return _over_time(calls, _LOOKS // 2, _SPREAD * seconds / _LOOKS, noise)
+                return over_time(calls, _SPREAD * seconds / 2, LOOKS // 2).times
             found = race(
                 calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
                 warmup=1, settle=True, each_round=places.move,
@@ -342,19 +340,17 @@ def _final(
     return told | with_launches(again.times, some, same=SAME, each_turn=places.move)
 
 
-def _spread(
-    times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], seconds: float, noise: float
-) -> Mapping[str, Times]:
+def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], seconds: float) -> Mapping[str, Times]:
     """Those who are close on a CPU raced once more, with pauses between the rounds.
 
     A machine that is shared runs fast for a second and slow for the next, and not all kernels become slower by as much:
     of two that are near each other one may be ahead now and the other later. What counts is how it is most of the time.
     """
     near = tied(times, _CLOSE_ON_A_CPU)
-    pause = _SPREAD * seconds / _LOOKS
-    if len(near) < 2 or max(times[name].median_us for name in near) > 1e6 * pause:  # long calls last through its moods
+    pause_us = 1e6 * _SPREAD * seconds / LOOKS
+    if len(near) < 2 or max(times[name].median_us for name in near) > pause_us:  # long calls last through its moods
         return times
-    again = _over_time({name: calls[name] for name in near}, _LOOKS, pause, noise)
+    again = over_time({name: calls[name] for name in near}, _SPREAD * seconds).times
     # How steady a kernel is shows in one go; over time it is the machine that is not.
     return {**times, **{name: _as_steady(found, times[name]) for name, found in again.items()}}
 
@@ -362,19 +358,6 @@ def _spread(
 def _as_steady(found: Times, before: Times) -> Times:
     share = (found.median_us / before.median_us) ** 2
     return replace(found, variance=before.variance * share, steady=before.steady * share)
-
-
-def _over_time(calls: Mapping[str, Callable[[], Any]], rounds: int, pause: float, noise: float) -> Mapping[str, Times]:
-    """A race on a CPU with pauses between its rounds; a few rounds without, where calls are longer than those."""
-    begin = time.perf_counter()
-    for call in calls.values():
-        call()
-    if time.perf_counter() - begin > pause * len(calls):
-        rounds, pause = min(rounds, _FEW), 0.0
-    return race(
-        calls, rounds=rounds, noise=noise, clock=cpu_clock, warmup=1, settle=True,
-        each_round=lambda: time.sleep(pause),
-    ).times  # fmt: skip
 
 
 # -- rows --------------------------------------------------------------------------------------------
