@@ -6,7 +6,7 @@ Stages, each with a time limit of its own (`--limit kit=300`), each adding to wh
 
 unpack   parcels of vendor wheels into the library folder; archives in pieces (compiled caches) into the home folder
 install  our wheels, so that entry points are real
-doctor   `lz doctor --json`
+doctor   `lz doctor`, as text and as JSON, and the reasons for and against every kernel of eleven typical calls
 tests    the tests marked gpu, as junit
 kit      the conformance kit for every backend, in shards of their own process; `kit.jsonl` remembers what is done
 grid     benchmarks/tuned.py, then `lz solve` and `lz report` from its database
@@ -189,10 +189,18 @@ def parcels(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> 
 
 
 def doctor(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str:
-    words = [sys.executable, "-m", "layerzero.cli", "doctor", "--json"]
-    done = subprocess.run(words, env=dict(env), capture_output=True, text=True, timeout=limit, check=False)
-    (given.work / "results" / "doctor.json").write_text(done.stdout)
-    return f"exit {done.returncode}"
+    results, lz, told = given.work / "results", [sys.executable, "-m", "layerzero.cli"], []
+    for page, words in {
+        "doctor.txt": [*lz, "doctor"],
+        "doctor.json": [*lz, "doctor", "--json"],
+        "explain.txt": [sys.executable, "benchmarks/explain.py"],
+    }.items():
+        done = subprocess.run(
+            words, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=limit / 3, check=False
+        )
+        (results / page).write_text(done.stdout)
+        told.append(f"{page} exit {done.returncode}")
+    return "; ".join(told)
 
 
 def install(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str:

@@ -75,7 +75,7 @@ def tests_section(name: str, data: dict[str, Any]) -> str:
     about = (
         f"{_where(data)} {data['passed']:,} passed, {data['failed']} failed, {data['skipped']} skipped. What "
         "`lz doctor` said on that machine is in `doctor.txt`, the reasons for and against every kernel of eleven "
-        "typical calls in `explain.txt`, beside the JSON."
+        "typical calls (`python benchmarks/explain.py`) in `explain.txt`, beside the JSON."
     )
     rows = [_counts(part, row, "passed", "failed", "skipped") for part, row in data["parts"].items()]
     head = "tests | passed: | failed: | skipped: | seconds:"
