@@ -442,3 +442,12 @@ def test_every_model_dumps_to_json() -> None:
 def test_reasons_and_contexts_travel_between_processes() -> None:
     for value in (reason("SM_TOO_OLD", 75, 80), context(), decision().candidates):
         assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_a_broken_limit_says_which_size_it_is() -> None:
+    few = Limit(min=2).problems("batch", 1)[0]
+    assert (few.code.value, few.message) == ("DIM_OUT_OF_RANGE", "batch=1 is outside >= 2")
+    odd = Limit(multiple_of=16).problems("seq_len_q", 17)[0]
+    assert (odd.code.value, odd.message) == ("DIM_NOT_MULTIPLE", "seq_len_q=17 is not a multiple of 16")
+    long = Limit(max=16).problems("seq_len_q", 512)[0]
+    assert (long.value, long.limit, long.message) == (512, 16, "sequence length 512 exceeds 16")

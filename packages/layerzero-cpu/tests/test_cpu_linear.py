@@ -51,6 +51,43 @@ def test_plain_weights_match(isa: str, seed: int) -> None:
         check(linear(x, weight, bias, act), wanted, width)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_rows_share_a_turned_strip(isa: str, dtype: torch.dtype) -> None:
+    """Ends of strips, of blocks of k and of groups of rows; rows with gaps, repeated rows, and several visits."""
+    torch.manual_seed(7)
+    for rows, width, outputs in (
+        (28, 16, 1), (29, 127, 15), (33, 128, 64), (35, 129, 65), (47, 256, 130), (64, 300, 520), (131, 384, 600),
+    ):  # fmt: skip
+        x, weight = torch.randn(rows, width + 3).to(dtype)[:, :width], (torch.randn(outputs, width) * 0.3).to(dtype)
+        bias = torch.randn(outputs).to(dtype)
+        for given in (x, x.contiguous(), x[:1].expand(rows, width), x.reshape(1, rows, width)):
+            check(
+                linear(given, weight, bias, "silu"),
+                reference(given.double(), weight.double(), bias.double(), "silu"),
+                width,
+            )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_with_many_rows_too_a_bad_number_stays_in_its_row_and_column(isa: str, bad: float) -> None:
+    torch.manual_seed(8)
+    x, weight = torch.randn(40, 200), torch.randn(70, 200)
+    x[13, 150], weight[66, 3] = bad, bad
+    good = linear(x, weight, None, None).isfinite()
+    assert not good[13].any() and not good[:, 66].any()
+    good[13], good[:, 66] = True, True
+    assert good.all()
+
+
+def test_a_column_of_a_part_of_the_weight_has_the_same_bits() -> None:
+    """What tensor parallelism asks for: a rank that has some of the columns computes what one that has all would."""
+    torch.manual_seed(9)
+    x, weight = torch.randn(48, 512), torch.randn(1024, 512)
+    whole = linear(x, weight, None, None)
+    for begin, end in ((0, 512), (512, 1024), (64, 164), (1000, 1024)):
+        assert torch.equal(linear(x, weight[begin:end], None, None), whole[:, begin:end])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
 def test_quantized_weights_match(isa: str, fmt: str, seed: int) -> None:
@@ -85,12 +122,20 @@ def test_the_bits_do_not_depend_on_the_threads() -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(9, 1024).bfloat16(), torch.randn(700, 1024)
     codes = quantize(weight, QuantScheme("int8", "channel"))  # type: ignore[arg-type] # by name
+    many = torch.randn(40, 1024)
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append((linear(x, weight.bfloat16(), None, None), quantized(x, codes, None, None)))
+            results.append(
+                (
+                    linear(x, weight.bfloat16(), None, None),
+                    linear(many, weight, None, None),
+                    linear(many, weight[:130], None, None),
+                    quantized(x, codes, None, None),
+                )
+            )
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))

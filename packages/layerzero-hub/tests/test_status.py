@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+from click.testing import CliRunner
+
+from layerzero.cli.app import cli
 from layerzero.plugin.probing import probe
 from layerzero.testing import fakes
 from layerzero.testing.vendors import pretend
@@ -52,8 +56,18 @@ def test_the_real_library_is_found_and_nothing_is_locked():
     result = probe("hub", timeout=60.0)
     assert not {"BACKEND_PROBE_TIMEOUT", "BACKEND_PROBE_CRASHED"} & set(codes(result.status))
     assert result.status.version == "0.17.2" and result.status.kernels == ()
+    assert (result.status.available, codes(result.status)) == (False, ["BACKEND_STUB"])
     report = layerzero_health("hub")
     assert (report.ok, report.detail) == (True, "nothing is locked")
+
+
+def test_a_library_with_nothing_locked_is_no_problem_for_the_doctor():
+    """Package metadata and probe say the same, and what to do comes with it."""
+    done = CliRunner().invoke(cli, ["doctor", "hub", "--json"])
+    found = [item for item in json.loads(done.output)["checks"] if item["group"] == "backends"]
+    told = [(item["status"], item["code"], item["message"]) for item in found]
+    assert (done.exit_code, told) == (0, [("warn", "BACKEND_STUB", "no kernel is locked yet")])
+    assert found[0]["fix"].startswith("lz hub lock ")
 
 
 def test_a_broken_policy_is_said_and_costs_only_the_hub(tmp_path, monkeypatch):

@@ -8,10 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, ReasonCode, Registrar, hookimpl, vendor_status
+from layerzero.plugin import (
+    BackendStatus,
+    DeviceSpec,
+    HealthReport,
+    Reason,
+    ReasonCode,
+    Registrar,
+    hookimpl,
+    reason,
+    vendor_status,
+)
 
 CAPABILITIES = Path(__file__).with_name("capabilities.json")
 DEFAULT_LOCK = "layerzero-hub.lock"
+LOCK_ONE = "lz hub lock OWNER/NAME@VERSION"
 
 
 @hookimpl
@@ -51,7 +62,7 @@ def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     from layerzero.errors import LayerZeroError
 
     status = vendor_status(CAPABILITIES, device)
-    # The package's own file holds no kernels: they come from lock and policy. That is no reason against it.
+    # The package's own file holds no kernels: they come from lock and policy. That alone is no reason against it.
     against = tuple(item for item in status.reasons if item.code is not ReasonCode.BACKEND_STUB)
     if against:
         return replace(status, available=False, reasons=against, fix=status.fix)
@@ -62,10 +73,16 @@ def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
         kernels = specs.table(discovered())
     except LayerZeroError as error:
         return replace(status, available=False, reasons=error.reasons, fix=error.hint)
+    if not kernels:
+        return replace(status, available=False, kernels=(), reasons=(_nothing_locked(),), fix=LOCK_ONE)
     usable = tuple(sorted(name for name, kernel in kernels.items() if not kernel.refused))
     refused = tuple(reason for kernel in kernels.values() for reason in kernel.refused)
     fix = refused[0].hint if refused else ""
     return replace(status, available=True, kernels=usable, reasons=refused, fix=fix)
+
+
+def _nothing_locked() -> Reason:
+    return replace(reason("BACKEND_STUB"), message="no kernel is locked yet", hint=LOCK_ONE)
 
 
 @hookimpl

@@ -56,6 +56,16 @@ _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # bel
 _LIMIT_DEFAULT = (ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_NOT_MULTIPLE)
 
 
+# Their words do not say which size it is.
+_NAMELESS = frozenset({ReasonCode.DIM_OUT_OF_RANGE, ReasonCode.DIM_NOT_MULTIPLE, ReasonCode.QUANT_SCALE_LAYOUT})
+
+
+def _broken(code: ReasonCode, name: str, value: int, side: str, bound: object) -> Reason:
+    if code not in _NAMELESS:
+        return reason(code, value, bound)
+    return reason(code, f"{name}={value}", f"{side}{bound}" if side else bound)
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """Bounds on one named size."""
@@ -74,18 +84,16 @@ class Limit:
     def problems(self, name: str, value: int) -> list[Reason]:
         """Every way in which `value` breaks the limit."""
         below, above, multiple = _LIMIT_CODES.get(name, _LIMIT_DEFAULT)
-        plain = name.startswith(("head_dim", "seq_len", "batch", "page_size"))
-        shown: object = value if plain else f"{name}={value}"
         found = []
         if self.min is not None and value < self.min:
-            found.append(reason(below, shown, self.min if plain else f">= {self.min}"))
+            found.append(_broken(below, name, value, ">= ", self.min))
         if self.max is not None and value > self.max:
-            found.append(reason(above, shown, self.max if plain else f"<= {self.max}"))
+            found.append(_broken(above, name, value, "<= ", self.max))
         if self.multiple_of is not None and value % self.multiple_of:
-            found.append(reason(multiple, shown, self.multiple_of))
+            found.append(_broken(multiple, name, value, "", self.multiple_of))
         if self.one_of is not None and value not in self.one_of:
             code = ReasonCode.HEAD_DIM_INVALID if name.startswith("head_dim") else below
-            found.append(reason(code, shown, sorted(self.one_of)))
+            found.append(_broken(code, name, value, "", sorted(self.one_of)))
         return found
 
     def cuts(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 // unit: portable neon avx2 avx512
 // x [M, K] times weight [N, K] transposed, plus bias, then an activation, for few rows: the weight is read once, as it
-// lies, and converted in registers. Sums are float; results are the same for any number of threads.
-#include "gemm_finish.hpp"
+// lies, and converted in registers, or (many rows, wide vectors) turned strip by strip. Sums are float; results are the same for any number of threads.
+#include "gemm_packed.hpp"
 
 LZ_BEGIN
 
@@ -59,13 +59,29 @@ template <class T> struct Linear {
 template <class T> static Status run(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out, int64_t act, int threads) {
   const int64_t rows = x.rows(), n = w.size(0), k = w.size(1), step = padded(k);
   if (rows == 0 || n == 0) return nullptr;
-  float* wide = static_cast<float*>(malloc(size_t(rows * step) * sizeof(float) + 64));
-  if (!wide) return "no memory for the rows";
   const RowMap x_at(x), out_at(out);
-  for (int64_t m = 0; m < rows; ++m) widen_row(x.as<T>() + x_at(m), k, wide + m * step, 1.0f);
-  Linear<T> linear = {wide, step, w.as<T>(), w.step(0), n, k, 0};
-  linear.block = rows <= 4 ? k : rows <= 16 ? 2048 : 512;
   const Finish finish = {bias, act};
+  const bool packed = PACKED_FROM > 0 && rows >= PACKED_FROM;
+  // The rows as floats, zeros behind them; where they are that already, as they lie.
+  const bool ready = packed && sizeof(T) == 4 && step == k && x_at.step > 0;
+  float* wide = ready ? nullptr : static_cast<float*>(malloc(size_t(rows * step) * sizeof(float) + 64));
+  if (!ready && !wide) return "no memory for the rows";
+  if (!ready) {
+    const int64_t each = 1 + (1 << 15) / (step + 1);  // rows of a part: enough that a second thread is worth its start
+    parallel_parts((rows + each - 1) / each, threads, [&](int64_t part) {
+      for (int64_t m = part * each; m < rows && m < (part + 1) * each; ++m) widen_row(x.as<T>() + x_at(m), k, wide + m * step, 1.0f);
+    });
+  }
+#if LZ_LANES == 16 && !defined(LZ_ISA_portable)
+  if (packed) {
+    const float* from = ready ? reinterpret_cast<const float*>(x.as<T>()) : wide;
+    packed_product<T>(from, ready ? x_at.step : step, w, rows, finish, out, threads);
+    free(wide);
+    return nullptr;
+  }
+#endif
+  Linear<T> linear = {wide, step, w.as<T>(), w.step(0), n, k, 0};
+  linear.block = rows <= 4 ? k : rows <= 16 ? 2048 : 1024;
   // Narrower parts where a layer has few columns, so that every thread has some; a column's sum is the same in any.
   int64_t width = COLUMNS;
   while (width > 4 && n < width * threads * 2) width /= 2;
