@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +30,15 @@ from layerzero.runtime.state import state
 
 NEON = "neon" in DeviceSpec.detect(torch.device("cpu")).cpu_features
 
-_spec = importlib.util.spec_from_file_location("quant_oracle", Path(__file__).with_name("quant_oracle.py"))
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
+
+def neighbour(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+oracle, planted_faults = neighbour("quant_oracle"), neighbour("planted_faults")
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 ALL = [fmt.value for fmt in QuantFormat]
@@ -268,6 +276,34 @@ def test_a_weight_is_packed_once_and_reused_by_every_call(built_in, counters, mo
     assert lz.which("linear", many, packed) == "torch.linear.dequantized"  # it reads the weight itself
     close(lz.linear(many, packed), oracle.matmul(many, qt), torch.float32, 64)
     assert counters.packs == 1
+
+
+@pytest.mark.req("R-QUANT-07")
+def test_a_backends_own_packing_is_done_once_for_all_calls(counters, tmp_path, monkeypatch):
+    """On every machine: a published backend with a layout of its own, found by its entry point."""
+    backend = planted_faults.install(tmp_path, "stale_parts", right=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lz.reset()
+    kernels = importlib.import_module(f"faulty_{backend}.kernels")
+    runs, theirs = [], kernels.pack
+    monkeypatch.setattr(kernels, "pack", lambda source: runs.append(1) or theirs(source))
+    qt = weight_of("int8", granularity="channel")
+    packed = lz.pack_weight(qt)
+    assert packed.layout == "columns"
+    for rows in (1, 2, 1, 20, 3):
+        x = draw(rows, 64, seed=rows)
+        assert lz.which("linear", x, packed) == f"{backend}.linear.fast"
+        close(lz.linear(x, packed), oracle.matmul(x, qt), torch.float32, 64)
+    assert (len(runs), packed.packs, counters.packs) == (1, 1, 1)
+    qt.data.copy_(qt.data.flip(0))
+    with pytest.raises(InvalidInputError) as caught:
+        lz.linear(x, packed)
+    assert caught.value.code == "WEIGHT_PACK_STALE"
+    again = lz.pack_weight(qt, on_change="repack")
+    qt.data.copy_(qt.data.flip(0))
+    for _ in range(3):
+        close(lz.linear(x, again), oracle.matmul(x, qt), torch.float32, 64)
+    assert (len(runs), again.packs) == (3, 2)  # the first weight's, this one's, and once more after it was written to
 
 
 @pytest.mark.req("R-QUANT-07")
