@@ -118,6 +118,19 @@ def test_of_launches_that_another_process_would_order_otherwise_the_device_decid
     assert raw["a"].median_us == 10.4 and raw["device"] == times["device"]
 
 
+@pytest.mark.req("R-TUNE-03")
+def test_unsteady_launches_do_not_undo_what_the_device_decided():
+    """Two launches of 10 µs, now longer, now shorter: the kernel that is done later loses, whatever its name."""
+    jitter = {"a": itertools.cycle([9.0, 11.0, 10.0]), "b": itertools.cycle([11.0, 10.0, 9.0, 10.0])}
+    done = {"a": 5.0, "b": 4.0}
+    calls = {name: (lambda name=name: name) for name in done}
+    times = {name: Times(us, us, us, 0.0, 36, 0.0004) for name, us in done.items()}
+    found = with_launches(times, calls, lambda call, count: next(jitter[call()]), lambda: 1.0, same=0.06)
+    assert found["a"].median_us == pytest.approx(1.03 * found["b"].median_us)
+    assert found["a"].variance > 0.05  # as it was seen
+    assert winner_of(found, 0.02) == "b"
+
+
 def test_the_host_is_timed_on_its_quickest_core():
     """Every core is tried, the thread stays on the quickest, and afterwards may run wherever it might before."""
     if not hasattr(os, "sched_getaffinity"):

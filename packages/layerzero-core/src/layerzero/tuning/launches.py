@@ -85,8 +85,13 @@ def with_launches(
     alike = [name for name in charged if told[name].median_us <= best * (1.0 + same)] if same else []
     soonest = min((times[name].median_us for name in alike), default=0.0)
     for name in alike:
-        later = times[name].median_us > soonest * (1.0 + _SOONER)
-        told[name] = replace(told[name], median_us=best * (1.0 + _LATER) if later else best)
+        device = times[name]
+        later = device.median_us > soonest * (1.0 + _SOONER)
+        # What decided here is the device: its spread counts, not that of the launches, which would undo the decision.
+        steady = device.steady * (best / device.median_us) ** 2
+        told[name] = replace(
+            told[name], median_us=best * (1.0 + _LATER) if later else best, steady=steady, samples=device.samples
+        )
     return told
 
 

@@ -47,7 +47,7 @@ __all__ = ["Trial", "neutral", "trial"]
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
 _SPREAD = 3.0  # times the seconds of a call, for such a race
-_HOST_VARIES = 1.2  # from one process to the next, as far as a launch at the other end of a bucket is concerned
+_HOST_VARIES = 1.6  # from one process to the next, as far as a launch at the other end of a bucket is concerned
 
 
 @dataclass(frozen=True, slots=True)
