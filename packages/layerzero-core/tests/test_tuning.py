@@ -21,9 +21,9 @@ from layerzero.runtime.state import state
 from layerzero.tuning import drift as drift_module
 from layerzero.tuning import sitting
 from layerzero.tuning import trial as trial_module
-from layerzero.tuning.clock import cpu_clock
+from layerzero.tuning.clock import cpu_clock, cuda_clock
 from layerzero.tuning.drift import Watcher, drifted
-from layerzero.tuning.ends import other_end, tied, weighed, within
+from layerzero.tuning.ends import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero.tuning.measured import measurements_from
 from layerzero.tuning.race import Times
 from layerzero.tuning.screen import hopeful, screened
@@ -206,6 +206,36 @@ def test_a_kernel_is_as_far_behind_as_on_the_average_of_the_places():
     assert found["a"].median_us == pytest.approx(100.0 * (1.6 * 2.0) ** (1 / 3)) and found["b"] == here["b"]
     assert found["c"] is here["c"] and weighed(here) == here
     assert weighed(here, at(a=80.0, b=50.0))["a"].median_us == pytest.approx(100.0 * 1.6**0.5)
+
+
+def test_who_is_far_behind_elsewhere_is_believed_when_seen_twice():
+    """A third behind in both races stays; once by bad luck does not. The pace of a race is not its kernels'."""
+
+    def at(**us):
+        return {name: Times(item, item, item, 0.0, 12) for name, item in us.items()}
+
+    first, second = at(a=100.0, luck=164.0, slow=140.0), at(a=120.0, luck=121.2, slow=171.6)
+    assert far_apart(first) and not far_apart(at(a=100.0, b=124.0)) and not far_apart({})
+    found = {name: item.median_us for name, item in confirmed(first, second).items()}
+    assert found == {"a": 100.0, "luck": pytest.approx(101.0), "slow": 140.0}
+    assert confirmed(first, at(a=1.0)) is first and confirmed(first, {}) is first
+
+
+def test_a_second_look_on_a_gpu_decides(monkeypatch):
+    """Of two races at the other end, the first of which went badly for one kernel, the better one counts for it."""
+    looks = iter([{"a": 10.0, "b": 20.0}, {"a": 10.0, "b": 10.1}])
+    asked = []
+
+    def elsewhere(self, ctx, near, clock, seconds, noise):
+        asked.append(clock)
+        return {name: Times(us, us, us, 0.0, 12) for name, us in next(looks).items()}
+
+    monkeypatch.setattr(trial_module._Bench, "_elsewhere", elsewhere)
+    bench = object.__new__(trial_module._Bench)
+    found = bench._surely(context(), ["a", "b"], cuda_clock, 0.1, 0.0125)
+    assert (found["b"].median_us, len(asked)) == (pytest.approx(10.1), 2)
+    looks = iter([{"a": 10.0, "b": 20.0}])
+    assert bench._surely(context(), ["a", "b"], cpu_clock, 0.1, 0.0125)["b"].median_us == 20.0
 
 
 def test_short_calls_are_close_that_are_further_apart():

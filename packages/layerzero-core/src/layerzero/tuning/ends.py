@@ -18,11 +18,12 @@ from layerzero.model.context import Context
 from layerzero.perfdb.bucket import upper
 from layerzero.tuning.race import Times
 
-__all__ = ["other_end", "tied", "weighed", "within"]
+__all__ = ["confirmed", "far_apart", "other_end", "tied", "weighed", "within"]
 
 _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
 _CLOSE_SHORT = 0.10  # the same where launches count
 _SHORT_US = 100.0
+_FAR = 0.25  # who ties at one size and is so far behind at another is raced there twice: it may have been bad luck
 # Ops whose growing sizes can be chosen freely, each for itself or (of square attention) together.
 _FREE = frozenset(
     "attention rms_norm add_rms_norm gemma_rms_norm gemma_add_rms_norm layer_norm silu_and_mul gelu_and_mul "
@@ -73,6 +74,23 @@ def _middle(size: int) -> int:
 def _upper(size: int) -> int:
     last = upper(size)
     return min(last, (last - last // 16) | 1)
+
+
+def far_apart(times: Mapping[str, Times]) -> bool:
+    """Whether someone is so far behind that it should be seen twice."""
+    us = [found.median_us for found in times.values()]
+    return bool(us) and max(us) > min(us) * (1.0 + _FAR)
+
+
+def confirmed(first: Mapping[str, Times], second: Mapping[str, Times]) -> Mapping[str, Times]:
+    """Of two races in one place: each kernel as far behind as it was in the one that went better for it."""
+    if set(first) != set(second) or not first:
+        return first
+    best, best_again = (min(found.median_us for found in times.values()) for times in (first, second))
+    return {
+        name: replace(found, median_us=min(found.median_us, best * second[name].median_us / best_again))
+        for name, found in first.items()
+    }
 
 
 def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict[str, Times]:

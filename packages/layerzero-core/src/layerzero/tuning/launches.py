@@ -62,23 +62,19 @@ def with_launches(
     pacer: Pacer | None = None,
     *,
     same: float = 0.0,
-    allowed: float = 1.0,
     each_turn: Callable[[], None] | None = None,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. A launch counts where it is more than `allowed` times its kernel, by what is more.
-    `each_turn` is called before every turn, untimed.
+    do not depend on the process. `each_turn` is called before every turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
     close = _close(launches)
     if 1 < len(close) < len(launches):
         launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn)
-    if allowed != 1.0:
-        launches = {name: _shorter(found, allowed) for name, found in launches.items()}
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
@@ -107,13 +103,6 @@ def _close(launches: Mapping[str, Times]) -> list[str]:
     """Whose launch is near the quickest one."""
     best = min((found.median_us for found in launches.values()), default=0.0)
     return [name for name, found in launches.items() if found.median_us <= best * (1.0 + _CLOSE)]
-
-
-def _shorter(found: Times, times: float) -> Times:
-    return replace(
-        found, median_us=found.median_us / times, p95_us=found.p95_us / times, p99_us=found.p99_us / times,
-        variance=found.variance / times**2, steady=found.steady / times**2,
-    )  # fmt: skip
 
 
 def _launches(

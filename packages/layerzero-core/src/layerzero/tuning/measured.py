@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised
-NOISE = 0.015  # inside this band two kernels are equally fast, and their names decide
+NOISE = 0.0125  # inside this band two kernels are equally fast, and their names decide
 _CALLS_KEPT = 4096
 _SIMILAR = 0.5  # weight of a measurement from another device of the family
 _SPREADS = 2.0  # a time is moved by no more: nearly all calls took less than that
