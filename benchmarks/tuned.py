@@ -86,7 +86,7 @@ def _ready(ctx: Any, compiled: str) -> frozenset[str] | None:
         return None
     from layerzero.runtime.state import state
     from layerzero.selection.engine import select
-    from layerzero.tuning.trial import neutral
+    from layerzero.tuning.neutral import neutral
 
     now = set(select(ctx, neutral(state.world, jit="off")).ranking)
     may = set(compiled.split(","))

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from layerzero.tuning.bench import _spread
 from layerzero.tuning.clock import Clock
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.places import Places
 from layerzero.tuning.race import Times, race, winner_of
-from layerzero.tuning.trial import _spread
 
 ROWS = torch.zeros(256)  # 1 KiB
 

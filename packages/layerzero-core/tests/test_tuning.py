@@ -18,9 +18,9 @@ from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
+from layerzero.tuning import bench as bench_module
 from layerzero.tuning import drift as drift_module
 from layerzero.tuning import sitting
-from layerzero.tuning import trial as trial_module
 from layerzero.tuning.clock import cpu_clock, cuda_clock
 from layerzero.tuning.drift import Watcher, drifted
 from layerzero.tuning.ends import confirmed, far_apart, other_end, tied, weighed, within
@@ -107,7 +107,7 @@ def test_one_interruption_does_not_throw_the_winner_out(bench, monkeypatch):
         seen.add(id(call))
         return us + 1e6 if first else us
 
-    monkeypatch.setattr(trial_module, "clock_for", lambda device: interrupted)
+    monkeypatch.setattr(bench_module, "clock_for", lambda device: interrupted)
     found = trial(context(), seconds=0.05, only=frozenset({"lab.rms_norm.slow", "lab.rms_norm.fast"}))
     assert found.winner == "lab.rms_norm.fast"
     assert found.times["lab.rms_norm.fast"].samples >= 12 and found.times["lab.rms_norm.fast"].median_us < 600
@@ -230,8 +230,8 @@ def test_a_second_look_on_a_gpu_decides(monkeypatch):
         asked.append(clock)
         return {name: Times(us, us, us, 0.0, 12) for name, us in next(looks).items()}
 
-    monkeypatch.setattr(trial_module._Bench, "_elsewhere", elsewhere)
-    bench = object.__new__(trial_module._Bench)
+    monkeypatch.setattr(bench_module.Bench, "_elsewhere", elsewhere)
+    bench = object.__new__(bench_module.Bench)
     found = bench._surely(context(), ["a", "b"], cuda_clock, 0.1, 0.0125)
     assert (found["b"].median_us, len(asked)) == (pytest.approx(10.1), 2)
     looks = iter([{"a": 10.0, "b": 20.0}])

@@ -30,9 +30,9 @@ from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default
 from layerzero.tuning.clock import clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
+from layerzero.tuning.neutral import neutral
 from layerzero.tuning.race import over_time, race
 from layerzero.tuning.steady import Pace, pace
-from layerzero.tuning.trial import neutral
 from layerzero.tuning.truth import Gate
 
 __all__ = ["CALL", "Entry", "Outcome", "compete"]

@@ -10,43 +10,28 @@ tuning is no request.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import describe
-from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError
-from layerzero.model.config import Policy
+from layerzero.errors import TuningError
 from layerzero.model.context import Context
-from layerzero.model.op import OperationSpec
-from layerzero.model.variants import twins
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.perfdb.measurement import Measurement
 from layerzero.runtime.state import state
-from layerzero.selection.engine import select
-from layerzero.selection.world import Measurements, World
+from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
-from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
-from layerzero.tuning.ends import confirmed, far_apart, other_end, tied, weighed, within
+from layerzero.tuning.bench import Bench
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
-from layerzero.tuning.launches import SAME, with_launches
-from layerzero.tuning.measured import NOISE, REFUSED, mode_of, platform_of, versions_of
-from layerzero.tuning.places import Places, room
-from layerzero.tuning.race import LOOKS, Times, over_time, race, winner_of
-from layerzero.tuning.screen import hopeful, screened
-from layerzero.tuning.truth import Gate, Verdict, flat
+from layerzero.tuning.measured import NOISE
+from layerzero.tuning.neutral import neutral
+from layerzero.tuning.race import Times, winner_of
+from layerzero.tuning.rows import refused_row, row
 
-__all__ = ["Trial", "neutral", "trial"]
-
-_A_PLACE = 8  # rounds in each place of memory, between those who are close
-_CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
-_SPREAD = 3.0  # times the seconds of a call, for such a race
+__all__ = ["Trial", "trial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +73,6 @@ class Trial:
         }  # fmt: skip
 
 
-def neutral(world: World, *, jit: str = "block") -> World:
-    """The World to measure in: what may not run may not, but no wish, lock, table or earlier time has a say.
-
-    With `jit="off"` kernels that are not compiled yet stay out.
-    """
-    before = world.policy
-    policy = Policy(
-        allow=before.allow,
-        deny=before.deny,
-        rules=tuple(replace(rule, prefer=(), avoid=(), boosts=(), lock=None) for rule in before.rules),
-        strict_mode=before.strict_mode,
-        allow_adaptation=before.allow_adaptation,
-        backend_isolation=before.backend_isolation,
-        jit=jit,
-    )
-    return world.changed(policy=policy, measurements=Measurements(), table=None, tally=None)
-
-
 @observed("tune", lambda args, out: {"op": args[0].op, "kernel": "" if out is None else out.winner})
 def trial(
     context: Context,
@@ -138,12 +105,12 @@ def trial(
         calm = neutral(here, jit=jit)
         ctx = describe(spec, first.args, first.layout, None, calm)
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
-        bench = _Bench(spec, ctx, call, calm)
+        bench = Bench(spec, ctx, call, calm)
         bench.admit(only)
         times, clear = bench.timed(seconds, least, noise)
     winner = winner_of(times, noise)
-    made = [_row(here, spec, ctx, name, found, bench.errors[name]) for name, found in times.items()]
-    wrong = [_wrong(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
+    made = [row(here, spec, ctx, name, found, bench.errors[name]) for name, found in times.items()]
+    wrong = [refused_row(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
     return Trial(
         ctx, times, {name: bench.errors[name] for name in times}, refused, winner, clear, time.monotonic() - begin,
@@ -163,255 +130,3 @@ def _made(call: Callable[[], Call], context: Context) -> Call:
 def _no_room(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
-
-
-class _Bench:
-    """The kernels of one call: who may race, and their times."""
-
-    def __init__(self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], calm: World) -> None:
-        self._spec, self._ctx, self._call, self._calm = spec, ctx, call, calm
-        self._decision = select(ctx, calm)
-        if not self._decision.chosen:
-            raise TuningError(code="TUNING_IMPOSSIBLE", value=ctx.op, limit=str(self._decision.refusal))
-        self.errors: dict[str, float] = {}
-        self.wrong: dict[str, Verdict] = {}
-        self.absent: dict[str, str] = {}
-
-    def admit(self, only: frozenset[str] | None) -> None:
-        """Hold every kernel against the reference. Kernels that compile do it here."""
-        gate: Gate | None = None
-        for kernel_id in self._decision.ranking:
-            if only is not None and kernel_id not in only:
-                continue
-            kernel = self._calm.registry.kernels[kernel_id]
-            try:
-                run = bind(self._spec, self._decision, self._calm, kernel_id).run
-            except BackendNotAvailableError as error:
-                self.absent[kernel_id] = str(error)
-                continue
-            if gate is None:
-                gate = self._gate()
-            verdict = gate.check(kernel, run)
-            if verdict.ok:
-                self.errors[kernel_id] = verdict.max_error
-            elif "OutOfMemory" in verdict.why or "can't allocate memory" in verdict.why:
-                self.absent[kernel_id] = verdict.why  # a matter of the moment, not of the kernel
-            else:
-                self.wrong[kernel_id] = verdict
-        if not self.errors:
-            raise TuningError(
-                code="TUNING_IMPOSSIBLE", value=self._ctx.op,
-                limit="; ".join(f"{name}: {why}" for name, why in self._reasons()) or "no kernel is asked for",
-            )  # fmt: skip
-
-    def _reasons(self) -> list[tuple[str, str]]:
-        return [*self.absent.items(), *((name, verdict.why) for name, verdict in self.wrong.items())]
-
-    def _gate(self) -> Gate:
-        try:
-            return Gate(self._spec, self._ctx, self._call)
-        except LayerZeroError:
-            raise
-        except Exception as error:
-            raise TuningError(
-                code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=f"the reference fails: {error}"
-            ) from error
-
-    def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
-        """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
-        same = {} if self._ctx.needs_grad else twins({name: self._calm.registry.kernels[name] for name in self.errors})
-        clock = clock_for(_torch_device(self._ctx))
-        places = self._places(clock)
-        calls = {name: self._step(name, places) for name in self.errors if name not in same}
-        calls, clock = self._graphs(calls, clock)
-        first = screened(calls, clock)
-        racing = {name: calls[name] for name in hopeful(first)}
-        # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
-        a_round = sum(min(first[name]) for name in racing) / 1e6
-        few = max(3, round(1.5 * seconds / max(a_round, 1e-9)))
-        outcome = race(
-            racing, least=min(least, few), seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True,
-            each_round=places.move,
-        )  # fmt: skip
-        slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
-        raced: Mapping[str, Times] = outcome.times
-        if clock is cuda_clock:
-            raced = _final(raced, racing, places, min(_A_PLACE * len(places), few), seconds, noise)
-        elif clock is cpu_clock:
-            raced = _spread(raced, racing, seconds)
-        times = {**self._told_apart(raced, clock, seconds, noise), **slow}
-        return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
-
-    def _told_apart(
-        self, times: Mapping[str, Times], clock: Clock, seconds: float, noise: float
-    ) -> Mapping[str, Times]:
-        """Those who tie here, raced once more at other sizes of the bucket."""
-        on_cpu = clock is cpu_clock
-        near = tied(times, _CLOSE_ON_A_CPU if on_cpu else None)
-        if len(near) < 2:
-            return times
-        end = other_end(self._ctx)
-        others = [*([] if end is None else [end]), *(within(self._ctx) if on_cpu else [])]
-        raced = [self._surely(ctx, near, clock, seconds, noise) for ctx in others]
-        return weighed(times, *(found for found in raced if found))
-
-    def _surely(self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float) -> Mapping[str, Times]:
-        """`_elsewhere`; where someone is far behind on a GPU, with a second look. On a CPU one look is long."""
-        first = self._elsewhere(ctx, near, clock, seconds, noise)
-        if clock is cpu_clock or not far_apart(first):
-            return first
-        return confirmed(first, self._elsewhere(ctx, near, clock, seconds, noise))
-
-    def _elsewhere(
-        self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float
-    ) -> Mapping[str, Times]:
-        """Some kernels raced on another call; nothing where there is no room for it, or it is not for everyone."""
-        try:
-            made = [build(ctx)]
-            decision = select(describe(self._spec, made[0].args, made[0].layout, None, self._calm), self._calm)
-            places = Places(lambda: (made.pop() if made else build(ctx)).args, room() if clock is cuda_clock else 0)
-            calls = {
-                name: places.step(bind(self._spec, decision, self._calm, name).run)
-                for name in near
-                if name in decision.ranking
-            }
-            if len(calls) < 2:
-                return {}
-            if clock is cpu_clock:
-                return over_time(calls, _SPREAD * seconds / 2, LOOKS // 2).times
-            found = race(
-                calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
-                warmup=1, settle=True, each_round=places.move,
-            ).times  # fmt: skip
-        except (LayerZeroError, RuntimeError):  # the first race stands
-            return {}
-        return with_launches(found, calls, same=SAME, each_turn=places.move)
-
-    def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
-        """For a captured call: replays of a graph, and a clock that asks each for its own time."""
-        if not self._ctx.capturing or self._ctx.device.device_type != "cuda":
-            return calls, clock
-        replays: dict[str, Callable[[], Any]] = {}
-        for name, step in calls.items():
-            try:
-                replays[name] = graphed(step)
-            except Exception as error:
-                self.wrong[name] = Verdict(False, why=f"cannot be captured: {error}")
-                self.errors.pop(name)
-        return replays, lambda replay, count: sum(replay() for _ in range(count)) / count
-
-    def _places(self, clock: Clock) -> Places:
-        """The tensors that everybody is timed on: where in memory they came to lie must not decide the race."""
-        ctx = self._ctx
-        several = clock is cuda_clock and not (ctx.needs_grad or ctx.capturing or "inplace" in ctx.needs)
-        return Places(lambda: self._call().args, room() if several else 0)
-
-    def _step(self, kernel_id: str, places: Places) -> Callable[[], Any]:
-        # Bound again: what compiled above is ready now and needs no wrapper any more.
-        calm = self._calm
-        if calm.ready != state.world.ready:
-            calm = neutral(state.world, jit=calm.policy.jit)
-        decision = self._decision if calm is self._calm else select(self._ctx, calm)
-        if kernel_id not in decision.ranking:
-            calm, decision = self._calm, self._decision
-        run = bind(self._spec, decision, calm, kernel_id).run
-        if "inplace" in self._ctx.needs:  # nobody finds what another has written
-            places = Places(lambda: self._call().args)
-        if not self._ctx.needs_grad:
-            return places.step(run)
-        args = places.args
-        leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
-
-        def there_and_back() -> None:
-            outs = [item for item in flat(run(*args)) if item.requires_grad]
-            if outs:
-                torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
-
-        return there_and_back
-
-
-def _final(
-    times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], places: Places, rounds: int, seconds: float,
-    noise: float,
-) -> Mapping[str, Times]:  # fmt: skip
-    """With their launches; those who are close raced once more among themselves, as often in every place."""
-    told = with_launches(times, calls, same=SAME, each_turn=places.move)
-    near = tied(told)
-    if len(near) < 2 or len(places) == 1:
-        return told
-    some = {name: calls[name] for name in near}
-    again = race(
-        some, least=rounds, seconds=seconds, noise=noise, clock=cuda_clock, warmup=1, each_round=places.move
-    )  # fmt: skip
-    return told | with_launches(again.times, some, same=SAME, each_turn=places.move)
-
-
-def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], seconds: float) -> Mapping[str, Times]:
-    """Those who are close on a CPU raced once more, with pauses between the rounds.
-
-    A machine that is shared runs fast for a second and slow for the next, and not all kernels become slower by as much:
-    of two that are near each other one may be ahead now and the other later. What counts is how it is most of the time.
-    """
-    near = tied(times, _CLOSE_ON_A_CPU)
-    pause_us = 1e6 * _SPREAD * seconds / LOOKS
-    if len(near) < 2 or max(times[name].median_us for name in near) > pause_us:  # long calls last through its moods
-        return times
-    again = over_time({name: calls[name] for name in near}, _SPREAD * seconds).times
-    # How steady a kernel is shows in one go; over time it is the machine that is not.
-    return {**times, **{name: _as_steady(found, times[name]) for name, found in again.items()}}
-
-
-def _as_steady(found: Times, before: Times) -> Times:
-    share = (found.median_us / before.median_us) ** 2
-    return replace(found, variance=before.variance * share, steady=before.steady * share)
-
-
-# -- rows --------------------------------------------------------------------------------------------
-def _row(
-    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float
-) -> Measurement | None:
-    versions = versions_of(world.registry, kernel_id)
-    if versions is None:
-        return None
-    return Measurement(
-        op=ctx.op, bucket=bucket_of(ctx, spec.elastic), kernel_id=kernel_id, kernel_version=versions[0],
-        backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
-        p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
-        mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=surroundings(ctx),
-        measured_at=time.time(),
-    )  # fmt: skip
-
-
-def _wrong(world: World, spec: OperationSpec, ctx: Context, kernel_id: str, verdict: Verdict) -> Measurement | None:
-    """A row without a time: selection then rejects the kernel for such calls, whatever its author expects of it."""
-    found = _row(world, spec, ctx, kernel_id, Times(1.0, 1.0, 1.0, 0.0, 1), 0.0)
-    if found is None:
-        return None
-    return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
-
-
-def surroundings(ctx: Context) -> Surroundings:
-    """How the machine is while measuring, as far as it says."""
-    if ctx.device.device_type != "cuda":
-        from layerzero.device.memory import available_host_bytes
-
-        free, load = available_host_bytes(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-        used = None if free is None or not total else min(1.0, max(0.0, 1.0 - free / total))
-        return Surroundings(None, None, used, None if load is None else load > 1.5 * (os.cpu_count() or 1))
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return Surroundings(
-        _asked(torch.cuda.temperature), _asked(torch.cuda.power_draw, 1e-3), 1.0 - free_bytes / total_bytes, None
-    )
-
-
-def _asked(question: Callable[[], Any], scale: float = 1.0) -> float | None:
-    try:
-        return float(question()) * scale
-    except Exception:  # the management library is an extra of torch's
-        return None
-
-
-def _torch_device(ctx: Context) -> torch.device:
-    index = ctx.device.index
-    return torch.device(ctx.device.device_type if index is None else f"{ctx.device.device_type}:{index}")

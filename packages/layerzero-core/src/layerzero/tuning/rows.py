@@ -1,0 +1,70 @@
+"""Rows of the PerfDB from what a trial found, and how the machine was meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from layerzero.model.context import Context
+from layerzero.model.op import OperationSpec
+from layerzero.perfdb.bucket import bucket_of
+from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.selection.world import World
+from layerzero.tuning.measured import REFUSED, mode_of, platform_of, versions_of
+from layerzero.tuning.race import Times
+from layerzero.tuning.truth import Verdict
+
+__all__ = ["refused_row", "row", "surroundings"]
+
+
+def row(
+    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float
+) -> Measurement | None:
+    """What was measured of one kernel; None where its version is not known."""
+    versions = versions_of(world.registry, kernel_id)
+    if versions is None:
+        return None
+    return Measurement(
+        op=ctx.op, bucket=bucket_of(ctx, spec.elastic), kernel_id=kernel_id, kernel_version=versions[0],
+        backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
+        p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
+        mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=surroundings(ctx),
+        measured_at=time.time(),
+    )  # fmt: skip
+
+
+def refused_row(
+    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, verdict: Verdict
+) -> Measurement | None:
+    """A row without a time: selection then rejects the kernel for such calls, whatever its author expects of it."""
+    found = row(world, spec, ctx, kernel_id, Times(1.0, 1.0, 1.0, 0.0, 1), 0.0)
+    if found is None:
+        return None
+    return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
+
+
+def surroundings(ctx: Context) -> Surroundings:
+    """How the machine is while measuring, as far as it says."""
+    if ctx.device.device_type != "cuda":
+        from layerzero.device.memory import available_host_bytes
+
+        free, load = available_host_bytes(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+        used = None if free is None or not total else min(1.0, max(0.0, 1.0 - free / total))
+        return Surroundings(None, None, used, None if load is None else load > 1.5 * (os.cpu_count() or 1))
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return Surroundings(
+        _asked(torch.cuda.temperature), _asked(torch.cuda.power_draw, 1e-3), 1.0 - free_bytes / total_bytes, None
+    )
+
+
+def _asked(question: Callable[[], Any], scale: float = 1.0) -> float | None:
+    try:
+        return float(question()) * scale
+    except Exception:  # the management library is an extra of torch's
+        return None
