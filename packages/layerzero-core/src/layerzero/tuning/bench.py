@@ -232,13 +232,17 @@ def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], 
     if len(near) < 2 or max(times[name].median_us for name in near) > pause_us:  # long calls last through its moods
         return times
     again = over_time({name: calls[name] for name in near}, _SPREAD * seconds).times
-    # How steady a kernel is shows in one go; over time it is the machine that is not.
+    # How steady a kernel is shows in the look where it was steadier: what a machine does to it only adds.
     return {**times, **{name: _as_steady(found, times[name]) for name, found in again.items()}}
 
 
 def _as_steady(found: Times, before: Times) -> Times:
     share = (found.median_us / before.median_us) ** 2
-    return replace(found, variance=before.variance * share, steady=before.steady * share)
+    return replace(
+        found,
+        variance=min(found.variance, before.variance * share),
+        steady=min(found.steady, before.steady * share),
+    )
 
 
 def _torch_device(ctx: Context) -> torch.device:
