@@ -56,6 +56,21 @@ template <class T> static void pack_values(const T* const* vp, int n, int64_t di
   }
 }
 
+static bool all_see(const Band* band, int rows, int64_t first, int n) {
+  for (int r = 0; r < rows; ++r)
+    if (band[r].begin > first || band[r].end < first + n) return false;
+  return true;
+}
+
+// How many keys of a tile, in whole vectors, the one of some rows sees that sees the furthest.
+static int seen(const Band* band, int rows, int64_t first, int n) {
+  int64_t last = first;
+  for (int r = 0; r < rows; ++r)
+    if (band[r].end > last) last = band[r].end;
+  const int64_t keys = last - first < n ? last - first : n;
+  return int((keys + W - 1) / W * W);
+}
+
 // Queries from … to - 1 of one sequence, for the heads of one group.
 template <class T> static void attend_block(const Problem& p, const Sequence& seq, int64_t kv_head, int64_t from, int64_t to, const Room& room) {
   const int rows = int((to - from) * p.group);
@@ -83,15 +98,23 @@ template <class T> static void attend_block(const Problem& p, const Sequence& se
     int low = 0, high = rows;
     while (low < high && (room.band[low].end <= first || room.band[low].begin >= first + n)) ++low;
     while (high > low && (room.band[high - 1].end <= first || room.band[high - 1].begin >= first + n)) --high;
+    // Where rows end inside the tile, as on the diagonal, a few of them at a time, and only as far as the last of these sees.
+    const bool whole = all_see(room.band + low, high - low, first, n);
+    const int step = whole ? high - low : PANEL_ROWS;
     float* s = room.scores;
-    multiply(room.q + low * room.dim, room.dim, room.keys, TILE, s + low * TILE, TILE, high - low, TILE, room.dim, true);
-    for (int r = low; r < high; ++r) {
-      finish_scores(s + r * TILE, n, first, p, seq, kv_head * p.group + r % p.group, from + r / p.group, room.band[r]);
-      const float factor = soften(s + r * TILE, TILE, room.running[r]);
-      if (factor != 1.0f)
-        for (int64_t c = 0; c < room.dim_v; c += W) store(room.acc + r * room.dim_v + c, load(room.acc + r * room.dim_v + c) * factor);
+    for (int r = low; r < high; r += step) {
+      const int some = high - r < step ? high - r : step;
+      const int width = whole ? TILE : seen(room.band + r, some, first, n);
+      if (width == 0) continue;
+      multiply(room.q + r * room.dim, room.dim, room.keys, TILE, s + r * TILE, TILE, some, width, room.dim, true);
+      for (int i = r; i < r + some; ++i) {
+        finish_scores(s + i * TILE, n, first, p, seq, kv_head * p.group + i % p.group, from + i / p.group, room.band[i]);
+        const float factor = soften(s + i * TILE, width, room.running[i]);
+        if (factor != 1.0f)
+          for (int64_t c = 0; c < room.dim_v; c += W) store(room.acc + i * room.dim_v + c, load(room.acc + i * room.dim_v + c) * factor);
+      }
+      multiply(s + r * TILE, TILE, room.values, room.dim_v, room.acc + r * room.dim_v, room.dim_v, some, room.dim_v, width, false);
     }
-    multiply(s + low * TILE, TILE, room.values, room.dim_v, room.acc + low * room.dim_v, room.dim_v, high - low, room.dim_v, TILE, false);
   }
   for (int r = 0; r < rows; ++r)
     write_row<T>(p, seq, kv_head * p.group + r % p.group, from + r / p.group, room.running[r], room.acc + r * room.dim_v);

@@ -51,6 +51,8 @@ LZ_INLINE void panel_rows(const float* a, int64_t a_step, const float* b, int64_
                           int64_t k, bool fresh) {
   int64_t at = 0;
   for (; at + PANEL_COLS * W <= n; at += PANEL_COLS * W) panel<R, PANEL_COLS>(a, a_step, b + at, b_step, c + at, c_step, k, fresh);
+  if (PANEL_COLS == 4 && at + 3 * W <= n) panel<R, 3>(a, a_step, b + at, b_step, c + at, c_step, k, fresh), at += 3 * W;
+  if (PANEL_COLS == 4 && at + 2 * W <= n) panel<R, 2>(a, a_step, b + at, b_step, c + at, c_step, k, fresh), at += 2 * W;
   for (; at < n; at += W) panel<R, 1>(a, a_step, b + at, b_step, c + at, c_step, k, fresh);
 }
 
