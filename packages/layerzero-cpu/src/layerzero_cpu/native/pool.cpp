@@ -61,11 +61,17 @@ struct Job {
   void (*body)(void*, int64_t);
   void* context;
   int64_t parts;
-  int64_t next;
+  int64_t shares;
+};
+
+// How many parts of a share are taken. Share s of n has the parts s, s + n, s + 2n, …: the order of the parts is kept.
+struct alignas(64) Taken {
+  int64_t count;
 };
 
 Slot slots[MOST];
 alignas(128) Job job;
+Taken taken[MOST + 1];
 alignas(128) uint32_t busy;
 uint32_t waiting;  // the caller sleeps until a worker is done
 int made;
@@ -77,6 +83,8 @@ StartTeam start_team;
 const void* team_caller;  // under `busy`, as is the next
 int64_t team_used;
 __thread char caller_mark;  // its address tells threads apart
+int team_met;               // threads of teams that have worked here
+__thread int team_number;   // 1, 2, …: this one's; 0: none yet
 
 inline void pause_a_little() {
 #if defined(__x86_64__)
@@ -127,11 +135,16 @@ bool spin_while(uint32_t* word, uint32_t value) {
   }
 }
 
-void take_parts(const Job& j, int64_t* next) {
-  for (;;) {
-    int64_t part = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
-    if (part >= j.parts) return;
-    j.body(j.context, part);
+// Each thread begins with a share of its own, the same in every job: what a part read and wrote the last time may still be in
+// that core's cache. Whoever is done helps the others.
+void take_parts(const Job& j, int64_t own) {
+  for (int64_t i = 0; i < j.shares; ++i) {
+    const int64_t share = (own + i) % j.shares;
+    for (;;) {
+      const int64_t part = share + j.shares * __atomic_fetch_add(&taken[share].count, 1, __ATOMIC_RELAXED);
+      if (part >= j.parts) break;
+      j.body(j.context, part);
+    }
   }
 }
 
@@ -142,14 +155,18 @@ void* work(void* given) {
       while (__atomic_load_n(&slot->word, __ATOMIC_ACQUIRE) == SLEEPING) sleep_on(&slot->word, SLEEPING);
     }
     if (!swap(&slot->word, POSTED, RUNNING)) continue;
-    take_parts(job, &job.next);
+    take_parts(job, 1 + (slot - slots));
     __atomic_store_n(&slot->word, IDLE, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&waiting, __ATOMIC_SEQ_CST)) wake(&slot->word);
   }
   return nullptr;
 }
 
-void team_body(void*) { take_parts(job, &job.next); }
+void team_body(void*) {
+  if (&caller_mark == team_caller) return take_parts(job, 0);
+  if (team_number == 0) team_number = __atomic_add_fetch(&team_met, 1, __ATOMIC_RELAXED);
+  take_parts(job, 1 + (team_number - 1) % (job.shares - 1));
+}
 
 bool gets_team() {
   if (start_team == nullptr) return false;
@@ -217,7 +234,8 @@ void parallel(int64_t parts, int threads, void (*body)(void*, int64_t), void* co
   job.body = body;
   job.context = context;
   job.parts = parts;
-  __atomic_store_n(&job.next, 0, __ATOMIC_RELEASE);
+  job.shares = helpers + 1;
+  for (int i = 0; i <= helpers; ++i) __atomic_store_n(&taken[i].count, 0, __ATOMIC_RELEASE);
   if (gets_team()) {
     // All of them, as torch does: OpenMP ends threads that a smaller team leaves over and makes them again for the next.
     start_team(team_body, nullptr, unsigned(threads), 0);
@@ -229,7 +247,7 @@ void parallel(int64_t parts, int threads, void (*body)(void*, int64_t), void* co
   if (helpers > made) helpers = made;
   for (int i = 0; i < helpers; ++i)
     if (__atomic_exchange_n(&slots[i].word, POSTED, __ATOMIC_ACQ_REL) == SLEEPING) wake(&slots[i].word);
-  take_parts(job, &job.next);
+  take_parts(job, 0);
   for (int i = 0; i < helpers; ++i) {
     uint32_t* word = &slots[i].word;
     if (swap(word, POSTED, IDLE)) continue;  // it came too late: nothing was left to do
