@@ -8,13 +8,10 @@
 namespace lz {
 namespace LZ_ISA {
 
-#if LZ_LANES == 16 && !defined(LZ_ISA_portable)
-constexpr int PACKED_FROM = 28;  // rows; fewer are done before the panel has paid
-#else
+#if LZ_LANES != 16 || defined(LZ_ISA_portable)
 constexpr int PACKED_FROM = 0;  // never
-#endif
-
-#if LZ_LANES == 16 && !defined(LZ_ISA_portable)
+#else
+constexpr int PACKED_FROM = 28;  // rows; fewer are done before the panel has paid
 constexpr int PACKED_K = 128, PACKED_COLS = 64, PACKED_ROWS = 6, PACKED_MOST = 128;
 
 // panel[k][width] from `cols` columns of the weight; zeros beside them and behind `length`.
