@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import contextmanager
 
 import pytest
 
+from layerzero.tuning import launches
 from layerzero.tuning.launches import with_launch, with_launches
+from layerzero.tuning.measured import NOISE
 from layerzero.tuning.race import Times, winner_of
 from layerzero.tuning.steady import quick_core
 
@@ -55,10 +58,10 @@ def test_no_kernel_pays_for_coming_first():
     times = {name: Times(5.0, 5.0, 5.0, 0.0, 36) for name in calls}
     found = with_launches(times, calls, clock, pacer)
     assert {item.median_us for item in found.values()} == {20.0} and None not in seen
-    assert {seen[turn * 3] for turn in range(31)} == {"a", "b", "c"}  # each begins now and then
+    assert {seen[turn * 3] for turn in range(15)} == {"a", "b", "c"}  # each begins now and then
     unsteady = itertools.cycle([20.0, 26.0, 23.0])
     spread = with_launches({"a": times["a"]}, {"a": calls["a"]}, lambda call, count: next(unsteady), lambda: 1.0)["a"]
-    assert (spread.median_us, spread.samples) == (23.0, 31) and spread.steady > 1.0
+    assert (spread.median_us, spread.samples) == (23.0, 15) and spread.steady > 1.0
 
 
 @pytest.mark.req("R-TUNE-01", "R-TUNE-03")
@@ -111,7 +114,7 @@ def test_of_launches_that_another_process_would_order_otherwise_the_device_decid
     times = {name: Times(us, us, us, 0.0, 36) for name, us in done.items()}
     found = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0, same=0.06)
     assert {name: item.median_us for name, item in found.items()} == {
-        "a": 10.0, "c": 10.0, "b": pytest.approx(10.3), "far": 10.8, "device": 10.1,
+        "a": 10.0, "c": 10.0, "b": pytest.approx(10.16), "far": 10.8, "device": 10.1,
     }  # fmt: skip
     assert winner_of(found, 0.0125) == "a"
     raw = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0)
@@ -126,9 +129,38 @@ def test_unsteady_launches_do_not_undo_what_the_device_decided():
     calls = {name: (lambda name=name: name) for name in done}
     times = {name: Times(us, us, us, 0.0, 36, 0.0004) for name, us in done.items()}
     found = with_launches(times, calls, lambda call, count: next(jitter[call()]), lambda: 1.0, same=0.06)
-    assert found["a"].median_us == pytest.approx(1.03 * found["b"].median_us)
+    assert found["a"].median_us == pytest.approx(1.016 * found["b"].median_us)
     assert found["a"].variance > 0.05  # as it was seen
-    assert winner_of(found, 0.02) == "b"
+    assert winner_of(found, NOISE) == "b"
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_launches_that_are_close_are_timed_in_several_looks(monkeypatch):
+    """Each look has a mood of its own that lasts all through it: a is up to a tenth slower than b in one of them, and
+    the other way round in another. Over all of them the two are the same; c, far behind, is not asked again."""
+    looks, asked = [0], {"a": 0, "b": 0, "c": 0}
+    moods = {"a": (1.0, 1.0, 1.1, 1.0, 0.95), "b": (1.0, 1.1, 1.0, 0.95, 1.0), "c": (2.0,) * 5}
+
+    @contextmanager
+    def core():
+        looks[0] += 1
+        yield 0
+
+    monkeypatch.setattr(launches, "quick_core", core)
+
+    def clock(call, count):
+        name = call()
+        asked[name] += 1
+        return 10.0 * moods[name][looks[0] - 1]
+
+    calls = {name: (lambda name=name: name) for name in moods}
+    times = {name: Times(4.0, 4.0, 4.0, 0.0, 36) for name in moods}
+    found = with_launches(times, calls, clock, lambda: 1.0)
+    assert looks[0] == 5 and asked == {"a": 75, "b": 75, "c": 15}
+    assert found["a"].median_us == pytest.approx(found["b"].median_us, rel=0.03) and found["c"].median_us == 20.0
+    looks[0] = 2
+    once = with_launches(times, calls, clock, lambda: 1.0, looks=0)  # the third mood, as it is
+    assert looks[0] == 3 and once["a"].median_us == pytest.approx(1.1 * once["b"].median_us)
 
 
 def test_the_host_is_timed_on_its_quickest_core():

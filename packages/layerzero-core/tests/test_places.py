@@ -99,7 +99,7 @@ def test_launches_are_timed_in_every_place_and_close_ones_once_more_alone() -> N
     def clock(call, count):
         turns.append(call())
         return (
-            took[call()] if len(set(turns)) == 3 and turns.count("c") < 31 else {"a": 21.0, "b": 20.0}.get(call(), 90.0)
+            took[call()] if len(set(turns)) == 3 and turns.count("c") < 15 else {"a": 21.0, "b": 20.0}.get(call(), 90.0)
         )
 
     calls = {name: (lambda name=name: name) for name in took}
@@ -107,7 +107,7 @@ def test_launches_are_timed_in_every_place_and_close_ones_once_more_alone() -> N
     moves: list[int] = []
     found = with_launches(times, calls, clock, lambda: 1.0, each_turn=lambda: (moves.append(1), world.move())[0])
     assert (found["a"].median_us, found["b"].median_us, found["c"].median_us) == (21.0, 20.0, 90.0)
-    assert turns.count("c") == 31 and turns.count("a") == turns.count("b") == 62 and len(moves) == 62
+    assert turns.count("c") == 15 and turns.count("a") == turns.count("b") == 75 and len(moves) == 75
 
 
 @pytest.mark.req("R-TUNE-03")

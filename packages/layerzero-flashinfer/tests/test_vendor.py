@@ -100,6 +100,16 @@ def test_group_sizes_without_a_kernel_are_refused_on_cuda_cores_alone():
     assert not [r for r in KERNELS["flashinfer.attention.single_decode_tc"].check_call(ctx) if "gqa" in str(r)]
 
 
+def test_one_query_is_not_offered_the_same_kernel_twice():
+    """Of one query `single_fa2` and `single_decode_tc` are one and the same: a race of the two is won by chance."""
+
+    def refused(name: str, rows: int) -> bool:
+        kernel = KERNELS[f"flashinfer.attention.{name}"]
+        return "SEQ_LEN_TOO_SHORT" in [r.code.value for r in kernel.check(attention(rows=rows))]
+
+    assert refused("single_fa2", 1) and not refused("single_fa2", 2) and not refused("single_decode_tc", 1)
+
+
 def test_a_window_ahead_is_refused_by_the_predicate():
     predicate = import_string(KERNELS["flashinfer.attention.single_fa2"].predicate)
     assert predicate(attention(window=(5, 3)))[0].code == "WINDOW_UNSUPPORTED"

@@ -210,7 +210,7 @@ def _final(
     noise: float,
 ) -> Mapping[str, Times]:  # fmt: skip
     """With their launches; those who are close raced once more among themselves, as often in every place."""
-    told = with_launches(times, calls, same=SAME, each_turn=places.move)
+    told = with_launches(times, calls, same=SAME, each_turn=places.move, looks=0)
     near = tied(told)
     if len(near) < 2 or len(places) == 1:
         return told

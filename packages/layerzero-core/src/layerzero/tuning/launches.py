@@ -10,8 +10,9 @@ its turn came. So launches are timed on the core that is quickest at the moment;
 each turn, and a launch counts as long as it takes when the host is as quick as it has been in this process. What a turn
 has in common for all kernels is taken out of it: it speaks of the host. A kernel is called once before its launches are
 timed, and nobody always comes first: what ran before leaves the host's caches full of something else, a third of a
-short launch. Those that come out close are timed once more among themselves: with six others in the turn, what those
-leave behind is more than the difference.
+short launch. Those that come out close are timed again among themselves: with six others in the turn, what those leave
+behind is more than the difference. And in several looks, each on the core that is quickest then: by how much two
+launches differ in one look is three percent away from the next look of the same process.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ __all__ = ["SAME", "with_launch", "with_launches"]
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
-_TURNS = 31  # in turns with the others; the middle one counts, since the host is interrupted now and then
+_TURNS = 15  # of a look, in turns with the others; the middle one counts, since the host is interrupted now and then
+_LOOKS = 4  # at those that are close
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
 _CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
-_LATER = 0.03  # how far behind the others are written down: out of the noise band
+_LATER = 0.016  # how far behind the others are written down: out of the noise band, and no further
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
@@ -63,18 +65,20 @@ def with_launches(
     *,
     same: float = 0.0,
     each_turn: Callable[[], None] | None = None,
+    looks: int = _LOOKS,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. `each_turn` is called before every turn, untimed.
+    do not depend on the process. `each_turn` is called before every turn, untimed. Without `looks` those that are close
+    are not timed again.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
     close = _close(launches)
-    if 1 < len(close) < len(launches):
-        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn)
+    if looks and len(close) > 1:
+        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, looks)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
@@ -95,7 +99,7 @@ def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, 
     """What one kernel takes; where it is shorter than its launch, what that takes."""
     if us >= _LONG_US:
         return us
-    found = _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace)[""]
+    found = _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace, looks=2)[""]
     return max(us, found.median_us)
 
 
@@ -106,8 +110,9 @@ def _close(launches: Mapping[str, Times]) -> list[str]:
 
 
 def _launches(
-    calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer, each_turn: Callable[[], None] | None = None
-) -> dict[str, Times]:
+    calls: Mapping[str, Callable[[], Any]], clock: Clock, pacer: Pacer, each_turn: Callable[[], None] | None = None,
+    looks: int = 1,
+) -> dict[str, Times]:  # fmt: skip
     """µs of each launch at the host's quickest pace."""
     if not calls:
         return {}
@@ -115,19 +120,20 @@ def _launches(
     was_on = gc.isenabled()
     gc.disable()
     try:
-        with quick_core():
-            before = pacer()
-            for number in range(_TURNS):
-                if each_turn is not None:
-                    each_turn()
-                turn = {}
-                for name in _order(list(calls), number):
-                    calls[name]()
-                    turn[name] = clock(calls[name], _QUEUED)
-                after = pacer()
-                for name, us in turn.items():
-                    found[name].append(us * 2.0 / (before + after))
-                before = after
+        for look in range(looks):
+            with quick_core():
+                before = pacer()
+                for number in range(look * _TURNS, (look + 1) * _TURNS):
+                    if each_turn is not None:
+                        each_turn()
+                    turn = {}
+                    for name in _order(list(calls), number):
+                        calls[name]()
+                        turn[name] = clock(calls[name], _QUEUED)
+                    after = pacer()
+                    for name, us in turn.items():
+                        found[name].append(us * 2.0 / (before + after))
+                    before = after
     finally:
         if was_on:
             gc.enable()
