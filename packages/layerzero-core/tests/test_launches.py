@@ -114,7 +114,7 @@ def test_of_launches_that_another_process_would_order_otherwise_the_device_decid
     times = {name: Times(us, us, us, 0.0, 36) for name, us in done.items()}
     found = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0, same=0.06)
     assert {name: item.median_us for name, item in found.items()} == {
-        "a": 10.0, "c": 10.0, "b": pytest.approx(10.16), "far": 10.8, "device": 10.1,
+        "a": 10.0, "c": 10.0, "b": pytest.approx(10.2), "far": 10.8, "device": 10.1,
     }  # fmt: skip
     assert winner_of(found, 0.0125) == "a"
     raw = with_launches(times, calls, lambda call, count: took[call()], lambda: 1.0)
@@ -129,7 +129,7 @@ def test_unsteady_launches_do_not_undo_what_the_device_decided():
     calls = {name: (lambda name=name: name) for name in done}
     times = {name: Times(us, us, us, 0.0, 36, 0.0004) for name, us in done.items()}
     found = with_launches(times, calls, lambda call, count: next(jitter[call()]), lambda: 1.0, same=0.06)
-    assert found["a"].median_us == pytest.approx(1.016 * found["b"].median_us)
+    assert found["a"].median_us == pytest.approx(1.02 * found["b"].median_us)
     assert found["a"].variance > 0.05  # as it was seen
     assert winner_of(found, NOISE) == "b"
 

@@ -14,7 +14,9 @@ from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
+from layerzero.tuning.launches import with_launches
 from layerzero.tuning.measured import measurements_from, platform_of, versions_of
+from layerzero.tuning.race import Times
 
 pytestmark = pytest.mark.usefixtures("built_in")
 
@@ -59,6 +61,23 @@ def test_the_measured_kernel_wins_over_the_expected_one(db):
     assert decision.winner.measured_us == pytest.approx(20.0, rel=0.01)
     # another bucket was never measured
     assert lz.which("attention", *call(1000)) == FLASH
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_what_the_device_decided_is_still_decided_when_selection_has_weighed_it(db):
+    """Two launches as long as each other; one kernel is done later, and was the steadier one that day."""
+    clock = {FLASH: 5.2, MATH: 5.0}
+    told = with_launches(
+        {name: Times(us, us, us, 0.0, 144, (0.017 * us) ** 2) for name, us in clock.items()},
+        {name: (lambda: None) for name in clock},
+        lambda call, count: 8.0,
+        lambda: 1.0,
+        same=0.06,
+    )
+    spreads = {FLASH: 0.027, MATH: 0.033}
+    rows = [timed(name, item.median_us, spread=spreads[name], samples=144) for name, item in told.items()]
+    db.put([*rows, timed(PLAIN, 73.0)])
+    assert chosen(db).chosen == MATH
 
 
 @pytest.mark.req("R-PDB-05", "R-TUNE-04")

@@ -36,7 +36,7 @@ _LOOKS = 4  # at those that are close
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
 _CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
-_LATER = 0.016  # how far behind the others are written down: out of the noise band, and no further
+_LATER = 0.02  # how far behind the others are written down: out of the noise band, also after selection has weighed it
 
 Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
