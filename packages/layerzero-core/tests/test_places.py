@@ -11,7 +11,7 @@ from layerzero.tuning.bench import _as_steady, _spread
 from layerzero.tuning.clock import Clock
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.places import Places
-from layerzero.tuning.race import Times, race, winner_of
+from layerzero.tuning.race import Times, over_time, race, winner_of
 
 ROWS = torch.zeros(256)  # 1 KiB
 
@@ -126,7 +126,7 @@ def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.Mon
     calls = {"a": takes(380.0, 480.0), "b": takes(400.0, 400.0), "far": takes(900.0, 900.0)}
     first = {name: Times(us, us, us, 0.0, 12, 1.0) for name, us in (("a", 380.0), ("b", 400.0), ("far", 900.0))}
     pauses: list[float] = []
-    monkeypatch.setattr("layerzero.tuning.race.sleep", lambda s: (pauses.append(s), clock.move())[0])
+    monkeypatch.setattr("layerzero.tuning.race._keep_busy", lambda who, s: (pauses.append(s), clock.move())[0])
     found = _spread(first, calls, 0.2)
     assert winner_of(first, 0.015) == "a" and winner_of(found, 0.015) == "b" and found["far"] is first["far"]
     assert len(pauses) == 40 and sum(pauses) == pytest.approx(0.6)
@@ -134,6 +134,25 @@ def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.Mon
     assert found["b"].steady ** 0.5 / found["b"].median_us <= 1.0 / 400.0 + 1e-9
     alone = {"b": first["b"], "far": first["far"]}
     assert _spread(alone, calls, 0.2) is alone and len(pauses) == 40
+
+
+def test_the_machine_is_kept_busy_between_the_rounds() -> None:
+    """By everybody, for as long as the pause is, and untimed: there are as many samples as rounds."""
+    counts = {"a": 0, "b": 0}
+
+    def takes(name: str):
+        def call() -> None:
+            counts[name] += 1
+            end = time.perf_counter_ns() + 20_000
+            while time.perf_counter_ns() < end:
+                pass
+
+        return call
+
+    begin = time.perf_counter()
+    found = over_time({name: takes(name) for name in counts}, 0.2, 4)
+    assert time.perf_counter() - begin >= 0.2
+    assert {item.samples for item in found.times.values()} == {4} and min(counts.values()) > 4 * 300
 
 
 def test_a_kernel_is_as_steady_as_in_the_look_where_it_was_steadier() -> None:

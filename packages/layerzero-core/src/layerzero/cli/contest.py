@@ -33,6 +33,7 @@ from layerzero.tuning.launches import with_launches
 from layerzero.tuning.neutral import neutral
 from layerzero.tuning.race import over_time, race
 from layerzero.tuning.steady import Pace, pace
+from layerzero.tuning.stolen import calmly
 from layerzero.tuning.truth import Gate
 
 __all__ = ["CALL", "Entry", "Outcome", "compete"]
@@ -64,7 +65,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed."""
+    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed, and
+    `stolen` the share of the time on a CPU that its host gave to others."""
 
     name: str
     context: Context
@@ -75,6 +77,7 @@ class Outcome:
     call: Entry = field(default_factory=Entry)
     seconds: float = 0.0
     pace: Pace | None = None
+    stolen: float = 0.0
 
     @property
     def times(self) -> dict[str, float]:
@@ -106,6 +109,7 @@ class Outcome:
             "kernels": {name: item.to_json() for name, item in self.kernels.items()},
             "seconds": round(self.seconds, 2),
             "clock": None if self.pace is None else self.pace.to_json(),
+            "stolen": round(self.stolen, 4),
         }
 
 
@@ -151,12 +155,13 @@ def compete(
         same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
         before = pace()
         racing = {item: run for item, run in calls.items() if item not in same}
-        timed, spent = _timed(racing, entries, place, mode, seconds, least, spread)
+        clocked = functools.partial(_timed, racing, entries, place, mode, seconds, least, spread)
+        (timed, spent), stolen = calmly(clocked) if place.startswith("cpu") else (clocked(), 0.0)
         timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
         speed = Pace(before, pace())
     return Outcome(
         name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},
-        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed,
+        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed, stolen,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.cli.words import complete_device
 
 if TYPE_CHECKING:
-    from layerzero.tuning.sitting import Progress, Tuned
+    from layerzero.tuning.sitting import Outcome, Progress, Tuned
 
 __all__ = ["add", "source_of"]
 
@@ -156,6 +156,8 @@ def _blocks(found: Tuned, drift: bool) -> list[Block]:
     if timed:
         rows = [_row(item.name, item.trial) for item in timed]
         blocks.append(Table(("call", "fastest", "µs", "next", "refused"), rows, indent=2, right=frozenset({2})))
+    if line := _stolen(timed):
+        blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
         blocks.append(Line(f"{name}: {why}", STYLES["warn"], indent=2, hang=2))
     if found.left:
@@ -163,6 +165,22 @@ def _blocks(found: Tuned, drift: bool) -> list[Block]:
             Line(f"{len(found.left)} calls are left: the budget is spent; run it again", STYLES["warn"], indent=2)
         )
     return blocks
+
+
+def _stolen(timed: Sequence[Outcome]) -> str:
+    """Which calls were timed while the host of this machine served others; empty where none was."""
+    from layerzero.tuning.stolen import LIMIT
+
+    found = {item.name: item.trial.stolen for item in timed if item.trial is not None and item.trial.stolen > LIMIT}
+    if not found:
+        return ""
+    names = sorted(found, key=lambda name: -found[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    most = f"up to {max(found.values()):.0%} of the time"
+    return (
+        f"{len(names)} of {len(timed)} calls were timed while the host gave {most} to others: "
+        f"{', '.join(names[:3])}{more}; tune again when it is quiet"
+    )
 
 
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import sleep
 from typing import Any
 
 import torch
@@ -121,14 +120,19 @@ def race(
 
 def over_time(contestants: Mapping[str, Callable[[], Any]], seconds: float, looks: int = LOOKS) -> Race:
     """A race on a CPU whose rounds are spread over some seconds; a few rounds in a row, where calls are longer than the
-    pauses between them would be."""
+    pauses between them would be.
+
+    Between the rounds the contestants run untimed: a virtual machine that sleeps has to wait for its cores afterwards,
+    for each of them by itself, and who needs them all seems slow.
+    """
     pause, begin = seconds / looks, time.perf_counter()
     for call in contestants.values():
         call()
     if time.perf_counter() - begin > pause * len(contestants):
         looks, pause = min(looks, _FEW_LOOKS), 0.0
     return race(
-        contestants, rounds=looks, clock=cpu_clock, warmup=1, settle=True, each_round=lambda: sleep(pause)
+        contestants, rounds=looks, clock=cpu_clock, warmup=1, settle=True,
+        each_round=lambda: _keep_busy(contestants, pause),
     )  # fmt: skip
 
 
@@ -226,6 +230,14 @@ def _percentile(ordered: list[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _keep_busy(contestants: Mapping[str, Callable[[], Any]], seconds: float) -> None:
+    """Everybody in turn, untimed, for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for call in contestants.values():
+            call()
 
 
 def _settle(call: Callable[[], Any]) -> None:

@@ -17,13 +17,14 @@ from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.selection.world import World
 from layerzero.tuning.measured import REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.race import Times
+from layerzero.tuning.stolen import LIMIT
 from layerzero.tuning.truth import Verdict
 
 __all__ = ["refused_row", "row", "surroundings"]
 
 
 def row(
-    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float
+    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float, stolen: float = 0.0
 ) -> Measurement | None:
     """What was measured of one kernel; None where its version is not known."""
     versions = versions_of(world.registry, kernel_id)
@@ -33,7 +34,7 @@ def row(
         op=ctx.op, bucket=bucket_of(ctx, spec.elastic), kernel_id=kernel_id, kernel_version=versions[0],
         backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
         p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
-        mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=surroundings(ctx),
+        mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=surroundings(ctx, stolen),
         measured_at=time.time(),
     )  # fmt: skip
 
@@ -48,15 +49,16 @@ def refused_row(
     return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
 
 
-def surroundings(ctx: Context) -> Surroundings:
-    """How the machine is while measuring, as far as it says."""
+def surroundings(ctx: Context, stolen: float = 0.0) -> Surroundings:
+    """How the machine is while measuring, as far as it says; `stolen` is the share of time its host gave to others."""
     if ctx.device.device_type != "cuda":
         from layerzero.device.memory import available_host_bytes
 
         free, load = available_host_bytes(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
         used = None if free is None or not total else min(1.0, max(0.0, 1.0 - free / total))
-        return Surroundings(None, None, used, None if load is None else load > 1.5 * (os.cpu_count() or 1))
+        busy = None if load is None else load > 1.5 * (os.cpu_count() or 1)
+        return Surroundings(None, None, used, True if stolen > LIMIT else busy)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return Surroundings(
         _asked(torch.cuda.temperature), _asked(torch.cuda.power_draw, 1e-3), 1.0 - free_bytes / total_bytes, None

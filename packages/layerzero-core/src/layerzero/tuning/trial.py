@@ -30,6 +30,7 @@ from layerzero.tuning.measured import NOISE
 from layerzero.tuning.neutral import neutral
 from layerzero.tuning.race import Times, winner_of
 from layerzero.tuning.rows import refused_row, row
+from layerzero.tuning.stolen import calmly
 
 __all__ = ["Trial", "trial"]
 
@@ -41,6 +42,7 @@ class Trial:
     context  the call as dispatch sees it, on the tensors that were timed
     times    µs by kernel id, `errors` their largest deviation from the reference
     refused  kernels that were not timed, with the reason: wrong, raised, or could not be imported
+    stolen   share of the time on a CPU that its host gave to others meanwhile, after up to three tries
     """
 
     context: Context
@@ -51,6 +53,7 @@ class Trial:
     clear: bool
     seconds: float
     rows: tuple[Measurement, ...] = field(default=(), repr=False)
+    stolen: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
@@ -61,6 +64,7 @@ class Trial:
             "winner": self.winner,
             "clear": self.clear,
             "seconds": round(self.seconds, 3),
+            "stolen": round(self.stolen, 4),
             "kernels": {
                 name: {
                     "median_us": round(found.median_us, 3), "p95_us": round(found.p95_us, 3),
@@ -107,14 +111,18 @@ def trial(
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
         bench = Bench(spec, ctx, call, calm)
         bench.admit(only)
-        times, clear = bench.timed(seconds, least, noise)
+        (times, clear), stolen = (
+            calmly(lambda: bench.timed(seconds, least, noise))
+            if ctx.device.device_type == "cpu"
+            else (bench.timed(seconds, least, noise), 0.0)
+        )
     winner = winner_of(times, noise)
-    made = [row(here, spec, ctx, name, found, bench.errors[name]) for name, found in times.items()]
+    made = [row(here, spec, ctx, name, found, bench.errors[name], stolen) for name, found in times.items()]
     wrong = [refused_row(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
     return Trial(
         ctx, times, {name: bench.errors[name] for name in times}, refused, winner, clear, time.monotonic() - begin,
-        tuple(item for item in (*made, *wrong) if item is not None),
+        tuple(item for item in (*made, *wrong) if item is not None), stolen,
     )  # fmt: skip
 
 
