@@ -136,6 +136,32 @@ def test_how_a_shared_machine_is_most_of_the_time_counts(monkeypatch: pytest.Mon
     assert _spread(alone, calls, 0.2) is alone and len(pauses) == 40
 
 
+@pytest.mark.req("R-TUNE-03")
+def test_a_fastest_kernel_that_was_unsteady_races_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`a` is a quarter ahead and was disturbed: with those two of its spreads behind it is timed again, steady now."""
+
+    def takes(us: float):
+        def call() -> None:
+            end = time.perf_counter_ns() + us * 1e3
+            while time.perf_counter_ns() < end:
+                pass
+
+        return call
+
+    calls = {"a": takes(287.0), "b": takes(370.0), "c": takes(600.0)}
+    monkeypatch.setattr("layerzero.tuning.race._keep_busy", lambda who, seconds: None)
+
+    def first(spread: float) -> dict[str, Times]:
+        return {"a": Times(287.0, 500.0, 500.0, 0.0, 12, (spread * 287.0) ** 2), "b": Times(370.0, 370.0, 370.0, 0.0, 12),
+                "c": Times(600.0, 600.0, 600.0, 0.0, 12)}  # fmt: skip
+
+    rough, calm = first(0.19), first(0.05)
+    found = _spread(rough, calls, 0.2)
+    assert found["a"].samples == found["b"].samples == 40 and found["c"] is rough["c"]
+    assert found["a"].steady < rough["a"].steady / 4
+    assert _spread(calm, calls, 0.2) is calm
+
+
 def test_the_machine_is_kept_busy_between_the_rounds() -> None:
     """By everybody, for as long as the pause is, and untimed: there are as many samples as rounds."""
     counts = {"a": 0, "b": 0}

@@ -7,6 +7,7 @@ of the bucket, since one time speaks for all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = ["Bench"]
 
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
+_UNSTEADY = 0.10  # a fastest kernel that spreads wider is not yet told from those two spreads further behind
 _SPREAD = 3.0  # times the seconds of a call, for such a race
 
 
@@ -210,7 +212,7 @@ def _final(
     noise: float,
 ) -> Mapping[str, Times]:  # fmt: skip
     """With their launches; those who are close raced once more among themselves, as often in every place."""
-    told = with_launches(times, calls, same=SAME, each_turn=places.move, looks=0)
+    told = with_launches(times, calls, same=SAME, each_turn=places.move)
     near = tied(told)
     if len(near) < 2 or len(places) == 1:
         return told
@@ -226,8 +228,12 @@ def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], 
 
     A machine that is shared runs fast for a second and slow for the next, and not all kernels become slower by as much:
     of two that are near each other one may be ahead now and the other later. What counts is how it is most of the time.
+    A fastest kernel that was unsteady races again with those further behind: selection believes a wide spread less, and
+    the one that was steadier that day would be chosen for it.
     """
-    near = tied(times, _CLOSE_ON_A_CPU)
+    best = min(times.values(), key=lambda item: item.median_us)
+    spread = math.sqrt(best.steady) / best.median_us
+    near = tied(times, _CLOSE_ON_A_CPU + (2.0 * spread if spread > _UNSTEADY else 0.0))
     pause_us = 1e6 * _SPREAD * seconds / LOOKS
     if len(near) < 2 or max(times[name].median_us for name in near) > pause_us:  # long calls last through its moods
         return times

@@ -65,20 +65,18 @@ def with_launches(
     *,
     same: float = 0.0,
     each_turn: Callable[[], None] | None = None,
-    looks: int = _LOOKS,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. `each_turn` is called before every turn, untimed. Without `looks` those that are close
-    are not timed again.
+    do not depend on the process. `each_turn` is called before every turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
     close = _close(launches)
-    if looks and len(close) > 1:
-        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, looks)
+    if len(close) > 1:
+        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, _LOOKS)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
