@@ -152,8 +152,8 @@ def test_a_fastest_kernel_that_was_unsteady_races_again(monkeypatch: pytest.Monk
     monkeypatch.setattr("layerzero.tuning.race._keep_busy", lambda who, seconds: None)
 
     def first(spread: float) -> dict[str, Times]:
-        return {"a": Times(287.0, 500.0, 500.0, 0.0, 12, (spread * 287.0) ** 2), "b": Times(370.0, 370.0, 370.0, 0.0, 12),
-                "c": Times(600.0, 600.0, 600.0, 0.0, 12)}  # fmt: skip
+        others = {name: Times(us, us, us, 0.0, 12) for name, us in (("b", 370.0), ("c", 600.0))}
+        return {"a": Times(287.0, 500.0, 500.0, 0.0, 12, (spread * 287.0) ** 2), **others}
 
     rough, calm = first(0.19), first(0.05)
     found = _spread(rough, calls, 0.2)
