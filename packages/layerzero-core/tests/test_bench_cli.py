@@ -39,9 +39,11 @@ def asked(**more):
 def test_rounds_can_be_spread_over_time(lab, monkeypatch):
     small(lab)
     pauses = []
-    monkeypatch.setattr("layerzero.tuning.race.sleep", pauses.append)
+    monkeypatch.setattr("layerzero.tuning.race._keep_busy", lambda who, seconds: pauses.append((len(who), seconds)))
+    monkeypatch.setattr("layerzero.cli.contest.calmly", lambda run: (run(), 0.125))
     found = compete("norm", asked(), seconds=0.02, spread=4.0)
-    assert pauses == [0.1] * 40 and found.kernels["alpha.rms_norm.x"].samples == 40
+    assert pauses == [(4, 0.1)] * 40  # two kernels, torch and the public call
+    assert found.kernels["alpha.rms_norm.x"].samples == 40 and found.to_json()["stolen"] == 0.125
 
 
 @pytest.mark.req("R-TUNE-03")
