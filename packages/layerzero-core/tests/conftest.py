@@ -50,6 +50,16 @@ def function_path(function: Callable[..., Any]) -> str:
     return f"{_module.__name__}:{name}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_a_quiet_host() -> Iterator[None]:
+    """A host that serves others would lengthen every test that tunes; test_stolen.py shows what is done about it."""
+    from layerzero.tuning import stolen
+
+    before, stolen._PAUSES = stolen._PAUSES, ()
+    yield
+    stolen._PAUSES = before
+
+
 class Lab:
     """Registers recording kernels and remembers who ran: by the instrument, not by any report."""
 

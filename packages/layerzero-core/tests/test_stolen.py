@@ -9,12 +9,15 @@ import torch
 
 import layerzero as lz
 from layerzero.cli.tuning import _stolen
+from layerzero.tuning import stolen
 from layerzero.tuning import trial as trial_module
 from layerzero.tuning.sitting import Outcome
 from layerzero.tuning.stolen import LIMIT, Ticks, calmly, ticks
 from layerzero.tuning.traffic import Recorded
 
 pytestmark = pytest.mark.usefixtures("built_in")
+
+PAUSES = stolen._PAUSES
 
 
 class Machine:
@@ -36,6 +39,12 @@ class Machine:
         return calmly(self.run, self.read, self.waits.append)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """As it is for users; conftest.py takes it away, so that a busy host does not lengthen every test that tunes."""
+    monkeypatch.setattr(stolen, "_PAUSES", PAUSES)
+
+
 @pytest.mark.req("R-TUNE-03")
 def test_what_was_timed_while_the_host_served_others_is_timed_again():
     calm, once, always, little = Machine(0), Machine(30, 1), Machine(30, 11, 20), Machine(4)
@@ -43,6 +52,8 @@ def test_what_was_timed_while_the_host_served_others_is_timed_again():
     assert once.calmly() == ("try 2", 0.0) and len(once.waits) == 1
     assert always.calmly() == ("try 2", 0.11) and always.runs == 3  # the calmest, and no fourth
     assert little.calmly() == ("try 1", 0.0)  # a tick or two in a moment are no share
+    hurried = Machine(30, 1)
+    assert calmly(hurried.run, hurried.read, pytest.fail, patient=False) == ("try 1", 0.3)
 
 
 def test_a_system_that_does_not_count_is_believed_at_once(tmp_path):
@@ -70,7 +81,7 @@ def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
     ctx = lz.select("rms_norm", torch.randn(4, 64), torch.ones(64)).context
 
     def told(share):
-        monkeypatch.setattr(trial_module, "calmly", lambda run: (run(), share))
+        monkeypatch.setattr(trial_module, "calmly", lambda run, patient: (run(), share))
         return trial_module.trial(ctx, seconds=0.02, jit="off")
 
     found = told(0.25)

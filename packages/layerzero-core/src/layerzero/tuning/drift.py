@@ -65,6 +65,7 @@ def drifted(
 ) -> Iterator[Drift]:  # fmt: skip
     """Time the chosen kernel of each measured call again; yield those that have become slower (or faster) by a factor.
 
+    Nobody waits for a quieter moment: it is a look beside a program that serves, and the next one comes.
     With `retune` every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those
     that would have to be compiled first.
     """
@@ -73,7 +74,7 @@ def drifted(
         if found is None:
             continue
         try:
-            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}), jit=jit)
+            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}), jit=jit, patient=False)
         except LayerZeroError as error:
             _log.info("%s cannot be timed again: %s", found.kernel_id, error)
             continue
@@ -82,7 +83,7 @@ def drifted(
             continue
         new = None
         if retune:
-            new = trial(ctx, seconds=max(1.0, seconds), jit=jit)
+            new = trial(ctx, seconds=max(1.0, seconds), jit=jit, patient=False)
             db.put(new.rows)
         yield Drift(ctx, found.kernel_id, found.median_us, now, new)
 
@@ -145,7 +146,7 @@ class Watcher:
             unknown = next((item for item in contexts if item not in self._tried and _row_of(item, db) is None), None)
             if unknown is not None:
                 self._tried.add(unknown)
-                db.put(trial(unknown, seconds=_SECONDS, jit="off").rows)
+                db.put(trial(unknown, seconds=_SECONDS, jit="off", patient=False).rows)
                 state.remeasured()
                 return None
         for drift in drifted([ctx], db, jit="off"):  # a compiler has no place beside a program that serves

@@ -43,10 +43,13 @@ def calmly(
     run: Callable[[], T],
     read: Callable[[], Ticks | None] = ticks,
     wait: Callable[[float], None] = time.sleep,
+    *,
+    patient: bool = True,
 ) -> tuple[T, float]:
-    """What `run` gives, and what share of the time it wanted went to others; up to three tries until that is small."""
+    """What `run` gives, and what share of the time it wanted went to others; up to three tries until that is small, or
+    the first one where nobody is `patient`."""
     kept, share, spent = _try(run, read)
-    for pause in _PAUSES:
+    for pause in _PAUSES if patient else ():
         if share <= LIMIT:
             break
         wait(min(_LONGEST_S, pause * spent))

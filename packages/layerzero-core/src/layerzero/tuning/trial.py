@@ -89,11 +89,13 @@ def trial(
     only: frozenset[str] | None = None,
     jit: str = "block",
     world: World | None = None,
+    patient: bool = True,
 ) -> Trial:
     """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
-    `jit="off"` leaves out kernels that would have to be compiled first.
+    `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
+    served others meanwhile.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -112,7 +114,7 @@ def trial(
         bench = Bench(spec, ctx, call, calm)
         bench.admit(only)
         (times, clear), stolen = (
-            calmly(lambda: bench.timed(seconds, least, noise))
+            calmly(lambda: bench.timed(seconds, least, noise), patient=patient)
             if ctx.device.device_type == "cpu"
             else (bench.timed(seconds, least, noise), 0.0)
         )
