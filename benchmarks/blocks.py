@@ -14,6 +14,8 @@ FlashInfer's and TorchInductor's take too long for that and stay out. Writes JSO
 from __future__ import annotations
 
 import argparse
+import gc
+import random
 import statistics
 import sys
 import time
@@ -34,8 +36,7 @@ from layerzero.dispatch.run import current_world
 from layerzero.plans.blocks import decoder_layer
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import BlockPlan
-from layerzero.plans.blocks_search import Path as Way
-from layerzero.plans.blocks_search import fastest_each
+from layerzero.plans.blocks_search import fastest_each, told
 from layerzero.tuning.clock import Clock, clock_for
 
 
@@ -152,15 +153,13 @@ def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, A
     }  # fmt: skip
 
 
-def told(way: Way) -> list[Any]:
-    """What a path runs."""
-    return [item.kernel_id or item.step for item in way.taken]
-
-
 def rounds_of(
     contestants: dict[str, Callable[[], Tensor]], clock: Clock, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """µs of everyone in each round, the order turned round every time; at least five rounds, then until time is up."""
+    """µs of everyone in each round, in an order drawn anew; at least five rounds, then until time is up.
+
+    Before a sample its contestant is called untimed: the threads that the one before has left spinning are not its own.
+    """
     for call in contestants.values():
         for _ in range(3):
             call()
@@ -168,13 +167,19 @@ def rounds_of(
     shortest = min(min(clock(call, 1) for _ in range(3)) for call in contestants.values())
     batch = max(1, min(50, round(1_000.0 / max(shortest, 1.0))))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
-    begin, order = time.monotonic(), list(contestants)
-    for number in range(rounds):
-        for name in order if number % 2 else order[::-1]:
-            samples[name].append(clock(contestants[name], batch))
-        order = order[1:] + order[:1]
-        if number >= 5 and time.monotonic() - begin > seconds:
-            break
+    begin, order, draw = time.monotonic(), list(contestants), random.Random(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            draw.shuffle(order)
+            for name in order:
+                clock(contestants[name], batch)
+                samples[name].append(clock(contestants[name], batch))
+            if number >= 5 and time.monotonic() - begin > seconds:
+                break
+    finally:
+        gc.enable()
     return samples
 
 

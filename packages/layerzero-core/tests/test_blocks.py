@@ -26,57 +26,9 @@ from layerzero.public import blocks as public_blocks
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
 from layerzero.tuning import launches
+from layerzero.tuning.race import Race, Times
 from tests import own_time
-
-HEADS, KV, WIDTH, HIDDEN, INNER = 4, 2, 16, 64, 96
-
-
-def layer(tokens: int = 6, batch: int = 2, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=draw) * scale).to(dtype)
-
-    angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.1, WIDTH // 2)
-    q, kv = HEADS * WIDTH, KV * WIDTH
-    return {
-        "x": normal(batch, tokens, HIDDEN), "cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype),
-        "ln1": 1 + normal(HIDDEN, scale=0.1), "ln2": 1 + normal(HIDDEN, scale=0.1),
-        "wq": normal(q, HIDDEN, scale=0.1), "wk": normal(kv, HIDDEN, scale=0.1), "wv": normal(kv, HIDDEN, scale=0.1),
-        "wo": normal(HIDDEN, q, scale=0.1), "w_gate": normal(INNER, HIDDEN, scale=0.1),
-        "w_up": normal(INNER, HIDDEN, scale=0.1), "w_down": normal(HIDDEN, INNER, scale=0.1), **changes,
-    }  # fmt: skip
-
-
-def truth(t: dict[str, Tensor]) -> Tensor:
-    """The layer in plain PyTorch, in float64."""
-    t = {name: item.double() for name, item in t.items()}
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-    def heads(x: Tensor, count: int) -> Tensor:
-        return x.unflatten(-1, (count, WIDTH)).transpose(1, 2)
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * t["cos"] - b * t["sin"], b * t["cos"] + a * t["sin"]), -1)
-
-    normed = norm(t["x"], t["ln1"])
-    q, k, v = (normed @ t[name].T + t.get(f"b{name[1]}", 0.0) for name in ("wq", "wk", "wv"))
-    q, k, v = turn(heads(q, HEADS)), turn(heads(k, KV)), heads(v, KV)
-    k, v = (item.repeat_interleave(HEADS // KV, 1) for item in (k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-    stream = t["x"] + mixed @ t["wo"].T
-    normed = norm(stream, t["ln2"])
-    return stream + (F.silu(normed @ t["w_gate"].T) * (normed @ t["w_up"].T)) @ t["w_down"].T
-
-
-def inputs(t: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return t["x"], t["cos"], t["sin"]
-
-
-BLOCK = decoder_layer(HEADS, KV)
+from tests.decoder import BLOCK, HEADS, HIDDEN, INNER, KV, WIDTH, inputs, layer, truth
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +220,10 @@ def test_what_makes_no_sense_is_refused_with_the_name_of_it() -> None:
         Block("b", ("x",), (Step("merge", (Ref("x"),), ("x",)),), ("x",))
     with pytest.raises(InvalidInputError):
         lz.plan_block(BLOCK, {**t, "wq": t["wq"][:, :3]})
+    plan = lz.plan_block(BLOCK, t)
+    for args, named in (((t["x"],), {}), ((*inputs(t), t["x"]), {}), (inputs(t), {"x": t["x"]}), (inputs(t), {"y": 1})):
+        with pytest.raises(InvalidInputError, match="has each of x, cos, sin once"):
+            plan(*args, **named)
     checked = lz.plan_block(BLOCK, t, check=True)
     checked(*inputs(t))
     with pytest.raises(PlanMismatchError, match="input x"):
@@ -312,6 +268,11 @@ def one_by_one(t: dict[str, Tensor]) -> Tensor:
     return stream + lz.linear(F.silu(lz.linear(normed, t["w_gate"])) * lz.linear(normed, t["w_up"]), t["w_down"])
 
 
+def race_of(times: dict[str, float], spread: float = 0.0) -> Race:
+    found = {name: Times(us, us, us, (spread * us) ** 2, 40, (spread * us) ** 2) for name, us in times.items()}
+    return Race(found, min(times, key=lambda name: times[name]), True, 40, 0.1)
+
+
 def dawdling(lab: Any, seconds: float) -> Any:
     """The reference of rms_norm, and then some."""
 
@@ -325,10 +286,7 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
     """Also where other kernels are faster alone: a plan may not fall behind what the caller has without one."""
     own_time.use_own_time(monkeypatch)
     lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
-    original = public_blocks.race
-    monkeypatch.setattr(
-        public_blocks, "race", lambda who, **named: replace(original(who, **{**named, "seconds": 0.1}), clear=False)
-    )
+    monkeypatch.setattr(public_blocks, "race", lambda who, **named: race_of(dict.fromkeys(who, 100.0)))
     t = layer()
     with torch.no_grad():
         plan = lz.plan_block(BLOCK, t, measure=True)
@@ -339,6 +297,42 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
     assert torch.equal(found, wanted)
     assert "lab.rms_norm.preferred" not in [item.kernel_id for item in each.taken]  # it is far slower than the others
     assert "each op keeps its own choice" in plan.explain().note
+
+
+@pytest.mark.req("R-PLAN-01", "R-PLAN-04")
+@pytest.mark.parametrize(
+    ("times", "spread", "taken"),
+    [
+        ({"per_op": 100.0, "each": 99.0, "plan": 98.5}, 0.0, "per_op"),  # inside the noise: nothing is worth a change
+        ({"per_op": 100.0, "each": 90.0, "plan": 89.0}, 0.0, "each"),  # as fast without packing anything
+        ({"per_op": 100.0, "each": 95.0, "plan": 85.0}, 0.0, "plan"),
+        ({"per_op": 100.0, "each": 90.0, "plan": 99.0}, 0.0, "each"),  # sums of single times were no proof
+        ({"per_op": 100.0, "plan": 97.0}, 0.0, "plan"),
+        ({"per_op": 100.0, "plan": 97.0}, 0.2, "per_op"),  # unsteady: nobody knows
+    ],
+)
+def test_the_path_that_was_fastest_in_turns_is_taken(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], spread: float, taken: str
+) -> None:
+    own_time.use_own_time(monkeypatch)
+    lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
+    ran: list[str] = []
+
+    def fixed(who: Any, **named: Any) -> Race:
+        ran.extend(who)
+        return race_of({name: us for name, us in times.items() if name in who}, spread)
+
+    monkeypatch.setattr(public_blocks, "race", fixed)
+    t = layer()
+    with torch.no_grad():
+        plan = lz.plan_block(BLOCK, t, measure=True)
+        found = plan(*inputs(t))
+    assert ran == ["per_op", "each", "plan"]  # the preferred kernel is slow, so the three differ
+    torch.testing.assert_close(found.double(), truth(t), rtol=1e-5, atol=1e-5)
+    fused, preferred = bool(plan.explain().fused), "lab.rms_norm.preferred" in plan.kernels
+    assert (fused, preferred) == {"per_op": (False, True), "each": (False, False), "plan": (True, False)}[taken]
+    assert plan.explain().plan_us == times[taken] and plan.explain().alone_us == 100.0
+    assert ("each op keeps its own choice" in plan.explain().note) == (taken == "per_op")
 
 
 def test_what_was_compiled_for_a_plan_is_bound_as_dispatch_would_bind_it(
@@ -404,10 +398,7 @@ def test_on_a_gpu_a_kernel_with_a_long_launch_is_not_a_cheap_one() -> None:
 def test_on_a_gpu_a_plan_that_does_not_win_gives_what_the_public_functions_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = public_blocks.race
-    monkeypatch.setattr(
-        public_blocks, "race", lambda who, **named: replace(original(who, **{**named, "seconds": 0.1}), clear=False)
-    )
+    monkeypatch.setattr(public_blocks, "race", lambda who, **named: race_of(dict.fromkeys(who, 100.0)))
     t = {name: item.cuda() for name, item in layer(tokens=1, batch=8, dtype=torch.bfloat16).items()}
     with lz.scoped(jit="block", deny=["flashinfer.*", "inductor.*"]), torch.no_grad():
         plan = lz.plan_block(BLOCK, t, measure=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.run import current_world, decide
-from layerzero.errors import BackendNotAvailableError, PlanMismatchError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, PlanMismatchError
 from layerzero.plans.blocks import Block
-from layerzero.plans.blocks_run import runner
+from layerzero.plans.blocks_code import written
+from layerzero.plans.blocks_run import arguments, glue
 from layerzero.plans.blocks_search import Path, Taken
 
 __all__ = ["BlockPlan", "BlockReport", "settled", "signature"]
@@ -127,13 +128,14 @@ class BlockPlan:
         self.block = block
         self.report = report
         self._weights = {name: tensors.get(name) for name in block.weights}
-        self._packs = [item.step for item in report.path.taken if item.step.op == "pack"]
-        self._steps: list[Callable[[dict[str, Any]], None]] = [
-            runner(item.step, item.spec, settled(item)) for item in report.path.taken if item.step.op != "pack"
-        ]
+        taken = report.path.taken
+        self._packs = [item.step for item in taken if item.step.op == "pack"]
+        self._code = written(block, [(item.step, item.spec, settled(item)) for item in taken if item.step.op != "pack"])
         self._sources: list[Tensor] = [tensors[name] for step in self._packs for name in step.reads()]
         self._wanted = _looks(block, tensors) if check else None
+        self._count = len(block.inputs)
         self._seen: list[int] = []
+        self._run: Callable[..., Any]
         self._pack()
 
     @property
@@ -141,20 +143,20 @@ class BlockPlan:
         """Kernels in the order in which they run."""
         return tuple(item.kernel_id for item in self.report.path.taken if item.bound is not None)
 
+    @property
+    def code(self) -> str:
+        """The function that runs, as text."""
+        return self._code.text
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the block; the result alone, or a tuple where the block has several."""
         if self._sources and [_version(item) for item in self._sources] != self._seen:
             self._pack()
-        tensors = dict(self._base)
-        tensors.update(zip(self.block.inputs, inputs, strict=False))
-        if named:
-            tensors.update(named)
+        if named or len(inputs) != self._count:
+            inputs = self._in_order(inputs, named)
         if self._wanted is not None:
-            self._verify(tensors)
-        for step in self._steps:
-            step(tensors)
-        outputs = self.block.outputs
-        return tensors[outputs[0]] if len(outputs) == 1 else tuple(tensors[name] for name in outputs)
+            self._verify(inputs)
+        return self._run(*inputs)
 
     def explain(self) -> BlockReport:
         """Why this path."""
@@ -162,13 +164,28 @@ class BlockPlan:
 
     def _pack(self) -> None:
         self._seen = [_version(item) for item in self._sources]
-        base = dict(self._weights)
+        known = dict(self._weights)
         for step in self._packs:
-            runner(step, None, None)(base)
-        self._base = base
+            known.update(zip(step.outputs, glue(step.op, arguments(step, known)), strict=True))
+        self._run = self._code.bind(known)
 
-    def _verify(self, tensors: Mapping[str, Any]) -> None:
-        found = _looks(self.block, tensors)
+    def _in_order(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Inputs given by name, at their places; one clear error for too many, too few, or a name that is none."""
+        names = self.block.inputs
+        given = dict(zip(names, inputs, strict=False))
+        wrong = [name for name in named if name not in names or name in given]
+        missing = [name for name in names if name not in given and name not in named]
+        if wrong or missing or len(inputs) > len(names):
+            told = ", ".join([f"{len(inputs)} in order", *named])
+            raise InvalidInputError(
+                f"a plan for {self.block.name} has each of {', '.join(names)} once, in order or by name; got {told}",
+                code="VALUE_INVALID", value=told, limit=", ".join(names),
+            )  # fmt: skip
+        given.update(named)
+        return tuple(given[name] for name in names)
+
+    def _verify(self, inputs: Sequence[Any]) -> None:
+        found = _looks(self.block, dict(zip(self.block.inputs, inputs, strict=True)))
         if found != self._wanted:
             assert self._wanted is not None
             wrong = next(name for name in self.block.inputs if found[name] != self._wanted[name])

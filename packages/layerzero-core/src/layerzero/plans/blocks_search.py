@@ -26,7 +26,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World
 
-__all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search"]
+__all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
 
 _CANDIDATES = 4  # kernels tried for a step, the best of the ranking
 
@@ -90,6 +90,11 @@ class Path:
     def taken(self) -> tuple[Taken, ...]:
         """All steps in order."""
         return tuple(item for edge in self.edges for item in edge.taken)
+
+
+def told(path: Path) -> list[Any]:
+    """What a path runs: kernels, and steps without one."""
+    return [(item.kernel_id, item.step) for item in path.taken]
 
 
 @dataclass(frozen=True)

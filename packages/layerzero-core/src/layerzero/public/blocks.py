@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +13,19 @@ from layerzero.errors import InvalidInputError
 from layerzero.plans.blocks import Block
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import BlockPlan, BlockReport, signature
-from layerzero.plans.blocks_search import Path, per_op, search
+from layerzero.plans.blocks_search import Path, fastest_each, per_op, search, told
 from layerzero.selection.world import World
-from layerzero.tuning.race import race
+from layerzero.tuning.clock import Clock, clock_for
+from layerzero.tuning.noise import alike
+from layerzero.tuning.race import Times, race
 
 __all__ = ["plan_block"]
 
-# A plan has to win a direct comparison clearly (three quarters of its samples faster than three quarters of the
-# others') and by this much; else it is not worth its packed weights.
-_MARGIN = 0.98
+# Another path than that of the public functions has to be faster by more than this, and by more than the spread of the
+# times; else it is not worth its packed weights.
+_NOISE = 0.02
+_RACE_US = 2e6
+_FEWEST, _MOST = 12, 120  # rounds, by how long a call takes
 
 
 def plan_block(block: Block, tensors: Mapping[str, Any], *, measure: bool = False, check: bool = False) -> BlockPlan:
@@ -34,7 +39,8 @@ def plan_block(block: Block, tensors: Mapping[str, Any], *, measure: bool = Fals
     The path through the block is the cheapest over kernels, fused ops, packed projections and layouts, the transforms
     between them counted. Times come from the performance database where it has them; else they are estimated, or with
     `measure=True` taken here, every kernel checked against the reference first, and the plan itself is raced against
-    choosing for each op alone and dropped where it does not win. Plans are cached by block and tensors until anything
+    choosing for each op alone and dropped where it does not win. `print(plan.code)` shows the function that runs: one
+    line a step. Plans are cached by block and tensors until anything
     changes that selection depends on. `check=True` verifies the inputs of each call.
     """
     if not isinstance(block, Block):
@@ -57,20 +63,45 @@ def _planned(block: Block, tensors: Mapping[str, Any], world: World, measure: bo
     best = search(block, tensors, world, meter)
     if not measure:
         return BlockReport(block, best, alone, measured=False)
-    return _raced(block, tensors, best, alone)
+    return _raced(block, tensors, best, fastest_each(block, tensors, world, meter), alone)
 
 
-def _raced(block: Block, tensors: Mapping[str, Any], best: Path, alone: Path) -> BlockReport:
-    """The plan against op by op, in turns, on the real tensors: sums of single times are no proof."""
+def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alone: Path) -> BlockReport:
+    """The cheapest path, the cheapest without rewrites and op by op, in turns, on the real tensors: sums of single
+    times are no proof."""
     inputs = [tensors.get(name) for name in block.inputs]
-    first = BlockPlan(block, tensors, BlockReport(block, best, alone, measured=True))
-    second = BlockPlan(block, tensors, BlockReport(block, alone, alone, measured=True))
+    ways = {"per_op": alone, "each": Path(each.edges, best.considered), "plan": best}
+    plans = {
+        name: BlockPlan(block, tensors, BlockReport(block, way, alone, measured=True))
+        for name, way in ways.items()
+        if name == "per_op" or told(way) != told(alone)
+    }
     device = next(item.device for item in tensors.values() if isinstance(item, torch.Tensor))
+    contestants = {name: functools.partial(plan, *inputs) for name, plan in plans.items()}
     with torch.no_grad():
-        run = race({"plan": lambda: first(*inputs), "per_op": lambda: second(*inputs)}, device=device, seconds=2.0)
-    plan_us, alone_us = run.times["plan"].median_us, run.times["per_op"].median_us
-    if run.clear and plan_us <= _MARGIN * alone_us:
-        return BlockReport(block, best, alone, True, plan_us, alone_us)
-    kept = Path(alone.edges, best.considered)
-    note = f"the joint path took {plan_us:.1f} µs, op by op {alone_us:.1f} µs: each op keeps its own choice"
-    return BlockReport(block, kept, alone, True, alone_us, alone_us, note)
+        run = race(contestants, device=device, settle=True, rounds=_rounds(contestants.values(), clock_for(device)))
+    alone_us = run.times["per_op"].median_us
+    chosen = _ahead(run.times)
+    if chosen != "per_op":
+        return BlockReport(block, ways[chosen], alone, True, run.times[chosen].median_us, alone_us)
+    others = {name: item.median_us for name, item in run.times.items() if name != "per_op"}
+    took = f"the joint path took {others.get('plan', min(others.values())):.1f} µs, " if others else ""
+    note = f"{took}op by op {alone_us:.1f} µs: each op keeps its own choice"
+    return BlockReport(block, Path(alone.edges, best.considered), alone, True, alone_us, alone_us, note)
+
+
+def _ahead(times: Mapping[str, Times]) -> str:
+    """Whose path is taken: one that is clearly behind none of the others, the plainest of these."""
+    best = min(times.values(), key=lambda item: item.median_us)
+    for name, item in times.items():  # the plainest first
+        if alike(best.median_us, best.error_us, item.median_us, item.error_us, _NOISE):
+            return name
+    raise AssertionError("the fastest is like itself")
+
+
+def _rounds(calls: Collection[Callable[[], Any]], clock: Clock) -> int:
+    """As many as there is time for, once everybody has been called."""
+    for call in calls:
+        call()
+    spent = sum(clock(call, 1) for call in calls)
+    return max(_FEWEST, min(_MOST, int(_RACE_US / max(spent, 1.0))))

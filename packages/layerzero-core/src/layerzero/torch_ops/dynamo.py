@@ -19,7 +19,7 @@ __all__ = ["register"]
 # selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
 # `dispatch` only what adapts the inputs of a kernel that is written out.
 _SKIPPED = ("ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry", "registry",
-            "device")  # fmt: skip
+            "device", "plans")  # fmt: skip
 _TRACED = ("adapt",)
 
 
@@ -44,6 +44,7 @@ def register() -> None:
         for item in vars(importlib.import_module(module)).values():
             if isinstance(item, FunctionType):
                 _run_natively(item.__code__)
+    _run_natively(importlib.import_module("layerzero.plans.blocks_plan").BlockPlan.__call__.__code__)
 
 
 def _run_natively(code: CodeType) -> None:

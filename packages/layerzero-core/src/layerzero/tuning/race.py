@@ -178,6 +178,7 @@ def _race(
             gc.enable()
     if rounds is not None:
         samples = evened(samples)
+        clear = _clear(samples, {name: statistics.median(found) for name, found in samples.items()}, noise)
     times = {name: Times.of(found) for name, found in samples.items()}
     return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
 
