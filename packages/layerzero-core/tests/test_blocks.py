@@ -21,7 +21,7 @@ from layerzero.plans import blocks_cost, jit_cache
 from layerzero.plans.blocks import Block, Ref, Step, attention_input, attention_output, decoder_layer
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import settled
-from layerzero.plans.blocks_search import fastest_each
+from layerzero.plans.blocks_search import fastest_each, search
 from layerzero.public import blocks as public_blocks
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
@@ -113,6 +113,20 @@ def test_the_total_counts_and_not_each_op_alone(lab: Any) -> None:
     joint = [item.kernel_id for item in report.path.taken]
     assert "fast.rope.scattered" in alone and "tidy.rope.plain" in joint
     assert report.transforms == 0 and report.path.us < report.alone.us
+
+
+@pytest.mark.req("R-PLAN-01")
+def test_views_with_the_heads_first_are_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel gains anything by another layout, its views are work for nothing."""
+    monkeypatch.setattr(blocks_cost, "clock_for", lambda device: lambda call, count: 5.0)  # whatever is timed
+    t = layer()
+    world = state.world
+    with torch.no_grad():
+        path = search(BLOCK, t, world, Meter(world, measure=True))
+    ways = [edge for edge in path.considered if edge.rule == "heads first, as views"]
+    assert {edge.taken[0].step.op for edge in ways} == {"rope", "attention"}
+    assert all(edge.us == 15.0 for edge in ways)  # the kernel, the views of its inputs, those of its results
+    assert not any("heads first" in edge.rule for edge in path.edges)
 
 
 @pytest.mark.req("R-PLAN-02")

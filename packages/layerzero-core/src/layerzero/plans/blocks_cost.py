@@ -32,7 +32,7 @@ _PRODUCTS_PER_US = {Platform.CPU: 30_000.0}
 _PRODUCTS_PER_US_GPU = 200_000_000.0
 _CALL_US = {Platform.CPU: 8.0}
 _CALL_US_GPU = 6.0
-_VIEWS = frozenset({"heads", "split"})
+_VIEWS = frozenset({"heads", "split", "turn", "turn back"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ what the next one would have to transform is part of its price.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ def _ways(
     decision = decide(spec, ctx, world)
     if not decision.chosen:
         raise refuse(decision)
-    copies = meter.glue("add", lambda: arguments(step, tensors), args) if step.layout == "BHSD copied" else None
+    turns = _turning(step, tensors, meter)
     found, failures = 0, []
     for kernel_id in decision.ranking:
         if found == candidates:
@@ -204,10 +204,22 @@ def _ways(
         if known is None:
             continue
         found += 1
-        cost = known if copies is None else Cost(known.us + copies.us, known.source)
-        yield Taken(step, cost, spec, bound), outs
+        yield Taken(step, Cost(known.us + turns, known.source), spec, bound), outs
     if not found:
         raise KernelExecutionError(f"{step.op}: no candidate could run; " + "; ".join(failures), code="KERNEL_RAISED")
+
+
+def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
+    """What it takes to look at tensors, or to copy them, with the heads first: five views are as long as a launch."""
+    if step.layout in (None, "BSHD"):
+        return 0.0
+    count = 3 if step.op == "attention" else 2
+    plain = replace(step, args=step.args[:count])
+    given = arguments(replace(plain, layout=None), tensors)
+    op = "turn" if step.layout == "BHSD" else "add"  # a copy is estimated as what moves as much
+    turned = meter.glue(op, lambda: arguments(plain, tensors), given)
+    back = meter.glue("turn back", lambda: results(step, given[: len(step.outputs)]), given[: len(step.outputs)])
+    return turned.us + back.us
 
 
 def _trained(item: Any) -> Any:
