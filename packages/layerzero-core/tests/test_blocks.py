@@ -19,7 +19,7 @@ from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.enums import Layout
 from layerzero.plans import blocks_cost, jit_cache
 from layerzero.plans.blocks import Block, Ref, Step, attention_input, attention_output, decoder_layer
-from layerzero.plans.blocks_cost import Meter
+from layerzero.plans.blocks_cost import Cost, Meter
 from layerzero.plans.blocks_plan import settled
 from layerzero.plans.blocks_search import fastest_each, search
 from layerzero.public import blocks as public_blocks
@@ -113,6 +113,22 @@ def test_the_total_counts_and_not_each_op_alone(lab: Any) -> None:
     joint = [item.kernel_id for item in report.path.taken]
     assert "fast.rope.scattered" in alone and "tidy.rope.plain" in joint
     assert report.transforms == 0 and report.path.us < report.alone.us
+
+
+@pytest.mark.req("R-PLAN-01")
+def test_kernels_of_a_step_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, a machine that slows down in between would make the first the fastest."""
+    timed: list[str] = []
+
+    def slowing(call: Any, count: int) -> float:
+        name = call()
+        timed.append(name)
+        pace = 1.0 if len(timed) < 7 else 10.0
+        return pace * {"first": 5.0, "second": 4.0}[name]
+
+    monkeypatch.setattr(blocks_cost, "clock_for", lambda device: slowing)
+    found = Meter(state.world, measure=True)._times([lambda x: "first", lambda x: "second"], (torch.empty(4),))
+    assert timed == ["first", "second"] * 6 and found == [5.0, 4.0]
 
 
 @pytest.mark.req("R-PLAN-01")
@@ -328,8 +344,13 @@ def test_a_plan_that_does_not_win_runs_the_kernels_of_the_public_functions(
 def test_the_path_that_was_fastest_in_turns_is_taken(
     lab: Any, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], spread: float, taken: str
 ) -> None:
-    own_time.use_own_time(monkeypatch)
-    lab.use(lab.kernel("lab.rms_norm.preferred", dawdling(lab, 2e-4), priority=99.0))
+    lab.use(lab.kernel("lab.rms_norm.preferred", priority=99.0))
+    prices = {"lab.rms_norm.preferred": 90.0, "torch.mlp.native": 20.0}
+    monkeypatch.setattr(
+        Meter,
+        "kernels",
+        lambda self, who, ctx, args: [Cost(prices.get(item.kernel.kernel_id, 50.0), "measured") for item in who],
+    )
     ran: list[str] = []
 
     def fixed(who: Any, **named: Any) -> Race:
@@ -341,7 +362,7 @@ def test_the_path_that_was_fastest_in_turns_is_taken(
     with torch.no_grad():
         plan = lz.plan_block(BLOCK, t, measure=True)
         found = plan(*inputs(t))
-    assert ran == ["per_op", "each", "plan"]  # the preferred kernel is slow, so the three differ
+    assert ran == ["per_op", "each", "plan"]  # the preferred kernel has a high price, so the three differ
     torch.testing.assert_close(found.double(), truth(t), rtol=1e-5, atol=1e-5)
     fused, preferred = bool(plan.explain().fused), "lab.rms_norm.preferred" in plan.kernels
     assert (fused, preferred) == {"per_op": (False, True), "each": (False, False), "plan": (True, False)}[taken]
@@ -379,8 +400,8 @@ def test_on_a_gpu_a_step_costs_its_launch_where_that_takes_longer(monkeypatch: p
     meter = Meter(state.world, measure=True)
     for launch, price in ((90.0, 90.0), (3.0, 5.0)):
         monkeypatch.setattr(launches, "launch_clock", lambda call, count, launch=launch: launch)
-        assert meter._time(lambda x: None, (there,)) == price
-        assert meter._time(lambda x: None, (torch.empty(4),)) == 5.0  # a CPU does its work in the call
+        assert meter._times([lambda x: None], (there,)) == [price]
+        assert meter._times([lambda x: None], (torch.empty(4),)) == [5.0]  # a CPU does its work in the call
 
 
 @pytest.mark.gpu
@@ -403,8 +424,8 @@ def test_on_a_gpu_a_kernel_with_a_long_launch_is_not_a_cheap_one() -> None:
         return item + 1
 
     meter = Meter(state.world, measure=True)
-    plain = meter._time(lambda item: item + 1, (x,))
-    assert meter._time(late, (x,)) > 2.0 * plain
+    plain, waiting = meter._times([lambda item: item + 1, late], (x,))
+    assert waiting > 2.0 * plain
 
 
 @pytest.mark.gpu

@@ -8,7 +8,9 @@ to launch is not a fast one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from layerzero.selection.world import World
 from layerzero.tuning.clock import clock_for
 from layerzero.tuning.launches import with_launch
 
-__all__ = ["Cost", "Meter"]
+__all__ = ["Candidate", "Cost", "Meter"]
 
 _BYTES_PER_US = {Platform.CPU: 8_000.0}
 _BYTES_PER_US_GPU = 2_000_000.0
@@ -32,6 +34,7 @@ _PRODUCTS_PER_US = {Platform.CPU: 30_000.0}
 _PRODUCTS_PER_US_GPU = 200_000_000.0
 _CALL_US = {Platform.CPU: 8.0}
 _CALL_US_GPU = 6.0
+_TURNS = 5
 _VIEWS = frozenset({"heads", "split", "turn", "turn back"})
 
 
@@ -43,28 +46,58 @@ class Cost:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel that may run a step: how, and what adapting its inputs takes."""
+
+    kernel: KernelSpec
+    run: Callable[..., Any]
+    transforms_us: float
+
+
 class Meter:
     """Costs of steps; with `measure` every kernel is checked against the reference and timed once for each shape."""
 
     def __init__(self, world: World, *, measure: bool) -> None:
         self.world = world
         self.measure = measure
-        self._known: dict[Any, Cost | None] = {}
+        self._known: dict[Any, Cost] = {}
+        self._right: dict[Any, bool] = {}
 
-    def kernel(
-        self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...], transforms_us: float
-    ) -> Cost | None:
-        """The price of one kernel for one call; None for one that gives wrong results."""
-        stored = self.world.measurements.lookup(kernel.kernel_id, ctx)
-        if stored is not None:
-            return Cost(stored + transforms_us, "perfdb")
-        if not self.measure:
-            return Cost(self._estimate(kernel, ctx, args) + transforms_us, "estimated")
-        key = (kernel.kernel_id, ctx, tuple((t.shape, t.stride()) for t in tensors_of(args)))
-        if key not in self._known:
-            right = self._right(kernel, ctx, run, args)
-            self._known[key] = Cost(self._time(run, args), "measured") if right else None
-        return self._known[key]
+    def kernels(self, candidates: Sequence[Candidate], ctx: Context, args: tuple[Any, ...]) -> list[Cost]:
+        """The price of each kernel for one call.
+
+        What has to be timed is timed in turns: a machine that slows down for a second does so for all of them.
+        """
+        keys = [_key(item.kernel, ctx, args) for item in candidates]
+        stored = [self.world.measurements.lookup(item.kernel.kernel_id, ctx) for item in candidates]
+        if self.measure:
+            news = [
+                (key, item.run)
+                for key, item, us in zip(keys, candidates, stored, strict=True)
+                if us is None and key not in self._known
+            ]
+            times = self._times([run for _, run in news], args)
+            self._known.update((key, Cost(us, "measured")) for (key, _), us in zip(news, times, strict=True))
+        found: list[Cost] = []
+        for key, item, us in zip(keys, candidates, stored, strict=True):
+            if us is not None:
+                found.append(Cost(us + item.transforms_us, "perfdb"))
+            elif self.measure:
+                found.append(self._known[key])
+            else:
+                found.append(Cost(self._estimate(item.kernel, ctx, args) + item.transforms_us, "estimated"))
+        return found
+
+    def right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether a kernel may be timed: with `measure`, one that the database does not know has to agree with the
+        reference on these very tensors."""
+        if not self.measure or self.world.measurements.lookup(kernel.kernel_id, ctx) is not None:
+            return True
+        key = _key(kernel, ctx, args)
+        if key not in self._right:
+            self._right[key] = self._agrees(kernel, ctx, run, args)
+        return self._right[key]
 
     def glue(self, op: str, run: Callable[[], Any], args: tuple[Any, ...]) -> Cost:
         """The price of a step without a kernel."""
@@ -74,29 +107,30 @@ class Meter:
             looks = tuple((t.shape, t.stride(), t.dtype) for t in tensors)
             key = (op, looks, tuple(item for item in args if isinstance(item, (int, str))))
             if key not in self._known:
-                self._known[key] = Cost(self._time(lambda *_: run(), args), "measured")
-            found = self._known[key]
-            assert found is not None
-            return found
+                self._known[key] = Cost(self._times([lambda *_: run()], args)[0], "measured")
+            return self._known[key]
         platform = Platform.CPU if device == "cpu" else Platform.CUDA
         moved = 0 if op in _VIEWS else 3 * max((t.nbytes for t in tensors), default=0)
         call = 1.0 if op in _VIEWS else _CALL_US.get(platform, _CALL_US_GPU)
         return Cost(call + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU), "estimated")
 
-    def _time(self, run: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    def _times(self, runs: Sequence[Callable[..., Any]], args: tuple[Any, ...]) -> list[float]:
         tensors = tensors_of(args)
         device = tensors[0].device if tensors else torch.device("cpu")
         clock = clock_for(device)
+        calls = [functools.partial(run, *args) for run in runs]
         with torch.no_grad():
-            first = clock(lambda: run(*args), 1)
-            count = max(1, min(50, int(300.0 / max(first, 0.1))))
-            us = min(clock(lambda: run(*args), count) for _ in range(5))
+            counts = [max(1, min(50, int(300.0 / max(clock(call, 1), 0.1)))) for call in calls]
+            best = [math.inf] * len(calls)
+            for _ in range(_TURNS):
+                for place, call in enumerate(calls):
+                    best[place] = min(best[place], clock(call, counts[place]))
             if device.type == "cuda":
-                us = with_launch(us, lambda: run(*args))
-        return us
+                best = [with_launch(us, call) for us, call in zip(best, calls, strict=True)]
+        return best
 
-    def _right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether a kernel agrees with the reference on these very tensors: no kernel wins before it is right."""
+    def _agrees(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """No kernel wins before it is right."""
         spec = self.world.ops[ctx.op]
         if kernel.kernel_id == spec.fallback_id or spec.fallback_impl is None or ctx.quant_format is not None:
             return True
@@ -125,6 +159,10 @@ class Meter:
         us += products / _PRODUCTS_PER_US.get(platform, _PRODUCTS_PER_US_GPU)
         # Authors' priorities order kernels of one op where nothing else is known.
         return us * (1.0 - max(-0.5, min(0.5, kernel.priority / 1000.0)))
+
+
+def _key(kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> Any:
+    return kernel.kernel_id, ctx, tuple((t.shape, t.stride()) for t in tensors_of(args))
 
 
 def _products(ctx: Context) -> float:

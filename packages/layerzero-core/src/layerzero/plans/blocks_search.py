@@ -19,7 +19,7 @@ from layerzero.dispatch.run import decide, describe
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError
 from layerzero.model.op import OperationSpec
 from layerzero.plans.blocks import GLUE, Block, Step
-from layerzero.plans.blocks_cost import Cost, Meter
+from layerzero.plans.blocks_cost import Candidate, Cost, Meter
 from layerzero.plans.blocks_rewrite import Stretch, stretches
 from layerzero.plans.blocks_run import arguments, glue, op_layout, results
 from layerzero.runtime.state import state
@@ -183,9 +183,10 @@ def _ways(
     if not decision.chosen:
         raise refuse(decision)
     turns = _turning(step, tensors, meter)
-    found, failures = 0, []
+    ready: list[tuple[Bound, tuple[Any, ...]]] = []
+    failures: list[str] = []
     for kernel_id in decision.ranking:
-        if found == candidates:
+        if len(ready) == candidates:
             break
         try:
             bound = bind(spec, decision, world, kernel_id)
@@ -199,14 +200,16 @@ def _ways(
         except Exception as error:  # it cannot run here, so it is no way through; dispatch would move on as well
             failures.append(f"{kernel_id}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             continue
-        price = sum(item.cost_us for item in decision.transforms(kernel_id))
-        known = meter.kernel(bound.kernel, decision.context, bound.run, args, price)
-        if known is None:
-            continue
-        found += 1
-        yield Taken(step, Cost(known.us + turns, known.source), spec, bound), outs
-    if not found:
+        if meter.right(bound.kernel, decision.context, bound.run, args):
+            ready.append((bound, outs))
+    if not ready:
         raise KernelExecutionError(f"{step.op}: no candidate could run; " + "; ".join(failures), code="KERNEL_RAISED")
+    prices = meter.kernels(
+        [Candidate(b.kernel, b.run, sum(t.cost_us for t in decision.transforms(b.kernel_id))) for b, _ in ready],
+        decision.context, args,
+    )  # fmt: skip
+    for (bound, outs), cost in zip(ready, prices, strict=True):
+        yield Taken(step, Cost(cost.us + turns, cost.source), spec, bound), outs
 
 
 def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
