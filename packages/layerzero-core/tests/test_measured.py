@@ -83,7 +83,7 @@ def test_what_the_device_decided_is_still_decided_when_selection_has_weighed_it(
 @pytest.mark.req("R-PDB-05", "R-TUNE-04")
 @pytest.mark.parametrize("field", ["device", "driver", "runtime", "torch"])
 def test_times_of_another_machine_or_version_are_not_believed(db, field):
-    elsewhere = replace(platform_of(probe_device("cpu")), **{field: "x", "family": "other"})
+    elsewhere = platform_of(probe_device("cpu"))._replace(**{field: "x", "family": "other"})
     db.put([timed(FLASH, 50.0, platform=elsewhere), timed(MATH, 20.0, platform=elsewhere)])
     assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us is None
 
@@ -102,7 +102,7 @@ def test_a_time_that_was_never_compared_with_the_reference_is_not_believed(db):
 
 @pytest.mark.req("R-PDB-06")
 def test_a_relative_of_the_family_ranks_where_nothing_was_measured_here(db):
-    relative = replace(platform_of(probe_device("cpu")), device="an older one")
+    relative = platform_of(probe_device("cpu"))._replace(device="an older one")
     db.put([timed(FLASH, 500.0, platform=relative), timed(MATH, 200.0, platform=relative)])
     assert chosen(db).chosen == MATH
     db.put([timed(FLASH, 20.0), timed(MATH, 50.0)])  # this machine's own word is stronger

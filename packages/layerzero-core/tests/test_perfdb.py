@@ -84,7 +84,7 @@ def test_surroundings_are_kept_and_bucketed(db):
 def test_another_version_of_anything_is_another_measurement(db, field):
     one = sample()
     other = (
-        replace(one, **{field: "x"}) if hasattr(one, field) else replace(one, platform=replace(HERE, **{field: "x"}))
+        replace(one, **{field: "x"}) if hasattr(one, field) else replace(one, platform=HERE._replace(**{field: "x"}))
     )
     assert one.key != other.key and one.place == other.place
     db.put([one, other])

@@ -511,7 +511,7 @@ def test_a_database_of_another_machine_is_not_believed_and_explain_says_so(bench
     tuned = tune([context()], database=tmp_path / "p.db", seconds=0.1)
     rows = tuned.outcomes[0].trial.rows
     other = PerfDB(tmp_path / "other.db")
-    other.put([replace(row, platform=replace(row.platform, device="gpu-9", family="sm90", driver="9")) for row in rows])
+    other.put([replace(row, platform=row.platform._replace(device="gpu-9", family="sm90", driver="9")) for row in rows])
     state.measured(measurements_from(other, state.world))
     report = lz.explain("rms_norm", *call())
     assert report.decision.winner.measured_us is None and report.chosen == "lab.rms_norm.slow"

@@ -18,15 +18,15 @@ _NAMES = [
     name
     for item in fields(Measurement)
     for name in (
-        [part.name for part in fields(Platform)] if item.name == "platform"
-        else [part.name for part in fields(Surroundings)] if item.name == "surroundings"
+        list(Platform._fields) if item.name == "platform"
+        else list(Surroundings._fields) if item.name == "surroundings"
         else [item.name]
     )
 ]  # fmt: skip
 COLUMNS = ("key", "place", *_NAMES, "crc")
 _SHARED = _NAMES.index("shared")
-_PLATFORM = slice(_NAMES.index("device"), _NAMES.index("device") + len(fields(Platform)))
-_AROUND = slice(_NAMES.index("temperature_c"), _NAMES.index("temperature_c") + len(fields(Surroundings)))
+_PLATFORM = slice(_NAMES.index("device"), _NAMES.index("device") + len(Platform._fields))
+_AROUND = slice(_NAMES.index("temperature_c"), _NAMES.index("temperature_c") + len(Surroundings._fields))
 
 
 def create(connection: sqlite3.Connection) -> None:

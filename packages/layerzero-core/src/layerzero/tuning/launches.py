@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.tuning.clock import Clock, launch_clock
-from layerzero.tuning.noise import evened
+from layerzero.tuning.evened import evened
 from layerzero.tuning.race import Times
 from layerzero.tuning.steady import quick_core, quick_pace
 

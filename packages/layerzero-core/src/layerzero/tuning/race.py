@@ -15,7 +15,8 @@ import torch
 from layerzero.errors import InvalidInputError
 from layerzero.selection.score import tie
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock
-from layerzero.tuning.noise import SURE, alike, evened, median_error
+from layerzero.tuning.evened import evened
+from layerzero.tuning.noise import SURE, alike, median_error
 from layerzero.tuning.steady import quick_core
 
 __all__ = ["LOOKS", "Race", "Times", "calls_a_sample", "leader", "over_time", "race", "winner_of"]
