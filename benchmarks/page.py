@@ -18,6 +18,7 @@ from models_page import models_section
 from page_accel import accel_section
 from page_cpu import cpu_section
 from page_gpu import adapters_section, diffusion_section, kits_section, tests_section
+from page_plans import blocks_section, store_section
 from page_threads import threads_section
 
 HERE = Path(__file__).parent
@@ -192,6 +193,8 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "tuned.json": tuned_section,
     "compiled.json": compiled_section,
     "accel.json": accel_section,
+    "blocks.json": blocks_section,
+    "selection_store.json": store_section,
     "threads.json": threads_section,
     "cpu*.json": cpu_section,
     "models*.json": models_section,

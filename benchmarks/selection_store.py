@@ -1,6 +1,6 @@
 """What measured selection costs at run time: table lookup, database query, opening it, recording a call.
 
-    python benchmarks/selection_store.py                     # prints, and writes results/<machine>/selection_store.json
+    python benchmarks/selection_store.py --machine NAME      # prints, and writes results/NAME/selection_store.json
     python benchmarks/selection_store.py --rows 1000000
 
 It also holds a baked decision against a selection at run time, for calls that were not seen before: idle, and with
@@ -13,9 +13,7 @@ selection, recording adds 1 µs to a hot call. Exit code 1 when one is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,9 +27,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import RESULTS, commit, machine, write_json
+
 import layerzero as lz
-from layerzero import env
-from layerzero.device.probe import probe_device
 from layerzero.model.decision import Decision
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
@@ -50,7 +49,8 @@ def main() -> int:
     """Measure everything, print it, keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the database")
-    parser.add_argument("--json", type=Path, help="where the result goes; default: results/<machine>/")
+    parser.add_argument("--machine", default="here", help="name of the folder under benchmarks/results")
+    parser.add_argument("--json", type=Path, help="where the result goes instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,39 +67,18 @@ def main() -> int:
             **cold_start(),
         }
     result = {
-        "machine": f"{platform.machine()} {probe_device('cpu').name}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": _commit(),
-        "rows": given.rows,
-        **{name: round(value, 4) for name, value in found.items()},
-        "budget": BUDGET,
-        "met": {name: found[name] <= limit for name, limit in BUDGET.items()},
-    }
-    for name, limit in BUDGET.items():
-        print(f"{name:16} {found[name]:10.3f}   budget {limit:g}   {'ok' if result['met'][name] else 'MISSED'}")
-    for name in found.keys() - BUDGET.keys():
-        print(f"{name:24} {found[name]:10.3f}")
-    out = given.json or Path(__file__).parent / "results" / _machine() / "selection_store.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        "machine": machine(), "commit": commit(), "rows": given.rows,
+        "command": f"python benchmarks/selection_store.py --machine {given.machine}",
+        "figures": {name: round(value, 4) for name, value in found.items()}, "limits": BUDGET,
+    }  # fmt: skip
+    for name, value in found.items():
+        limit = BUDGET.get(name)
+        word = "" if limit is None else f"   budget {limit:g}   {'ok' if value <= limit else 'MISSED'}"
+        print(f"{name:24} {value:10.3f}{word}")
+    out = given.json or RESULTS / given.machine / "selection_store.json"
+    write_json(out, result)
     print(f"written to {out}")
-    return 0 if all(result["met"].values()) else 1
-
-
-def _commit() -> str:
-    known = env.read().commit
-    if known:
-        return known
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
-
-
-def _machine() -> str:
-    word = probe_device("cpu").name or platform.machine()
-    if torch.cuda.is_available():
-        word = torch.cuda.get_device_name()
-    return "".join(letter if letter.isalnum() else "-" for letter in word.lower()).strip("-")
+    return 0 if all(found[name] <= limit for name, limit in BUDGET.items()) else 1
 
 
 def _best(run: Callable[[], Any], count: int) -> float:
