@@ -35,8 +35,8 @@ def blocks_section(name: str, data: dict[str, Any]) -> str:
     lines = [
         f"## {name}: planned blocks",
         "",
-        f"{_where(data)} A decoder layer by `lz.plan_block(..., measure=True)`, against the public functions called one "
-        "by one and against the fastest kernel of each op run by the plan's machinery, in interleaved rounds; below 1 "
+        f"{_where(data)} A decoder layer by `lz.plan_block(..., measure=True)`, against the public functions called "
+        "one by one and against the fastest kernel of each op in a plan without rewrites, in turns; below 1 "
         f"the plan is faster. Repeat: `{data['command']}`.",
         "",
         "| layer | plan, µs | ÷ public functions | ÷ fastest of each op | rewrites |",

@@ -10,11 +10,13 @@ import torch
 
 import layerzero as lz
 from layerzero.device.probe import probe_device
-from layerzero.errors import ConfigurationError, DispatchTableError
+from layerzero.errors import ConfigurationError, DispatchTableError, InvalidInputError
+from layerzero.model.enums import Platform
 from layerzero.perfdb.store import PerfDB
 from layerzero.plans.diff import diff_tables
 from layerzero.plans.signing import sign, verify
 from layerzero.plans.table_file import load_table, make_table, save_table
+from layerzero.public import tuning as public_tuning
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.selection.following import objections
@@ -44,6 +46,31 @@ def solved(path=None, **options):
     with lz.record() as found:
         decode()
     return lz.solve(found, path, device="cpu", **options)
+
+
+@pytest.mark.req("R-SOLV-01")
+def test_calls_of_the_cpu_are_solved_for_the_cpu_also_beside_a_gpu(monkeypatch):
+    """Not for the machine's first device: that would leave them all out, and the table would be empty."""
+    gpu = replace(probe_device("cpu"), platform=Platform.CUDA, device_type="cuda", name="a GPU", index=0)
+    monkeypatch.setattr(public_tuning, "probe_device", lambda word=None: probe_device(word) if word else gpu)
+    with lz.record() as found:
+        decode()
+    table = lz.solve(found)
+    assert {entry.op for entry in table.entries} == {"attention", "rms_norm"}
+    assert table.find(next(ctx for ctx in found.traffic.contexts if ctx.op == "rms_norm")) is not None
+
+
+@pytest.mark.req("R-SOLV-01")
+def test_calls_of_a_device_that_is_not_here_are_refused_by_name():
+    with lz.record() as found:
+        decode()
+    elsewhere = [
+        replace(ctx, device=replace(ctx.device, platform=Platform.ROCM, device_type="rocm"))
+        for ctx in found.traffic.contexts
+    ]
+    with pytest.raises(InvalidInputError, match="the calls are for rocm"):
+        lz.solve(elsewhere)
+    assert lz.solve([]).entries == ()
 
 
 @pytest.mark.req("R-SOLV-04", "R-SOLV-01", "R-TUNE-07")

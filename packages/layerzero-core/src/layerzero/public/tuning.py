@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -342,7 +342,8 @@ def solve(
     """Decide the calls of `source` now and write the decisions to a dispatch table, which `lz.use_table` obeys.
 
     Decisions are those of selection under the present policy, with the times of `database` (default: the policy's).
-    Equal inputs give equal bytes. `key` names a key file to sign the table with.
+    Equal inputs give equal bytes. A table is for one kind of device: `device`, else the CPU where all calls are for it,
+    else this machine's accelerator; calls for others are left out. `key` names a key file to sign the table with.
     """
     from dataclasses import replace
 
@@ -350,13 +351,15 @@ def solve(
     from layerzero.plans.table_file import save_table
     from layerzero.tuning.measured import measurements_from
 
-    where = _device(device) or probe_device()
+    given = _device(device)
+    contexts = [item.context for _, item in calls_of(source, device=given)]
+    where = _device_for(contexts) if given is None else given
+    contexts = [ctx for ctx in contexts if ctx.device.device_type == where.device_type]
     world = state.world
     file = Path(database).expanduser() if database is not None else place(world.policy)
     db = PerfDB(file) if file is not None and file.exists() else None
     if database is not None and db is not None:
         world = world.changed(measurements=measurements_from(db, world))
-    contexts = [item.context for _, item in calls_of(source, device=where)]
     table = solve_table(_described(contexts), world, where, db=db, model_id=model_id)
     if key is not None:
         from layerzero.plans.signing import sign
@@ -365,6 +368,18 @@ def solve(
     if path is not None:
         save_table(table, path)
     return table
+
+
+def _device_for(contexts: Sequence[Context]) -> DeviceSpec:
+    """The device that a table of these calls is for."""
+    kinds = {ctx.device.device_type for ctx in contexts}
+    where = probe_device("cpu" if kinds == {"cpu"} else None)
+    if kinds and where.device_type not in kinds:
+        raise InvalidInputError(
+            f"the calls are for {', '.join(sorted(kinds))}, this machine's device is {where.device_type}",
+            code="VALUE_INVALID", value=", ".join(sorted(kinds)), limit=where.device_type,
+        )  # fmt: skip
+    return where
 
 
 def _described(contexts: Iterable[Context]) -> Iterator[Context]:
