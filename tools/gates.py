@@ -124,7 +124,7 @@ def performance() -> int:
         bad += word == "OUTSIDE"
         why = f"  ({waiver.why})" if waiver is not None else ""
         sign = ">=" if figure.at_least else "<="
-        print(f"{word:8}{figure.file:34}{figure.name:48}{figure.value:12.4g} {sign} {figure.limit:g}{why}")
+        print(f"{word:8}{figure.file:40}{figure.name:48}{figure.value:12.4g} {sign} {figure.limit:g}{why}")
     return bad
 
 
