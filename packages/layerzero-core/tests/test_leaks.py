@@ -24,14 +24,20 @@ LONG = 20 if env.read().prove else 1
 X, W = torch.ones(4, 8), torch.ones(8)
 
 
-def growth(work: Callable[[int], Any], rounds: int) -> float:
+def growth(work: Callable[[int], Any], rounds: int, allowed: float = 64) -> float:
     """Bytes a round leaves behind, after as many rounds of warm-up.
 
-    The least of three looks: a leak is there in each of them, what a thread of another test makes meanwhile is not.
+    Where that is more than is allowed, the least of three looks: a leak is there in each of them, what a thread of
+    another test makes meanwhile is not.
     """
     for number in range(rounds):
         work(number)
-    return min(_left_behind(work, rounds) for _ in range(3))
+    found = _left_behind(work, rounds)
+    for _ in range(2):
+        if found < allowed:
+            break
+        found = min(found, _left_behind(work, rounds))
+    return found
 
 
 def _left_behind(work: Callable[[int], Any], rounds: int) -> float:
@@ -85,7 +91,7 @@ def test_new_contexts_fill_bounded_tables() -> None:
         for x in sizes:
             lz.rms_norm(x, W)
 
-    assert growth(calls, 6 * LONG) < 4_096  # of 128 calls
+    assert growth(calls, 6 * LONG, 4_096) < 4_096  # of 128 calls
 
 
 @pytest.mark.req("R-INFRA-06")
@@ -96,7 +102,7 @@ def test_attention_calls_leave_nothing_behind() -> None:
         for step in range(1, 33):
             lz.attention(q, kv[:, :, :step], kv[:, :, :step])
 
-    assert growth(decode, 20 * LONG) < 512  # of 32 calls
+    assert growth(decode, 20 * LONG, 512) < 512  # of 32 calls
 
 
 @pytest.mark.req("R-INFRA-06")
@@ -109,7 +115,7 @@ def test_swapping_worlds_scopes_plans_and_observers_leave_nothing_behind(tmp_pat
         str(lz.explain("rms_norm", X, W))
 
     threads = threading.active_count()
-    assert growth(turn, 60 * LONG) < 1_500
+    assert growth(turn, 60 * LONG, 1_500) < 1_500
     with lz.observe(metrics=0), lz.observe(metrics=tmp_path / "m.json"):
         pass
     assert threading.active_count() <= threads

@@ -476,7 +476,7 @@ def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_pat
     state.measured(measurements_from(db, state.world))
     assert lz.which("rms_norm", *call()) == "lab.rms_norm.moody"
     assert list(drifted([context()], db, retune=False, slower=1e6)) == []
-    found = tune([context()], database=db.path, check=True)
+    found = tune([context()], database=db.path, check=True, seconds=0.2)
     # How many rows: a kernel far behind may be left out of one race and not of the other.
     assert "PERF_DRIFTED" in found.outcomes[0].why and found.rows > 1
     times = {row.kernel_id: row.median_us for row in db.all()}
