@@ -20,6 +20,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 QUICK := not slow and not stress and not benchmark and not memray
+# What was compiled for the installed package serves its wheel too.
+OBJECTS := LAYERZERO_CPU_OBJECTS="$(CURDIR)/build/native"
 PROVE := LAYERZERO_PROVE=1 $(PY) -m tools.prove
 
 .PHONY: help setup setup-run demo test pytest lint format imports type docs requirements \
@@ -41,7 +43,7 @@ $(VENV)/.run-stamp: constraints.txt tools/workspace.py $(MANIFESTS) | $(PY)
 	$(PY) -m tools.workspace requirements run > build/requirements-run.txt
 	$(PIP) install -qq -c constraints.txt -r build/requirements-run.txt
 	$(PIP) install -qq -c constraints.txt tokenizers tiktoken # the libraries behind the demo's last stop, text in and out
-	$(PIP) install -qq --no-deps --no-build-isolation $$($(PY) -m tools.workspace packages | sed 's/^/-e /')
+	LAYERZERO_CPU_LATER=1 $(PIP) install -qq --no-deps --no-build-isolation $$($(PY) -m tools.workspace packages | sed 's/^/-e /')
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
@@ -50,13 +52,14 @@ $(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
 	$(PIP) install -qq --no-deps $$($(PY) -m tools.workspace requirements bare)
 	@touch $@
 
-# the CPU kernels are compiled when the package is installed, and again when their text has changed; without a compiler they stay away
+# the CPU kernels are compiled after the package is installed, and again when their text has changed; without a compiler they stay away
 $(VENV)/.native-stamp: $(VENV)/.run-stamp $(wildcard packages/layerzero-cpu/src/layerzero_cpu/native/*) packages/layerzero-cpu/src/layerzero_cpu/build.py
 	-$(PY) -m layerzero_cpu.build --if-needed --cache build/native
 	@touch $@
 
 setup-run: $(VENV)/.run-stamp $(VENV)/.native-stamp ## virtual environment with the packages only
-setup: $(VENV)/.dev-stamp $(VENV)/.native-stamp ## virtual environment with the packages and the tools
+setup: $(VENV)/.run-stamp ## virtual environment with the packages and the tools
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.dev-stamp $(VENV)/.native-stamp # one unpacks while the other compiles
 
 # --- the two commands ---------------------------------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ bench: setup ## benchmarks, results as JSON under build/bench
 wheels: setup ## wheels of all packages in dist/
 	rm -rf dist
 	for package in $$($(PY) -m tools.workspace packages); do \
-		$(PY) -m build --wheel --no-isolation --outdir dist $$package; done
+		$(OBJECTS) $(PY) -m build --wheel --no-isolation --outdir dist $$package; done
 
 lock: setup ## constraints.txt and requirements.lock from the pyproject files
 	$(PY) -m tools.lock

@@ -2,7 +2,8 @@
 
 Without a compiler, or with one that cannot build them, the package is made all the same, without kernels: `lz doctor`
 then says that they are missing and how to get them. LAYERZERO_CPU_REQUIRE_NATIVE=1 makes that an error, for release
-builds.
+builds. LAYERZERO_CPU_OBJECTS names a folder that keeps what was compiled for the next build of the same sources;
+LAYERZERO_CPU_LATER=1 leaves compiling for an editable install to `python -m layerzero_cpu.build`.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class NativeKernels(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile; `version` is "editable" or "standard"."""
         builder = _builder(Path(self.root))
+        objects = os.environ.get("LAYERZERO_CPU_OBJECTS")
         try:
             if version == "editable":
-                builder.main(["--if-needed"])
+                if os.environ.get("LAYERZERO_CPU_LATER") == "1":
+                    return
+                builder.main(["--if-needed", *(["--cache", objects] if objects else [])])
                 return
             self.room = tempfile.TemporaryDirectory(prefix="layerzero-cpu-wheel-")
-            made = builder.build(Path(self.room.name) / builder.NAME)
+            made = builder.build(Path(self.room.name) / builder.NAME, cache=Path(objects) if objects else None)
         except builder.BuildError as error:
             if os.environ.get("LAYERZERO_CPU_REQUIRE_NATIVE") == "1":
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -83,6 +84,41 @@ def test_a_wheel_made_without_a_compiler_holds_the_sources_and_no_library(tmp_pa
     names = zipfile.ZipFile(wheel).namelist()
     assert "layerzero_cpu/native/norm.cpp" in names and "layerzero_cpu/build.py" in names
     assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.needs_package("hatchling")
+def test_the_build_hook_keeps_objects_and_may_leave_an_editable_install_for_later(monkeypatch, tmp_path):
+    spec = importlib.util.spec_from_file_location("cpu_hatch_build", PACKAGE / "hatch_build.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    asked = []
+
+    class Builder:
+        NAME, BuildError = build.NAME, build.BuildError
+        main = staticmethod(lambda argv: asked.append(argv))
+
+        @staticmethod
+        def build(out, *, cache):
+            asked.append(cache)
+            raise build.BuildError("enough seen")
+
+    monkeypatch.setattr(hook, "_builder", lambda root: Builder)
+    made = hook.NativeKernels(str(PACKAGE), {}, None, None, str(tmp_path), "wheel")
+    for name in ("LAYERZERO_CPU_OBJECTS", "LAYERZERO_CPU_LATER", "LAYERZERO_CPU_REQUIRE_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
+    made.initialize("editable", {})
+    made.initialize("standard", {})
+    monkeypatch.setenv("LAYERZERO_CPU_OBJECTS", str(tmp_path / "objects"))
+    made.initialize("editable", {})
+    made.initialize("standard", {})
+    kept = tmp_path / "objects"
+    assert asked == [["--if-needed"], None, ["--if-needed", "--cache", str(kept)], kept]
+    monkeypatch.setenv("LAYERZERO_CPU_LATER", "1")
+    made.initialize("editable", {})
+    assert len(asked) == 4
+    made.initialize("standard", {})  # a wheel has its kernels in it or never
+    assert len(asked) == 5
+    made.finalize("standard", {}, "")
 
 
 @PROVE
