@@ -224,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"against the better of op by op: best {best:.3f}, worst {worst:.3f} (limits: below 1, at most 1.02)")
     limits = {"plan ÷ op by op, best": (best, 1.0), "plan ÷ op by op, worst": (worst, 1.02)}
     targets = {name: {"value": round(value, 4), "at_most": most} for name, (value, most) in limits.items()}
-    told_again = f"python benchmarks/blocks.py --machine {given.machine} --seconds {given.seconds:g}"
-    data = {"machine": machine(), "commit": commit(), "device": device, "command": told_again, "targets": targets}
+    command = f"python benchmarks/blocks.py --machine {given.machine} --seconds {given.seconds:g}"
+    data = {"machine": machine(), "commit": commit(), "device": device, "command": command, "targets": targets}
     path = given.json or RESULTS / given.machine / "blocks.json"
     write_json(path, {**data, "cases": rows})
     print(f"written to {path}")

@@ -370,6 +370,28 @@ def test_the_path_that_was_fastest_in_turns_is_taken(
     assert ("each op keeps its own choice" in plan.explain().note) == (taken == "per_op")
 
 
+def test_a_path_does_not_run_against_itself(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.use(lab.kernel("lab.rms_norm.preferred", priority=99.0))
+    monkeypatch.setattr(
+        Meter,
+        "kernels",
+        lambda self, who, ctx, args: [
+            Cost(90.0 if item.kernel.kernel_id == "lab.rms_norm.preferred" else 50.0, "measured") for item in who
+        ],
+    )
+    monkeypatch.setattr(public_blocks, "search", public_blocks.fastest_each)  # no rewrite is worth anything
+    ran: list[str] = []
+
+    def fixed(who: Any, **named: Any) -> Race:
+        ran.extend(who)
+        return race_of(dict.fromkeys(who, 100.0))
+
+    monkeypatch.setattr(public_blocks, "race", fixed)
+    with torch.no_grad():
+        lz.plan_block(BLOCK, layer(), measure=True)
+    assert ran == ["per_op", "each"]
+
+
 def test_what_was_compiled_for_a_plan_is_bound_as_dispatch_would_bind_it(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

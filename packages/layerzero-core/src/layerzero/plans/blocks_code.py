@@ -23,7 +23,7 @@ from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.run import current_world, recover
 from layerzero.model.op import OperationSpec
 from layerzero.plans.blocks import Block, Ref, Step
-from layerzero.plans.blocks_run import ACTIVATIONS, op_layout
+from layerzero.plans.blocks_run import ACTIVATIONS, heads_first, op_layout
 
 __all__ = ["Code", "Line", "written"]
 
@@ -80,10 +80,9 @@ def _step(line: Line, names: _Names) -> Iterator[str]:
         yield f"{outputs} = {_glue(step, names)}"
         return
     args = [names.of_argument(item) for item in step.args]
-    turned = step.layout not in (None, "BSHD")
-    if turned:
+    count = heads_first(step)
+    if count:
         ending = ".contiguous()" if step.layout == "BHSD copied" else ""
-        count = min(len(args), 3 if step.op == "attention" else 2)
         views = [names.fresh(f"{step.op}_{number}") for number in range(count)]
         for view, given in zip(views, args[:count], strict=True):
             yield f"{view} = None if {given} is None else {given}.transpose(1, 2){ending}"
@@ -94,7 +93,7 @@ def _step(line: Line, names: _Names) -> Iterator[str]:
     yield f"    {outputs} = {kernel}({call})"
     yield "except Exception as error:"
     yield f"    {outputs} = {instead}(error, {call})"
-    if turned:
+    if count:
         yield f"del {', '.join(views)}"
         for name in (names.of_tensor(item) for item in step.outputs):
             yield f"{name} = None if {name} is None else {name}.transpose(1, 2)"
@@ -122,8 +121,8 @@ def _glue(step: Step, names: _Names) -> str:
         act = step.args[2]
         return f"{names.of_value(act, ACTIVATIONS[act])}({args[0]}) * {args[1]}"
     assert step.op == "split", step.op  # packs are made when weights are bound
-    comma = "" if len(step.outputs) > 1 else "[0]"
-    return f"{names.of_value('split_with_sizes', torch.split_with_sizes)}({args[0]}, {args[1]}, -1){comma}"
+    only = "" if len(step.outputs) > 1 else "[0]"
+    return f"{names.of_value('split_with_sizes', torch.split_with_sizes)}({args[0]}, {args[1]}, -1){only}"
 
 
 def _let_go(block: Block, lines: Sequence[Line], number: int, names: _Names) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.plans.blocks import Ref, Step
 
-__all__ = ["ACTIVATIONS", "arguments", "glue", "op_layout", "results"]
+__all__ = ["ACTIVATIONS", "arguments", "glue", "heads_first", "op_layout", "results"]
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -39,12 +39,19 @@ def glue(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.split(sizes, dim=-1))
 
 
+def heads_first(step: Step) -> int:
+    """How many of its first arguments a step takes with the heads before the tokens; its results come so too."""
+    if step.layout in (None, "BSHD"):
+        return 0
+    return min(len(step.args), 3 if step.op == "attention" else 2)
+
+
 def arguments(step: Step, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
     """Canonical arguments of a step. Where the step looks at heads first, q, k and v come as such views."""
     found = tuple(tensors.get(item.name) if isinstance(item, Ref) else item for item in step.args)
-    if step.layout in (None, "BSHD"):
+    count = heads_first(step)
+    if not count:
         return found
-    count = 3 if step.op == "attention" else 2
     turned = tuple(None if item is None else item.transpose(1, 2) for item in found[:count])
     if step.layout == "BHSD copied":
         turned = tuple(None if item is None else item.contiguous() for item in turned)
@@ -59,6 +66,6 @@ def op_layout(step: Step) -> str | None:
 def results(step: Step, out: Any) -> tuple[Any, ...]:
     """A step's results by position, tokens first again."""
     found = out if isinstance(out, tuple) else (out,)
-    if step.layout in (None, "BSHD"):
+    if not heads_first(step):
         return found
     return tuple(None if item is None else item.transpose(1, 2) for item in found)

@@ -21,7 +21,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.plans.blocks import GLUE, Block, Step
 from layerzero.plans.blocks_cost import Candidate, Cost, Meter
 from layerzero.plans.blocks_rewrite import Stretch, stretches
-from layerzero.plans.blocks_run import arguments, glue, op_layout, results
+from layerzero.plans.blocks_run import arguments, glue, heads_first, op_layout, results
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World
@@ -214,15 +214,14 @@ def _ways(
 
 def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
     """What it takes to look at tensors, or to copy them, with the heads first: five views are as long as a launch."""
-    if step.layout in (None, "BSHD"):
+    count = heads_first(step)
+    if not count:
         return 0.0
-    count = 3 if step.op == "attention" else 2
-    plain = replace(step, args=step.args[:count])
-    given = arguments(replace(plain, layout=None), tensors)
-    op = "turn" if step.layout == "BHSD" else "add"  # a copy is estimated as what moves as much
-    turned = meter.glue(op, lambda: arguments(plain, tensors), given)
-    back = meter.glue("turn back", lambda: results(step, given[: len(step.outputs)]), given[: len(step.outputs)])
-    return turned.us + back.us
+    first = replace(step, args=step.args[:count])
+    given = arguments(replace(first, layout=None), tensors)
+    made = given[: len(step.outputs)]
+    turned = meter.glue("turn" if step.layout == "BHSD" else "turn and copy", lambda: arguments(first, tensors), given)
+    return turned.us + meter.glue("turn back", lambda: results(step, made), made).us
 
 
 def _trained(item: Any) -> Any:

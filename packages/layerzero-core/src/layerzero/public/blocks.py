@@ -71,11 +71,12 @@ def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alo
     times are no proof."""
     inputs = [tensors.get(name) for name in block.inputs]
     ways = {"per_op": alone, "each": Path(each.edges, best.considered), "plan": best}
-    plans = {
-        name: BlockPlan(block, tensors, BlockReport(block, way, alone, measured=True))
-        for name, way in ways.items()
-        if name == "per_op" or told(way) != told(alone)
-    }
+    plans: dict[str, BlockPlan] = {}
+    seen: list[Any] = []
+    for name, way in ways.items():
+        if told(way) not in seen:  # nobody runs against itself
+            seen.append(told(way))
+            plans[name] = BlockPlan(block, tensors, BlockReport(block, way, alone, measured=True))
     device = next(item.device for item in tensors.values() if isinstance(item, torch.Tensor))
     contestants = {name: functools.partial(plan, *inputs) for name, plan in plans.items()}
     with torch.no_grad():
