@@ -1,23 +1,30 @@
-"""A planned decoder layer against the same layer with each op chosen alone, in one interleaved run.
+"""A planned decoder layer against the same layer with each op chosen by its own measurements, in one interleaved run.
 
     python benchmarks/blocks.py --machine NAME [--json FILE] [--quick] [--seconds N]
 
-Contestants: `plan` is `lz.plan_block(..., measure=True)`; `per_op` calls LayerZero's public functions step by step, as
-the layer is written; `own` runs the very kernels of `per_op` by the plan's machinery; `alone` does so with the kernel
-that was measured to be fastest for each op alone; `hand_fused` calls public functions with the fused ops a careful
-author would use (add_rms_norm, mlp). Results are compared before anything is timed. Everyone is timed in every round,
-also where the plan is the path of `own`: what the two differ by is then the noise of the run. A ratio is the median of
-the ratios within a round, which a busy machine disturbs least. On a GPU kernels are compiled before they are timed;
-FlashInfer's and TorchInductor's take too long for that and stay out. Writes JSON.
+The layer's calls are recorded and tuned first (`lz.record`, `lz.tune`), as a careful user would, into a database of
+this run. Contestants: `plan` is `lz.plan_block(..., measure=True)`; `per_op` calls LayerZero's public functions step by
+step, as the layer is written; `own` runs the very kernels of `per_op` by the plan's machinery, so that a plan is not
+praised for a shorter way to its kernels alone. These two are what a plan is judged by. Beside them `untuned`, the
+kernels of the public functions before anything was tuned, by the plan's machinery; `alone`, those that a few looks at
+each op, taken anew and by themselves, find fastest; `hand_fused`, public functions with the fused ops a careful author
+would use (add_rms_norm, mlp). Results are compared before anything is timed. Everyone is timed in every round, also
+where the plan is the path of `own`: what the two differ by is then the noise of the run. A ratio is the median of the
+ratios within a round, which a busy machine disturbs least; the rounds go on until its standard error is below half a
+per cent, or the seconds of the case are spent. On a GPU kernels are compiled before they are timed; FlashInfer's and
+TorchInductor's take too long for that and stay out. Writes JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -37,9 +44,15 @@ from layerzero.dispatch.run import current_world
 from layerzero.plans.blocks import decoder_layer
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_plan import BlockPlan
-from layerzero.plans.blocks_search import fastest_each, told
+from layerzero.plans.blocks_search import fastest_each, per_op, told
 from layerzero.tuning.clock import Clock, clock_for
+from layerzero.tuning.race import Times
 from layerzero.tuning.steady import quick_core
+
+PRECISE = 0.005  # a standard error of the ratios that count: two per cent are to be told from nothing
+JUDGED = ("per_op", "own")
+TUNED_S = {"cpu": 1.0, "cuda": 0.3}  # for each call of the layer
+LONG_US = 2_000.0  # a longer call outlasts what the threads of another leave behind
 
 
 @dataclass(frozen=True)
@@ -119,20 +132,25 @@ def step_by_step(case: Case, t: dict[str, Tensor], *, fused: bool) -> Callable[[
     return run
 
 
-def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """One case: plan, compare, race."""
+def measure(case: Case, device: str, rounds: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """One case: tune, plan, compare, race."""
     t = layer(case, device)
-    plan = lz.plan_block(decoder_layer(case.heads, case.kv_heads), t, measure=True)
-    world = current_world()  # after the plan: what had to be compiled for it is ready
-    each = fastest_each(plan.block, t, world, Meter(world, measure=True))
-    own, alone = (BlockPlan(plan.block, t, replace(plan.report, path=way)) for way in (plan.report.alone, each))
+    block = decoder_layer(case.heads, case.kv_heads)
+    by_functions = step_by_step(case, t, fused=False)
+    by_functions()
+    before = current_world()  # what had to be compiled is ready
+    untuned = per_op(block, t, before, Meter(before, measure=False))
+    with lz.record() as seen:
+        by_functions()
+    lz.tune(seen, database=folder / "perf.db", seconds=TUNED_S[device], compile=device == "cuda")
+    plan = lz.plan_block(block, t, measure=True)
+    each = fastest_each(block, t, before, Meter(before, measure=True))
+    ways = {"own": plan.report.alone, "untuned": untuned, "alone": each}
+    others = {name: BlockPlan(block, t, replace(plan.report, path=way)) for name, way in ways.items()}
     contestants: dict[str, Callable[[], Tensor]] = {
-        "plan": lambda: plan(t["x"], t["cos"], t["sin"]),
-        "own": lambda: own(t["x"], t["cos"], t["sin"]),
-        "alone": lambda: alone(t["x"], t["cos"], t["sin"]),
-        "per_op": step_by_step(case, t, fused=False),
-        "hand_fused": step_by_step(case, t, fused=True),
+        name: functools.partial(way, t["x"], t["cos"], t["sin"]) for name, way in {"plan": plan, **others}.items()
     }
+    contestants |= {"per_op": by_functions, "hand_fused": step_by_step(case, t, fused=True)}
     wide = {name: item.double() for name, item in t.items()}
     truth = step_by_step(case, wide, fused=False)()
     errors = {name: _error(run(), truth) for name, run in contestants.items()}
@@ -140,18 +158,17 @@ def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, A
     assert errors["plan"] <= 2 * errors["per_op"] + 1e-7, errors
     with quick_core() if device == "cuda" else nullcontext():  # a layer of short kernels waits for the host
         samples = rounds_of(contestants, clock_for(device), rounds, seconds)
+    ratios = {f"plan_over_{other}": ratio(samples, other) for other in contestants if other != "plan"}
     medians = {name: statistics.median(values) for name, values in samples.items()}
     found = plan.explain()
     return {
         "case": case.name, **asdict(case), "median_us": medians, "error": errors,
         "same_path": told(plan.report.path) == told(plan.report.alone),
         "rounds": len(samples["plan"]),
-        "plan_over_per_op": ratio(samples, "per_op"),
-        "plan_over_own": ratio(samples, "own"),
-        "plan_over_alone": ratio(samples, "alone"),
-        "plan_over_hand_fused": ratio(samples, "hand_fused"),
+        **{name: found.median_us for name, found in ratios.items()},
+        "standard_error": {name: found.error_us for name, found in ratios.items()},
         "fused": list(found.fused), "kernels": list(plan.kernels), "note": found.note,
-        "own_kernels": list(own.kernels), "alone_kernels": list(alone.kernels),
+        **{f"{name}_kernels": list(way.kernels) for name, way in others.items()},
         "path": found.to_json()["path"], "rejected": found.to_json()["rejected"][:12],
     }  # fmt: skip
 
@@ -159,9 +176,10 @@ def measure(case: Case, device: str, rounds: int, seconds: float) -> dict[str, A
 def rounds_of(
     contestants: dict[str, Callable[[], Tensor]], clock: Clock, rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """µs of everyone in each round, in an order drawn anew; at least five rounds, then until time is up.
+    """µs of everyone in each round, in an order drawn anew, until the ratios are known well enough or time is up.
 
-    Before a sample its contestant is called untimed: the threads that the one before has left spinning are not its own.
+    Before a short sample its contestant is called untimed: the threads that the one before has left spinning are not
+    its own.
     """
     for call in contestants.values():
         for _ in range(3):
@@ -174,21 +192,38 @@ def rounds_of(
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds):
+        for number in itertools.count(1):
             draw.shuffle(order)
             for name in order:
-                clock(contestants[name], batch)
+                if shortest < LONG_US:
+                    clock(contestants[name], batch)
                 samples[name].append(clock(contestants[name], batch))
-            if number >= 5 and time.monotonic() - begin > seconds:
+            if number < 5:
+                continue
+            precise = number >= rounds and all(ratio(samples, other).error_us <= PRECISE for other in JUDGED)
+            if precise or time.monotonic() - begin > seconds:
                 break
     finally:
         gc.enable()
     return samples
 
 
-def ratio(samples: dict[str, list[float]], other: str) -> float:
-    """How the plan compares, round by round."""
-    return statistics.median(a / b for a, b in zip(samples["plan"], samples[other], strict=True))
+def ratio(samples: dict[str, list[float]], other: str) -> Times:
+    """How the plan compares, round by round: quotients instead of µs."""
+    return Times.of([a / b for a, b in zip(samples["plan"], samples[other], strict=True)])
+
+
+def say(row: dict[str, Any]) -> None:
+    """A case in one line."""
+    us, error = row["median_us"], row["standard_error"]["plan_over_own"]
+    print(
+        f"{row['case']:24} plan {us['plan']:9.1f} µs, functions {us['per_op']:9.1f}, their kernels {us['own']:9.1f}; "
+        f"plan ÷ functions {row['plan_over_per_op']:.3f}, ÷ their kernels {row['plan_over_own']:.3f} ± {error:.3f}, "
+        f"÷ untuned {row['plan_over_untuned']:.3f}, ÷ alone {row['plan_over_alone']:.3f}, ÷ hand fused "
+        f"{row['plan_over_hand_fused']:.3f}; {len(row['fused'])} rewrites"
+        f"{', the path of each op' if row['same_path'] else ''}",
+        flush=True,
+    )
 
 
 def _error(found: Tensor, truth: Tensor) -> float:
@@ -201,26 +236,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", default="here", help="name of the folder under benchmarks/results")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="few rounds, the smallest cases")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of one case")
+    parser.add_argument("--seconds", type=float, default=60.0, help="at most, for the rounds of one case")
     given = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = CUDA if device == "cuda" else CPU
     rows = []
     if device == "cuda":
         lz.configure(jit="block", deny=["flashinfer.*", "inductor.*"])
-    with torch.no_grad():
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for case in cases[:2] if given.quick else cases:
-            row = measure(case, device, 31 if given.quick else 121, given.seconds)
+            row = measure(case, device, 31 if given.quick else 121, given.seconds, Path(folder))
             rows.append(row)
-            m = row["median_us"]
-            print(
-                f"{case.name:24} plan {m['plan']:9.1f} µs  own {m['own']:9.1f}  alone {m['alone']:9.1f}  per op "
-                f"{m['per_op']:9.1f}  hand fused {m['hand_fused']:9.1f}  plan/per op {row['plan_over_per_op']:.3f}  "
-                f"plan/own {row['plan_over_own']:.3f}  plan/alone {row['plan_over_alone']:.3f}  {len(row['fused'])} "
-                f"rewrites{', the path of each op' if row['same_path'] else ''}"
-            )
-    worst = max(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)
-    best = min(max(row["plan_over_per_op"], row["plan_over_alone"]) for row in rows)
+            say(row)
+    judged = [max(row[f"plan_over_{other}"] for other in JUDGED) for row in rows]
+    best, worst = min(judged), max(judged)
     print(f"against the better of op by op: best {best:.3f}, worst {worst:.3f} (limits: below 1, at most 1.02)")
     limits = {"plan ÷ op by op, best": (best, 1.0), "plan ÷ op by op, worst": (worst, 1.02)}
     targets = {name: {"value": round(value, 4), "at_most": most} for name, (value, most) in limits.items()}

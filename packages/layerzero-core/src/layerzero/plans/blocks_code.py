@@ -23,7 +23,7 @@ from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.run import current_world, recover
 from layerzero.model.op import OperationSpec
 from layerzero.plans.blocks import Block, Ref, Step
-from layerzero.plans.blocks_run import ACTIVATIONS, heads_first, op_layout
+from layerzero.plans.blocks_run import ACTIVATIONS, heads_first, op_layout, unread
 
 __all__ = ["Code", "Line", "written"]
 
@@ -55,9 +55,12 @@ def written(block: Block, lines: Sequence[Line]) -> Code:
     weights = list(dict.fromkeys(n for step, _, _ in lines for n in step.reads() if n not in made | {*block.inputs}))
     cells = [names.of_tensor(name) for name in weights]
     body: list[str] = []
+    steps = [step for step, _, _ in lines]
     for number, line in enumerate(lines):
         body += _step(line, names)
-        body += _let_go(block, lines, number, names)
+        done = unread(block, steps, number)
+        if done:
+            body.append(f"del {', '.join(names.of_tensor(name) for name in done)}")
     out = ", ".join(names.of_tensor(name) for name in block.outputs)
     name = names.fresh(block.name)
     text = "\n".join(
@@ -123,16 +126,6 @@ def _glue(step: Step, names: _Names) -> str:
     assert step.op == "split", step.op  # packs are made when weights are bound
     only = "" if len(step.outputs) > 1 else "[0]"
     return f"{names.of_value('split_with_sizes', torch.split_with_sizes)}({args[0]}, {args[1]}, -1){only}"
-
-
-def _let_go(block: Block, lines: Sequence[Line], number: int, names: _Names) -> Iterator[str]:
-    """Results that this step was the last to read."""
-    made = {name for step, _, _ in lines[: number + 1] for name in step.outputs}
-    later = {name for step, _, _ in lines[number + 1 :] for name in step.reads()} | {*block.outputs}
-    step = lines[number][0]
-    done = [name for name in dict.fromkeys((*step.reads(), *step.outputs)) if name in made and name not in later]
-    if done:
-        yield f"del {', '.join(names.of_tensor(name) for name in done)}"
 
 
 class _Names:

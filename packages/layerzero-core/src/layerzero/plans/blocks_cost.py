@@ -3,13 +3,15 @@
 An estimate is a roofline: bytes moved and products made, at rates that are only good for comparing. It decides where
 nothing was measured; `plan_block(measure=True)` measures. On a GPU a step measured here costs what takes longer, its
 kernel or its launch: in a layer of short kernels the device waits for the host, and a kernel of 5 µs that takes 90 µs
-to launch is not a fast one.
+to launch is not a fast one. On a CPU a kernel timed by itself finds its weight where its last call has left it, so what
+was timed at its place in the block counts before anything else.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import assert_close, tolerance
 from layerzero.selection.world import World
 from layerzero.tuning.clock import clock_for
+from layerzero.tuning.evened import evened
 from layerzero.tuning.launches import with_launch
 
 __all__ = ["Candidate", "Cost", "Meter"]
@@ -40,7 +43,7 @@ _VIEWS = frozenset({"heads", "split", "turn", "turn back"})
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """µs, and where they are from: "perfdb", "measured" or "estimated"."""
+    """µs, and where they are from: "in place", "perfdb", "measured" or "estimated"."""
 
     us: float
     source: str
@@ -63,6 +66,9 @@ class Meter:
         self.measure = measure
         self._known: dict[Any, Cost] = {}
         self._right: dict[Any, bool] = {}
+        self._placed: dict[Any, Cost] = {}
+        self._turns: dict[Any, list[Sequence[float]]] = {}
+        self._shares: dict[str, dict[Any, float]] = {}
 
     def kernels(self, candidates: Sequence[Candidate], ctx: Context, args: tuple[Any, ...]) -> list[Cost]:
         """The price of each kernel for one call.
@@ -79,15 +85,41 @@ class Meter:
             ]
             times = self._times([run for _, run in news], args)
             self._known.update((key, Cost(us, "measured")) for (key, _), us in zip(news, times, strict=True))
-        found: list[Cost] = []
+        alone: list[Cost] = []
         for key, item, us in zip(keys, candidates, stored, strict=True):
             if us is not None:
-                found.append(Cost(us + item.transforms_us, "perfdb"))
+                alone.append(Cost(us + item.transforms_us, "perfdb"))
             elif self.measure:
-                found.append(self._known[key])
+                alone.append(self._known[key])
             else:
-                found.append(Cost(self._estimate(item.kernel, ctx, args) + item.transforms_us, "estimated"))
-        return found
+                alone.append(Cost(self._estimate(item.kernel, ctx, args) + item.transforms_us, "estimated"))
+        return self._at_their_places(keys, ctx.op, alone) if self._placed else alone
+
+    def _at_their_places(self, keys: Sequence[Any], op: str, alone: Sequence[Cost]) -> list[Cost]:
+        """Prices as taken in place. A kernel that was not timed there is thought to change as the others did, or as
+        others of its op; else whoever was never looked at closely would seem the cheapest."""
+        shares = self._shares.setdefault(op, {})
+        here = {
+            key: self._placed[key].us / cost.us for key, cost in zip(keys, alone, strict=True) if key in self._placed
+        }
+        shares.update(here)
+        known = list((here or shares).values())
+        usual = statistics.median(known) if known else 1.0
+        return [
+            self._placed.get(key, Cost(cost.us * usual, cost.source)) for key, cost in zip(keys, alone, strict=True)
+        ]
+
+    def place(
+        self, kernels: Sequence[KernelSpec], ctx: Context, args: tuple[Any, ...], turns: Sequence[Sequence[float]]
+    ) -> None:
+        """From now on kernels cost what they took at their place in a block: µs of each, turn by turn, added to those
+        of earlier calls. What all had in common in a turn is the machine's."""
+        keys = tuple(_key(kernel, ctx, args) for kernel in kernels)
+        known = self._turns.setdefault(keys, [])
+        known.extend(turns)
+        columns = dict(zip(keys, map(list, zip(*known, strict=True)), strict=True))
+        for key, taken in evened(columns).items():
+            self._placed[key] = Cost(statistics.median(taken), "in place")
 
     def right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether a kernel may be timed: with `measure`, one that the database does not know has to agree with the

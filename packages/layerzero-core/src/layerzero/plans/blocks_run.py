@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.plans.blocks import Ref, Step
+from layerzero.plans.blocks import Block, Ref, Step
 
-__all__ = ["ACTIVATIONS", "arguments", "glue", "heads_first", "op_layout", "results"]
+__all__ = ["ACTIVATIONS", "arguments", "glue", "heads_first", "op_layout", "results", "unread"]
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -69,3 +69,11 @@ def results(step: Step, out: Any) -> tuple[Any, ...]:
     if not heads_first(step):
         return found
     return tuple(None if item is None else item.transpose(1, 2) for item in found)
+
+
+def unread(block: Block, steps: Sequence[Step], number: int) -> list[str]:
+    """Results that a step was the last to read; let go, they leave warm memory to the next."""
+    made = {name for step in steps[: number + 1] for name in step.outputs}
+    later = {name for step in steps[number + 1 :] for name in step.reads()} | {*block.outputs}
+    step = steps[number]
+    return [name for name in dict.fromkeys((*step.reads(), *step.outputs)) if name in made and name not in later]

@@ -7,7 +7,7 @@ what the next one would have to transform is part of its price.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from layerzero.selection.world import World
 __all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
 
 _CANDIDATES = 4  # kernels tried for a step, the best of the ranking
+_RIVAL = 1.5  # times the price of another: timed by itself a kernel can seem so much slower and not be
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Taken:
     cost: Cost
     spec: OperationSpec | None = None
     bound: Bound | None = None
+    # Kernels that may stand here as well: they leave their results alike, and none is out of the question.
+    rivals: tuple[Bound, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def chosen(self) -> str:
@@ -209,7 +212,15 @@ def _ways(
         decision.context, args,
     )  # fmt: skip
     for (bound, outs), cost in zip(ready, prices, strict=True):
-        yield Taken(step, Cost(cost.us + turns, cost.source), spec, bound), outs
+        rivals = tuple(
+            other
+            for (other, left), price in zip(ready, prices, strict=True)
+            if other is not bound
+            and other.kernel_id != spec.fallback_id  # the reference often is another's kernel by another name
+            and price.us <= _RIVAL * cost.us
+            and _looks(left) == _looks(outs)
+        )
+        yield Taken(step, Cost(cost.us + turns, cost.source), spec, bound, rivals), outs
 
 
 def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
@@ -235,8 +246,9 @@ def _alive(block: Block, position: int, tensors: Mapping[str, Any]) -> dict[str,
 
 def _lying(block: Block, position: int, tensors: Mapping[str, Any]) -> Any:
     """How the live tensors lie: two ways that end alike go on alike."""
-    found = []
-    for name in block.live(position):
-        item = tensors.get(name)
-        found.append((name, item.shape, item.stride(), item.dtype) if isinstance(item, Tensor) else (name, None))
-    return tuple(found)
+    names = block.live(position)
+    return tuple(zip(names, _looks([tensors.get(name) for name in names]), strict=True))
+
+
+def _looks(items: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in items)

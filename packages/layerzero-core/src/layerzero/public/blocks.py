@@ -12,6 +12,7 @@ from layerzero.dispatch.run import current_world
 from layerzero.errors import InvalidInputError
 from layerzero.plans.blocks import Block
 from layerzero.plans.blocks_cost import Meter
+from layerzero.plans.blocks_place import in_place, time_in_place
 from layerzero.plans.blocks_plan import BlockPlan, BlockReport, signature
 from layerzero.plans.blocks_search import Path, fastest_each, per_op, search, told
 from layerzero.selection.world import World
@@ -24,7 +25,8 @@ __all__ = ["plan_block"]
 # Another path than that of the public functions has to be faster by more than this, and by more than the spread of the
 # times; else it is not worth its packed weights.
 _NOISE = 0.02
-_RACE_US = 2e6
+_WALKS = 2  # a path found by what kernels took in place may have others, which have not been timed there
+_RACE_US = 5e6
 _FEWEST, _MOST = 12, 120  # rounds, by how long a call takes
 
 
@@ -63,7 +65,16 @@ def _planned(block: Block, tensors: Mapping[str, Any], world: World, measure: bo
     best = search(block, tensors, world, meter)
     if not measure:
         return BlockReport(block, best, alone, measured=False)
-    return _raced(block, tensors, best, fastest_each(block, tensors, world, meter), alone)
+    each = fastest_each(block, tensors, world, meter)
+    for _ in range(_WALKS if _device(tensors).type == "cpu" else 0):
+        news = [path for path in (each, best) if not in_place(path)]
+        for path in news:
+            time_in_place(block, tensors, path, meter)
+        if not news:
+            break
+        best, each = search(block, tensors, world, meter), fastest_each(block, tensors, world, meter)
+        alone = per_op(block, tensors, world, meter)  # the same kernels, by what they take in place
+    return _raced(block, tensors, best, each, alone)
 
 
 def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alone: Path) -> BlockReport:
@@ -77,7 +88,7 @@ def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alo
         if told(way) not in seen:  # nobody runs against itself
             seen.append(told(way))
             plans[name] = BlockPlan(block, tensors, BlockReport(block, way, alone, measured=True))
-    device = next(item.device for item in tensors.values() if isinstance(item, torch.Tensor))
+    device = _device(tensors)
     contestants = {name: functools.partial(plan, *inputs) for name, plan in plans.items()}
     with torch.no_grad():
         run = race(contestants, device=device, settle=True, rounds=_rounds(contestants.values(), clock_for(device)))
@@ -89,6 +100,10 @@ def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alo
     took = f"the joint path took {others.get('plan', min(others.values())):.1f} µs, " if others else ""
     note = f"{took}op by op {alone_us:.1f} µs: each op keeps its own choice"
     return BlockReport(block, Path(alone.edges, best.considered), alone, True, alone_us, alone_us, note)
+
+
+def _device(tensors: Mapping[str, Any]) -> torch.device:
+    return next(item.device for item in tensors.values() if isinstance(item, torch.Tensor))
 
 
 def _ahead(times: Mapping[str, Times]) -> str:
