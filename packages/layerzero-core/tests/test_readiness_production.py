@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import cli
+from layerzero.device import probe_devices
 from layerzero.health.quarantine import Quarantine
 from layerzero.public.checks import ReadinessReport
 from layerzero.public.situation import quarantine_file
@@ -56,19 +58,51 @@ def test_a_kernel_that_may_be_chosen_and_is_not_compiled_fails_in_production_onl
     assert "jit" in failed(lz.readiness_check({"jit": "block"}, production=True))
 
 
-@pytest.mark.req("R-OPS-03")
-def test_a_quarantined_kernel_fails_with_the_command_that_lifts_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def quarantined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ReadinessReport]:
+    """Quarantine torch's rms_norm in a version on a device, and judge a policy in production."""
     monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
     lz.reset()
-    path = quarantine_file()
-    assert path is not None
-    Quarantine(path).add("torch.rms_norm.native", "0", "here", "KERNEL_RAISED", "it crashed")
-    assert lz.readiness_check().ok
-    report = lz.readiness_check(production=True)
-    (check,) = report.failed
+    name = "torch.rms_norm.native"
+    lz.which("rms_norm", torch.ones(2, 8), torch.ones(8))
+    here = {"version": state.world.registry.kernels[name].version, "device_signature": probe_devices()[-1].signature}
+
+    def judge(policy: dict[str, Any] | None = None, **other: str) -> ReadinessReport:
+        path = quarantine_file()
+        assert path is not None
+        book = Quarantine(path)
+        book.remove(name)
+        book.add(name, **(here | other), code="KERNEL_RAISED", detail="it crashed")
+        lz.reset()
+        assert lz.readiness_check(policy).ok
+        return lz.readiness_check(policy, production=True)
+
+    return judge
+
+
+@pytest.mark.req("R-OPS-03")
+def test_a_quarantined_kernel_fails_with_the_command_that_lifts_it(quarantined: Any) -> None:
+    (check,) = quarantined().failed
     assert check.code == "QUARANTINED" and check.fix == "lz quarantine clear torch.rms_norm.native"
+
+
+@pytest.mark.fault(27)
+@pytest.mark.req("R-OPS-03")
+def test_a_quarantined_kernel_that_cannot_be_chosen_here_does_not_fail(quarantined: Any) -> None:
+    assert quarantined({"deny": ["torch.rms_norm.*"]}).ok
+    assert quarantined({"rules": [{"match": {"op": "rms_norm"}, "allow": ["reference"]}]}).ok
+    assert quarantined(version="0").ok  # the installed version is another
+    assert quarantined(device_signature="a GPU that is not here").ok
+    spent = [check for check in lz.doctor(probe=False).checks if check.name == "quarantine"]
+    assert [(check.status, "a device that is not here" in check.message) for check in spent] == [("ok", True)]
+
+
+@pytest.mark.fault(27)
+def test_a_rule_that_denies_only_some_calls_does_not_excuse_a_quarantined_kernel(quarantined: Any) -> None:
+    some = {"match": {"op": "rms_norm", "when": {"dtype": "float16"}}}
+    assert failed(quarantined({"rules": [some | {"deny": ["torch"]}]}))
+    allowed = {"rules": [some | {"allow": ["torch"]}, {"match": {"op": "rms_norm"}, "allow": ["reference"]}]}
+    assert failed(quarantined(allowed))
 
 
 @pytest.mark.req("R-OPS-03")

@@ -12,11 +12,13 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerzero.errors import LayerZeroError
-from layerzero.health.quarantine import Quarantine
+from layerzero.health.quarantine import Quarantine, QuarantineEntry
+from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.discovery import CORE_DIST, dist_version
 from layerzero.policy.load import discover, load_file
+from layerzero.policy.rules import evaluate, matches_any
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, quarantine_file
 from layerzero.reasons import ReasonCode, reason
@@ -150,10 +152,14 @@ def _policy_files(now: Situation) -> list[Check]:
 
 
 # -- health ------------------------------------------------------------------------------------------------------
-def health(now: Situation, file: Path | None = None) -> list[Check]:
-    """Open breakers, kernels that could not be bound, and the quarantine file."""
+def health(now: Situation, file: Path | None = None, policy: Policy | None = None) -> list[Check]:
+    """Open breakers, kernels that could not be bound, and the quarantine file.
+
+    An entry that keeps nothing from running is listed as such: `policy` (default: the one in force) keeps its kernel
+    out anyway, or this machine has another version of it or another device.
+    """
     kept = file or quarantine_file()
-    away = () if kept is None else _quarantine(kept)
+    away = () if kept is None else _quarantine(now, kept, policy or now.world.policy)
     checks = [*_lost(), *_breakers(now), *_unbindable(now), *_canaries(now), *away]
     return checks or [Check("health", "breakers", Status.OK, "all closed, nothing in quarantine")]
 
@@ -190,7 +196,7 @@ def _unbindable(now: Situation) -> Iterable[Check]:
         yield Check.because("health", kernel_id, Status.FAIL, why)
 
 
-def _quarantine(path: Path) -> Iterable[Check]:
+def _quarantine(now: Situation, path: Path, policy: Policy) -> Iterable[Check]:
     book = Quarantine(path)
     try:
         entries = book.entries()
@@ -201,5 +207,27 @@ def _quarantine(path: Path) -> Iterable[Check]:
     for problem in book.problems:
         yield Check.because("health", "quarantine", Status.WARN, problem)
     for entry in entries:
-        why = reason("QUARANTINED", f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip())
-        yield Check.because("health", "quarantine", Status.WARN, why, f"lz quarantine clear {entry.kernel_id}")
+        what = f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip()
+        spent = _spent(entry, now, policy)
+        status = Status.OK if spent else Status.WARN
+        why = reason("QUARANTINED", what, detail=f"not in force: {spent}" if spent else "")
+        yield Check.because("health", "quarantine", status, why, f"lz quarantine clear {entry.kernel_id}")
+
+
+def _spent(entry: QuarantineEntry, now: Situation, policy: Policy) -> str | None:
+    """Why an entry keeps nothing from running here, or None where it does."""
+    kernel = now.world.registry.kernels.get(entry.kernel_id)
+    if kernel is None:
+        return "no longer installed"
+    if kernel.version != entry.version:
+        return f"replaced by version {kernel.version}"
+    if entry.device_signature not in {device.signature for device in now.devices}:
+        return "of a device that is not here"
+    # Rules with conditions do not hold for a call of which nothing is known: they neither deny nor allow here.
+    verdict = evaluate(policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    if verdict.denied_by is not None:
+        return f"denied by the policy: {verdict.denied_by}"
+    lists = [rule.allow for rule in policy.program if rule.when and rule.allow]
+    if not verdict.allowed and not any(matches_any(names, kernel.kernel_id, kernel.backend) for names in lists):
+        return "not in the policy's allow list"
+    return None

@@ -30,15 +30,19 @@ def production(now: Situation, world: World, policy: Policy | None) -> list[Chec
     """Every check; one that has nothing to say is a line that says so."""
     if policy is None:
         return [Check(_GROUP, "production", Status.SKIP, "the policy is not valid")]
-    found = [*_health(now), *_variables(now), *_places(now), *_compiling(now, world, policy), *_measuring(policy)]
+    found = [*_health(now, policy), *_variables(now), *_places(now)]
+    found += [*_compiling(now, world, policy), *_measuring(policy)]
     if not any(check.status in (Status.FAIL, Status.WARN) for check in found):
         found.append(Check(_GROUP, "production", Status.OK, "nothing compiles, measures or fails beside requests"))
     return found
 
 
-def _health(now: Situation) -> Iterator[Check]:
-    """Open breakers, quarantined kernels, adapters that cannot be imported: a process that starts must have none."""
-    for check in health(now):
+def _health(now: Situation, policy: Policy) -> Iterator[Check]:
+    """Open breakers, quarantined kernels, adapters that cannot be imported: a process that starts must have none.
+
+    An entry of a kernel that this policy denies, or that another version has replaced, stands in nobody's way.
+    """
+    for check in health(now, policy=policy):
         if check.status in (Status.WARN, Status.FAIL):
             yield replace(check, group=_GROUP, status=Status.FAIL)
 
