@@ -489,12 +489,15 @@ def test_an_interpreter_ends_after_its_compiler() -> None:
     program = """
 import threading, time
 from layerzero.plans.jit_queue import Queue
+said = threading.Event()
 def work():
+    said.wait(60.0)
     time.sleep(0.3)
     print("compiled", flush=True)
 queue = Queue(1, 60.0, lambda artifact: None)
 queue.submit(("a.b.c", ()), work)
 print("end", flush=True)
+said.set()
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["end", "compiled"]
