@@ -249,6 +249,27 @@ def test_where_open_sizes_could_change_the_choice_the_op_decides_when_it_runs():
     assert opaque(counter) == ["layerzero.rms_norm.call"]
 
 
+# Sizes that are equal by chance are one symbol to Dynamo, so none are.
+OPEN_EVERYWHERE = {
+    "rope": (lambda q, cos, sin: lz.rope(q, q + 1, cos, sin), lambda n: (rand(n, 4, n + 1, 6), *rand(2, n + 1, 3))),
+    "cast": (lambda x: lz.cast(x, torch.bfloat16), lambda n: (rand(n, n + 1, 5, 8),)),
+    "embedding": (lambda x, w: lz.embedding(x.int().abs() % 7, w), lambda n: (rand(n, 3, n + 1, 5), rand(7, 6))),
+    "topk_gate": (lambda x: lz.topk_gate(x.flatten(0, 2), 2), lambda n: (rand(n, 3, n + 1, 8),)),
+    "float64": (lambda x: lz.cast(x, torch.float32), lambda n: (rand(n, n + 1, 8).double(),)),
+}
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("name", sorted(OPEN_EVERYWHERE))
+def test_all_sizes_may_be_open_at_once_though_no_tensor_could_have_the_largest_of_each(name):
+    function, inputs = OPEN_EVERYWHERE[name]
+    call, counter = compiled(function, dynamic=True)
+    with torch.no_grad():
+        for size in (9, 11):
+            torch.testing.assert_close(call(*inputs(size)), function(*inputs(size)), check_stride=False)
+    assert counter.frame_count == 1  # whether written out or, with very many open sizes, as one opaque op
+
+
 def test_a_limit_on_a_fixed_size_is_no_hindrance():
     lz.configure(rules=[{"match": {"op": "rms_norm", "when": {"hidden": ">100"}}, "deny": ["torch"]}])
     call, counter = compiled(lambda x, w: lz.rms_norm(x, w))

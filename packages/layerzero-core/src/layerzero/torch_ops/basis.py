@@ -27,7 +27,7 @@ from layerzero.selection.compiled import in_graph
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.torch_ops import attention_forms, standins
-from layerzero.torch_ops.standins import Unknown
+from layerzero.torch_ops.standins import Impossible, Unknown
 
 __all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of", "compiled"]
 
@@ -160,8 +160,7 @@ def _made(
     if not chosen or not symbols:
         return found if chosen else []
     more: set[int] = set()
-    ends = ({symbol: low for symbol, (_, low, _) in symbols.items()}, {s: high for s, (_, _, high) in symbols.items()})
-    for ctx, sizes in _elsewhere(spec, question, ends, world):
+    for ctx, sizes in _elsewhere(spec, question, standins.ends(symbols), world):
         for (axis, size), (_, before) in zip(ctx.dims, first.dims, strict=False):
             if size == before:
                 continue
@@ -191,8 +190,8 @@ def _elsewhere(
     for sizes in tried:
         try:
             yield _context(spec, question, sizes, world), sizes
-        except InvalidInputError:
-            continue  # a table that is too short for such a length
+        except (InvalidInputError, Impossible):
+            continue  # a table that is too short for such a length, or a tensor that cannot be
 
 
 def compiled(decision: Decision, world: World, known: Mapping[str, Any]) -> Decision:

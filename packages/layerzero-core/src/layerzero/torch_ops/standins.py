@@ -8,6 +8,7 @@ any size comes of it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Impossible",
     "Sizes",
     "Unknown",
+    "ends",
     "placed",
     "placed_stand_ins",
     "signature",
@@ -27,6 +30,8 @@ __all__ = [
 
 # Sizes beyond this are not tried: no axis of a model is longer.
 _LONGEST = 1 << 20
+# What torch can count in a tensor: its bytes are an int64.
+_MOST_BYTES = (1 << 63) - 1
 # So many combinations of sizes are tried at most.
 _TRIALS = 300
 
@@ -35,6 +40,10 @@ Sizes = Mapping[Any, int]
 
 class Unknown(Exception):
     """A size without a hint: data-dependent, known only when the graph runs."""
+
+
+class Impossible(Exception):
+    """Sizes, each in its range, that no tensor can have together: its bytes would not fit into 63 bits."""
 
 
 def _nodes(args: Sequence[Any]) -> Iterator[Any]:
@@ -76,6 +85,14 @@ def _bounded(limit: Any) -> int:
     return _LONGEST if limit > _LONGEST else max(0, int(limit))
 
 
+def ends(symbols: Mapping[Any, tuple[int, int, int]]) -> Iterator[Sizes]:
+    """The low ends of all ranges together, then each range's high end by itself: all at once no tensor could have."""
+    lows = {symbol: low for symbol, (_, low, _) in symbols.items()}
+    yield lows
+    for symbol, (_, _, high) in symbols.items():
+        yield lows | {symbol: high}
+
+
 def sizes_to_try(symbols: Mapping[Any, tuple[int, int, int]], more: Sequence[int] = ()) -> Iterator[Sizes]:
     """Assignments over the ranges: powers of two, the ends, and `more`; of several symbols in all combinations."""
     each = []
@@ -92,10 +109,7 @@ def sizes_to_try(symbols: Mapping[Any, tuple[int, int, int]], more: Sequence[int
 
 
 def _count(each: Sequence[Sequence[int]]) -> int:
-    total = 1
-    for values in each:
-        total *= len(values)
-    return total
+    return math.prod(len(values) for values in each)
 
 
 def stand_ins(args: Sequence[Any], sizes: Sizes) -> tuple[Any, ...]:
@@ -115,6 +129,8 @@ def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
     if isinstance(item, Tensor):
         shape = [_number(part, sizes) for part in item.shape]
         strides = [_number(part, sizes) for part in item.stride()]
+        if _bytes(shape, strides, item.itemsize) > _MOST_BYTES:
+            raise Impossible(f"{shape} with strides {strides}")
         made = torch.empty_strided(shape, strides, dtype=item.dtype, device="meta" if meta else item.device)
         return made.requires_grad_(True) if item.requires_grad else made
     if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -122,6 +138,14 @@ def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
     if isinstance(item, (list, tuple)):
         return type(item)(_stand_in(part, sizes, meta) for part in item)
     return item
+
+
+def _bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes a tensor takes, dense or as it is strided, whichever is more: torch computes both."""
+    if not all(shape):
+        return 0
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return max(spanned, math.prod(shape)) * itemsize
 
 
 def _number(item: Any, sizes: Sizes) -> Any:
