@@ -12,6 +12,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.dispatch.canary import trials
 from layerzero.errors import PolicyValidationError
+from layerzero.numerics.tolerances import tolerance
 from layerzero.runtime.state import state
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
@@ -66,6 +67,31 @@ def test_one_bad_answer_ends_the_trial_and_no_caller_sees_it(lab: Any, function:
     assert lab.tries.count(NEW) == 1 and "has failed its trial" in caplog.text
     assert not state.health.snapshot().kernels  # nobody's breaker was charged
     assert any(c.code == "CANARY_FAILED" for c in lz.doctor(probe=False).checks)
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("function", "seen", "allowed"),
+    [
+        (
+            lambda out: out * 1e3,
+            "first -1381.93 instead of -1.38193 at [0, 0], 100.00% of the elements out of bounds",
+            "+",
+        ),
+        (lambda out: out.masked_fill(out > 0, float("nan")), "NaN in other places (12 elements)", "+"),
+        (lambda out: out[:2], "shape [2, 8]", "shape [3, 8]"),
+    ],
+    ids=["wrong", "nan", "shape"],
+)
+def test_the_failure_says_what_was_seen_and_what_was_allowed(lab: Any, function: Any, seen: str, allowed: str) -> None:
+    start(lab, lambda x, weight, eps: function(torch.rms_norm(x, (8,), weight, eps)), calls=3, fraction=1.0)
+    lz.rms_norm(X, W)
+    message = state.world.trials[NEW]
+    tol = tolerance("rms_norm", torch.float32)
+    said, _, bound = message.partition(", allowed ")
+    assert seen in said, message
+    assert bound.startswith(f"{tol.atol:g} + {tol.rtol:g} of the value" if allowed == "+" else allowed), message
+    assert "times the tolerance" not in message
 
 
 def test_where_the_two_differ_the_reference_says_who_is_wrong(lab: Any) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.dispatch.run import current_world
+from layerzero.env import Env
 from layerzero.health.quarantine import Quarantine
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
-from layerzero.plugin.manager import PluginRecord
+from layerzero.plans.table_file import hardware_of, make_table, save_table
+from layerzero.plugin.discovery import normalized
+from layerzero.plugin.distributions import OURS, VENDORS
+from layerzero.plugin.manager import PluginRecord, load_plugins
+from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_backends, check_machine
 from layerzero.public.checks import Check
 from layerzero.public.situation import look, quarantine_file, tolerant_env
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
-from layerzero.testing import faults
+from layerzero.testing import fakes, faults
 from layerzero.testing.fakes import capabilities
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -200,17 +208,28 @@ def test_a_vendor_without_metadata_is_probed_when_its_module_can_be_imported(
     assert lz.doctor("byhand", timeout=60).check("byhand", "backends").code == "AVAILABILITY_MISMATCH"
 
 
-def test_a_missing_vendor_needs_no_process_and_comes_with_the_command(
-    site: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("vendor", "fix"),
+    [
+        ({"dist": "sgl-kernel", "version": ">=99"}, "pip install 'sgl-kernel>=99'"),
+        (
+            {"dist": "no-such-dist-anywhere"},
+            "bare asks for no-such-dist-anywhere, a distribution LayerZero does not know",
+        ),
+    ],
+    ids=["known", "unknown"],
+)
+def test_a_missing_vendor_needs_no_process_and_comes_with_the_command_where_we_know_it(
+    site: Path, monkeypatch: pytest.MonkeyPatch, vendor: dict[str, str], fix: str
 ) -> None:
-    vendor = {"dist": "no-such-dist-anywhere"}
     faults.install(site, "healthy", "bare", descriptor=capabilities("bare", vendor=vendor))
     monkeypatch.setenv("LAYERZERO_PLUGINS", "bare")
     lz.reset()
     monkeypatch.setattr(check_backends, "probe", None)  # calling it would raise
     report = lz.doctor("bare")
     check = report.check("bare", "backends")
-    assert report.ok and check.status == "warn" and check.fix == "pip install no-such-dist-anywhere"
+    assert report.ok and check.status == "warn" and check.fix.startswith(fix)
 
 
 def test_two_plugins_that_claim_one_backend_are_a_conflict(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +258,69 @@ def test_a_denied_plugin_is_skipped_by_the_users_own_wish(site: Path, monkeypatc
     assert report.ok and check.status == "skip" and check.code == "PLUGIN_DENIED"
 
 
+@pytest.mark.fault(28)
 def test_a_backend_nobody_has_is_named_with_the_way_to_get_it() -> None:
     check = lz.doctor("sdpaa", probe=False).failed[0]
     assert check.code == "BACKEND_NOT_INSTALLED" and "sdpa" in check.fix
-    assert "pip install layerzero-quux" in lz.doctor("quux", probe=False).failed[0].fix
+    quux = lz.doctor("quux", probe=False).failed[0]  # nobody's: whoever takes the name would be installed
+    assert "pip install" not in quux.fix and "layerzero-quux" not in quux.message and "sdpa" in quux.fix
+    assert answer(load_plugins(entry_points=()), "quux", fakes.cpu())["status"]["fix"].count("pip install") == 0
+    (ours,) = check_backends.unknown(look(), "hub")
+    assert ours.fix == "pip install layerzero-hub"
+
+
+@pytest.mark.fault(28)
+def test_a_plugin_without_a_distribution_gets_no_install_hint() -> None:
+    class Broken:
+        name, value = "torch_tools", "torch_tools.plugin"
+
+        def load(self) -> Any:
+            raise ImportError("nothing here")
+
+    record = load_plugins(entry_points=[Broken()], env=Env()).record("torch_tools")
+    assert record is not None and record.state == "failed" and "pip" not in record.fix
+    assert "LAYERZERO_PLUGINS_DENY=torch_tools" in record.fix
+    assert "pip" not in check_backends._reinstall(record)
+
+
+@pytest.mark.fault(28)
+def test_every_distribution_of_ours_and_every_vendor_of_ours_may_be_named_in_a_hint() -> None:
+    packages = Path(__file__).parents[2]
+    ours = {tomllib.loads(file.read_text())["project"]["name"] for file in packages.glob("*/pyproject.toml")}
+    assert ours == set(OURS)
+    vendors = {
+        vendor["dist"]
+        for file in packages.glob("*/src/**/capabilities.json")
+        if (vendor := json.loads(file.read_text()).get("vendor")) is not None
+    }
+    assert {normalized(dist) for dist in vendors} <= VENDORS
+
+
+# -- dispatch table ----------------------------------------------------------------------------------------------
+@pytest.mark.fault(28)
+def test_a_dispatch_table_that_is_not_in_force_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, device = current_world(), look().devices[0]
+    assert lz.doctor(probe=False).check("dispatch table").status == "skip"
+    table = make_table(hardware_of(device), world.policy.policy_hash, {}, {}, ())
+    path = tmp_path / "table.json"
+    for wrong, code in (
+        (None, None),
+        (replace(table.hardware, signature="0123456789abcdef"), "PLAN_HARDWARE_MISMATCH"),
+    ):
+        save_table(make_table(wrong or table.hardware, table.policy_hash, {}, {}, ()), path)
+        monkeypatch.setenv("LAYERZERO_DISPATCH_TABLE", str(path))
+        lz.reset()
+        report = lz.doctor(probe=False)
+        check = report.check("dispatch table", "settings")
+        assert (check.status, check.code) == ("ok" if wrong is None else "fail", code), str(report)
+    assert not report.ok and f"{path} is not in force" in check.message and check.fix
+    path.write_text("{}")
+    lz.reset()
+    check = lz.doctor(probe=False).check("dispatch table")
+    assert check.status == "fail" and check.code == "SCHEMA_VERSION_UNKNOWN" and "not in force" in check.message
+    lz.use_table(None)
+    check = lz.doctor(probe=False).check("dispatch table")
+    assert check.status == "warn" and "put it aside" in check.message
 
 
 # -- health ------------------------------------------------------------------------------------------------------

@@ -215,11 +215,11 @@ def test_the_environment_keeps_plugins_out(env: dict[str, str], denied: set[str]
 # -- vendors ---------------------------------------------------------------------------------------
 @pytest.mark.req("R-REG-04")
 def test_an_absent_vendor_keeps_its_kernels_listed_but_unusable() -> None:
-    vendor = {"dist": "no-such-vendor", "import": "no_such_vendor", "version": ">=2"}
+    vendor = {"dist": "sgl-kernel", "import": "no_such_vendor", "version": ">=99"}
     loaded = load(entry("mine", capabilities("mine", vendor=vendor)))
     found = record(loaded, "mine")
     assert found.state == "unavailable" and found.reasons[0].code == "BACKEND_NOT_INSTALLED"
-    assert found.fix == "pip install 'no-such-vendor>=2'" == found.reasons[0].hint
+    assert found.fix == "pip install 'sgl-kernel>=99'" == found.reasons[0].hint
     assert "mine.rms_norm.plain" in loaded.registry and not loaded.registry.available("mine")
 
 
@@ -238,13 +238,27 @@ def test_a_vendor_of_a_wrong_version_is_refused_with_both_versions() -> None:
 @pytest.mark.parametrize(
     ("vendor", "fix"),
     [
-        ({"dist": "nope"}, "pip install nope"),
-        ({"dist": "nope", "extra": "nope"}, "pip install 'layerzero-mine[nope]'"),
-        ({"dist": "nope", "install": "pip install nope --no-build-isolation"}, "pip install nope --no-build-isolation"),
+        ({"dist": "sgl-kernel"}, "pip install sgl-kernel"),
+        ({"dist": "sgl-kernel", "extra": "fast"}, "pip install sgl-kernel"),  # nobody publishes layerzero-mine
+        ({"dist": "sgl-kernel", "install": "pip install ./sgl-kernel"}, "pip install ./sgl-kernel"),
     ],
 )
 def test_the_fix_is_an_exact_command(vendor: dict[str, str], fix: str) -> None:
     assert record(load(entry("mine", capabilities("mine", vendor=vendor))), "mine").fix == fix
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    "vendor",
+    [{"dist": "nope"}, {"dist": "nope", "version": ">=2"}, {"dist": "nope", "extra": "nope"}],
+    ids=["bare", "version", "extra"],
+)
+def test_no_command_installs_a_distribution_that_we_do_not_know(vendor: dict[str, str]) -> None:
+    found = record(load(entry("mine", capabilities("mine", vendor=vendor))), "mine")
+    assert "pip install" not in found.fix and "mine asks for nope" in found.fix and found.fix == found.reasons[0].hint
+    written = {**vendor, "install": "pip install nope --no-build-isolation"}
+    found = record(load(entry("mine", capabilities("mine", vendor=written))), "mine")
+    assert found.fix.startswith("mine says: pip install nope --no-build-isolation; LayerZero does not know nope")
 
 
 def test_no_vendor_is_imported_by_discovery() -> None:

@@ -22,7 +22,7 @@ def codes(status):
 
 
 def test_an_absent_vendor_is_named_with_the_exact_command():
-    with pretend({"fakelib": None}, {"fakelib": None}) as imported:
+    with pretend({"fakelib": None, "layerzero-fake": "1.0"}, {"fakelib": None}) as imported:
         status = vendor_status(EMPTY, H100)
     assert codes(status) == ["BACKEND_NOT_INSTALLED", "BACKEND_STUB"]
     assert status.fix == "pip install 'layerzero-fake[fake]'" == status.reasons[0].hint
@@ -76,10 +76,10 @@ def test_every_check_is_asked_and_one_that_raises_hides_nothing():
 
 
 def test_a_reason_from_a_check_makes_every_kernel_unusable():
-    with pretend({"fakelib": "2.5", "second": None}, {"fakelib": None}):
-        status = vendor_status(KERNEL, fakes.cpu(), needs_dist("second"))
+    with pretend({"fakelib": "2.5", "triton": None}, {"fakelib": None}):
+        status = vendor_status(KERNEL, fakes.cpu(), needs_dist("triton"))
     assert codes(status) == ["BACKEND_NOT_INSTALLED"]
-    assert status.fix == "pip install second"
+    assert status.fix == "pip install triton"
     assert not status.available and not status.kernels
 
 

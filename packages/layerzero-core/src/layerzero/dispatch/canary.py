@@ -109,11 +109,11 @@ def _differs(mine: Any, truth: Any, ctx: Context) -> str | None:
     for a, b in zip(ours, theirs, strict=True):
         if not a.is_floating_point():
             if a.shape != b.shape or not torch.equal(a, b):
-                return str(reason("NUMERICS_MISMATCH", "other values", "the same"))
+                return str(reason("NUMERICS_MISMATCH", "values or shapes that are not equal", "no difference"))
             continue
         found = compare(a, b.detach(), tolerance(ctx.op, a.dtype))
         if not found.ok:
-            return str(reason("NUMERICS_MISMATCH", found.max_abs, f"{found.used:.3g} times the tolerance was used"))
+            return str(reason("NUMERICS_MISMATCH", found.seen, found.allowed))
     return None
 
 

@@ -87,6 +87,27 @@ class ErrorReport:
         """Whether the same infinities stand in the same places."""
         return self.inf_mismatches == 0
 
+    @property
+    def seen(self) -> str:
+        """What was found, in words that stand before `allowed`: how far off, where, and how much of the result."""
+        if not self.shape_ok:
+            return f"shape {list(self.shape)}"
+        parts = [f"{self.max_abs:.3g}"]
+        if not self.nan_agree:
+            parts.append(f"NaN in other places ({self.nan_mismatches} elements)")
+        if not self.inf_agree:
+            parts.append(f"infinities in other places ({self.inf_mismatches} elements)")
+        if self.first is not None:
+            spot = self.first
+            parts.append(f"first {spot.actual:.6g} instead of {spot.expected:.6g} at {list(spot.index)}")
+        parts.append(f"{1.0 - self.hit_ratio:.2%} of the elements out of bounds")
+        return ", ".join(parts)
+
+    @property
+    def allowed(self) -> str:
+        """What would have been right, in the words of the tolerance."""
+        return str(self.tolerance) if self.shape_ok else f"shape {list(self.expected_shape)}"
+
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; NaN and infinities are written as words."""
         return {

@@ -49,6 +49,15 @@ class Tolerance:
         """Whether only equal values pass."""
         return self.rtol == 0.0 and self.atol == 0.0 and self.hit_ratio == 1.0 and self.ulps == 0
 
+    def __str__(self) -> str:
+        if self.exact:
+            return "no difference"
+        joined = "+" if self.mode is HitMode.COMBINED else "or"
+        text = f"{self.atol:g} {joined} {self.rtol:g} of the value"
+        if self.ulps:
+            text += f" or {self.ulps} ulp"
+        return text if self.hit_ratio == 1.0 else f"{text}, in {self.hit_ratio:.2%} of the elements"
+
 
 _EXACT = Tolerance(0.0, 0.0)
 _HIT_RATIO = Tolerance(rtol=2e-1, atol=1e-1, hit_ratio=0.85)

@@ -309,8 +309,9 @@ def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGIS
     else:
         text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:400]
         why = reason(ReasonCode(code), text)
-    package = blank.dist or blank.name
-    fix = f"pip install --upgrade {package}, or set LAYERZERO_PLUGINS_DENY={blank.name}"
-    if why.code in (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE):
-        fix = f"pip uninstall {package}, or set LAYERZERO_PLUGINS_DENY={blank.dist or blank.name}"
+    fix = f"set LAYERZERO_PLUGINS_DENY={blank.name}"
+    if blank.dist and why.code in (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE):
+        fix = f"pip uninstall {blank.dist}, or set LAYERZERO_PLUGINS_DENY={blank.dist}"
+    elif blank.dist:  # the distribution that declares the plugin; without one its name says nothing to pip
+        fix = f"pip install --upgrade {blank.dist}, or {fix}"
     return replace(blank, state=PluginState.FAILED, reasons=(why,), fix=fix)

@@ -17,6 +17,7 @@ from typing import Any
 
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.plugin.distributions import install_hint, is_known
 from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
 from layerzero.reasons import Reason, reason
@@ -28,8 +29,10 @@ def answer(loaded: Loaded, name: str, device: DeviceSpec) -> dict[str, Any]:
     """Ask one backend (or plugin) about itself; a hook that raises becomes a reason."""
     record = loaded.record(name)
     if record is None:
-        why = reason("BACKEND_NOT_INSTALLED", name, f"layerzero-{name}")
-        return {"status": BackendStatus(name, False, reasons=(why,), fix=why.hint).to_json(), "health": None}
+        package = f"layerzero-{name}"
+        fix = install_hint(package, name) if is_known(package) else "lz doctor names the backends that are here"
+        why = replace(reason("BACKEND_NOT_INSTALLED", name, package), hint=fix)
+        return {"status": BackendStatus(name, False, reasons=(why,), fix=fix).to_json(), "health": None}
     if record.state in (PluginState.FAILED, PluginState.DENIED):
         status = BackendStatus(name, False, reasons=record.reasons, fix=record.fix)
         return {"status": status.to_json(), "health": None}

@@ -19,6 +19,7 @@ from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.status import BackendStatus
 from layerzero.plugin.abi import clashes
 from layerzero.plugin.discovery import dist_version, dist_version_on
+from layerzero.plugin.distributions import install_hint, is_known, quoted
 from layerzero.plugin.enclosure import Enclosure
 from layerzero.plugin.versions import contains
 from layerzero.reasons import Reason, ReasonCategory, reason
@@ -35,7 +36,7 @@ def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reaso
     vendor = capabilities.vendor
     if vendor is None:
         return None, (), ""
-    fix = vendor.fix(capabilities.backend)
+    fix = _fix(vendor, capabilities.backend)
     installed, reasons = _dist_reasons(vendor.dist, vendor.version, fix)
     if not reasons and (against := clashes(capabilities)):
         return installed, against, against[0].hint
@@ -47,9 +48,20 @@ def presence_in(spec: BackendSpec, enclosure: Enclosure) -> BackendSpec:
     if not spec.vendor:
         return replace(spec, available=True, reasons=())
     installed = dist_version_on(spec.vendor, enclosure.path)
-    fix = f"add its folder to isolation.{spec.name}.path, or pip install '{spec.vendor}{spec.vendor_range}'"
+    command = install_hint(f"{spec.vendor}{spec.vendor_range}", spec.name)
+    fix = f"add its folder to isolation.{spec.name}.path, or {command}"
     against = _version_reasons(spec.vendor, installed, spec.vendor_range, fix)
     return replace(spec, vendor_version=installed, available=not against, reasons=against)
+
+
+def _fix(vendor: Vendor, backend: str) -> str:
+    """How to get a right version: the author's command, the extra of the package that brings it, or the vendor."""
+    if vendor.install:
+        return quoted(vendor.install, vendor.dist, backend)
+    package = f"layerzero-{backend}"
+    if vendor.extra and is_known(package):
+        return f"pip install '{package}[{vendor.extra}]'"
+    return install_hint(f"{vendor.dist}{vendor.version}", backend)
 
 
 def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[Reason, ...]]:
@@ -59,7 +71,8 @@ def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[
 
 def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -> tuple[Reason, ...]:
     if installed is None:
-        return (_say("BACKEND_NOT_INSTALLED", dist, fix.removeprefix("pip install "), fix),)
+        wanted = fix.removeprefix("pip install ") if fix.startswith("pip install ") else f"{dist}{version}"
+        return (_say("BACKEND_NOT_INSTALLED", dist, wanted, fix),)
     if contains(version, installed):
         return ()
     return (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
@@ -100,8 +113,7 @@ def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
 
 def needs_dist(dist: str, version: str = "", *, fix: str = "") -> Check:
     """A check for `vendor_status`: a second distribution the vendor works with, in this version range."""
-    command = fix or (f"pip install '{dist}{version}'" if version else f"pip install {dist}")
-    return lambda device: _dist_reasons(dist, version, command)[1]
+    return lambda device: _dist_reasons(dist, version, fix or install_hint(f"{dist}{version}", "the plugin"))[1]
 
 
 def vendor_status(
@@ -149,7 +161,7 @@ def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # some vendors end the process when torch is not the one they were built for
-        hint = f"python -c 'import {vendor.module}' shows the whole error; {vendor.fix(backend)}"
+        hint = f"python -c 'import {vendor.module}' shows the whole error; {_fix(vendor, backend)}"
         return (replace(reason("BACKEND_IMPORT_FAILED", _one_line(error)), hint=hint),)
     return ()
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from layerzero.dispatch.isolate.proxy import settings_for
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
+from layerzero.plugin.distributions import is_known
 from layerzero.plugin.manager import PluginRecord, PluginState, load_plugins
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.public.checks import Check, Status
@@ -60,8 +61,13 @@ def unknown(now: Situation, name: str) -> list[Check]:
     """The answer for a name that no plugin and no backend bears."""
     known = sorted({record.name for record in now.records} | set(now.world.registry.backends))
     near = difflib.get_close_matches(name, known, 1)
-    fix = f"did you mean {near[0]}?" if near else f"pip install layerzero-{name}; known here: {', '.join(known)}"
-    return [Check.because("plugins", name, Status.FAIL, reason("BACKEND_NOT_INSTALLED", f"layerzero-{name}"), fix)]
+    package = f"layerzero-{name}"
+    if is_known(package):  # ours, and not installed; a name nobody bears is no name to hand to pip
+        fix = f"pip install {package}"
+    else:
+        fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+    why = reason("BACKEND_NOT_INSTALLED", package if is_known(package) else name)
+    return [Check.because("plugins", name, Status.FAIL, why, fix)]
 
 
 # -- vendors -----------------------------------------------------------------------------------------------------
@@ -177,8 +183,8 @@ def _mismatch(name: str, found: str, promised: str, record: PluginRecord, status
 
 
 def _reinstall(record: PluginRecord) -> str:
-    package = record.dist or record.name
-    return f"pip install --force-reinstall {package}, or set LAYERZERO_PLUGINS_DENY={record.name}"
+    deny = f"set LAYERZERO_PLUGINS_DENY={record.name}"
+    return f"pip install --force-reinstall {record.dist}, or {deny}" if record.dist else deny
 
 
 def _self_test(result: ProbeResult) -> str:

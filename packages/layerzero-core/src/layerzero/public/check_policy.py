@@ -29,7 +29,7 @@ from layerzero.selection.world import World
 if TYPE_CHECKING:
     from layerzero.plans.jit_index import Entry
 
-__all__ = ["named_nothing", "readiness", "required"]
+__all__ = ["named_nothing", "readiness", "required", "table"]
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -48,7 +48,7 @@ def readiness(now: Situation, config: Config, production: bool = False) -> tuple
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
     checks.append(_caches(selection, hot))
     world = now.world if policy is None else now.world.changed(policy=policy)
-    checks.append(_table(now, world))
+    checks.append(table(now, world))
     if production:
         from layerzero.public.check_production import production as strict
 
@@ -273,22 +273,29 @@ def _artifacts(kernel: KernelSpec, entries: list[Entry]) -> Check:
     return Check.because("caches", name, Status.FAIL, reason("JIT_NOT_READY", kernel.kernel_id), fix)
 
 
-def _table(now: Situation, world: World) -> Check:
-    """Whether the dispatch table in force can be read, and holds for a device of this machine and for the policy."""
-    problem = state.table_problem
+def table(now: Situation, world: World, group: str = "caches") -> Check:
+    """Whether the dispatch table that is named can be read, and holds for a device of this machine and the policy."""
+    name, problem = "dispatch table", state.table_problem
     if problem is not None:
-        return Check.because("caches", "dispatch table", Status.FAIL, problem.reasons[0], problem.hint)
-    table = world.table
-    if table is None:
-        return Check("caches", "dispatch table", Status.SKIP, "none is configured")
+        why = problem.reasons[0]
+        message = f"{state.table_path} is not in force: {why.message}"
+        return Check(group, name, Status.FAIL, message, why.code, problem.hint)
+    held = world.table
+    if held is None and (named := now.env.dispatch_table or world.policy.dispatch_table):
+        cause = "the policy above is not valid" if now.problem is not None else "this process has put it aside"
+        fix = "correct the policy" if now.problem is not None else f"lz.use_table({named!r}), or name none"
+        return Check(group, name, Status.WARN, f"{named} is not in force: {cause}", None, fix)
+    if held is None:
+        return Check(group, name, Status.SKIP, "none is configured")
     from layerzero.selection.following import objections
 
-    wrong = [objections(table, world, device) for device in now.devices]
+    wrong = [objections(held, world, device) for device in now.devices]
     if all(wrong):
         why = min(wrong, key=len)[0]
-        return Check.because("caches", "dispatch table", Status.FAIL, why, why.hint)
-    told = f"{len(table.entries)} plans for {table.hardware.device}, hash {table.content_hash[:12]}"
-    return Check("caches", "dispatch table", Status.OK, told)
+        message = f"{state.table_path or held.content_hash[:12]} is not in force: {why.message}"
+        return Check(group, name, Status.FAIL, message, why.code, why.hint)
+    told = f"{len(held.entries)} plans for {held.hardware.device}, hash {held.content_hash[:12]}"
+    return Check(group, name, Status.OK, told)
 
 
 def _caches(numbers: Mapping[str, Any], hot: int) -> Check:

@@ -170,6 +170,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     """
     from layerzero.public.check_backends import clashes, plugins, unknown, vendors
     from layerzero.public.check_machine import health, libraries, platform, settings
+    from layerzero.public.check_policy import table
     from layerzero.public.situation import look
 
     now = look()
@@ -177,7 +178,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     found = [*plugins(now, backend), *vendors(now, backend, limit)]
     if backend is not None:
         return DoctorReport(tuple(found or unknown(now, backend)))
-    checks = [*platform(now), *settings(now), *found, *clashes(now), *health(now)]
+    checks = [*platform(now), *settings(now), table(now, now.world, "settings"), *found, *clashes(now), *health(now)]
     return DoctorReport(tuple(checks), libraries())
 
 

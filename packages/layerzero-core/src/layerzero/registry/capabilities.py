@@ -49,14 +49,6 @@ class Vendor(NamedTuple):
     build_file: str | None = None
     build_cuda: str = ""
 
-    def fix(self, backend: str) -> str:
-        """The exact command that brings a right version in."""
-        if self.install:
-            return self.install
-        if self.extra:
-            return f"pip install 'layerzero-{backend}[{self.extra}]'"
-        return f"pip install '{self.dist}{self.version}'" if self.version else f"pip install {self.dist}"
-
 
 class Conflict(NamedTuple):
     """A distribution that cannot share a process with the vendor, and the module they quarrel about."""
