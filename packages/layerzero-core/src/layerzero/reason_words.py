@@ -160,7 +160,7 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     # policy
     "POLICY_DENIED": (_C.POLICY, "denied by rule {value}", "remove the deny rule"),
     "POLICY_NOT_ALLOWED": (_C.POLICY, "not on the allow list {limit}", "add it to allow"),
-    "POLICY_LOCKED_OUT": (_C.POLICY, "the op is locked to {limit}", "lz.unlock the op"),
+    "POLICY_LOCKED_OUT": (_C.POLICY, "the op is locked to {limit}", "lz.unlock the op, or lift the lock where it was set"),
     "POLICY_DISABLED": (_C.POLICY, "LayerZero is disabled here; only fallbacks run", "leave lz.disabled() or unset LAYERZERO_DISABLED"),
     "POLICY_INVALID": (_C.POLICY, "invalid policy: {value}", "run lz policy check on the file"),
     "POLICY_UNKNOWN_KEY": (_C.POLICY, "unknown key {value}", "did you mean {limit}?"),

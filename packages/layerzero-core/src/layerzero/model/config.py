@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 PREFER_BONUS: Final = 20.0
-"""Score points a preferred kernel gains. Shipped priorities lie between 10 and 100."""
+"""Score points a preferred kernel gains. The order is decided by the preference itself, whatever the points."""
 AVOID_BONUS: Final = -50.0
 """Score points an avoided kernel loses: enough to sink it, not to forbid it (that is what deny is for)."""
 

@@ -39,6 +39,8 @@ class Candidate:
     flip: str = ""
     # Estimated bytes besides inputs and result: scratch of the kernel, copies of adapted inputs.
     memory: tuple[int, int] = (0, 0)
+    # Greater than 0: the policy prefers it, and the greater comes first whatever the scores.
+    preferred: int = 0
 
     @property
     def transform_cost_us(self) -> float:

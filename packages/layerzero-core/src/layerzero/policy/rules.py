@@ -6,6 +6,7 @@ and whose conditions hold:
 - every deny counts, whatever level it comes from;
 - the first lock decides, the first allow list decides;
 - the first prefer or avoid that matches the kernel decides (inside one rule the more specific pattern, then avoid);
+  a preferred kernel comes before every other that fits, one preferred by a stronger rule first of all;
 - all boosts that match the kernel are added.
 
 A condition on a field that the call does not have never holds, not even `!=`.
@@ -48,6 +49,7 @@ class Verdict:
 
     `denied_by` names the pattern and its source. `allowed` is False when an allow list holds that does not match the
     kernel; `allow_list` is that list, () when there is none. `bonus` is the sum of prefer, avoid and boosts.
+    `preferred` is 0 for a kernel that no rule prefers, and the greater the stronger the rule that does.
     `locked_to` is the kernel id the op is locked to, whichever kernel was asked about.
     """
 
@@ -56,6 +58,7 @@ class Verdict:
     allow_list: tuple[str, ...] = ()
     bonus: float = 0.0
     avoided: bool = False
+    preferred: int = 0
     locked_to: str | None = None
 
 
@@ -103,14 +106,16 @@ class Judge:
         denied_by: str | None = None
         allow_list: tuple[str, ...] | None = None
         preference: float | None = None
+        preferred = 0
         boosts: list[float] = []
-        for rule in self.rules:
+        for weaker, rule in zip(range(len(self.rules), 0, -1), self.rules, strict=True):
             if denied_by is None and rule.deny and (hit := matches_any(rule.deny, kernel_id, backend)):
                 denied_by = f"{hit} ({rule.source})" if rule.source else hit
             if allow_list is None and rule.allow is not None:
                 allow_list = rule.allow
             if preference is None and (rule.prefer or rule.avoid):
                 preference = _preference(rule, kernel_id, backend)
+                preferred = weaker if preference == PREFER_BONUS else 0
             boosts += [points for pattern, points in rule.boosts if matches(pattern, kernel_id, backend)]
         return Verdict(
             denied_by=denied_by,
@@ -119,6 +124,7 @@ class Judge:
             # fsum: the same boosts in another order must not give another score.
             bonus=math.fsum((preference or 0.0, *boosts)),
             avoided=preference == AVOID_BONUS,
+            preferred=preferred,
             locked_to=self.locked_to,
         )
 

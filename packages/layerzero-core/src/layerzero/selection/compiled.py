@@ -53,7 +53,7 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     instead = next((kernel for kernel in others if open_to(kernel)), None)
     if instead is None:
         return _opaque(decision, "no other kernel that fits can be written out")
-    if _bonus(decision, first.kernel_id) > _bonus(decision, instead.kernel_id):
+    if _wanted(decision, first.kernel_id) > _wanted(decision, instead.kernel_id):
         return _opaque(decision, "the policy prefers it")
     times = _measured(decision, world, first)
     if times is not None and times[0] * _CLEARLY < times[1]:
@@ -72,9 +72,10 @@ def _measured(decision: Decision, world: World, first: KernelSpec) -> tuple[floa
     return None if own is None or not known else (own, min(known))
 
 
-def _bonus(decision: Decision, kernel_id: str) -> float:
-    """What the policy adds to a kernel's score."""
-    return dict(decision.candidate(kernel_id).score_parts).get("policy", 0.0)
+def _wanted(decision: Decision, kernel_id: str) -> tuple[int, float]:
+    """How much the policy wants a kernel: its preference, then what it adds to the score."""
+    found = decision.candidate(kernel_id)
+    return found.preferred, dict(found.score_parts).get("policy", 0.0)
 
 
 def _opaque(decision: Decision, why: str) -> Decision:

@@ -12,7 +12,6 @@ from layerzero.errors import (
     NoKernelFoundError,
     UnknownNameError,
 )
-from layerzero.model.config import PREFER_BONUS
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision, Trace, Transform
 from layerzero.policy.rules import judge
@@ -59,7 +58,7 @@ def select(ctx: Context, world: World) -> Decision:
         op=ctx.op,
         context=canonical,
         chosen=chosen,
-        candidates=Trace(lambda: _written(ranked, standing, canonical)),
+        candidates=Trace(lambda: _written(ranked, standing, canonical, locked)),
         steps=tuple((item.kernel_id, item.transforms) for item in ranked),
         is_fallback=is_fallback,
         locked=locked is not None and locked == chosen,
@@ -106,6 +105,7 @@ class _Ranked(NamedTuple):
     parts: tuple[tuple[str, float], ...]
     measured_us: float | None
     transforms: tuple[Transform, ...]
+    preferred: int
 
 
 def _ranked(
@@ -123,13 +123,13 @@ def _ranked(
     level = 0.0
     if known:
         level = max(item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None)
-    order: list[tuple[tuple[float, bool, str], _Ranked]] = []
+    order: list[tuple[tuple[int, float, bool, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
         priority = kernel.prior(ctx) if measured is None else level
         total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
-        entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms)
-        order.append((rank(total, kernel.kernel_id), entry))
+        entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred)
+        order.append((rank(total, kernel.kernel_id, item.preferred), entry))
     order.sort()  # kernel ids are unique, so the entries themselves are never compared
     found = [entry for _, entry in order]
     if locked is not None and world.policy.on_fault == "fallback":
@@ -153,7 +153,9 @@ def _pending(
         return ()
     lookup = world.measurements.lookup
     if ranked and not any(
-        item.kernel.priority + item.bonus > ranked[0].score or lookup(item.kernel.kernel_id, ctx) is not None
+        item.preferred
+        or item.kernel.priority + item.bonus > ranked[0].score
+        or lookup(item.kernel.kernel_id, ctx) is not None
         for item in standing
         if item.kernel.kernel_id in waiting
     ):
@@ -169,19 +171,21 @@ _NOT_READY = ReasonCode.JIT_NOT_READY
 _SHADOW = ReasonCode.CANARY_SHADOW
 
 
-def _written(ranked: list[_Ranked], standing: list[Filtered], ctx: Context) -> tuple[Candidate, ...]:
+def _written(
+    ranked: list[_Ranked], standing: list[Filtered], ctx: Context, locked: str | None
+) -> tuple[Candidate, ...]:
     """Every verdict in words: accepted ones by rank, then the rejected, those with fewest objections first."""
     accepted = {item.kernel_id for item in ranked}
     takes = {item.kernel.kernel_id: estimate(item.kernel, ctx, item.transforms) for item in standing}
     rejected = [_rejected(item) for item in standing if item.kernel.kernel_id not in accepted]
     rejected.sort(key=lambda item: (len(item.reasons), item.kernel_id))
-    written = (*(_accepted(item, ranked[0]) for item in ranked), *rejected)
+    written = (*(_accepted(item, ranked[0], locked) for item in ranked), *rejected)
     return tuple(
         replace(item, memory=(takes[item.kernel_id].workspace, takes[item.kernel_id].temporaries)) for item in written
     )
 
 
-def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
+def _accepted(item: _Ranked, best: _Ranked, locked: str | None) -> Candidate:
     reasons: tuple[Reason, ...] = ()
     flip = ""
     steps = [step.name for step in item.transforms if step.name != ISOLATED]
@@ -190,18 +194,24 @@ def _accepted(item: _Ranked, best: _Ranked) -> Candidate:
     if len(steps) < len(item.transforms):
         reasons = (*reasons, reason("ISOLATED", item.backend))
     if item is not best:
-        reasons = (*reasons, reason("OUTSCORED", round(item.score, 3), round(best.score, 3)))
-        gap = best.score - item.score
-        how = "lz.prefer would choose it" if gap < PREFER_BONUS else "a boost of that size or lz.lock would choose it"
-        flip = f"{gap:.1f} points behind: {how}"
+        why, how = "", f'lz.prefer("{item.kernel_id}") would choose it'
+        if best.kernel_id == locked:
+            why, how = "the op is locked to another", "a lock on it, where the other was set, would choose it"
+        elif best.preferred > item.preferred:
+            why = "the policy prefers another"
+        reasons = (*reasons, reason("OUTSCORED", round(item.score, 3), round(best.score, 3), detail=why))
+        flip = f"{why or f'{best.score - item.score:.1f} points behind'}: {how}"
     return Candidate(
-        item.kernel_id, item.backend, True, item.score, item.measured_us, reasons, item.transforms, item.parts, flip
-    )
+        item.kernel_id, item.backend, True, item.score, item.measured_us, reasons, item.transforms, item.parts, flip,
+        preferred=item.preferred,
+    )  # fmt: skip
 
 
 def _rejected(item: Filtered) -> Candidate:
     reasons = item.reasons or (reason("POLICY_DISABLED", detail="fallback_enabled is false"),)
-    if len(reasons) == 1:
+    if not item.reasons:
+        flip = "set fallback_enabled: true"
+    elif len(reasons) == 1:
         flip = reasons[0].hint
     else:
         flip = f"{len(reasons)} things would have to change, first: {reasons[0].hint}"

@@ -29,6 +29,7 @@ class Filtered(NamedTuple):
     reasons: tuple[Reason, ...]
     transforms: tuple[Transform, ...]
     bonus: float
+    preferred: int = 0
 
 
 def is_empty(ctx: Context) -> bool:
@@ -89,7 +90,7 @@ def examine(
                 against += _compiled(kernel, ctx, world)
             if graphs and not _whitelisted(kernel, policy.graph_whitelist):
                 against.append(reason("GRAPH_NOT_WHITELISTED"))
-        found.append(Filtered(kernel, tuple(against), transforms, verdict.bonus))
+        found.append(Filtered(kernel, tuple(against), transforms, verdict.bonus, verdict.preferred))
     return found
 
 

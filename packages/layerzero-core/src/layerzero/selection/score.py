@@ -1,7 +1,7 @@
 """Scores: priority + policy bonus + measured speed - price of transforms.
 
 priority     what the backend's author expects of such a call, 0 to 100; measured kernels all start from the highest
-bonus        prefer, avoid and boosts of the policy
+bonus        prefer, avoid and boosts of the policy; beyond its points a preferred kernel comes before all others
 measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
              fastest it is 0, and the tie breaks by kernel id, reference kernels last. A measurement already holds
              its transforms.
@@ -40,9 +40,9 @@ def score(
     return priority + bonus + measured - price, parts
 
 
-def rank(total: float, kernel_id: str) -> tuple[float, bool, str]:
-    """Sort key: best score first, equal scores by `tie`."""
-    return (-round(total, 6), *tie(kernel_id))
+def rank(total: float, kernel_id: str, preferred: int = 0) -> tuple[int, float, bool, str]:
+    """Sort key: what the policy prefers first, then the best score, equal scores by `tie`."""
+    return (-preferred, -round(total, 6), *tie(kernel_id))
 
 
 def tie(kernel_id: str) -> tuple[bool, str]:
