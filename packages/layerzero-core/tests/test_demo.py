@@ -284,8 +284,10 @@ def assert_needs_nothing_else(page: str) -> None:
     assert all(value.startswith("#") for _, name, value in read(page).attributes if name in ("href", "src"))
 
 
+@pytest.mark.fault(23)
 def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
     assert_needs_nothing_else(page)
+    assert "default-src 'none'" in page and "script-src" not in page  # a page without a script allows none
 
 
 def test_every_box_of_the_diagram_leads_to_its_op(page: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -185,9 +187,12 @@ class Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.scripts, self.links, self.text = 0, [], []
+        self.tags, self.handlers = set(), []
 
     def handle_starttag(self, tag, attrs):
         self.scripts += tag == "script"
+        self.tags.add(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
         self.links += [value for name, value in attrs if name in ("src", "href", "action", "background", "srcset")]
 
     def handle_data(self, data):
@@ -221,6 +226,37 @@ def test_hostile_names_are_escaped():
     page = render([bad], {HOSTILE: HOSTILE})
     found = read(page)
     assert found.scripts == 1 and "alert(" in page and "<script>alert" not in page
+
+
+BREAKS_OUT = '" onpointerenter="alert(1)" x="<img src=x onerror=alert(2)>'
+
+
+@pytest.mark.fault(23)
+def test_no_text_of_a_foreign_file_leaves_its_place_in_the_page():
+    """Every text of the file, and every name it chooses, ends an attribute, opens an element and adds a handler."""
+
+    def hostile(value, chosen_names: bool = False):
+        if isinstance(value, dict):
+            bad = BREAKS_OUT if chosen_names else ""
+            return {name + bad: hostile(item, name in ("kernels", "sizes")) for name, item in value.items()}
+        if isinstance(value, list):
+            return [hostile(item) for item in value]
+        return value + BREAKS_OUT if isinstance(value, str) and value != FORMAT else value
+
+    data = hostile(document([replace(CASES[0], refused={"zeta.attention.y": "wrong"}), *CASES[1:]]))
+    found = read(render(from_json(data, "bench.json"), {BREAKS_OUT: BREAKS_OUT}))
+    assert found.scripts == 1 and not found.handlers and "img" not in found.tags
+    assert found.links and all(re.fullmatch(r"#case-[A-Za-z0-9-]*", link) for link in found.links)
+
+
+@pytest.mark.fault(23)
+def test_the_policy_of_the_page_allows_the_script_it_came_with_and_no_other():
+    page = render(CASES, {})
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert rules["script-src"] == f"'sha256-{digest}'" and rules["default-src"] == "'none'"
 
 
 def run(*words: str):
@@ -268,9 +304,15 @@ def browser(tmp_path: Path, *more: str) -> str:
     return done.stdout
 
 
+def allowing(page: str, script: str) -> str:
+    """The page with one more inline script, which its policy allows."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = page.replace("script-src '", f"script-src 'sha256-{digest}' '")
+    return page.replace("</body>", f"<script>{script}</script></body>")
+
+
 # Drives the page as a reader would, and leaves what it saw in the document.
 _DRIVE = """
-<script>
 const seen = {};
 const count = () => document.querySelectorAll(".case:not([hidden])").length;
 const pick = (name, value) => {
@@ -298,14 +340,16 @@ setTimeout(() => {
   note.textContent = JSON.stringify(seen);
   document.body.append(note);
 }, 50);
-</script>
 """
 
 
 @pytest.mark.needs_tool("chromium")
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_in_a_browser_filters_count_sorts_order_and_nothing_overflows(tmp_path: Path, width: int, dark: bool):
-    page = render(CASES, {"torch": "2.11"}).replace("</body>", f"{_DRIVE}</body>")
+    hostile = (
+        "<script>document.body.textContent = 'ran'</script><img src=x onerror=\"document.body.textContent = 'ran'\">"
+    )
+    page = allowing(render(CASES, {"torch": "2.11"}), _DRIVE).replace("<footer>", f"{hostile}<footer>")
     path = tmp_path / "page.html"
     path.write_text(page, encoding="utf-8")
     theme = ["--blink-settings=preferredColorScheme=0"] if dark else []

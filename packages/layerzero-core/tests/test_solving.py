@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 from dataclasses import replace
 
@@ -222,6 +225,63 @@ def test_ed25519_keys_work_where_the_package_is_there(tmp_path):
     verify("a" * 64, signature, tmp_path / "public")
     with pytest.raises(DispatchTableError):
         verify("b" * 64, signature, tmp_path / "public")
+
+
+@pytest.mark.fault(23)
+def test_a_public_key_is_never_taken_as_a_shared_secret(tmp_path):
+    """Whoever has the public key could otherwise sign with it: HMAC over its bytes, in whatever form the file is."""
+    form = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    public, other = Ed25519PrivateKey.generate().public_key(), generate_private_key(SECP256R1()).public_key()
+    spki, raw = form.PublicFormat.SubjectPublicKeyInfo, public.public_bytes_raw()
+    pem, der = (public.public_bytes(kind, spki) for kind in (form.Encoding.PEM, form.Encoding.DER))
+    ssh = public.public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
+    refused = {
+        "OpenSSH": ssh,
+        "authorized_keys": b"# deploy\nrestrict " + ssh + b" somebody",
+        "DER": der,
+        "DER of another kind": other.public_bytes(form.Encoding.DER, spki),
+        "PEM without its lines": b"".join(pem.splitlines()[1:-1]),
+        "hexadecimal DER": der.hex().encode(),
+        "JWK": b'{"kty": "OKP", "crv": "Ed25519", "x": "' + base64.urlsafe_b64encode(raw) + b'"}',
+        "minisign": base64.b64encode(b"Ed" + bytes(8) + raw),
+        "32 bytes": raw,
+        "32 bytes in base64": base64.b64encode(raw),
+        "UTF-16": pem.decode().encode("utf-16"),
+    }
+    for name, content in refused.items():
+        file = tmp_path / name
+        file.write_bytes(content)
+        forged = hmac.new(content, b"layerzero dispatch table " + b"a" * 64, hashlib.sha256).hexdigest()
+        with pytest.raises(DispatchTableError) as caught:
+            verify("a" * 64, f"hmac-sha256:{forged}", file)
+        expected = {"UTF-16": "PLAN_SIGNATURE_INVALID"}.get(name, "PLAN_KEY_PUBLIC")
+        assert caught.value.code == expected, name
+        with pytest.raises(DispatchTableError):
+            sign("a" * 64, file)
+    for name, content in {"bom": b"\xef\xbb\xbf" + pem, "comment": b"the key of the build\n" + pem}.items():
+        file = tmp_path / name
+        file.write_bytes(content)
+        forged = hmac.new(content, b"layerzero dispatch table " + b"a" * 64, hashlib.sha256).hexdigest()
+        with pytest.raises(DispatchTableError, match="the key is for ed25519"):
+            verify("a" * 64, f"hmac-sha256:{forged}", file)
+        with pytest.raises(DispatchTableError, match="expected an ed25519 private key"):
+            sign("a" * 64, file)
+
+
+@pytest.mark.fault(23)
+def test_a_secret_as_long_as_a_public_key_is_one_when_only_its_owner_can_read_it(tmp_path):
+    file = tmp_path / "secret"
+    for content in (bytes(range(32)), bytes(range(32)).hex().encode()):
+        file.write_bytes(content)
+        file.chmod(0o640)
+        verify("a" * 64, sign("a" * 64, file), file)
+        file.chmod(0o644)
+        with pytest.raises(DispatchTableError, match="everybody can read it") as caught:
+            sign("a" * 64, file)
+        assert caught.value.code == "PLAN_KEY_PUBLIC" and "chmod 600" in caught.value.hint
 
 
 # -- freezing a model ------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def test_the_page_needs_nothing_from_anywhere_and_escapes_what_it_shows() -> Non
     text = render(report(name='<script>alert("x")</script>'))
     assert "<script" not in text and "&lt;script&gt;" in text and "&lt;b&gt;q &amp; k&lt;/b&gt;" in text
     assert re.search(r"https?:|url\(|@import|src=", text) is None
+    assert "default-src 'none'" in text and "script-src" not in text
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text and "max-width: 640px" in text
     assert "first difference" in text and "[0, 3]: got nan, want 1" in text
     assert 'href="#level-2"' in text and 'id="level-2"' in text

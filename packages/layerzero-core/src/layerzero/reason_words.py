@@ -312,4 +312,5 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "CANARY_SHADOW": (_C.SELECTION, "a canary: runs in shadow until {limit} comparisons with the kernel in charge were good", "it is promoted when all were good; take it out of canary.kernels to use it now"),
     "CANARY_FAILED": (_C.HEALTH, "a canary that did not hold: {value}", "look into it, then take it out of canary.kernels or deny it"),
     "NATIVE_KERNELS_MISSING": (_C.BACKEND, "the package was installed without its compiled kernels: {value}", "install g++ or clang++, then run: python -m layerzero_cpu.build"),
+    "PLAN_KEY_PUBLIC": (_C.PLAN, "the key {value} is or may be a public key, and no shared secret: {limit}", "name an ed25519 key in PEM form, or a secret of 16 bytes or more that only its owner can read (chmod 600)"),
 }

@@ -270,6 +270,7 @@ class ReasonCode(enum.StrEnum):
     CANARY_SHADOW = "CANARY_SHADOW"
     CANARY_FAILED = "CANARY_FAILED"
     NATIVE_KERNELS_MISSING = "NATIVE_KERNELS_MISSING"
+    PLAN_KEY_PUBLIC = "PLAN_KEY_PUBLIC"
 
 
 @dataclass(frozen=True, slots=True)

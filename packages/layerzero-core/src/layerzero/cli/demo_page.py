@@ -11,6 +11,7 @@ from statistics import median
 
 from layerzero.cli.demo_stations import GROUPS, Stop, Tour, verdict
 from layerzero.cli.demo_text import check_word, duration, introduction, notes, reason_to_select
+from layerzero.cli.html import content_policy
 from layerzero.model.decision import Candidate
 
 __all__ = ["render"]
@@ -66,6 +67,7 @@ def render(tour: Tour) -> str:
     css = files("layerzero.cli").joinpath("demo.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{content_policy()}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_e(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(parts)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+from layerzero.cli.html import content_policy
 from layerzero.cli.report_data import Figures, Measured, Share, figures, phase
 from layerzero.cli.report_maps import axes, backend, backends, maps
 
@@ -39,10 +40,9 @@ def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
     style, script = (
         files("layerzero.cli").joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js")
     )
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"{content_policy(script)}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_e(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(parts)
@@ -158,8 +158,9 @@ def _chip(case: Measured, colours: Mapping[str, int]) -> str:
 
 
 def _anchor(case: Measured) -> str:
-    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in case.name)
-    return f"case-{plain}-{case.mode.replace('/', '-')}"
+    """An id of letters, digits and dashes, whatever the name and the mode are."""
+    text = f"{case.name}-{case.mode}"
+    return "case-" + "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text)
 
 
 def _data(case: Measured) -> str:

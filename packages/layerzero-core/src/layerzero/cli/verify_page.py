@@ -12,6 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from layerzero.cli.html import content_policy
 from layerzero.verification.report import Check, Level, Status, VerifyReport
 
 __all__ = ["render", "write"]
@@ -60,6 +61,7 @@ def render(report: VerifyReport) -> str:
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{content_policy()}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_e(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
