@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
+import json
 import os
 import py_compile
 import shutil
+import tempfile
+import traceback
+from pathlib import Path
 
 import pytest
 
+from layerzero_hub import loading, places
+from layerzero_hub.errors import HubError
 from layerzero_hub.testing import universal_kernel
-from layerzero_hub.testing.kernels import build
+from layerzero_hub.testing.kernels import build, compile_c, stable_abi_variant
 
 
 @pytest.fixture
@@ -164,14 +172,136 @@ def test_bytecode_is_neither_read_nor_left(locked):
     assert sorted(str(path) for path in bench.store.root.rglob("*")) == before
 
 
-def test_a_module_imported_late_is_checked_too(bench):
+@pytest.mark.fault(13)
+def test_a_module_imported_late_is_the_verified_one(bench):
     files = {"__init__.py": b"def late():\n    from . import more\n    return more.VALUE\n", "more.py": b"VALUE = 1\n"}
     bench.put("org/late", build(files, "torch-universal", id="_lz_late_1"))
     bench.lock("org/late")
     module = bench.load("org/late")
     (bench.build("org/late") / "more.py").write_bytes(b"VALUE = 2\n")
-    with bench.refused("HUB_STORE_TAMPERED"):
-        module.late()
+    assert module.late() == 1
+
+
+def _after_the_check(monkeypatch, change):
+    """Change the store at the worst moment: everything is verified, nothing has run."""
+    checked = loading.check_names_free
+
+    def then(variant):
+        checked(variant)
+        change()
+
+    monkeypatch.setattr(loading, "check_names_free", then)
+
+
+@pytest.mark.fault(13)
+def test_sources_that_change_between_the_check_and_the_import(bench, monkeypatch):
+    repo = bench.publish("raced", extra="SAID = 'verified'\n")
+    bench.lock(repo)
+    folder = bench.build(repo)
+
+    def change():
+        for name in ("__init__.py", "detail.py"):
+            (folder / name).write_bytes(b"SAID = 'tampered'\ndef rms_norm(): pass\n")
+        (folder / "torch.py").write_bytes(b"raise RuntimeError('planted')")
+
+    _after_the_check(monkeypatch, change)
+    module = bench.load(repo)
+    assert (module.SAID, hasattr(module.detail, "SAID")) == ("verified", False)
+    assert "detail.normalized" in inspect.getsource(module.rms_norm)  # what Triton would compile
+
+
+EXTENSION = """
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+static struct PyModuleDef definition = { PyModuleDef_HEAD_INIT, "native", 0, -1, 0, 0, 0, 0, 0 };
+PyMODINIT_FUNC PyInit_native(void) {
+  PyObject *module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "VALUE", NUMBER);
+  return module;
+}
+int go(void) { return NUMBER; }
+"""
+THREE_WAYS = """
+import ctypes, pathlib, torch
+from . import native
+part = pathlib.Path(__file__).parent / "part.abi3.so"
+def values():
+    torch.ops.load_library(str(part))
+    return native.VALUE, ctypes.CDLL(str(part)).go(), ctypes.CDLL(part).go()
+"""
+
+
+@pytest.mark.fault(13)
+def test_binaries_that_change_between_the_check_and_their_use(bench, monkeypatch, tmp_path):
+    honest, evil = (compile_c(tmp_path, EXTENSION.replace("NUMBER", number)) for number in ("1", "2"))
+    files = {"__init__.py": THREE_WAYS.encode(), "native.abi3.so": honest, "part.abi3.so": honest}
+    bench.put("org/three-ways", build(files, stable_abi_variant(), id="_lz_three_ways"))
+    bench.lock("org/three-ways")
+    folder = bench.build("org/three-ways")
+
+    def change():
+        for name in ("native.abi3.so", "part.abi3.so"):
+            (folder / name).unlink()
+            (folder / name).write_bytes(evil)
+
+    _after_the_check(monkeypatch, change)
+    module = bench.load("org/three-ways")
+    assert module.values() == (1, 1, 1)
+    (folder / "later.so").write_bytes(evil)
+    with bench.refused("HUB_STORE_EXTRA_FILE"):
+        ctypes.CDLL(str(folder / "later.so"))
+    assert module.native.__file__ == str(folder / "native.abi3.so")
+
+
+@pytest.mark.fault(13)
+def test_a_verified_binary_cannot_be_written(bench, tmp_path):
+    files = {"__init__.py": b"", "part.abi3.so": compile_c(tmp_path, EXTENSION.replace("NUMBER", "1"))}
+    bench.put("org/sealed", build(files, stable_abi_variant(), id="_lz_sealed"))
+    (variant,) = bench.lock("org/sealed").find("org/sealed").variants.values()
+    contents = bench.store.open(variant)
+    try:
+        with pytest.raises(PermissionError), open(f"/proc/self/fd/{contents.objects['part.abi3.so']}", "r+b") as file:
+            file.write(b"x")
+    finally:
+        contents.close()
+
+
+@pytest.mark.fault(13)
+@pytest.mark.parametrize("how", ["mode", "owner", "group", "link"])
+def test_folders_above_the_store_that_others_may_change(bench, tmp_path, how):
+    above = tmp_path / "srv" / "models"
+    above.mkdir(parents=True)
+    bench.settings["store"] = str(above / "hub")
+    repo = bench.publish()
+    bench.lock(repo)
+    if how == "mode":
+        os.chmod(tmp_path / "srv", 0o777)
+    elif how == "link":
+        (tmp_path / "open").mkdir()
+        os.rename(above, tmp_path / "open" / "models")
+        above.symlink_to(tmp_path / "open" / "models")
+        os.chmod(tmp_path / "open", 0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    elif how == "owner":
+        os.chown(above, 12345, -1)
+    else:
+        os.chown(above, 0, 12345)
+        os.chmod(above, 0o775)
+    with bench.refused("HUB_STORE_PARENT"):
+        bench.load(repo)
+    with bench.refused("HUB_STORE_PARENT"):
+        bench.store.prepare()
+
+
+@pytest.mark.fault(13)
+def test_a_sticky_folder_above_the_store_is_no_danger(bench, tmp_path):
+    (tmp_path / "shared").mkdir()
+    os.chmod(tmp_path / "shared", 0o1777)
+    bench.settings["store"] = str(tmp_path / "shared" / "hub")
+    repo = bench.publish()
+    bench.lock(repo)
+    assert bench.load(repo)
 
 
 def test_local_kernels_in_the_environment(locked, victim, monkeypatch, tmp_path):
@@ -199,9 +329,116 @@ def test_install_repairs_what_was_damaged(locked):
     assert not [path for path in bench.store.root.iterdir() if path.name.startswith(("staging-", "damaged-"))]
 
 
-def test_memory_of_the_store_that_is_damaged_is_set_aside(locked):
+def test_history_that_is_damaged_is_set_aside(locked):
     bench, repo, _ = locked
     (bench.store.root / "history.json").write_text("{not json")
-    (bench.store.root / "quarantine.json").write_text("[]")
     bench.load(repo)
-    assert len(list(bench.store.root.glob("*.corrupt-*"))) == 2
+    assert len(list(bench.store.root.glob("*.corrupt-*"))) == 1
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("how", ["unreadable", "damaged", "no mapping"])
+def test_a_quarantine_that_cannot_be_read_is_not_an_empty_one(locked, how):
+    bench, repo, _ = locked
+    (variant,) = bench.read().find(repo).variants.values()
+    path = bench.store.root / "quarantine.json"
+    if how == "unreadable":
+        path.mkdir()  # reading it is an error of the system, for root too
+    else:
+        path.write_text({"damaged": "{not json", "no mapping": "[]"}[how])
+    with bench.refused("HUB_STORE_UNREADABLE"):
+        bench.load(repo)
+    assert path.exists()
+    assert [reason.code.value for finding in bench.verify() for reason in finding.reasons] == ["HUB_STORE_UNREADABLE"]
+    bench.store.quarantine(variant.digest, "harm")  # elsewhere: what is there is not written over
+    assert path.is_dir() or path.read_text() in ("{not json", "[]")
+
+
+@pytest.mark.fault(24)
+def test_umask_002_makes_nothing_that_others_may_write(bench, tmp_path):
+    files = {"__init__.py": b"from .deep.er import code\n", "deep/er/code.py": b"VALUE = 1\n"}
+    bench.put("org/umask", build(files, "torch-universal", id="_lz_umask"))
+    bench.settings["store"] = str(tmp_path / "new" / "place" / "hub")
+    before = os.umask(0o002)
+    try:
+        bench.lock("org/umask")
+        assert bench.load("org/umask").code.VALUE == 1
+        bench.store.quarantine("sha256:" + "0" * 64, "a test")
+    finally:
+        os.umask(before)
+    written = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert len(written) > 8 and not [path for path in written if path.stat().st_mode & 0o022]
+
+
+@pytest.mark.fault(24)
+def test_a_folder_of_umask_002_is_fine_while_its_group_is_its_owner_alone(bench, tmp_path, monkeypatch):
+    import grp
+    import pwd
+
+    me = pwd.getpwuid(os.geteuid())
+    monkeypatch.setattr(pwd, "getpwall", lambda: [me])
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((me.pw_name, "x", gid, [])))
+    places._is_alone.cache_clear()
+    (tmp_path / "own").mkdir()
+    os.chmod(tmp_path / "own", 0o775)
+    bench.settings["store"] = str(tmp_path / "own" / "hub")
+    repo = bench.publish()
+    try:
+        bench.lock(repo)
+        bench.load(repo)
+        monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("team", "x", gid, ["somebody"])))
+        places._is_alone.cache_clear()
+        with bench.refused("HUB_STORE_PARENT"):
+            bench.load(repo)
+    finally:
+        places._is_alone.cache_clear()
+
+
+@pytest.mark.fault(24)
+def test_a_store_filled_by_root_serves_a_user_who_may_write_nothing(bench):
+    """Loading, and a quarantine, by a process of another user; without root, what such a user needs: to read."""
+    shared = Path(tempfile.mkdtemp(prefix="lz-hub-", dir="/tmp"))
+    try:
+        os.chmod(shared, 0o755)
+        bench.settings |= {"store": str(shared / "hub"), "lock": str(shared / "layerzero-hub.lock")}
+        repo = bench.publish("served", extra="SERVED = True\n")
+        before = os.umask(0o022)
+        try:
+            bench.lock(repo)
+        finally:
+            os.umask(before)
+        (variant,) = bench.read().find(repo).variants.values()
+        for path in (bench.store.build_path(variant.digest), *bench.store.build_path(variant.digest).rglob("*")):
+            assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
+        if os.geteuid() == 0:
+            assert _as_nobody(bench, repo, variant.digest, shared) == 0
+    finally:
+        shutil.rmtree(shared)
+
+
+def _as_nobody(bench, repo, digest, shared) -> int:
+    state = shared / "state"
+    state.mkdir()
+    os.chown(state, 65534, 65534)
+    child = os.fork()
+    if child == 0:
+        status = 9
+        try:
+            os.setgroups([])
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            os.environ["XDG_STATE_HOME"] = str(state)
+            status = 1 if not bench.load(repo).SERVED else 0
+            bench.store.quarantine(digest, "harm")
+            status |= 2 if digest not in json.loads((state / "layerzero" / "hub-quarantine.json").read_text()) else 0
+            try:
+                bench.load(repo)
+                status |= 4
+            except HubError as error:
+                status |= 0 if error.code.value == "HUB_REVOKED" else 8
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)

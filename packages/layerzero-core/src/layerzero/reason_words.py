@@ -295,6 +295,8 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "HUB_STORE_KIND": (_C.HUB, "{value} in the store is {limit}", "run `lz hub install` again; find out who writes to the store"),
     "HUB_STORE_MODE": (_C.HUB, "{value} can be written by others (mode {limit})", "chmod go-w, and find out who changed it"),
     "HUB_STORE_OWNER": (_C.HUB, "{value} belongs to uid {limit}", "the store must belong to the user who loads from it, or to root"),
+    "HUB_STORE_PARENT": (_C.HUB, "{value} lies above the store, and others could put another store in its place: {limit}", "chmod go-w and chown it, or move the store: hub.store"),
+    "HUB_STORE_UNREADABLE": (_C.HUB, "{value} cannot be read: {limit}", "restore it, or look at what it says and remove it; what was quarantined is not forgotten by accident"),
     "HUB_LOCAL_OVERRIDE": (_C.HUB, "LOCAL_KERNELS is set and would replace locked kernels", "unset LOCAL_KERNELS"),
     "HUB_LOCK_INVALID": (_C.HUB, "the lock is wrong at {value}: {limit}", "restore the lock from version control, or lock again"),
     "HUB_LOCK_MISSING": (_C.HUB, "there is no lock at {value}", "run `lz hub lock`, or name the lock in hub.lock"),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from layerzero_hub import fingerprint, signing, source
+from layerzero_hub.contents import Contents
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant, read
 from layerzero_hub.metadata import check_id_free
@@ -40,7 +38,7 @@ def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None =
     policy = policy or discovered()
     lock = read(policy.lock_path)
     with _lock:
-        return _load(repo_id, version, policy, lock, "", ())
+        return _load(repo_id, version, policy, lock)
 
 
 def loaded() -> dict[str, ModuleType]:
@@ -71,8 +69,15 @@ def choose(kernel: LockedKernel) -> LockedVariant:
 
 
 def _check(
-    repo_id: str, version: int | None, policy: HubPolicy, lock: Lock, wanted_by: str, above: tuple[str, ...]
+    repo_id: str,
+    version: int | None,
+    policy: HubPolicy,
+    lock: Lock,
+    wanted_by: str,
+    above: tuple[str, ...],
+    opened: dict[str, Contents] | None = None,
 ) -> Chosen:
+    """The checks; with `opened`, the verified bytes of each build that is not loaded yet come with them."""
     if os.environ.get("LOCAL_KERNELS"):
         raise refuse("HUB_LOCAL_OVERRIDE")
     policy.check_allowed(repo_id, wanted_by=wanted_by)
@@ -85,42 +90,59 @@ def _check(
     if variant.digest in store.quarantined():
         raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine after doing harm")
     store.check_not_rolled_back(kernel, variant)
-    store.verify(variant)
     if repo_id in above:
         raise refuse("HUB_LOCK_INVALID", repo_id, "it depends on itself")
+    if opened is None or variant.digest in _loaded:
+        store.verify(variant)
+    elif variant.digest not in opened:
+        opened[variant.digest] = store.open(variant)
     for needed, needed_version in variant.kernel_depends:
-        _check(needed, needed_version, policy, lock, repo_id, (*above, repo_id))
+        _check(needed, needed_version, policy, lock, repo_id, (*above, repo_id), opened)
     return Chosen(kernel, variant)
 
 
-def _load(
-    repo_id: str, version: int | None, policy: HubPolicy, lock: Lock, wanted_by: str, above: tuple[str, ...]
-) -> ModuleType:
-    chosen = _check(repo_id, version, policy, lock, wanted_by, above)
-    variant = chosen.variant
+def _load(repo_id: str, version: int | None, policy: HubPolicy, lock: Lock) -> ModuleType:
+    opened: dict[str, Contents] = {}
+    try:
+        chosen = _check(repo_id, version, policy, lock, "", (), opened)
+        return _load_build(chosen.variant, policy, lock, opened)
+    finally:
+        for contents in opened.values():
+            contents.close()
+
+
+def _load_build(variant: LockedVariant, policy: HubPolicy, lock: Lock, opened: dict[str, Contents]) -> ModuleType:
     module = _loaded.get(variant.digest)
     if module is not None:
         return module
     needed = {
-        dependency: _load(dependency, number, policy, lock, repo_id, (*above, repo_id))
-        for dependency, number in variant.kernel_depends
+        repo_id: _load_build(choose(lock.find(repo_id, number)), policy, lock, opened)
+        for repo_id, number in variant.kernel_depends
     }
     check_names_free(variant)
-    store = Store(policy.store_path)
     before = fingerprint.take()
+    # From here on code may hold on to the descriptors: they stay open as long as the process.
+    contents = opened.pop(variant.digest)
     try:
-        with _no_bytecode():
-            module = _import(store, variant, needed)
+        _validate(contents)
+        module = source.import_build(contents, needed)
     except HubError:
         raise
-    except BaseException as error:
-        sys.modules.pop(variant.id, None)
-        if not isinstance(error, Exception):
-            raise
+    except Exception as error:
         raise refuse("HUB_PROBE_FAILED", f"{type(error).__name__}: {error}") from error
-    _judge(before, fingerprint.take(), variant, store)
+    _judge(before, fingerprint.take(), variant, Store(policy.store_path))
     _loaded[variant.digest] = module
     return module
+
+
+def _validate(contents: Contents) -> None:
+    """What `kernels` asks of a build before it imports one: its Python dependencies, its architecture."""
+    from kernels._rust import Metadata
+    from kernels.validate import AllValidator, ArchValidator, default_metadata_validators
+
+    metadata = Metadata.from_bytes(contents.files["metadata.json"])
+    validator = AllValidator(validators=[*default_metadata_validators(), ArchValidator()])
+    validator.validate_metadata(metadata=metadata, variant=contents.variant.name)
 
 
 def check_names_free(variant: LockedVariant) -> None:
@@ -146,30 +168,3 @@ def _judge(before: Any, after: Any, variant: LockedVariant, store: Store) -> Non
         sys.modules.pop(variant.id, None)
         store.quarantine(variant.digest, str(why))
         raise why
-
-
-def _import(store: Store, variant: LockedVariant, needed: dict[str, ModuleType]) -> ModuleType:
-    """Import through `kernels`, from the store alone: its resolver knows one path and asks no hub."""
-    from kernels._rust import Metadata
-    from kernels.importer import _import_from_path
-    from kernels.validate import AllValidator, ArchValidator, default_metadata_validators
-
-    path = store.variant_path(variant)
-    source.guard(path, variant)
-    metadata = Metadata.read_from_file(path / "metadata.json")
-    validator = AllValidator(validators=[*default_metadata_validators(), ArchValidator()])
-    validator.validate_metadata(metadata=metadata, variant=variant.name)
-    module: ModuleType = _import_from_path(path, deps=needed)
-    return module
-
-
-@contextmanager
-def _no_bytecode() -> Iterator[None]:
-    """Compiled files are read from and written to an empty private folder: a planted .pyc is never looked at."""
-    with tempfile.TemporaryDirectory(prefix="layerzero-hub-") as folder:
-        kept = sys.pycache_prefix, sys.dont_write_bytecode
-        sys.pycache_prefix, sys.dont_write_bytecode = folder, True
-        try:
-            yield
-        finally:
-            sys.pycache_prefix, sys.dont_write_bytecode = kept

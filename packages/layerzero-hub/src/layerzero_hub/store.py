@@ -4,13 +4,15 @@
 <root>/staging-<uuid>/                  being filled, beside staging-<uuid>.lock, which its process holds
 <root>/history.json                     digests in the order they were locked, to notice a rollback
 <root>/quarantine.json                  digests that did harm when loaded
+
+The root's mode says who may read: builds are as readable as it is, so that root can fill a store for a service user,
+who needs to write nothing there. Whatever the umask, nobody but the owner may write.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -20,11 +22,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import sync_folder, write_whole
+from layerzero.files import sync_folder
+from layerzero_hub.contents import Contents, open_build, verify_files
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import LockedKernel, LockedVariant
+from layerzero_hub.places import check_above, check_owner_and_mode, make_folders
 
 __all__ = ["Staging", "Store"]
+
+# Digests that did harm in this process: refused here even where nothing could be written.
+_harmful: dict[str, str] = {}
 
 
 class Staging:
@@ -37,7 +44,7 @@ class Staging:
     def create(self, path: str) -> Iterator[Any]:
         """A new file for writing; it must not exist, and no link is followed."""
         target = self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folders(target.parent, 0o700)
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -49,7 +56,7 @@ class Store:
     """The folder of verified builds."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = Path(os.path.abspath(root))
 
     # -- places -----------------------------------------------------------------------------------------------------
     def build_path(self, digest: str) -> Path:
@@ -61,9 +68,13 @@ class Store:
         return self.build_path(variant.digest) / variant.name
 
     def prepare(self) -> None:
-        """Make the root, private to its owner, and check it."""
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_owner_and_mode(os.lstat(self.root), str(self.root))
+        """Make the root, writable for its owner alone, and check it and what lies above."""
+        make_folders(self.root, 0o755)
+        self._check_place()
+
+    def _check_place(self) -> None:
+        check_above(self.root)
+        _check_folder(self.root, self.root.name)
 
     def installed(self, variant: LockedVariant) -> bool:
         """Whether a folder of that digest is there; `verify` says whether it is right."""
@@ -72,15 +83,23 @@ class Store:
     # -- verification -----------------------------------------------------------------------------------------------
     def verify(self, variant: LockedVariant) -> None:
         """Hash every byte again. Raises for a link, another owner or mode, an extra, missing or changed file."""
+        verify_files(self._checked(variant), variant)
+
+    def open(self, variant: LockedVariant) -> Contents:
+        """`verify`, and the very bytes that were verified: what is run is taken from them."""
+        return open_build(self._checked(variant), variant)
+
+    def _checked(self, variant: LockedVariant) -> Path:
         build = self.build_path(variant.digest)
         if not os.path.lexists(build):
             raise refuse("HUB_NOT_INSTALLED", variant.digest)
-        for place in (self.root, build, build / variant.name):
-            _check_folder(place, place.name)
-        for entry in list(os.scandir(build)):
-            if entry.name != variant.name:
-                raise refuse("HUB_STORE_EXTRA_FILE", entry.name)
-        verify_files(build / variant.name, variant)
+        self._check_place()
+        _check_folder(build, build.name)
+        for name in _listed(build):
+            if name != variant.name:
+                raise refuse("HUB_STORE_EXTRA_FILE", name)
+        _check_folder(build / variant.name, variant.name)
+        return build / variant.name
 
     # -- filling ----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -115,7 +134,11 @@ class Store:
         verify_files(staging.folder / variant.name, variant)
         if os.listdir(staging.folder) != [variant.name]:
             raise refuse("HUB_STORE_EXTRA_FILE", str(staging.folder.name))
-        for folder, _, _ in os.walk(staging.folder, topdown=False):
+        readers = os.stat(self.root).st_mode & 0o055
+        for folder, _, names in os.walk(staging.folder, topdown=False):
+            for name in names:
+                os.chmod(os.path.join(folder, name), 0o600 | readers & 0o044)
+            os.chmod(folder, 0o700 | readers)
             sync_folder(Path(folder))
         with self._locked(f"build-{variant.digest.replace(':', '-')}"):
             final = self.build_path(variant.digest)
@@ -174,7 +197,7 @@ class Store:
             if variant.digest in seen and not allow_rollback:
                 raise refuse("HUB_ROLLBACK", variant.digest, seen[-1])
             history[key] = [one for one in seen if one != variant.digest] + [variant.digest]
-            write_whole(self.root / "history.json", json.dumps(history, indent=1, sort_keys=True) + "\n")
+            self._write(self.root / "history.json", history)
 
     def check_not_rolled_back(self, kernel: LockedKernel, variant: LockedVariant) -> None:
         """Raise HUB_ROLLBACK when a later build of this kernel was locked on this machine."""
@@ -182,65 +205,80 @@ class Store:
         if variant.digest in seen and seen[-1] != variant.digest:
             raise refuse("HUB_ROLLBACK", variant.digest, seen[-1])
 
-    def quarantined(self) -> frozenset[str]:
-        """Digests that changed the dispatcher or crashed when loaded on this machine."""
-        return frozenset(_read_json(self.root / "quarantine.json"))
+    def quarantined(self) -> dict[str, str]:
+        """Digest → why, of what did harm on this machine. A list that cannot be read is an error, not an empty one."""
+        found = dict(_harmful)
+        for path in self._quarantines():
+            found.update(_read_quarantine(path))
+        return found
 
     def quarantine(self, digest: str, why: str) -> None:
-        """Refuse this digest from now on."""
-        with self._locked("quarantine"):
-            known = _read_json(self.root / "quarantine.json")
-            known[digest] = why[:500]
-            write_whole(self.root / "quarantine.json", json.dumps(known, indent=1, sort_keys=True) + "\n")
+        """Refuse this digest from now on: in the store, or where it cannot be written, for this user."""
+        _harmful[digest] = why[:500]
+        for path in self._quarantines():
+            try:
+                make_folders(path.parent, 0o700)
+                with _locked(path.parent, "quarantine"):
+                    self._write(path, {**_read_quarantine(path), digest: why[:500]})
+                return
+            except (OSError, HubError):
+                continue  # at least this process remembers
+
+    def lift(self, digest: str) -> bool:
+        """Take a digest out of quarantine; whether it was in it."""
+        found = _harmful.pop(digest, None) is not None
+        for path in self._quarantines():
+            if digest in _read_quarantine(path):
+                with _locked(path.parent, "quarantine"):
+                    self._write(path, {one: why for one, why in _read_quarantine(path).items() if one != digest})
+                found = True
+        return found
+
+    def _quarantines(self) -> tuple[Path, Path]:
+        import platformdirs
+
+        own = Path(platformdirs.user_state_dir("layerzero", appauthor=False))
+        return self.root / "quarantine.json", own / "hub-quarantine.json"
+
+    def _write(self, path: Path, data: dict[str, Any]) -> None:
+        """Replace a file of the store's memory in one step; as readable as the store, whatever the umask."""
+        readers = os.stat(self.root).st_mode & 0o044 if path.parent == self.root else 0
+        temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=1, sort_keys=True)
+                file.write("\n")
+                file.flush()
+                os.fchmod(file.fileno(), 0o600 | readers)
+                os.fsync(file.fileno())
+            os.replace(temp, path)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        with open(self.root / f".{name}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(self.root, name):
             yield
 
 
-def verify_files(folder: Path, variant: LockedVariant) -> None:
-    """Compare a folder with the lock: the same files, of the same bytes, and nothing else."""
-    found: set[str] = set()
-    pending = [("", folder)]
-    while pending:
-        prefix, here = pending.pop()
-        for entry in list(os.scandir(here)):
-            path = prefix + entry.name
-            mode = entry.stat(follow_symlinks=False).st_mode
-            if stat.S_ISLNK(mode):
-                raise refuse("HUB_STORE_LINK", path)
-            if stat.S_ISDIR(mode):
-                _check_folder(here / entry.name, path)
-                pending.append((f"{path}/", here / entry.name))
-                continue
-            if path not in variant.files:
-                raise refuse("HUB_STORE_EXTRA_FILE", path)
-            found.add(path)
-    for path, locked in sorted(variant.files.items()):
-        if path not in found:
-            raise refuse("HUB_STORE_MISSING_FILE", path)
-        _verify_file(folder / path, path, locked.sha256, locked.size)
-
-
-def _verify_file(place: Path, path: str, sha256: str, size: int) -> None:
+@contextlib.contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    lock = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        # O_NONBLOCK: a FIFO must not make us wait; O_NOFOLLOW: the file may have become a link since the walk.
-        handle = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
     except OSError as error:
-        raise refuse("HUB_STORE_KIND", path, error.strerror or "not readable") from None
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        info = os.fstat(handle)
-        if not stat.S_ISREG(info.st_mode):
-            raise refuse("HUB_STORE_KIND", path, "no regular file")
-        if info.st_nlink != 1:
-            raise refuse("HUB_STORE_LINK", path, detail="a hard link: another name leads to the same bytes")
-        _check_owner_and_mode(info, path)
-        if info.st_size != size:
-            raise refuse("HUB_STORE_TAMPERED", path, f"{info.st_size} bytes, {size} locked")
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise refuse("HUB_STORE_TAMPERED", path, "another hash")
+        raise refuse("HUB_STORE_KIND", folder.name, error.strerror or "not readable") from None
 
 
 def _check_folder(place: Path, name: str) -> None:
@@ -252,14 +290,7 @@ def _check_folder(place: Path, name: str) -> None:
         raise refuse("HUB_STORE_LINK", name)
     if not stat.S_ISDIR(info.st_mode):
         raise refuse("HUB_STORE_KIND", name, "no folder")
-    _check_owner_and_mode(info, name)
-
-
-def _check_owner_and_mode(info: os.stat_result, name: str) -> None:
-    if info.st_uid not in (os.geteuid(), 0):
-        raise refuse("HUB_STORE_OWNER", name, info.st_uid)
-    if info.st_mode & 0o022:
-        raise refuse("HUB_STORE_MODE", name, oct(stat.S_IMODE(info.st_mode)))
+    check_owner_and_mode(info, name, place)
 
 
 def _remove(place: Path) -> None:
@@ -269,6 +300,24 @@ def _remove(place: Path) -> None:
         shutil.rmtree(place)
 
 
+def _read_quarantine(path: Path) -> dict[str, str]:
+    try:
+        if path.is_symlink() or path.exists():
+            check_owner_and_mode(os.lstat(path), path.name, path)
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        if isinstance(error, PermissionError) and not os.access(path.parent, os.X_OK):
+            return {}  # a folder this user may not enter: nothing of his was written there
+        raise refuse("HUB_STORE_UNREADABLE", str(path), error.strerror or str(error)) from None
+    except (ValueError, RecursionError):
+        raise refuse("HUB_STORE_UNREADABLE", str(path), "it is damaged") from None
+    if not isinstance(data, dict):
+        raise refuse("HUB_STORE_UNREADABLE", str(path), "it is damaged")
+    return {str(digest): str(why) for digest, why in data.items()}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -276,9 +325,11 @@ def _read_json(path: Path) -> dict[str, Any]:
             return data
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        raise refuse("HUB_STORE_UNREADABLE", str(path), error.strerror or str(error)) from None
+    except (ValueError, RecursionError):
         pass
-    # Unreadable: set aside for whoever wants to look, and begun anew.
+    # Damaged: set aside for whoever wants to look, and begun anew.
     with contextlib.suppress(OSError):
         os.replace(path, path.with_suffix(f".corrupt-{uuid.uuid4().hex[:8]}"))
     return {}
