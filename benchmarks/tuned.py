@@ -112,11 +112,11 @@ def _errors(ctx: Any, database: Path) -> dict[str, float]:
     from layerzero.perfdb.bucket import bucket_of
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
-    from layerzero.tuning.measured import mode_of, platform_of
+    from layerzero.tuning.measured import holding, mode_of, platform_of
 
     spec, platform = state.world.ops[ctx.op], platform_of(ctx.device)
     rows = PerfDB(database).find(ctx.op, bucket_of(ctx, spec.elastic), mode_of(ctx.device.device_type))
-    return {row.kernel_id: row.max_error for row in rows if row.platform == platform and row.max_error is not None}
+    return {row.kernel_id: row.max_error for row in holding(rows, platform) if row.max_error is not None}
 
 
 def ratio(record: dict[str, Any]) -> float:

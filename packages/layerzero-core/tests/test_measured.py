@@ -86,6 +86,49 @@ def test_times_of_another_machine_or_version_are_not_believed(db, field):
     assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us is None
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """Set torch's number of threads, on a machine that would use `usual` by itself."""
+    before = torch.get_num_threads()
+
+    def use(count, usual=4):
+        monkeypatch.setattr("layerzero.tuning.measured.usual_threads", lambda: frozenset({usual}))
+        torch.set_num_threads(count)
+
+    yield use
+    torch.set_num_threads(before)
+
+
+@pytest.mark.fault(26)
+def test_times_count_for_the_number_of_threads_they_were_taken_with(db, threads):
+    def rows(count, flash, plain):
+        here = platform_of(probe_device("cpu"))._replace(threads=count)
+        return [timed(FLASH, flash, platform=here), timed(MATH, plain, platform=here)]
+
+    threads(4)
+    db.put([*rows(4, 20.0, 50.0), *rows(1, 90.0, 60.0)])
+    assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us == pytest.approx(20.0, rel=0.01)
+    threads(1)
+    assert chosen(db).chosen == MATH and chosen(db).winner.measured_us == pytest.approx(60.0, rel=0.01)
+    threads(2)
+    decision = chosen(db)
+    assert decision.chosen == FLASH and decision.winner.measured_us is None  # neither a time nor a ranking
+    assert {str(note.limit) for note in decision.notes} == {"threads 4, here 2", "threads 1, here 2"}
+
+
+@pytest.mark.fault(26)
+def test_times_of_before_threads_were_written_down_count_for_the_usual_number(db, threads):
+    before = platform_of(probe_device("cpu"))._replace(threads=0)
+    db.put([timed(FLASH, 50.0, platform=before), timed(MATH, 20.0, platform=before)])
+    threads(4)
+    assert chosen(db).chosen == MATH and chosen(db).winner.measured_us == pytest.approx(20.0, rel=0.01)
+    threads(1)
+    assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us is None
+    threads(4)
+    db.put([timed(MATH, 70.0)])  # one with its number replaces the other in what is believed
+    assert chosen(db).chosen == FLASH and len(db) == 3
+
+
 @pytest.mark.req("R-PDB-05", "R-CACHE-10")
 @pytest.mark.parametrize("field", ["kernel_version", "backend_version"])
 def test_times_of_another_build_of_the_kernel_are_not_believed(db, field):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import sqlite3
 import threading
 import time
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -68,7 +70,7 @@ def test_the_columns_are_there_for_people(db):
     with contextlib.closing(sqlite3.connect(db.path)) as raw:
         row = raw.execute("SELECT device, driver, torch, backend_version FROM measurements").fetchone()
         assert row == ("cpu-1234", "", "2.13.0", "2.13")
-        assert raw.execute("PRAGMA user_version").fetchone() == (1,)
+        assert raw.execute("PRAGMA user_version").fetchone() == (2,)
 
 
 @pytest.mark.req("R-PDB-04")
@@ -92,6 +94,109 @@ def test_another_version_of_anything_is_another_measurement(db, field):
     if not hasattr(one, field):
         assert db.prune(platform=HERE) == 1
         assert db.all() == [one]
+
+
+# -- the number of threads ---------------------------------------------------------------------------------------------
+_V1 = (
+    "op bucket kernel_id kernel_version backend_version device family driver runtime torch median_us p95_us p99_us "
+    "variance samples max_error mode temperature_c power_w memory_used shared measured_at"
+).split()
+
+
+def version_1(path, *items: Measurement) -> None:
+    """A database as the first version wrote it: its columns, its keys, its checksums."""
+
+    def digest(*parts: str) -> bytes:
+        return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
+
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as raw:
+        columns = ", ".join(f"{name} {'TEXT NOT NULL' if name in _V1[:10] else 'REAL'}" for name in _V1)
+        columns = columns.replace("samples REAL", "samples INTEGER NOT NULL").replace("mode REAL", "mode TEXT NOT NULL")
+        raw.execute(
+            f"CREATE TABLE measurements (key BLOB PRIMARY KEY, place BLOB NOT NULL, {columns}, crc INTEGER NOT NULL)"
+        )
+        raw.execute("CREATE INDEX by_place ON measurements (place)")
+        raw.execute("PRAGMA user_version = 1")
+        raw.execute("BEGIN")
+        for item in items:
+            flat = {**item.to_json(), **item.platform._asdict(), **item.surroundings._asdict()}
+            values = [flat[name] for name in _V1]
+            crc = zlib.crc32(json.dumps(values, separators=(",", ":")).encode())
+            key = digest(*(flat[name] for name in (*_V1[:5], "mode", *_V1[5:10])))
+            row = (key, digest(item.op, item.bucket, item.mode), *values, crc)
+            raw.execute(f"INSERT INTO measurements VALUES ({', '.join('?' * len(row))})", row)
+        raw.execute("COMMIT")
+
+
+@pytest.mark.fault(26)
+def test_a_database_of_the_first_version_migrates_and_loses_nothing(tmp_path):
+    items = [sample(), sample("reference.attention.plain", max_error=None, surroundings=Surroundings(None, None, 0.5))]
+    version_1(tmp_path / "perf.db", *items)
+    with contextlib.closing(sqlite3.connect(tmp_path / "perf.db", isolation_level=None)) as raw:
+        raw.execute("UPDATE measurements SET median_us = 1.0 WHERE kernel_id = ?", ("reference.attention.plain",))
+    db = PerfDB(tmp_path / "perf.db")
+    assert db.find("attention", "b") == items[:1] and db.verify() == (1, 1, [])  # what was damaged is not made whole
+    newer = replace(items[0], platform=HERE._replace(threads=4), median_us=3.0)
+    db.put([newer])
+    assert sorted(db.all(), key=str) == sorted([items[0], newer], key=str)  # beside it, not instead of it
+    assert not db.problems and not list(tmp_path.glob("*.corrupt-*"))
+    with contextlib.closing(sqlite3.connect(db.path)) as raw:
+        assert raw.execute("PRAGMA user_version").fetchone() == (2,)
+        assert raw.execute("SELECT threads FROM measurements ORDER BY threads").fetchall() == [(0,), (0,), (4,)]
+        raw.execute("UPDATE measurements SET threads = 0 WHERE threads = 4")
+        raw.execute("UPDATE measurements SET threads = 8 WHERE threads = 0 AND median_us = 10.0")
+        raw.commit()
+    assert db.all() == []  # the number is under the checksum
+
+
+@pytest.mark.fault(26)
+def test_a_database_of_the_first_version_that_cannot_be_written_is_read_as_it_is(tmp_path, monkeypatch):
+    version_1(tmp_path / "perf.db", sample())
+    before = (tmp_path / "perf.db").read_bytes()
+
+    connect = sqlite3.connect
+
+    def to_read(path, **more):  # as on a disk that is mounted to be read only; root may write anything else
+        return connect(f"file:{path}?mode=ro", uri=True, **more)
+
+    monkeypatch.setattr("layerzero.perfdb.store.sqlite3.connect", to_read)
+    db = PerfDB(tmp_path / "perf.db")
+    assert db.find("attention", "b") == [sample()] == db.all() and db.verify() == (1, 0, [])
+    assert (tmp_path / "perf.db").read_bytes() == before and not db.problems
+
+
+@pytest.mark.fault(26)
+def test_what_is_left_of_a_damaged_database_of_the_first_version_is_carried_over(tmp_path):
+    items = [sample(bucket=str(number)) for number in range(300)]
+    version_1(tmp_path / "perf.db", *items)
+    raw = bytearray((tmp_path / "perf.db").read_bytes())
+    raw[-4096:] = b"\xff" * 4096  # its last page
+    (tmp_path / "perf.db").write_bytes(raw)
+    db = PerfDB(tmp_path / "perf.db")
+    db.put([sample(bucket="new")])
+    kept = db.all()
+    assert len(kept) > 100 and all(item in [*items, sample(bucket="new")] for item in kept)
+
+
+@pytest.mark.fault(26)
+def test_times_of_other_numbers_of_threads_are_other_measurements(db, tmp_path):
+    rows = [sample(platform=HERE._replace(threads=count), median_us=10.0 / count) for count in (1, 2, 8)]
+    assert len({row.key for row in (*rows, sample())}) == 4
+    db.put([*rows, sample()])
+    assert len(db) == 4 and db.prune(platform=HERE._replace(threads=2)) == 0  # the same machine
+    export_json(db, tmp_path / "out.json")
+    other = PerfDB(tmp_path / "other.db")
+    assert import_json(other, tmp_path / "out.json") == 4 and sorted(other.all(), key=str) == sorted(db.all(), key=str)
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["format"] == "layerzero-perfdb/2"
+    for item in data["measurements"]:
+        del item["platform"]["threads"]  # as the first version wrote them
+    (tmp_path / "old.json").write_text(json.dumps(data | {"format": "layerzero-perfdb/1"}))
+    assert import_json(PerfDB(tmp_path / "third.db"), tmp_path / "old.json") == 1
+    data["measurements"][0]["platform"]["threads"] = "many"
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match="threads"):
+        import_json(PerfDB(tmp_path / "third.db"), tmp_path / "bad.json")
 
 
 @pytest.mark.req("R-PDB-05")
@@ -158,6 +263,7 @@ def test_merging_keeps_the_newer_of_two(tmp_path):
         "[]",
         "{",
         '{"format": "other/1", "measurements": []}',
+        '{"format": "layerzero-perfdb/3", "measurements": []}',
         '{"format": "layerzero-perfdb/1", "measurements": [{}]}',
         '{"format": "layerzero-perfdb/1", "measurements": [1]}',
         "[" * 100_000,

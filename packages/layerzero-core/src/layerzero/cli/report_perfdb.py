@@ -31,14 +31,15 @@ def cases_of(db: PerfDB, beside: Ratios | None = None) -> list[Measured]:
 
     The database knows kernels only; `beside` says how plain torch did beside one of them (`torch_beside`).
     """
-    groups: dict[tuple[str, str, str, str], list[Measurement]] = {}
+    groups: dict[tuple[str, str, str, str, int], list[Measurement]] = {}
     wrong: dict[tuple[str, str, str], dict[str, str]] = {}
     for item in sorted(db.all(), key=lambda item: item.measured_at):
         if item.mode == REFUSED:
             why = "raised" if item.max_error is None else f"wrong by {item.max_error:.1e}"
             wrong.setdefault((item.op, item.bucket, item.platform.device), {})[item.kernel_id] = why
         else:
-            groups.setdefault((item.op, item.bucket, item.mode, item.platform.device), []).append(item)
+            place = (item.platform.device, item.platform.threads)
+            groups.setdefault((item.op, item.bucket, item.mode, *place), []).append(item)
     names = {spec.hardware_signature: spec.name or spec.device_type for spec in probe_devices()}
     found = [
         case
@@ -49,13 +50,13 @@ def cases_of(db: PerfDB, beside: Ratios | None = None) -> list[Measured]:
 
 
 def _case(
-    key: tuple[str, str, str, str],
+    key: tuple[str, str, str, str, int],
     items: Sequence[Measurement],
     names: Mapping[str, str],
     wrong: Mapping[str, str],
     beside: Ratios,
 ) -> Measured | None:
-    op, bucket, mode, device = key
+    op, bucket, mode, device, threads = key
     try:
         told = json.loads(bucket)
         sizes = {str(name): int(size) for name, size in told["sizes"].items()}
@@ -77,8 +78,9 @@ def _case(
     chosen = leader({name: item.us for name, item in kernels.items()}, NOISE)
     dtype, causal = str(when.get("dtype", "float32")), when.get("causal", "none") != "none"
     refused = {name: why for name, why in wrong.items() if name not in kernels}
+    place = names.get(device, device) + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
     return Measured(
-        _name(op, sizes, dtype, causal, when), op, dtype, sizes, names.get(device, device), mode, chosen, kernels,
+        _name(op, sizes, dtype, causal, when), op, dtype, sizes, place, mode, chosen, kernels,
         plain, None, refused, causal,
     )  # fmt: skip
 

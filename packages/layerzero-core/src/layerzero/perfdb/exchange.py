@@ -15,7 +15,8 @@ from layerzero.perfdb.store import PerfDB
 
 __all__ = ["FORMAT", "export_json", "import_json", "merge"]
 
-FORMAT = "layerzero-perfdb/1"
+FORMAT = "layerzero-perfdb/2"
+_READABLE = ("layerzero-perfdb/1", FORMAT)  # 1: without the number of threads
 _MAX_BYTES = 1 << 30
 
 
@@ -38,7 +39,11 @@ def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
         raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
+    if (
+        not isinstance(data, dict)
+        or data.get("format") not in _READABLE
+        or not isinstance(data.get("measurements"), list)
+    ):
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ConfigurationError(
             f"{name.name}: not a PerfDB export", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT

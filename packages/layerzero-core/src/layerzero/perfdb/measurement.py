@@ -24,6 +24,8 @@ class Platform(NamedTuple):
     """Everything under a kernel that a time depends on. A change of any field makes old times worthless here.
 
     device   the silicon's own signature; `family` is what similar devices share ("sm90", "cpu-avx512")
+    threads  of torch, where they compute (a CPU); 0 where they do not, and for rows of before they were written down:
+             those count where a process uses as many threads as torch does by itself
     """
 
     device: str
@@ -31,6 +33,7 @@ class Platform(NamedTuple):
     driver: str = ""
     runtime: str = ""
     torch: str = ""
+    threads: int = 0
 
 
 class Surroundings(NamedTuple):
@@ -88,7 +91,8 @@ class Measurement:
     @property
     def key(self) -> bytes:
         """What this is a measurement of: 16 bytes, equal for measurements that replace each other."""
-        return _digest(*_KEY(self))
+        threads = self.platform.threads
+        return _digest(*_KEY(self), str(threads)) if threads else _digest(*_KEY(self))
 
     @property
     def place(self) -> bytes:
@@ -128,9 +132,14 @@ class Measurement:
     def typed(self) -> Measurement:
         """The same with numbers in their own types; raises InvalidInputError where a field has a wrong one."""
         texts = (self.op, self.bucket, self.kernel_id, self.kernel_version, self.backend_version, self.mode,
-                 *self.platform)  # fmt: skip
+                 *self.platform[:-1])  # fmt: skip
         if not all(isinstance(text, str) for text in texts) or isinstance(self.samples, bool):
             raise InvalidInputError("a field has a wrong type", code="SCHEMA_INVALID", value="text expected")
+        threads = self.platform.threads
+        if type(threads) is not int or not 0 <= threads < 1 << 31:
+            raise InvalidInputError(
+                f"platform.threads is {threads!r}", code="SCHEMA_INVALID", value=str(threads), limit="0 or more"
+            )
         return replace(
             self,
             median_us=float(self.median_us), p95_us=float(self.p95_us), p99_us=float(self.p99_us),
@@ -155,13 +164,20 @@ def _flat_names() -> list[str]:
 _VALUES = attrgetter(*_flat_names())
 _KEY = attrgetter(
     "op", "bucket", "kernel_id", "kernel_version", "backend_version", "mode",
-    *(f"platform.{name}" for name in Platform._fields),
+    *(f"platform.{name}" for name in Platform._fields if name != "threads"),
 )  # fmt: skip
+_THREADS = _flat_names().index("platform.threads")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def checksum_of(values: tuple[Any, ...] | list[Any]) -> int:
-    """The checksum of a row's values, in the order of `Measurement.values`."""
+    """The checksum of a row's values, in the order of `Measurement.values`.
+
+    A row without a number of threads has the checksum (and the key) it had before those were written down.
+    """
+    threads = values[_THREADS]
+    if type(threads) is int and not threads:
+        values = [*values[:_THREADS], *values[_THREADS + 1 :]]
     return zlib.crc32(_encode(values).encode())
 
 

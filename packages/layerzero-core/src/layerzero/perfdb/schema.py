@@ -8,9 +8,10 @@ from typing import Any
 
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, checksum_of
 
-__all__ = ["COLUMNS", "VERSION", "create", "from_row", "to_row"]
+__all__ = ["COLUMNS", "VERSION", "as_before", "create", "from_row", "migrate", "to_row"]
 
-VERSION = 1
+VERSION = 2
+"""1: without `threads`. 2: with it; 0 for the rows of 1, whose keys and checksums stay what they were."""
 
 _TEXT = {"op", "bucket", "kernel_id", "kernel_version", "backend_version", "mode", "device", "family", "driver",
          "runtime", "torch"}  # fmt: skip
@@ -23,6 +24,7 @@ _NAMES = [
         else [item.name]
     )
 ]  # fmt: skip
+_THREADS = "INTEGER NOT NULL DEFAULT 0"
 COLUMNS = ("key", "place", *_NAMES, "crc")
 _SHARED = _NAMES.index("shared")
 _PLATFORM = slice(_NAMES.index("device"), _NAMES.index("device") + len(Platform._fields))
@@ -31,12 +33,28 @@ _AROUND = slice(_NAMES.index("temperature_c"), _NAMES.index("temperature_c") + l
 
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables where they are missing."""
-    kinds = {name: "TEXT NOT NULL" if name in _TEXT else "REAL" for name in _NAMES} | {"samples": "INTEGER NOT NULL"}
+    kinds = {name: "TEXT NOT NULL" if name in _TEXT else "REAL" for name in _NAMES} | {
+        "samples": "INTEGER NOT NULL",
+        "threads": _THREADS,
+    }
     body = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     keys = "key BLOB PRIMARY KEY, place BLOB NOT NULL"
     connection.execute(f"CREATE TABLE IF NOT EXISTS measurements ({keys}, {body}, crc INTEGER NOT NULL)")
     connection.execute("CREATE INDEX IF NOT EXISTS by_place ON measurements (place)")
     connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a database of version 1 to this one, inside a transaction: one more column, and no row is touched."""
+    names = {row[1] for row in connection.execute("PRAGMA table_info(measurements)")}
+    if "threads" not in names:
+        connection.execute(f"ALTER TABLE measurements ADD COLUMN threads {_THREADS}")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def as_before(connection: sqlite3.Connection) -> None:
+    """Read a database of version 1 that cannot be written: a view of this connection stands before its table."""
+    connection.execute("CREATE TEMP VIEW measurements AS SELECT rowid AS rowid, *, 0 AS threads FROM main.measurements")
 
 
 def to_row(item: Measurement) -> tuple[object, ...]:

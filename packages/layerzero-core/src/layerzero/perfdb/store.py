@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import CacheCorruptionError
 from layerzero.perfdb.measurement import Measurement, Platform, place_of
-from layerzero.perfdb.schema import COLUMNS, VERSION, create, from_row, to_row
+from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, migrate, to_row
 from layerzero.reasons import Reason, reason
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class PerfDB:
         """Remove rows of other platforms than this one, rows past an age, and rows whose checksum is wrong."""
         now, gone = time.time(), []
         for key, item in self._scan():
-            foreign = item is not None and platform is not None and item.platform != platform
+            # Other numbers of threads are other times of the same machine.
+            foreign = item is not None and platform is not None and item.platform[:-1] != platform[:-1]
             old = item is not None and older_than_s is not None and now - item.measured_at > older_than_s
             if item is None or foreign or old:
                 gone.append((key,))
@@ -193,12 +194,14 @@ class PerfDB:
             connection.execute(f"PRAGMA journal_mode = {mode}")
             connection.execute("PRAGMA synchronous = FULL")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
+            if version not in (0, 1, VERSION):
                 raise sqlite3.DatabaseError(f"schema version {version}, known: {VERSION}")
             if version == 0:
                 connection.execute("BEGIN IMMEDIATE")
                 create(connection)
                 connection.execute("COMMIT")
+            elif version == 1:
+                _migrated(connection)
         except BaseException:
             connection.close()
             raise
@@ -277,6 +280,20 @@ class PerfDB:
                 connection.executemany(_INSERT, [to_row(item) for item in saved])
 
 
+def _migrated(connection: sqlite3.Connection) -> None:
+    """Bring a database of version 1 up to date; one that may only be read is read as it is."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        migrate(connection)
+        connection.execute("COMMIT")
+    except sqlite3.OperationalError as error:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+            raise
+        as_before(connection)
+
+
 def _salvage(path: Path) -> Iterator[Measurement]:
     """The intact rows of a damaged file, as far as SQLite can still walk through it."""
     try:
@@ -284,7 +301,11 @@ def _salvage(path: Path) -> Iterator[Measurement]:
     except sqlite3.Error:
         return
     try:
-        cursor = connection.execute(_SELECT)
+        try:
+            cursor = connection.execute(_SELECT)
+        except sqlite3.OperationalError:  # of version 1
+            as_before(connection)
+            cursor = connection.execute(_SELECT)
         while True:
             row = cursor.fetchone()
             if row is None:

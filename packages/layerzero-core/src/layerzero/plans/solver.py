@@ -21,7 +21,7 @@ from layerzero.selection.buckets import boundaries, bucketed
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for, is_empty
 from layerzero.selection.world import World
-from layerzero.tuning.measured import mode_of, platform_of, versions_of
+from layerzero.tuning.measured import holding, mode_of, platform_of, versions_of
 
 __all__ = ["solve_table", "time_of", "times_of"]
 
@@ -91,9 +91,8 @@ def _measured(
         return None, None
     platform, versions = platform_of(ctx.device), versions_of(world.registry, kernel_id)
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-    for row in db.find(ctx.op, bucket_of(ctx, spec.elastic), mode):
-        same = row.kernel_id == kernel_id and row.platform == platform
-        if same and versions == (row.kernel_version, row.backend_version):
+    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
+        if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
             return row.median_us, row.max_error
     return None, None
 

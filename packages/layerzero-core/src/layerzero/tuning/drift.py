@@ -21,7 +21,7 @@ from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
-from layerzero.tuning.measured import mode_of, platform_of, versions_of
+from layerzero.tuning.measured import holding, mode_of, platform_of, versions_of
 from layerzero.tuning.trial import Trial, trial
 
 __all__ = ["SLOWER", "Drift", "Watcher", "drifted", "watcher"]
@@ -99,9 +99,8 @@ def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
     chosen = decide(spec, ctx, world).chosen
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
     platform, versions = platform_of(ctx.device), versions_of(world.registry, chosen)
-    for row in db.find(ctx.op, bucket_of(ctx, spec.elastic), mode):
-        same = row.kernel_id == chosen and row.platform == platform
-        if same and versions == (row.kernel_version, row.backend_version):
+    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
+        if row.kernel_id == chosen and versions == (row.kernel_version, row.backend_version):
             return row
     return None
 

@@ -1,6 +1,7 @@
 """From stored measurements to what selection reads: believed here, weighed by how steady they were.
 
-A measurement counts when kernel, backend, torch, driver and device are the very ones of this process. Where a bucket
+A measurement counts when kernel, backend, torch, driver, device and, on a CPU, the number of threads are the very ones
+of this process; one of before threads were written down, where torch uses as many as by itself. Where a bucket
 has none of those, devices of the same family say which kernel is faster than which, at half their weight: a ranking,
 no times. A time with a wide spread moves towards the middle of its bucket, by no more than that spread; one that is all
 spread says nothing, unless its slowest is ahead of everybody. Times that cannot be told from the fastest, by their own
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -32,10 +35,13 @@ __all__ = [
     "Believed",
     "believed",
     "doubt_of",
+    "holding",
     "judged",
     "measurements_from",
     "mode_of",
     "platform_of",
+    "same_platform",
+    "usual_threads",
     "versions_of",
 ]
 
@@ -47,13 +53,41 @@ _SPREADS = 2.0  # a time is moved by no more: nearly all calls took less than th
 
 
 def platform_of(device: DeviceSpec) -> Platform:
-    """The platform that measurements taken on this device belong to."""
+    """The platform that measurements taken on this device, now, belong to."""
     if device.sm_version is not None:
         family = f"sm{device.sm_version}"
     else:
         family = f"{device.device_type}-{device.vendor}"
     runtime = device.cuda_version or device.rocm_version or ""
-    return Platform(device.hardware_signature, family, device.driver_version or "", runtime, device.torch_version or "")
+    threads = _threads() if device.device_type == "cpu" else 0
+    return Platform(
+        device.hardware_signature, family, device.driver_version or "", runtime, device.torch_version or "", threads
+    )
+
+
+def _threads() -> int:
+    import torch  # loaded long since, wherever something is measured or selected
+
+    return torch.get_num_threads()
+
+
+@lru_cache(maxsize=1)
+def usual_threads() -> frozenset[int]:
+    """How many threads torch may use on this machine where nobody says: one for each core, or each half of one."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/devices/system/cpu/smt/active", encoding="ascii") as file:
+            halves = file.read().strip() == "1"
+    except OSError:
+        halves = False
+    return frozenset({count, max(1, count // 2)} if halves else {count})
+
+
+def same_platform(theirs: Platform, ours: Platform) -> bool:
+    """Whether times taken there hold here; a time without a number of threads was taken with torch's usual one."""
+    if theirs.threads == ours.threads:
+        return theirs == ours
+    return theirs.threads == 0 and theirs[:-1] == ours[:-1] and ours.threads in usual_threads()
 
 
 def versions_of(registry: KernelRegistry, kernel_id: str) -> tuple[str, str] | None:
@@ -77,27 +111,30 @@ def mode_of(device_type: str, *, capturing: bool = False) -> str:
 
 def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, noise: float = NOISE) -> Measurements:
     """What a database says to this World. Buckets are read once, when a selection first asks for one."""
-    ops, registry = world.ops, world.registry
+    import torch
+
+    ops, registry, count_threads = world.ops, world.registry, torch.get_num_threads
     found: dict[tuple[str, str, str], Believed] = {}
     # By the call itself: one selection asks for every kernel of the op, and spelling a bucket takes microseconds.
-    by_call: dict[Context, Believed] = {}
+    by_call: dict[tuple[Context, int], Believed] = {}
 
     def ask(ctx: Context) -> Believed:
-        known = by_call.get(ctx)
+        threads = count_threads()
+        known = by_call.get((ctx, threads))
         if known is not None:
             return known
         spec = ops.get(ctx.op)
         bucket = bucket_of(ctx, () if spec is None else spec.elastic)
         platform = platform_of(ctx.device)
         measured = mode or mode_of(ctx.device.device_type, capturing=ctx.capturing)
-        key = (ctx.op, bucket, f"{platform.device} {measured}")
+        key = (ctx.op, bucket, f"{platform.device} {platform.threads} {measured}")
         known = found.get(key)
         if known is None:
             rows = db.find(ctx.op, bucket, measured, REFUSED)
             known = found[key] = judged(rows, platform, lambda name: versions_of(registry, name))
         if len(by_call) >= _CALLS_KEPT:
             by_call.clear()
-        by_call[ctx] = known
+        by_call[ctx, threads] = known
         return known
 
     return Measurements(
@@ -110,12 +147,12 @@ def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, nois
 
 
 def _fingerprint(db: PerfDB) -> str:
-    """Changes with every write: a decision made before is not one made after."""
+    """Changes with every write, and with the threads of torch: a decision made before is not one made after."""
     try:
         found = db.path.stat()
     except OSError:
         return ""
-    text = f"{db.path}:{found.st_mtime_ns}:{found.st_size}:{found.st_ino}:{db.ttl_s}"
+    text = f"{db.path}:{found.st_mtime_ns}:{found.st_size}:{found.st_ino}:{db.ttl_s}:{_threads()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -143,7 +180,7 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     for item in items:
         if item.mode == REFUSED:
             own_build = versions(item.kernel_id) == (item.kernel_version, item.backend_version)
-            if own_build and item.platform == platform:
+            if own_build and _same_machine(item.platform, platform):
                 refused[item.kernel_id] = _refusal(item)
             continue
         doubt = _doubt(item, versions(item.kernel_id))
@@ -153,8 +190,9 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
             fitting.append(item)
         else:
             doubts[doubt] = doubts.get(doubt, 0) + 1
-    here = [item for item in fitting if item.platform == platform]
-    ahead = [item for item in wild if item.platform == platform and _ahead_at_its_slowest(item, here)]
+    mine = holding([*fitting, *wild], platform)
+    here = [item for item in fitting if item in mine]
+    ahead = [item for item in wild if item in mine and _ahead_at_its_slowest(item, here)]
     for item in wild:
         if item not in ahead:
             doubts[_unsteady(item)] = doubts.get(_unsteady(item), 0) + 1
@@ -163,10 +201,11 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     spreads = {item.kernel_id: item.spread for item in here}
     similar: dict[Platform, list[Measurement]] = {}
     for item in fitting:
-        if item.platform != platform:
+        if not same_platform(item.platform, platform):
             why = _difference(item.platform, platform)
             doubts[why] = doubts.get(why, 0) + 1
-            if item.platform.family == platform.family:
+            # The same machine with other threads ranks nothing: what uses them well there may be the slower one here.
+            if item.platform.family == platform.family and not _same_machine(item.platform, platform):
                 similar.setdefault(item.platform, []).append(item)
     notes = [reason("PERF_NOT_BELIEVED", count, why) for why, count in sorted(doubts.items())]
     if own:
@@ -178,6 +217,21 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     ranked = _weighed([(item.kernel_id, item.median_us, _SIMILAR * weight(item)) for item in best])
     notes.append(reason("PERF_RANKED_BY", best[0].platform.device, platform.family))
     return Believed(ranked, tuple(notes), refused)
+
+
+def _same_machine(theirs: Platform, ours: Platform) -> bool:
+    """Whether two platforms differ in their threads at most."""
+    return theirs[:-1] == ours[:-1]
+
+
+def holding(items: list[Measurement], platform: Platform) -> list[Measurement]:
+    """Those whose times hold on this platform; of a kernel with a time for the threads of now, no older one."""
+    known = {item.kernel_id for item in items if item.platform == platform}
+    return [
+        item
+        for item in items
+        if item.platform == platform or (item.kernel_id not in known and same_platform(item.platform, platform))
+    ]
 
 
 def _levelled(items: list[Measurement]) -> list[float]:
@@ -229,7 +283,7 @@ def _ahead_at_its_slowest(item: Measurement, believed: list[Measurement]) -> boo
 
 def _difference(theirs: Platform, ours: Platform) -> str:
     """The first thing in which two platforms differ."""
-    for name in ("device", "driver", "runtime", "torch", "family"):
+    for name in ("device", "driver", "runtime", "torch", "family", "threads"):
         left, right = getattr(theirs, name), getattr(ours, name)
         if left != right:
             return f"{name} {left or 'unknown'}, here {right or 'unknown'}"
@@ -273,7 +327,7 @@ def doubt_of(item: Measurement, world: World) -> str | None:
     here = [platform_of(device) for device in probe_devices()]
     return (
         None
-        if item.platform in here
+        if any(same_platform(item.platform, platform) for platform in here)
         else _difference(item.platform, here[0] if len(here) == 1 else _nearest(item, here))
     )
 
