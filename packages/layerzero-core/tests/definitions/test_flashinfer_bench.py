@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
 from layerzero.numerics import HitMode, Tolerance, compare
 from layerzero.verification.definitions import (
@@ -167,6 +170,100 @@ def test_we_read_the_workloads_and_tensors_it_stores(fib: Any, sets: Any) -> Non
     options = Options(trust=(str(root),), repeats=1)
     report = check(dataset, dataset.select(everything=True), options, sizes=())
     assert report.ok and any(outcome.passed for outcome in report.outcomes if outcome.solution.endswith(".plain"))
+
+
+@pytest.fixture
+def example(fib: Any, tmp_path: Path) -> Path:
+    """A dataset laid out as the library's own example is: no folders by op_type, files named after a definition."""
+    root = tmp_path / "Example-FlashInfer-Trace"
+    axes = {"M": fib.AxisVar(), "N": fib.AxisConst(value=24), "K": fib.AxisConst(value=64)}
+    product = fib.Definition(
+        name="gemm_n24_k64",
+        op_type="gemm",
+        axes=axes,
+        inputs={name: fib.TensorSpec(shape=[rows, "K"], dtype="float16") for name, rows in (("A", "M"), ("B", "N"))},
+        outputs={"C": fib.TensorSpec(shape=["M", "N"], dtype="float16")},
+        reference="import torch\n\ndef run(A, B):\n    return torch.matmul(A, B.T)",
+        tags=["status:verified"],
+    )
+    fib.save_json_file(product, root / "definitions" / "gemm_n24_k64.json")
+    random = {"A": fib.RandomInput(), "B": fib.RandomInput()}
+    work = [fib.Workload(axes={"M": size}, inputs=random, uuid=f"w{size}") for size in (16, 8)]
+    traces = [fib.Trace(definition="gemm_n24_k64", workload=item) for item in work]
+    fib.save_jsonl_file(traces, root / "workloads" / "gemm_n24_k64.jsonl")
+    return root
+
+
+@pytest.mark.fault(30)
+@pytest.mark.req("R-DEF-15")
+def test_workloads_and_traces_are_found_wherever_the_library_finds_them(fib: Any, example: Path) -> None:
+    dataset = open_dataset(example)
+    assert [work.uuid for work in dataset.workloads(dataset.definitions["gemm_n24_k64"])[0]] == ["w16", "w8"]
+    options = Options(trust=(str(example),), repeats=1, backends=("reference",))
+    report = check(dataset, dataset.select(everything=True), options, sizes=())
+    assert report.ok and {outcome.workload.uuid for outcome in report.outcomes} == {"w16", "w8"} and not report.notes
+    # Other folders, several files, and definitions mixed in one: the lines say whose they are.
+    where = fib.Environment(hardware="cpu", libs={})
+    late = fib.Evaluation(status="TIMEOUT", environment=where, timestamp="t", log="")
+    random = {"A": fib.RandomInput(), "B": fib.RandomInput()}
+    for place, name, uuid in (
+        ("by_model/llama/o_proj.jsonl", "gemm_n24_k64", "deep"),
+        ("mixed.jsonl", "another", "foreign"),
+        ("gemm/gemm_n24_k64.jsonl", "gemm_n24_k64", "usual"),
+    ):
+        work = fib.Workload(axes={"M": 1}, inputs=random, uuid=uuid)
+        fib.append_jsonl_file([fib.Trace(definition=name, workload=work)], example / "workloads" / place)
+        done = fib.Trace(definition=name, workload=work, solution="s", evaluation=late)
+        fib.append_jsonl_file([done], example / "traces" / place)
+    theirs = fib.TraceSet.from_path(str(example))
+    dataset = open_dataset(example)
+    definition = dataset.definitions["gemm_n24_k64"]
+    workloads, traces = dataset.workloads(definition), dataset.traces(definition)
+    assert [work.uuid for work in workloads[0]] == [item.workload.uuid for item in theirs.workloads[definition.name]]
+    assert [item.workload.uuid for item in traces[0]] == [item.workload.uuid for item in theirs.traces[definition.name]]
+    assert len(workloads[0]) == 4 and len(traces[0]) == 2 and not workloads[1] and not traces[1]
+    assert dataset.tested(definition) == "traces/by_model/llama/o_proj.jsonl"
+    assert dataset.strays() == (["another"], [])
+
+
+@pytest.mark.fault(30)
+def test_what_is_missing_is_said(fib: Any, example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any, code: int = 0) -> tuple[str, Any]:
+        text = CliRunner().invoke(cli, ["definitions", *map(str, args), "--root", str(example)])
+        found = CliRunner().invoke(cli, ["definitions", *map(str, args), "--root", str(example), "--json"])
+        assert text.exit_code == found.exit_code == code, text.output
+        return text.output, json.loads(found.stdout)
+
+    text, found = run("list")
+    assert [(row["workloads"], row["traces"]) for row in found["definitions"]] == [(2, 0)]
+    assert len(found["notes"]) == 1 and "no traces in" in found["notes"][0] and "no traces in" in text
+    (example / "workloads" / "gemm_n24_k64.jsonl").unlink()
+    text, found = run("list")
+    assert [note.split(" in ")[0] for note in found["notes"]] == ["no workloads", "no traces"]
+    assert "no workloads in" in text
+    text, found = run("check", "--all", "--sizes", "none", "--backend", "reference", code=1)
+    assert "gemm_n24_k64: no workload of it in" in text and "not checked" in found["notes"][0]
+    (example / "definitions" / "gemm_n24_k64.json").unlink()
+    text, found = run("list")
+    assert found["definitions"] == [] and "no definitions in" in text
+    text, found = run("check", "--all", code=1)
+    assert "no definition of those asked for" in text
+    (example / "definitions" / "bad.json").write_text("{")
+    assert "bad.json" in run("check", "--all", code=1)[1]["problems"][0]
+    (example / "workloads" / "nobodys.jsonl").write_text("{")
+    assert "nobodys.jsonl" in "".join(run("list", code=1)[1]["problems"])
+
+
+@pytest.mark.fault(30)
+def test_without_a_root_the_librarys_own_folder_is_read(
+    fib: Any, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashinfer_bench.env import get_fib_dataset_path
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("FIB_DATASET_PATH", raising=False)
+    shutil.copytree(example, get_fib_dataset_path())
+    assert list(open_dataset().definitions) == ["gemm_n24_k64"]
 
 
 def test_it_reads_the_workloads_we_write(fib: Any, sets: Any) -> None:

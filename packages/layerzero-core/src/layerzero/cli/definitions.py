@@ -39,25 +39,46 @@ def add(group: click.Group) -> None:
 
         dataset = open_dataset(root)
         found = dataset.select((), op_type, everything=not op_type)
-        data: list[dict[str, Any]] = [
-            {
-                "name": item.name,
-                "op_type": item.op_type,
-                "op": _op(item)[0],
-                "workloads": len(dataset.workloads(item)[0]),
-                "tested": dataset.tested(item),
-            }
-            for item in found
-        ]
+        data: list[dict[str, Any]] = []
+        unknown, stray = dataset.strays()
+        wrong = [*dataset.problems, *stray]
+        for item in found:
+            (workloads, bad), (traces, worse) = dataset.workloads(item), dataset.traces(item)
+            wrong += [*bad, *worse]
+            data.append(
+                {
+                    "name": item.name,
+                    "op_type": item.op_type,
+                    "op": _op(item)[0],
+                    "workloads": len(workloads),
+                    "traces": len(traces),
+                    "tested": dataset.tested(item),
+                }
+            )
         rows = [
-            (Cell(row["name"], "bold"), row["op_type"], row["op"] or Cell("none", "dim"), str(row["workloads"]))
+            (
+                Cell(row["name"], "bold"),
+                row["op_type"],
+                row["op"] or Cell("none", "dim"),
+                str(row["workloads"]),
+                str(row["traces"]),
+            )
             for row in data
         ]
-        blocks: list[Block] = [Table(("definition", "op_type", "op", "workloads"), rows, right=frozenset({3}))]
-        blocks += [Line(f"cannot be read: {problem}", STYLES["fail"], hang=2) for problem in dataset.problems]
+        notes = [
+            f"no {word} in {dataset.root / word / '**' / suffix}"
+            for word, suffix in (("definitions", "*.json"), ("workloads", "*.jsonl"), ("traces", "*.jsonl"))
+            if not (data if word == "definitions" else any(row[word] for row in data))
+        ]
+        if unknown:
+            notes.append(f"lines of definitions that are not here: {', '.join(unknown)}")
+        head = ("definition", "op_type", "op", "workloads", "traces")
+        blocks: list[Block] = [Table(head, rows, right=frozenset({3, 4}))] if rows else []
+        problems = list(dict.fromkeys(str(problem) for problem in wrong))
+        blocks += [Line(f"cannot be used: {problem}", STYLES["fail"], hang=2) for problem in problems]
         blocks += [Line(), Line(f"{len(found)} definitions in {dataset.root}", "dim")]
-        problems = [str(problem) for problem in dataset.problems]
-        return Answer({"definitions": data, "problems": problems}, blocks, PROBLEM if problems else OK)
+        blocks += [Line(note, STYLES["warn"]) for note in notes]
+        return Answer({"definitions": data, "problems": problems, "notes": notes}, blocks, PROBLEM if problems else OK)
 
     @verb(definitions, "show")
     @click.argument("name")
@@ -192,6 +213,7 @@ def _found(report: Report) -> list[Block]:
         blocks += [Line(), Line(f"{outcome.definition} {where}: {outcome.solution} {outcome.status}", STYLES["fail"])]
         blocks += [Line(line, indent=2) for line in outcome.log.splitlines()[:14]]
     blocks += [Line(f"left out: {name}: {why}", "dim") for name, why in report.left_out.items()]
+    blocks += [Line(note, STYLES["warn"], hang=2) for note in report.notes]
     blocks += [Line(f"cannot be read: {problem}", STYLES["fail"], hang=2) for problem in report.problems]
     passed, failed, skipped = (
         sum(getattr(outcome, word) for outcome in report.outcomes) for word in ("passed", "failed", "skipped")

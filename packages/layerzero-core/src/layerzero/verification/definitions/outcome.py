@@ -142,12 +142,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Report:
-    """Every outcome, what was left out, and which files could not be read."""
+    """Every outcome, what was left out, which files could not be read, and what was looked for and not found."""
 
     outcomes: tuple[Outcome, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     device: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -177,6 +178,7 @@ class Report:
             },
             "left_out": dict(self.left_out),
             "problems": list(self.problems),
+            "notes": list(self.notes),
             "outcomes": [outcome.to_json() for outcome in self.outcomes],
         }
 

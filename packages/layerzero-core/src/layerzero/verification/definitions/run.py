@@ -48,8 +48,10 @@ def check(
     kinds = {definition.op_type for definition in chosen}
     outcomes: list[Outcome] = []
     left_out: dict[str, str] = {}
-    # A file that cannot be read concerns those who asked for its kind, which its folder tells.
-    problems = [str(problem) for problem in dataset.problems if problem.path.parent.name in kinds]
+    notes: list[str] = [] if chosen else [f"no definition of those asked for is in {dataset.root / 'definitions'}"]
+    # A file that cannot be read concerns those who asked for its kind, which its folder tells; without one, everybody.
+    folders = {"definitions", *kinds}
+    problems = [str(problem) for problem in dataset.problems if problem.path.parent.name in folders]
     for definition in chosen:
         where = None if force else dataset.tested(definition)
         if where is not None:
@@ -58,8 +60,12 @@ def check(
         given, bad = dataset.workloads(definition) if stored else ([], [])
         problems += [str(problem) for problem in bad]
         work = [*given, *workloads_for(definition, sizes, seed=seed)]
+        if stored and not given:
+            instead = f"checked on {len(work)} made-up sizes" if work else "and no sizes were asked for: not checked"
+            place = dataset.root / "workloads" / "**" / "*.jsonl"
+            notes.append(f"{definition.name}: no workload of it in {place}, {instead}")
         outcomes += check_definition(definition, work, options, root=dataset.root, timeout=timeout, watch=watch)
-    return Report(tuple(outcomes), left_out, tuple(problems), str(options.device or default_device()))
+    return Report(tuple(outcomes), left_out, tuple(problems), str(options.device or default_device()), tuple(notes))
 
 
 def check_definition(
