@@ -175,3 +175,113 @@ def test_images_in_either_memory_format_give_the_same_classes(form: torch.memory
     model = lz.patch(model.to(memory_format=form))
     got = zoo.logits(model, {"pixel_values": pixels})
     assert far(got, want) < LOGITS / 10 and torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def in_dtype(name: str, dtype: torch.dtype, folder: Path, **changes: Any) -> Any:
+    """As transformers loads it in a dtype: T5's `wo` stays float32 in float16."""
+    model = zoo.made(name, **changes)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=dtype).eval()
+
+
+def like_unpatched(model: Any, given: dict[str, torch.Tensor], exact: torch.Tensor) -> None:
+    """Logits of the patched model as near to float32's as the unpatched one's; it generates and has gradients."""
+    want, tokens = zoo.logits(model, given), zoo.generated(model, given)
+    lz.patch(model)
+    got = zoo.logits(model, given)
+    assert got.dtype is want.dtype
+    own = (want.float() - exact).abs()  # what the dtype itself costs
+    assert (got.float() - exact).abs().mean() <= 1.5 * own.mean() + LOGITS / 10
+    assert far(got.float(), want.float()) <= 4 * own.max() + LOGITS / 10
+    assert zoo.generated(model, given).shape == tokens.shape  # in half precision near ties may fall either way
+    if want.dtype is torch.float32:
+        assert torch.equal(zoo.generated(model, given), tokens)
+    with torch.enable_grad():
+        model(**given).logits.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.dtype is p.dtype for p in model.parameters())
+
+
+@pytest.mark.fault(29)
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("gated-gelu", torch.float16),
+        ("relu", torch.float16),
+        ("gated-gelu", torch.bfloat16),
+        *(pytest.param(kind, torch.float32, marks=pytest.mark.slow) for kind in ("gated-gelu", "relu")),
+        pytest.param("relu", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_t5_computes_the_same_in_every_dtype_it_is_loaded_in(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    exact = zoo.made("t5", feed_forward_proj=kind)
+    model = in_dtype("t5", dtype, tmp_path, feed_forward_proj=kind)
+    kept = {p.dtype for n, p in model.named_parameters() if n.endswith("wo.weight")}
+    assert kept == {torch.float32 if dtype is torch.float16 else dtype}  # else this shows nothing
+    given = zoo.inputs(model, "right")
+    like_unpatched(model, given, zoo.logits(exact, given))
+    report = lz.patched(model)
+    assert report is not None
+    ops = [item.op for item in report.patched]
+    assert ops.count("rms_norm") == 12
+    assert ops.count("gelu_and_mul") == (4 if kind == "gated-gelu" else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(29)
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", [name for name in zoo.ALL if name not in ("t5", "vit")])
+def test_every_architecture_computes_the_same_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    exact = zoo.made(name)
+    given = zoo.inputs(exact, "left")
+    like_unpatched(zoo.made(name).to(dtype), given, zoo.logits(exact, given))
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("name", ["llama", "gemma", "t5", "bart"])
+def test_norms_give_the_result_and_dtype_of_their_own_forward_in_every_pair_of_dtypes(name: str) -> None:
+    model = lz.patch(zoo.made(name))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    norms = {type(m): m for m in model.modules() if hasattr(m, "_layerzero") and type(m).__name__.endswith("Norm")}
+    assert norms
+    tried = 0
+    for norm in norms.values():
+        for weight in (torch.float32, *HALVES):
+            norm.to(weight)
+            for given in (torch.float32, *HALVES):
+                with torch.no_grad():
+                    try:
+                        want = type(norm).forward(norm, x.to(given))
+                    except RuntimeError:  # torch's layer norm refuses some; so do we
+                        with pytest.raises(RuntimeError):
+                            norm(x.to(given))
+                        continue
+                    got = norm(x.to(given))
+                assert got.dtype is want.dtype, (type(norm).__name__, weight, given)
+                rough = max(torch.finfo(dtype).eps for dtype in (weight, given, want.dtype))
+                torch.testing.assert_close(got.float(), want.float(), rtol=4 * rough, atol=4 * rough)
+                tried += 1
+    assert tried >= 5
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_rotations_give_the_dtype_of_their_own_function_in_every_pair_of_dtypes(name: str) -> None:
+    model = lz.patch(zoo.made(name))
+    own = type(model.model.layers[0].self_attn).forward.__globals__["apply_rotary_pos_emb"]
+    ours = model.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    assert ours is not own
+    generator = torch.Generator().manual_seed(3)
+    q, k, angles = (torch.randn(shape, generator=generator) for shape in ((1, 4, 5, 16), (1, 2, 5, 16), (1, 5, 8)))
+    cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
+    for heads in (torch.float32, *HALVES):
+        for tables in (torch.float32, *HALVES):
+            given = (q.to(heads), k.to(heads), cos.to(tables), sin.to(tables))
+            rough = 4 * max(torch.finfo(heads).eps, torch.finfo(tables).eps)
+            for got, want in zip(ours(*given), own(*given), strict=True):
+                assert got.dtype is want.dtype, (heads, tables)
+                torch.testing.assert_close(got.float(), want.float(), rtol=rough, atol=rough)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from layerzero.integrations.transformers_models import quick
 from layerzero.integrations.transformers_models.neighbours import Neighbours
+from layerzero.integrations.transformers_models.probes import Rules
+from layerzero.ops.gemma import gemma_rms_norm
+from layerzero.ops.norm import rms_norm as public_rms_norm
 
 __all__ = [
     "STATE",
@@ -32,15 +35,20 @@ __all__ = [
 STATE = "_layerzero"  # where a patched part keeps what it needs
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 class Rms:
-    """State of a norm. `ready` is (x, its norm, its version), computed by the layer before together with the sum x."""
+    """State of a norm. `ready` is (x, its norm, its version), computed by the layer before together with the sum x.
 
-    __slots__ = ("eps", "facts", "gemma", "ready")
+    `same` are the dtypes (of input and weight) whose result has the input's, as the op's has; `rules` are all.
+    """
 
-    def __init__(self, module: Any, gemma: bool, eps: float) -> None:
-        self.gemma, self.eps, self.facts = gemma, eps, quick.Facts(module._parameters)
+    __slots__ = ("eps", "facts", "gemma", "ready", "rules", "same")
+
+    def __init__(self, module: Any, gemma: bool, eps: float, rules: Rules) -> None:
+        self.gemma, self.eps, self.facts, self.rules = gemma, eps, quick.Facts(module._parameters), rules
+        self.same = frozenset(pair for pair, result in rules.items() if result is pair[0])
         self.ready: tuple[Tensor, Tensor, int] | None = None
 
 
@@ -53,22 +61,40 @@ def rms_norm(self: Any, x: Tensor) -> Tensor:
             state.ready = None
             if ready[0] is x and x._version == ready[2]:
                 return ready[1]
-    return quick.norm(state.gemma, x, self._parameters["weight"], state.eps, state.facts)
+    weight = self._parameters["weight"]
+    if (x.dtype, weight.dtype) in state.same:
+        return quick.norm(state.gemma, x, weight, state.eps, state.facts)
+    result = state.rules.get((x.dtype, weight.dtype))
+    if result is None:  # dtypes in which it was not recognised
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    found = (gemma_rms_norm if state.gemma else public_rms_norm)(x.float(), weight.float(), state.eps)
+    return found.to(result)
 
 
 def layer_norm(self: Any, x: Tensor) -> Tensor:
-    """A patched LayerNorm."""
+    """A patched LayerNorm; torch's own where input and weight differ in dtype, with its own rules for that."""
     own = self._parameters
+    weight = own["weight"]
+    if weight is not None and weight.dtype is not x.dtype and not _any_autocast():
+        return F.layer_norm(x, self.normalized_shape, weight, own["bias"], self.eps)
     return quick.layer(x, own["weight"], own["bias"], self.eps, self._layerzero)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(residual + x), residual + x), in one kernel where nothing else wants to know of the norm."""
-    if torch.is_grad_enabled() or _compiling() or norm._forward_hooks or norm._forward_pre_hooks:
+    state: Rms = norm._layerzero
+    weight = norm._parameters["weight"]
+    if (
+        torch.is_grad_enabled()
+        or _compiling()
+        or norm._forward_hooks
+        or norm._forward_pre_hooks
+        or x.dtype is not residual.dtype
+        or (x.dtype, weight.dtype) not in state.same
+    ):
         total = residual + x
         return norm(total), total
-    state: Rms = norm._layerzero
-    return quick.add_norm(state.gemma, x, residual, norm._parameters["weight"], state.eps, state.facts)
+    return quick.add_norm(state.gemma, x, residual, weight, state.eps, state.facts)
 
 
 def end(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
@@ -87,6 +113,8 @@ def end(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
         or layer._forward_hooks
         or norm._forward_hooks
         or norm._forward_pre_hooks
+        or x.dtype is not residual.dtype
+        or (x.dtype, norm._parameters["weight"].dtype) not in norm._layerzero.same
     ):
         return residual + x
     kept: Rms = norm._layerzero
@@ -147,26 +175,32 @@ class Single:
 def linear(self: Any, x: Tensor) -> Tensor:
     """A patched linear layer; the module's own product where a gradient is needed or a graph is traced."""
     own = self._parameters
-    if _grad_enabled() or _compiling():
-        return F.linear(x, own["weight"], own["bias"])
-    return quick.product(x, own["weight"], own["bias"])  # type: ignore[no-any-return]
+    weight = own["weight"]
+    if _grad_enabled() or _compiling() or x.dtype is not weight.dtype:
+        return F.linear(x, weight, own["bias"])
+    return quick.product(x, weight, own["bias"])  # type: ignore[no-any-return]
 
 
 class Gated:
-    """State of a gated MLP: its two projections in, the one back, the op between."""
+    """State of a gated MLP: its two projections in, the one back, the op between.
 
-    __slots__ = ("both", "down", "op", "rest")
+    `casts` is whether it was seen to cast between projections of two dtypes.
+    """
 
-    def __init__(self, both: Neighbours, down: str, op: str, rest: tuple[str, ...]) -> None:
-        self.both, self.down, self.op, self.rest = both, down, op, rest
+    __slots__ = ("both", "casts", "down", "op", "rest")
+
+    def __init__(self, both: Neighbours, down: str, op: str, rest: tuple[str, ...], casts: bool) -> None:
+        self.both, self.down, self.op, self.rest, self.casts = both, down, op, rest, casts
 
 
 def gated(self: Any, x: Tensor) -> Tensor:
     """A patched SwiGLU or GeGLU: one product, one activation, and the module's own projection back."""
     state: Gated = self._layerzero
     both = state.both
-    if self.training or _compiling() or not both.together():
+    down = self._modules[state.down]
+    mixed = getattr(down, "weight", both.weight).dtype is not both.weight.dtype
+    if self.training or _compiling() or not both.together() or (mixed and not state.casts):
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     wide = quick.activate(state.op, both.product(x, both.weight, both.bias), state.rest)
-    out: Tensor = self._modules[state.down](wide)
+    out: Tensor = down(wide.to(down.weight.dtype) if mixed else wide)
     return out

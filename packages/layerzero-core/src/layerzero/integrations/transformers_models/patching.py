@@ -189,27 +189,23 @@ def _rms(name: str, module: Any, record: _Record) -> None:
     elif weight.device.type == "meta":
         record.leave(name, module, "the weights are on the meta device")
     else:
-        op = probes.norm_of(module.forward, weight, eps)
-        if op is None:
+        found = probes.norm_of(module, eps)
+        if found is None:
             record.leave(name, module, "it computes something else than RMSNorm")
             return
-        _forward(record, module, parts.rms_norm, parts.Rms(module, op == "gemma_rms_norm", eps))
+        op, rules = found
+        _forward(record, module, parts.rms_norm, parts.Rms(module, op == "gemma_rms_norm", eps, rules))
         record.did(name, module, op)
 
 
 # -- rotary positions --------------------------------------------------------------------------------
 def _rope(model: Any, record: _Record) -> None:
     word = "apply_rotary_pos_emb"
-    known: dict[Any, bool] = {}
+    known: dict[Any, Any] = {}  # their function -> ours in its place, None where it turns otherwise
     for name, module in model.named_modules():
         forward = type(module).forward
         code = getattr(forward, "__code__", None)
         if code is None or word not in code.co_names or not _free(record, name, module):
-            continue
-        try:
-            function = rewriting.renamed(forward, **{word: quick.rotate})
-        except rewriting.NotRewritable as why:
-            record.leave(name, module, f"rope: {why}")
             continue
         own = forward.__globals__.get(word)
         device = next((p.device for p in module.parameters()), None)
@@ -217,12 +213,18 @@ def _rope(model: Any, record: _Record) -> None:
             record.leave(name, module, "the weights are on the meta device")
             continue
         if own not in known:
-            known[own] = own is not None and probes.rotates_halves(own, device)
-        if known[own]:
-            _forward(record, module, function)
-            record.did(name, module, "rope")
-        else:
+            rules = {} if own is None else probes.rotates_halves(own, device)
+            known[own] = quick.rotation(own, frozenset(rules)) if rules else None
+        if known[own] is None:
             record.leave(name, module, "it turns its heads otherwise than by halves")
+            continue
+        try:
+            function = rewriting.renamed(forward, **{word: known[own]})
+        except rewriting.NotRewritable as why:
+            record.leave(name, module, f"rope: {why}")
+            continue
+        _forward(record, module, function)
+        record.did(name, module, "rope")
 
 
 # -- projections of one input ------------------------------------------------------------------------
@@ -241,14 +243,15 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     found = None if why else probes.activation_of(getattr(module, names[3]), gate.weight)
     if not why and found is None:
         why = f"no op has its activation {type(getattr(module, names[3])).__name__}"
-    if not why and not probes.is_gated_mlp(module, gate, up, down, getattr(module, names[3])):
-        why = "it computes something else than a gated MLP"
+    if not why:
+        why = probes.gated_mlp(module, gate, up, down, getattr(module, names[3]))
     if why or found is None:
         record.leave(name, module, why)
         return
+    casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
-    _forward(record, module, parts.gated, parts.Gated(both, names[2], found[0], found[1]))
+    _forward(record, module, parts.gated, parts.Gated(both, names[2], *found[:2], casts=casts))
     record.did(name, module, found[0])
 
 

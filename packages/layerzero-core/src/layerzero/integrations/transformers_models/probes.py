@@ -2,10 +2,14 @@
 
 Names and source code of other libraries change; what a part computes on numbers does not lie. A part is patched only
 when its own `forward` and the op's formula agree on these inputs, in the part's own dtype and on its own device.
+
+A part may meet other dtypes than its weight's: a float16 T5 keeps some weights in float32, which makes the sums of its
+layers float32, and its norms give float16 again. Each pair of dtypes is asked for, and the answer is a rule.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["activation_of", "agree", "is_gated_mlp", "norm_of", "rotates_halves"]
+__all__ = ["Rules", "activation_of", "agree", "gated_mlp", "norm_of", "rotates_halves"]
+
+# (dtype of the input, dtype of the weight or table) -> dtype of the result, where the formula holds; others are missing
+Rules = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The gated op of an activation: its name, its arguments, and the activation itself.
 _GATED: tuple[tuple[str, tuple[str, ...], Callable[[Tensor], Tensor]], ...] = (
@@ -39,16 +47,45 @@ def _draw(*shape: int, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def norm_of(forward: Callable[[Tensor], Any], weight: Tensor, eps: float) -> str | None:
-    """ "rms_norm" or "gemma_rms_norm" (weights as distances from one); None for anything else."""
+def norm_of(module: Any, eps: float) -> tuple[str, Rules] | None:
+    """ "rms_norm" or "gemma_rms_norm" (weights as distances from one) and its dtypes; None for anything else."""
+    weight, forward = module.weight, type(module).forward
     x = _draw(3, weight.shape[0], like=weight)
-    wide = x.float()
-    row = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    got = forward(x)
-    for op, scale in (("rms_norm", weight.float()), ("gemma_rms_norm", 1.0 + weight.float())):
-        if agree(got, (row * scale).to(x.dtype)):
-            return op
-    return None
+
+    def formula(x: Tensor, scale: Tensor) -> Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * scale
+
+    got = forward(module, x)
+    scales: dict[str, Callable[[Tensor], Tensor]] = {
+        "rms_norm": Tensor.float,
+        "gemma_rms_norm": lambda w: 1 + w.float(),
+    }
+    op = next((op for op, scale in scales.items() if agree(got, formula(x, scale(weight)).to(x.dtype))), None)
+    if op is None:
+        return None
+    rules: Rules = {}
+    for dtype in {weight.dtype, *_DTYPES}:
+        twin = module if dtype is weight.dtype else _with_weight(module, weight.to(dtype))
+        for given in {weight.dtype, *_DTYPES}:
+            x = _draw(3, weight.shape[0], like=weight).to(given)
+            try:
+                got = forward(twin, x)
+            except Exception:  # not made for these two: nobody calls it so
+                continue
+            if not isinstance(got, Tensor) or not got.is_floating_point():
+                continue
+            roughest = max((got.dtype, dtype, given), key=lambda item: torch.finfo(item).eps)
+            if agree(got.to(roughest), formula(x, scales[op](twin.weight)).to(roughest)):
+                rules[given, dtype] = got.dtype
+    return op, rules
+
+
+def _with_weight(module: Any, weight: Tensor) -> Any:
+    """The same module with another weight; the module itself is not touched."""
+    twin = copy.copy(module)
+    vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    return twin
 
 
 @torch.no_grad()
@@ -67,34 +104,50 @@ def activation_of(act: Callable[[Tensor], Any], like: Tensor) -> tuple[str, tupl
 
 
 @torch.no_grad()
-def rotates_halves(function: Callable[..., Any], device: torch.device) -> bool:
-    """Whether an `apply_rotary_pos_emb` turns pairs (i, i + D/2) by tables [B, S, D]."""
+def rotates_halves(function: Callable[..., Any], device: torch.device) -> Rules:
+    """The dtypes of heads and tables in which an `apply_rotary_pos_emb` turns pairs (i, i + D/2) by tables [B, S, D].
+
+    None at all for one that turns otherwise; only pairs whose result has the dtype of the heads, as the op's has.
+    """
     like = torch.zeros((), device=device)
-    q, k, angles = _draw(2, 4, 5, 16, like=like), _draw(2, 2, 5, 16, like=like), _draw(2, 5, 8, like=like)
-    cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
-    try:
-        found = function(q, k, cos, sin)
-    except Exception:
-        return False
+    angles = _draw(2, 5, 8, like=like)
+    wide = [torch.cat((table, table), -1) for table in (angles.cos(), angles.sin())]
+    rules: Rules = {}
+    for given in _DTYPES:
+        q, k = (_draw(2, heads, 5, 16, like=like).to(given) for heads in (4, 2))
+        for dtype in _DTYPES:
+            cos, sin = (table.to(dtype) for table in wide)
+            try:
+                found = function(q, k, cos, sin)
+            except Exception:
+                continue
+            if isinstance(found, tuple) and len(found) == 2:
+                wants = [_turned(x, cos, sin).to(given) for x in (q, k)]
+                if all(agree(got, want) for got, want in zip(found, wants, strict=True)):
+                    rules[given, dtype] = given
+    return rules if (torch.float32, torch.float32) in rules else {}
 
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        half = torch.cat((-second, first), -1)
-        return x * cos[:, None] + half * sin[:, None]
 
-    return isinstance(found, tuple) and len(found) == 2 and agree(found[0], turned(q)) and agree(found[1], turned(k))
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    half = torch.cat((-second, first), -1)
+    return x * cos[:, None] + half * sin[:, None]
 
 
 @torch.no_grad()
-def is_gated_mlp(module: Any, gate: Any, up: Any, down: Any, act: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a module is down(act(gate(x)) * up(x)) when it is not training."""
-    if down.weight.dtype is not gate.weight.dtype:
-        return False
+def gated_mlp(module: Any, gate: Any, up: Any, down: Any, act: Callable[[Tensor], Tensor]) -> str:
+    """Why a module is not down(act(gate(x)) * up(x)) when it is not training; empty when it is.
+
+    A `down` of another dtype, as in T5, gets its input cast to that dtype: else the module could not run.
+    """
     x = _draw(3, gate.in_features, like=gate.weight)
     training = [part for part in module.modules() if part.training]
     module.train(False)
     try:
-        return agree(module.forward(x), down(act(gate(x)) * up(x)))
+        same = agree(module.forward(x), down((act(gate(x)) * up(x)).to(down.weight.dtype)))
+    except Exception as error:
+        return f"it cannot be tried in {gate.weight.dtype} and {down.weight.dtype}: {error}"
     finally:
         for part in training:
             part.training = True
+    return "" if same else "it computes something else than a gated MLP"

@@ -10,7 +10,7 @@ the place of all of this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.current import now, scope
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "rotate"]
+__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "rotate", "rotation"]
 
 _GATED = {spec.op_id: spec for spec in (SILU_AND_MUL, GELU_AND_MUL, RELU_AND_MUL)}
 
@@ -175,6 +175,17 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     except _Odd:
         return rope(q, k, cos, sin, layout=layout)  # type: ignore[return-value]
     return _run(ROPE, key, (q, k, cos, sin, False, layout, None, False), layout)  # type: ignore[no-any-return]
+
+
+def rotation(own: Callable[..., Any], pairs: frozenset[tuple[torch.dtype, torch.dtype]]) -> Callable[..., Any]:
+    """`rotate` for heads and tables of these dtypes; a model's own function for others, which may promote."""
+
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if q.dtype is k.dtype and (q.dtype, cos.dtype) in pairs:
+            return rotate(q, k, cos, sin, unsqueeze_dim)
+        return own(q, k, cos, sin, **({} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}))
+
+    return turn
 
 
 def _run(spec: OperationSpec, key: tuple[Any, ...], args: tuple[Any, ...], layout: str | None = None) -> Any:
