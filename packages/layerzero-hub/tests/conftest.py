@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from layerzero_hub import installing, loading, lockfile
+from layerzero_hub import installing, loading, signing
 from layerzero_hub.errors import HubError
-from layerzero_hub.locking import lock_kernels
+from layerzero_hub.locking import lock_kernels, save
 from layerzero_hub.policy import from_mapping
 from layerzero_hub.probe import Prober
 from layerzero_hub.remote import connect
@@ -107,8 +107,7 @@ class Bench:
 
     def lock(self, *repos: str, version: int = 1, probe: bool = False, **options):
         """Lock and write; without a probe unless asked, so that most tests start no process."""
-        path = self.policy.lock_path
-        known = lockfile.read(path) if path.is_file() else None
+        known = signing.read_known(self.policy)
         found = lock_kernels(
             [(repo, version) for repo in repos],
             remote=connect(self.policy, self.hub.endpoint),
@@ -118,15 +117,17 @@ class Bench:
             probe=self.prober if probe else False,
             **options,
         )
-        lockfile.write(found, path)
+        save(found, self.policy)
         return found
 
     def read(self):
-        return lockfile.read(self.policy.lock_path)
+        return signing.read_lock(self.policy)
 
-    def install(self, *, frozen: bool = False, **options):
+    def install(self, *, frozen: bool = False, allow_rollback: bool = False, **options):
         remote = None if frozen else (lambda: connect(self.policy, self.hub.endpoint))
-        return installing.install(self.read(), policy=self.policy, store=self.store, connect=remote, **options)
+        lock = signing.read_lock(self.policy, allow_rollback=allow_rollback)
+        options |= {"allow_rollback": allow_rollback, "connect": remote}
+        return installing.install(lock, policy=self.policy, store=self.store, **options)
 
     def verify(self):
         return installing.verify(self.read(), policy=self.policy, store=self.store)

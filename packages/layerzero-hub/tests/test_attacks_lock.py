@@ -22,6 +22,7 @@ def locked(bench):
 def edit(bench, change):
     path = bench.policy.lock_path
     data = json.loads(path.read_text())
+    data["serial"] += 1  # as whoever edits a lock would
     change(data)
     path.write_text(json.dumps(data))
 
@@ -55,7 +56,12 @@ def test_a_hash_that_was_edited(locked):
         (lambda data: data.update(extra=1), "HUB_LOCK_INVALID"),
         (lambda data: data["kernels"][0].update(trust=True), "HUB_LOCK_INVALID"),
         (lambda data: data.pop("endpoint"), "HUB_LOCK_INVALID"),
-        (lambda data: data.update({"lock-version": 2}), "HUB_LOCK_INVALID"),
+        (lambda data: data.update({"lock-version": 3}), "HUB_LOCK_INVALID"),
+        (lambda data: data.update({"lock-version": 1}), "HUB_LOCK_INVALID"),
+        (lambda data: data.update(serial=0), "HUB_LOCK_INVALID"),
+        (lambda data: data.update({"lock-id": "mine"}), "HUB_LOCK_INVALID"),
+        (lambda data: data.update(expires="tomorrow"), "HUB_LOCK_INVALID"),
+        (lambda data: data.update(expires=7), "HUB_LOCK_INVALID"),
         (lambda data: data.update({"lock-version": True}), "HUB_LOCK_INVALID"),
         (lambda data: data["kernels"].append(data["kernels"][0]), "HUB_LOCK_INVALID"),
         (lambda data: data["kernels"][0].update({"repo-id": "../x"}), "HUB_ID_INVALID"),
@@ -176,7 +182,7 @@ def test_a_signed_lock_loads_and_an_edited_one_does_not(locked, keys):
     bench.settings["signing_keys"] = [str(keys["ours"][1])]
     with bench.refused("HUB_SIGNATURE_MISSING"):
         bench.load(repo)
-    signing.sign_lock(bench.policy.lock_path, keys["ours"][0])
+    signing.sign_lock(bench.policy, keys["ours"][0])
     bench.load(repo)
     edit(bench, lambda data: data.update(endpoint=data["endpoint"] + "/"))
     with bench.refused("HUB_SIGNATURE_BAD"):
@@ -187,7 +193,7 @@ def test_a_signed_lock_loads_and_an_edited_one_does_not(locked, keys):
 def test_a_signature_by_a_stranger(locked, keys):
     bench, repo = locked
     bench.settings["signing_keys"] = [str(keys["ours"][1])]
-    signing.sign_lock(bench.policy.lock_path, keys["stranger"][0])
+    signing.sign_lock(bench.policy, keys["stranger"][0])
     with bench.refused("HUB_SIGNATURE_FOREIGN"):
         bench.load(repo)
     bench.settings["signing_keys"] = [str(keys["ours"][1]), str(keys["stranger"][1])]
@@ -207,6 +213,6 @@ def test_keys_that_openssl_makes_work(locked, tmp_path):
     private, public = tmp_path / "k.pem", tmp_path / "k.pub"
     subprocess.run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", private], check=True)
     subprocess.run(["openssl", "ec", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
-    signing.sign_lock(bench.policy.lock_path, private)
+    signing.sign_lock(bench.policy, private)
     bench.settings["signing_keys"] = [str(public)]
     bench.load(repo)

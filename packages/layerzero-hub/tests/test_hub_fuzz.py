@@ -20,9 +20,10 @@ from layerzero_hub.policy import from_mapping
 COUNT = 1_000_000 if env.read().prove else 3_000
 FILES = {"metadata.json": {"sha256": "0" * 64, "size": 3}, "__init__.py": {"sha256": "1" * 64, "size": 9}}
 DIGEST = lockfile.digest_of({path: lockfile.LockedFile(**item) for path, item in FILES.items()})
-VARIANT = {"digest": DIGEST, "id": "_x", "ops-namespaces": ["_x"], "kernel-depends": [], "files": FILES}
+VARIANT = {"digest": DIGEST, "id": "_x_1", "ops-namespaces": ["_x"], "kernel-depends": [], "files": FILES}
 KERNEL = {"repo-id": "org/x", "version": 1, "commit": "a" * 40, "variants": {"torch-universal": VARIANT}}
-LOCK = {"lock-version": 1, "endpoint": "https://hub.example", "kernels": [KERNEL]}
+HEAD = {"lock-version": 2, "lock-id": "c" * 32, "serial": 7, "expires": "2027-01-31T00:00:00Z"}
+LOCK = {**HEAD, "endpoint": "https://hub.example", "kernels": [KERNEL]}
 POLICY = {
     "enabled": True,
     "allow": ["a/b"],

@@ -80,4 +80,4 @@ def test_a_broken_policy_is_said_and_costs_only_the_hub(tmp_path, monkeypatch):
 
 
 def test_the_plugin_looks_for_the_lock_where_the_policy_would():
-    assert HubPolicy().lock == DEFAULT_LOCK
+    assert str(HubPolicy().lock_path) == DEFAULT_LOCK

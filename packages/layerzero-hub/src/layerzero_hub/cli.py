@@ -1,4 +1,7 @@
-"""`lz hub lock | install | verify | list | audit | sign`. Exit codes: 0 all well, 1 something was refused, 2 usage."""
+"""`lz hub lock | install | verify | list | audit | sign | diff | versions | remove | prune`.
+
+Exit codes: 0 all well, 1 something was refused, 2 usage.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, show
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero_hub.errors import refuse
 from layerzero_hub.installing import Finding
+from layerzero_hub.lockfile import Lock
 from layerzero_hub.locking import Progress
+from layerzero_hub.maintaining import Change
+from layerzero_hub.policy import HubPolicy
 
 __all__ = ["hub"]
 
@@ -36,23 +42,35 @@ def _policy_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--no-probe", is_flag=True, help="do not run the kernels' import in a process of its own")
 @click.option("--allow-rollback", is_flag=True, help="accept a build that was locked before a newer one")
 @click.option("--project", type=click.Path(path_type=Path), help="lock [tool.kernels.dependencies] of a pyproject.toml")
+@click.option("--variant", "variants", multiple=True, help="lock these builds too, for other machines; '*' is all")
+@click.option("--expires", help="days until the lock is over, or 'never'; without it the known lock's end is kept")
+@click.option("--fresh", is_flag=True, help="keep nothing of the lock that is there")
 def lock_command(
-    kernels: tuple[str, ...], policy_file: Path | None, no_probe: bool, allow_rollback: bool, project: Path | None
+    kernels: tuple[str, ...],
+    policy_file: Path | None,
+    no_probe: bool,
+    allow_rollback: bool,
+    project: Path | None,
+    variants: tuple[str, ...],
+    expires: str | None,
+    fresh: bool,
 ) -> Answer:
     """Check kernels from all sides and write the hash of every byte to the lock.
 
     KERNELS are owner/name@version; without any, those of --project, else everything locked now is locked again at the
-    newest commit of its version. A kernels.lock for the library `kernels` is written beside the lock.
+    newest commit of its version. A kernels.lock for the library `kernels` is written beside the lock. Entries of a
+    lock that is badly signed, or that nobody named, are not kept: the command stops, and --fresh begins anew.
     """
-    from layerzero_hub import lockfile
-    from layerzero_hub.compat import dependencies, write_kernels_lock
-    from layerzero_hub.locking import lock_kernels
+    from layerzero_hub import signing
+    from layerzero_hub.compat import dependencies
+    from layerzero_hub.locking import lock_kernels, save
     from layerzero_hub.policy import discovered
     from layerzero_hub.remote import connect
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    known = lockfile.read(policy.lock_path) if policy.lock_path.is_file() else None
+    known = None if fresh else signing.read_known(policy, allow_rollback=allow_rollback)
+    until = None if expires is None else _expiry(expires)
     wanted = [_wanted(text) for text in kernels] or (dependencies(project) if project else [])
     if not wanted:
         wanted = [(kernel.repo_id, kernel.version) for kernel in (known.kernels if known else ())]
@@ -67,31 +85,33 @@ def lock_command(
             known=known,
             probe=not no_probe,
             allow_rollback=allow_rollback,
+            variants=variants,
+            expires=until,
             progress=progress,
         )
-    lockfile.write(lock, policy.lock_path)
-    write_kernels_lock(lock, policy.lock_path.with_name("kernels.lock"))
+    save(lock, policy)
     rows = [
         Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, "locked")
         for kernel, variant in lock.variants()
     ]
-    return _answer(rows, [Line(f"wrote {policy.lock_path.name}", STYLES["ok"])])
+    return _answer(rows, [_written(lock, policy)])
 
 
 @verb(hub, "install")
 @_policy_option
 @click.option("--frozen", is_flag=True, help="ask no hub: what is not in the store is an error")
-@click.option("--allow-rollback", is_flag=True, help="accept a build that was locked before a newer one")
-def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool) -> Answer:
+@click.option("--allow-rollback", is_flag=True, help="accept a lock that is older than one seen here")
+@click.option("--everywhere", is_flag=True, help="also the builds for other machines, to ship the store to them")
+def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool, everywhere: bool) -> Answer:
     """Bring the store to what the lock says; what is there and right is not fetched again."""
-    from layerzero_hub import lockfile
+    from layerzero_hub import signing
     from layerzero_hub.installing import install
     from layerzero_hub.policy import discovered
     from layerzero_hub.remote import connect
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    lock = lockfile.read(policy.lock_path)
+    lock = signing.read_lock(policy, allow_rollback=allow_rollback)
     with _progress() as progress:
         found = install(
             lock,
@@ -99,6 +119,7 @@ def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool
             store=Store(policy.store_path),
             connect=None if frozen else lambda: connect(policy, lock.endpoint),
             allow_rollback=allow_rollback,
+            everywhere=everywhere,
             progress=progress,
         )
     return _answer(found)
@@ -109,26 +130,25 @@ def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool
 @click.option("--offline", is_flag=True, help="accepted for clarity: verify never asks the hub")
 def verify_command(policy_file: Path | None, offline: bool) -> Answer:
     """Hash every locked build again and compare with lock and policy. Exit code 1 when one is refused."""
-    from layerzero_hub import lockfile, signing
+    from layerzero_hub import signing
     from layerzero_hub.installing import verify
     from layerzero_hub.policy import discovered
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    signing.check_lock(policy)
-    return _answer(verify(lockfile.read(policy.lock_path), policy=policy, store=Store(policy.store_path)))
+    return _answer(verify(signing.read_lock(policy), policy=policy, store=Store(policy.store_path)))
 
 
 @verb(hub, "list")
 @_policy_option
 def list_command(policy_file: Path | None) -> Answer:
     """Show the locked kernels, whether they are in the store, and the kernels of LayerZero they give."""
-    from layerzero_hub import lockfile, specs
+    from layerzero_hub import signing, specs
     from layerzero_hub.policy import discovered
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    lock, store, mapped = lockfile.read(policy.lock_path), Store(policy.store_path), specs.table(policy)
+    lock, store, mapped = signing.read_lock(policy), Store(policy.store_path), specs.table(policy)
     data, rows = [], []
     for kernel, variant in lock.variants():
         ids = sorted(one.kernel_id for one in mapped.values() if one.digest == variant.digest)
@@ -145,14 +165,14 @@ def list_command(policy_file: Path | None) -> Answer:
 @_policy_option
 def audit_command(policy_file: Path | None) -> Answer:
     """Verify, and ask the hub: publisher still trusted, branch at the locked commit, repository still the same."""
-    from layerzero_hub import lockfile
+    from layerzero_hub import signing
     from layerzero_hub.installing import audit
     from layerzero_hub.policy import discovered
     from layerzero_hub.remote import connect
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    lock = lockfile.read(policy.lock_path)
+    lock = signing.read_lock(policy)
     remote = connect(policy, lock.endpoint)
     return _answer(audit(lock, policy=policy, store=Store(policy.store_path), remote=remote))
 
@@ -160,14 +180,105 @@ def audit_command(policy_file: Path | None) -> Answer:
 @verb(hub, "sign")
 @_policy_option
 @click.option("--key", required=True, type=click.Path(path_type=Path), help="private EC key (PEM)")
-def sign_command(policy_file: Path | None, key: Path) -> Answer:
-    """Sign the lock, offline, with OpenSSF model-signing; policy's signing_keys then ask for it at every load."""
+@click.option("--password-file", type=click.Path(path_type=Path), help="file that holds the password of the key")
+@click.option("--yes", is_flag=True, help="do not ask")
+def sign_command(policy_file: Path | None, key: Path, password_file: Path | None, yes: bool) -> Answer:
+    """Show what changed since the last signed lock, then sign it, offline, with OpenSSF model-signing.
+
+    Only a lock that is whole and allowed by the policy is signed. Policy's signing_keys then ask for the signature at
+    every load. In a terminal the command asks before it signs.
+    """
+    from layerzero_hub import lockfile, signing
+    from layerzero_hub.memory import Memory
     from layerzero_hub.policy import discovered
-    from layerzero_hub.signing import sign_lock
 
     policy = discovered(policy_file)
-    target = sign_lock(policy.lock_path, key)
-    return Answer({"signature": str(target)}, [Line(f"wrote {target.name}", STYLES["ok"])])
+    raw = lockfile.read_bytes(policy.lock_path)
+    lock = signing.checked_for_signing(lockfile.parse(raw), policy)
+    found, blocks = _changed(Memory(policy.store_path).last_signed(policy.lock_path), lock, "the last signed lock")
+    if sys.stdin.isatty() and not yes:
+        show(blocks, sys.stderr)
+        click.confirm("sign this lock?", abort=True, err=True)
+    target = signing.sign_lock(policy, key, raw=raw, password=_password(password_file))
+    data = {"signature": str(target), "serial": lock.serial, "changes": [one.to_json() for one in found]}
+    return Answer(data, [*blocks, Line(f"wrote {target.name}", STYLES["ok"])])
+
+
+@verb(hub, "diff")
+@click.argument("older", required=False, type=click.Path(path_type=Path))
+@_policy_option
+def diff_command(policy_file: Path | None, older: Path | None) -> Answer:
+    """Show what the lock changes: against the lock file OLDER, else against the one last signed on this machine."""
+    from layerzero_hub import lockfile
+    from layerzero_hub.memory import Memory
+    from layerzero_hub.policy import discovered
+
+    policy = discovered(policy_file)
+    old = lockfile.read(older) if older else Memory(policy.store_path).last_signed(policy.lock_path)
+    name = older.name if older else "the last signed lock"
+    found, blocks = _changed(old, lockfile.read(policy.lock_path), name)
+    return Answer([one.to_json() for one in found], blocks)
+
+
+@verb(hub, "versions")
+@click.argument("repo_id")
+@_policy_option
+def versions_command(policy_file: Path | None, repo_id: str) -> Answer:
+    """List the versions the hub offers of an allowed kernel, and which of them the lock holds."""
+    from layerzero_hub import signing
+    from layerzero_hub.policy import discovered
+    from layerzero_hub.remote import connect
+
+    policy = discovered(policy_file)
+    policy.check_allowed(repo_id)
+    known = signing.read_known(policy)
+    locked = {kernel.version: kernel.commit for kernel in (known.kernels if known else ()) if kernel.repo_id == repo_id}
+    data, rows = [], []
+    for version, commit in connect(policy).versions(repo_id).items():
+        held = locked.get(version, "")
+        state = "locked" if held == commit else "locked at an older commit" if held else ""
+        data.append({"version": version, "commit": commit, "locked": held or None})
+        rows.append((f"{repo_id}@{version}", commit[:12], state))
+    blocks: list[Block] = [Table(("kernel", "commit", ""), rows)]
+    return Answer(data, blocks if rows else [Line("the hub offers no version", "dim")])
+
+
+@verb(hub, "remove")
+@click.argument("kernels", nargs=-1, required=True)
+@_policy_option
+def remove_command(policy_file: Path | None, kernels: tuple[str, ...]) -> Answer:
+    """Take KERNELS (owner/name or owner/name@version) out of the lock; their builds stay until `lz hub prune`."""
+    from layerzero_hub import signing
+    from layerzero_hub.locking import save
+    from layerzero_hub.maintaining import without
+    from layerzero_hub.policy import discovered
+
+    policy = discovered(policy_file)
+    known = signing.read_known(policy)
+    if known is None:
+        raise refuse("HUB_LOCK_MISSING", policy.lock_path.name)
+    lock = without(known, [_wanted(text) if "@" in text else (text, None) for text in kernels], policy)
+    save(lock, policy)
+    found, blocks = _changed(known, lock, "the lock before")
+    return Answer([one.to_json() for one in found], [*blocks, _written(lock, policy)])
+
+
+@verb(hub, "prune")
+@_policy_option
+@click.option("--dry-run", is_flag=True, help="only say what would go")
+def prune_command(policy_file: Path | None, dry_run: bool) -> Answer:
+    """Remove builds from the store that neither this lock nor another one seen with this store names."""
+    from layerzero_hub import signing
+    from layerzero_hub.maintaining import prune
+    from layerzero_hub.policy import discovered
+    from layerzero_hub.store import Store
+
+    policy = discovered(policy_file)
+    found = prune(signing.read_lock(policy), policy=policy, store=Store(policy.store_path), dry_run=dry_run)
+    rows = [(digest[:19], f"{size / 2**20:.1f} MiB") for digest, size in found]
+    word = "would go" if dry_run else "gone"
+    blocks: list[Block] = [Table(("digest", word), rows)] if rows else [Line("nothing to remove", "dim")]
+    return Answer([{"digest": digest, "bytes": size, "removed": not dry_run} for digest, size in found], blocks)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
@@ -176,6 +287,45 @@ def _wanted(text: str) -> tuple[str, int]:
     if not version.isascii() or not version.isdigit():
         raise refuse("HUB_ID_INVALID", text, detail="owner/name@version, for example org/fast-norm@1")
     return repo_id, int(version)
+
+
+def _expiry(text: str) -> str:
+    from layerzero_hub.lockfile import expiry
+
+    if text == "never":
+        return ""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 36500:
+        raise click.BadParameter("a number of days, or 'never'", param_hint="--expires")
+    return expiry(int(text))
+
+
+def _password(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, ValueError):
+        raise refuse("HUB_KEY_INVALID", path.name, "the password file cannot be read") from None
+
+
+def _changed(old: Lock | None, new: Lock, name: str) -> tuple[tuple[Change, ...], list[Block]]:
+    from layerzero_hub.maintaining import changes
+
+    found = changes(old, new)
+    if not found:
+        return found, [Line(f"nothing changed since {name}", "dim")]
+    above = f"changes since {name}:" if old else f"{name} is not known here; everything in the lock:"
+    rows = [(one.what, one.before[:19] or "-", "→", one.after[:19] or "-") for one in found]
+    return found, [Line(above), Table(("", "before", "", "after"), rows)]
+
+
+def _written(lock: Lock, policy: HubPolicy) -> Line:
+    text = f"wrote {policy.lock_path.name}, serial {lock.serial}"
+    if policy.signing_keys:
+        return Line(f"{text}; it counts once it is signed: lz hub sign", STYLES["warn"])
+    if not policy.lock:
+        return Line(f"{text}; it counts once hub.lock of a user-level policy file names it", STYLES["warn"])
+    return Line(text, STYLES["ok"])
 
 
 def _answer(found: Sequence[Finding], above: Sequence[Block] = ()) -> Answer:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from layerzero.errors import LayerZeroError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["HubError", "refuse"]
+__all__ = ["HubError", "refuse", "writing"]
 
 
 class HubError(LayerZeroError):
@@ -20,6 +23,15 @@ def refuse(code: ReasonCode | str, value: object = None, limit: object = None, *
     if detail:
         error = HubError(f"{error.reasons[0].message} ({detail})", code=code, value=_short(value), limit=_short(limit))
     return error
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """A disk that is full or may not be written to is a refusal like any other, and not a stack trace."""
+    try:
+        yield
+    except OSError as error:
+        raise refuse("HUB_WRITE_FAILED", what, error.strerror or str(error)) from error
 
 
 def _short(value: object) -> object:

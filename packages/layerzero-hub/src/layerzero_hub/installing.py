@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from layerzero.reasons import Reason, reason
 from layerzero_hub import signing
-from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.errors import HubError, refuse, writing
+from layerzero_hub.loading import choose
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.locking import Progress, check_build, fetch_build
+from layerzero_hub.memory import Memory
+from layerzero_hub.metadata import check_locked, check_same
 from layerzero_hub.names import check_paths
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.remote import Remote
 from layerzero_hub.store import Store
 
-__all__ = ["Finding", "audit", "install", "verify"]
+__all__ = ["ELSEWHERE", "Finding", "audit", "install", "verify"]
+
+ELSEWHERE = "for other machines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +60,28 @@ def install(
     store: Store,
     connect: Callable[[], Remote] | None,
     allow_rollback: bool = False,
+    everywhere: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
-    """Put every locked build in the store. `connect` None means frozen: what is not there already is an error.
+    """Put the builds for this machine (`everywhere`: for all machines) in the store; the lock is one of `read_lock`.
 
-    A build that is there and right costs no transfer. Raises HubError at the first refusal.
+    `connect` None means frozen: what is not there already is an error. A build that is there and right costs no
+    transfer. Raises HubError at the first refusal; the machine remembers the lock only when all are in place.
     """
     policy.check_endpoint(lock.endpoint)
-    signing.check_lock(policy)
+    signing.check_signed(lock, policy)
+    lock.check_current()
+    memory = Memory(store.root)
+    if not allow_rollback:
+        memory.check(lock, policy.lock_path)
     remote: Remote | None = None
     done = []
-    for kernel, variant in lock.variants():
+    for kernel, variant, here in _builds(lock):
         policy.check_allowed(kernel.repo_id)
         policy.check_digest(variant.digest)
-        store.remember(kernel, variant, allow_rollback=allow_rollback)
+        if not (here or everywhere):
+            done.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, ELSEWHERE))
+            continue
         state = "present"
         if not _is_right(store, variant):
             if connect is None:
@@ -76,28 +89,37 @@ def install(
                     store.verify(variant)  # says what is wrong with it
                 raise refuse("HUB_NOT_INSTALLED", f"{kernel.repo_id}@{kernel.version}")
             remote = remote or connect()
+            if not lock.signed_by:  # a signature speaks for the commit; without one, its place among the branches does
+                remote.check_reachable(kernel.repo_id, kernel.version, kernel.commit)
             _fetch(remote, store, policy, kernel, variant, progress)
             state = "installed"
         done.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state))
+    memory.remember(lock, policy.lock_path)
     return tuple(done)
 
 
 def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...]:
     """Check every locked build against policy and lock, byte for byte; asks no hub. Nothing is raised for a finding."""
     found = []
-    for kernel, variant in lock.variants():
+    for kernel, variant, here in _builds(lock):
         reasons: tuple[Reason, ...] = ()
+        state = "verified"
         try:
             policy.check_allowed(kernel.repo_id)
             policy.check_endpoint(lock.endpoint)
             policy.check_digest(variant.digest)
+            signing.check_signed(lock, policy)
+            lock.check_current()
+            Memory(store.root).check(lock, policy.lock_path)
             if variant.digest in store.quarantined():
                 raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine")
-            store.check_not_rolled_back(kernel, variant)
-            store.verify(variant)
+            if here or store.installed(variant):
+                store.verify(variant)
+                check_locked(store.variant_path(variant), variant)
+            else:
+                state = ELSEWHERE
         except HubError as error:
-            reasons = error.reasons
-        state = "refused" if reasons else "verified"
+            state, reasons = "refused", error.reasons
         found.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state, reasons))
     return tuple(found)
 
@@ -113,12 +135,24 @@ def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tup
             now = remote.branch(kernel.repo_id, kernel.version)
             if now != kernel.commit:
                 reasons.append(reason("HUB_BRANCH_MOVED", f"v{kernel.version} ({now[:12]})", kernel.commit[:12]))
+                remote.check_reachable(kernel.repo_id, kernel.version, kernel.commit)
             remote.check_identity(kernel.repo_id, kernel.commit)
         except HubError as error:
             reasons += error.reasons
         state = "attention" if reasons else "audited"
         found.append(Finding(kernel.repo_id, kernel.version, finding.variant, finding.digest, state, tuple(reasons)))
     return tuple(found)
+
+
+def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:
+    """Every locked build, and whether it is the one this machine would load."""
+    for kernel in lock.kernels:
+        try:
+            fitting = choose(kernel).name
+        except HubError:
+            fitting = ""  # a kernel for other machines only
+        for variant in kernel.variants.values():
+            yield kernel, variant, variant.name == fitting
 
 
 def _is_right(store: Store, variant: LockedVariant) -> bool:
@@ -152,10 +186,11 @@ def _fetch(
     for path in files:
         if path not in variant.files:
             raise refuse("HUB_STORE_EXTRA_FILE", path, detail="at the hub")
-    with store.staging() as staging:
+    with writing("the store"), store.staging() as staging:
         found = fetch_build(remote, kernel.repo_id, kernel.commit, variant.name, files, staging, progress)
         for path, locked in variant.files.items():
             if found[path] != locked:
                 raise refuse("HUB_HASH_MISMATCH", path, locked.sha256)
-        check_build(staging.folder / variant.name, found, f"{kernel.repo_id}/{variant.name}", policy)
+        metadata = check_build(staging.folder / variant.name, found, f"{kernel.repo_id}/{variant.name}", policy)
+        check_same(metadata, variant)
         store.commit(staging, variant)

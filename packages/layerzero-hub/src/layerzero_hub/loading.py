@@ -12,8 +12,8 @@ from typing import Any
 from layerzero_hub import fingerprint, signing, source
 from layerzero_hub.contents import Contents
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant, read
-from layerzero_hub.metadata import check_id_free
+from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
+from layerzero_hub.metadata import check_id_free, check_locked, check_same, parse
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.store import Store
 
@@ -36,7 +36,7 @@ def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None =
     kernel changed an existing op; then its digest is quarantined, since the process cannot be trusted any more.
     """
     policy = policy or discovered()
-    lock = read(policy.lock_path)
+    lock = signing.read_lock(policy)
     with _lock:
         return _load(repo_id, version, policy, lock)
 
@@ -48,7 +48,7 @@ def loaded() -> dict[str, ModuleType]:
 
 def check(repo_id: str, version: int | None = None, *, policy: HubPolicy, lock: Lock | None = None) -> Chosen:
     """All checks that come before the import, on the kernel and what it depends on; the build that would be loaded."""
-    lock = lock or read(policy.lock_path)
+    lock = lock or signing.read_lock(policy)
     return _check(repo_id, version, policy, lock, "", ())
 
 
@@ -82,20 +82,21 @@ def _check(
         raise refuse("HUB_LOCAL_OVERRIDE")
     policy.check_allowed(repo_id, wanted_by=wanted_by)
     policy.check_endpoint(lock.endpoint)
-    signing.check_lock(policy)
+    signing.check_signed(lock, policy)
     kernel = lock.find(repo_id, version)
     variant = choose(kernel)
     policy.check_digest(variant.digest)
     store = Store(policy.store_path)
     if variant.digest in store.quarantined():
         raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine after doing harm")
-    store.check_not_rolled_back(kernel, variant)
     if repo_id in above:
         raise refuse("HUB_LOCK_INVALID", repo_id, "it depends on itself")
     if opened is None or variant.digest in _loaded:
         store.verify(variant)
+        check_locked(store.variant_path(variant), variant)
     elif variant.digest not in opened:
         opened[variant.digest] = store.open(variant)
+        check_same(parse(opened[variant.digest].files["metadata.json"], variant.name), variant)
     for needed, needed_version in variant.kernel_depends:
         _check(needed, needed_version, policy, lock, repo_id, (*above, repo_id), opened)
     return Chosen(kernel, variant)

@@ -2,12 +2,22 @@
 
 Unknown keys, repeated keys, other types and hashes that do not fit raise HubError; nothing is guessed. The digest of a
 variant is the SHA-256 of the canonical JSON of its `files`, so that one line of the lock stands for every byte.
+
+Version 2 carries `lock-id` (random, kept for the life of the lock), `serial` (grows with every change; the second it
+was written, so that locks of two machines can be compared) and `expires`. Version 1 had none of them: it is read as
+serial 0 that never expires, and the next `lz hub lock` writes version 2.
+
+`parse` says what the bytes mean, not whether to trust them: that is `signing.read_lock`, which reads once.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import os
+import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +25,25 @@ from typing import Any, Final
 
 from layerzero.files import write_whole
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.names import check_commit, check_hash, check_paths, check_repo_id, check_variant
+from layerzero_hub.names import check_commit, check_hash, check_module_id, check_paths, check_repo_id, check_variant
 
-__all__ = ["LOCK_NAME", "Lock", "LockedFile", "LockedKernel", "LockedVariant", "digest_of", "parse", "read", "write"]
+__all__ = [
+    "LOCK_NAME",
+    "Lock",
+    "LockedFile",
+    "LockedKernel",
+    "LockedVariant",
+    "digest_of",
+    "parse",
+    "read",
+    "read_bytes",
+    "written",
+]
 
 LOCK_NAME: Final = "layerzero-hub.lock"
 MAX_BYTES: Final = 16 * 2**20
+_LOCK_ID: Final = re.compile(r"[0-9a-f]{32}\Z")
+_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +101,34 @@ class LockedKernel:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """The whole lock."""
+    """The whole lock. `signed_by` is no part of it: the key whose signature the bytes it was read from bear."""
 
     endpoint: str
     kernels: tuple[LockedKernel, ...] = field(default=())
+    serial: int = 0
+    expires: str = ""
+    lock_id: str = ""
+    signed_by: str = field(default="", compare=False)
+
+    @property
+    def content(self) -> str:
+        """`sha256:…` of everything in it: two locks of one serial are the same lock or one of them is forged."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+
+    def check_current(self) -> None:
+        """Raise HUB_LOCK_EXPIRED when its time is over."""
+        if self.expires and datetime.datetime.now(datetime.UTC) >= _time(self.expires, "expires"):
+            raise refuse("HUB_LOCK_EXPIRED", self.expires)
+
+    def check_whole(self) -> None:
+        """Raise HUB_LOCK_INCOMPLETE unless everything a locked kernel depends on is locked too."""
+        there = {(kernel.repo_id, kernel.version) for kernel in self.kernels}
+        for kernel, variant in self.variants():
+            for repo_id, version in variant.kernel_depends:
+                if (repo_id, version) not in there:
+                    who = f"{kernel.repo_id}@{kernel.version}"
+                    raise refuse("HUB_LOCK_INCOMPLETE", who, f"{repo_id}@{version}")
 
     def find(self, repo_id: str, version: int | None = None) -> LockedKernel:
         """The locked kernel; HUB_NOT_LOCKED when there is none, HUB_LOCK_INVALID when a version must be named."""
@@ -102,7 +149,11 @@ class Lock:
     def to_json(self) -> dict[str, Any]:
         """As in the file; kernels sorted, so that equal content gives equal bytes."""
         ordered = sorted(self.kernels, key=lambda kernel: (kernel.repo_id, kernel.version))
-        return {"lock-version": 1, "endpoint": self.endpoint, "kernels": [kernel.to_json() for kernel in ordered]}
+        kernels = [kernel.to_json() for kernel in ordered]
+        if not self.lock_id:
+            return {"lock-version": 1, "endpoint": self.endpoint, "kernels": kernels}
+        head = {"lock-version": 2, "lock-id": self.lock_id, "serial": self.serial, "expires": self.expires or None}
+        return {**head, "endpoint": self.endpoint, "kernels": kernels}
 
 
 def digest_of(files: Mapping[str, LockedFile]) -> str:
@@ -112,21 +163,33 @@ def digest_of(files: Mapping[str, LockedFile]) -> str:
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def read(path: Path) -> Lock:
-    """The lock at `path`. Raises HubError: HUB_LOCK_MISSING, HUB_LOCK_INVALID, HUB_LOCK_STALE, or a name's own code."""
+def read_bytes(path: Path) -> bytes:
+    """What stands in the file, read once. Raises HUB_LOCK_MISSING or HUB_LOCK_INVALID."""
     try:
-        if not path.is_file():
-            raise refuse("HUB_LOCK_MISSING", path.name)
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        # O_NONBLOCK: a FIFO of that name must not make us wait.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise refuse("HUB_LOCK_INVALID", path.name, "no regular file")
+            return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise refuse("HUB_LOCK_MISSING", path.name) from None
     except OSError as error:
-        raise refuse("HUB_LOCK_INVALID", path.name, str(error)) from None
-    return parse(raw)
+        raise refuse("HUB_LOCK_INVALID", path.name, error.strerror or str(error)) from None
+
+
+def read(path: Path) -> Lock:
+    """What the lock at `path` says, whoever wrote it. To act on a lock, `signing.read_lock`."""
+    return parse(read_bytes(path))
+
+
+def written(lock: Lock) -> bytes:
+    """The lock as a file; equal locks give equal bytes."""
+    return (json.dumps(lock.to_json(), indent=1, ensure_ascii=True) + "\n").encode("ascii")
 
 
 def write(lock: Lock, path: Path) -> None:
-    """Write the lock whole or not at all; equal locks give equal bytes."""
-    write_whole(path, json.dumps(lock.to_json(), indent=1, ensure_ascii=True) + "\n")
+    """Write the lock whole or not at all."""
+    write_whole(path, written(lock).decode("ascii"))
 
 
 def parse(raw: bytes) -> Lock:
@@ -139,9 +202,10 @@ def parse(raw: bytes) -> Lock:
         raise
     except (ValueError, RecursionError) as error:
         raise refuse("HUB_LOCK_INVALID", "file", f"no JSON: {type(error).__name__}") from None
-    top = _fields(data, "file", {"lock-version": int, "endpoint": str, "kernels": list})
-    if top["lock-version"] != 1:
-        raise refuse("HUB_LOCK_INVALID", "lock-version", f"1 expected, not {top['lock-version']}")
+    version = data.get("lock-version") if isinstance(data, dict) else None
+    top = _fields(data, "file", _TOP[2] if version == 2 else _TOP[1])
+    if isinstance(version, bool) or version not in _TOP:
+        raise refuse("HUB_LOCK_INVALID", "lock-version", f"1 or 2 expected, not {str(version)[:40]}: lock again")
     kernels = tuple(_kernel(entry, f"kernels[{index}]") for index, entry in enumerate(top["kernels"]))
     seen: set[tuple[str, int]] = set()
     for kernel in kernels:
@@ -149,7 +213,45 @@ def parse(raw: bytes) -> Lock:
         if key in seen:
             raise refuse("HUB_LOCK_INVALID", f"{kernel.repo_id}@{kernel.version}", "locked twice")
         seen.add(key)
-    return Lock(top["endpoint"], kernels)
+    if version == 1:
+        return Lock(top["endpoint"], kernels)
+    if not _LOCK_ID.match(top["lock-id"]):
+        raise refuse("HUB_LOCK_INVALID", "lock-id", "32 hex digits")
+    if not 0 < top["serial"] < 2**53:
+        raise refuse("HUB_LOCK_INVALID", "serial", "a number above 0")
+    if top["expires"] is not None:
+        _time(top["expires"], "expires")
+    return Lock(top["endpoint"], kernels, top["serial"], top["expires"] or "", top["lock-id"])
+
+
+def _time(text: str, where: str) -> datetime.datetime:
+    try:
+        found = datetime.datetime.strptime(text, _TIME)
+        if found.strftime(_TIME) == text:
+            return found.replace(tzinfo=datetime.UTC)
+    except ValueError:
+        pass
+    raise refuse("HUB_LOCK_INVALID", where, "a time such as 2027-01-31T00:00:00Z")
+
+
+def expiry(days: int) -> str:
+    """The `expires` of a lock that is good for so many days from now."""
+    now = datetime.datetime.now(datetime.UTC)
+    return (now + datetime.timedelta(days=days)).strftime(_TIME)
+
+
+_OPTIONAL_TEXT: Final = (str, type(None))
+_TOP: Final[Mapping[int, Mapping[str, Any]]] = {
+    1: {"lock-version": int, "endpoint": str, "kernels": list},
+    2: {
+        "lock-version": int,
+        "lock-id": str,
+        "serial": int,
+        "expires": _OPTIONAL_TEXT,
+        "endpoint": str,
+        "kernels": list,
+    },
+}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,7 +267,7 @@ def _no_constant(name: str) -> Any:
     raise refuse("HUB_LOCK_INVALID", "file", f"{name} is no JSON")
 
 
-def _fields(data: Any, where: str, wanted: Mapping[str, type]) -> dict[str, Any]:
+def _fields(data: Any, where: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise refuse("HUB_LOCK_INVALID", where, f"a mapping expected, not {type(data).__name__}")
     for key in data:
@@ -175,7 +277,8 @@ def _fields(data: Any, where: str, wanted: Mapping[str, type]) -> dict[str, Any]
         if key not in data:
             raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", "missing")
         if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
-            raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", f"{kind.__name__} expected")
+            name = "text or null" if kind is _OPTIONAL_TEXT else kind.__name__
+            raise refuse("HUB_LOCK_INVALID", f"{where}.{key}", f"{name} expected")
     return data
 
 
@@ -200,6 +303,7 @@ def _variant(name: str, data: Any, where: str) -> LockedVariant:
         raise refuse("HUB_LOCK_INVALID", f"{where}.files", "metadata.json is missing")
     if not entry["id"].isidentifier() or not entry["id"].isascii():
         raise refuse("HUB_LOCK_INVALID", f"{where}.id", "a Python name expected")
+    check_module_id(entry["id"])
     for space in entry["ops-namespaces"]:
         if not isinstance(space, str) or not space.isidentifier():
             raise refuse("HUB_LOCK_INVALID", f"{where}.ops-namespaces", "Python names expected")

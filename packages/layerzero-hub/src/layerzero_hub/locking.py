@@ -6,15 +6,19 @@ What passed is put in the store at once.
 
 from __future__ import annotations
 
+import fnmatch
+import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from layerzero_hub import elf, fingerprint
-from layerzero_hub.errors import refuse
+from layerzero_hub import elf, fingerprint, lockfile
+from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
+from layerzero_hub.memory import Memory
 from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, parse
 from layerzero_hub.names import check_paths, check_variant
 from layerzero_hub.policy import HubPolicy
@@ -22,7 +26,7 @@ from layerzero_hub.probe import Prober
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.store import Staging, Store
 
-__all__ = ["Progress", "fetch_build", "lock_kernels"]
+__all__ = ["Progress", "fetch_build", "lock_kernels", "renewed", "save"]
 
 _BUILD: Final = "build/"
 Progress = Callable[[str, int, int], None]
@@ -37,6 +41,8 @@ class _Work:
     prober: Prober | None
     allow_rollback: bool
     progress: Progress | None
+    patterns: tuple[str, ...] = ()
+    known: Mapping[tuple[str, int], LockedKernel] = field(default_factory=dict)
     done: dict[tuple[str, int], LockedKernel] = field(default_factory=dict)
 
 
@@ -49,17 +55,59 @@ def lock_kernels(
     known: Lock | None = None,
     probe: bool | Prober = True,
     allow_rollback: bool = False,
+    variants: Iterable[str] = (),
+    expires: str | None = None,
     progress: Progress | None = None,
 ) -> Lock:
-    """The lock of these kernels and their dependencies, beside the `known` ones. On HubError nothing is locked."""
+    """The lock of these kernels and their dependencies, beside the `known` ones. On HubError nothing is locked.
+
+    Locked is the build that fits this machine, those whose name fits a pattern of `variants`, and those that the known
+    lock held of the kernel. `expires` is a time, "" for never, None to keep that of the known lock.
+    """
+    kept = {(kernel.repo_id, kernel.version): kernel for kernel in (known.kernels if known else ())}
     with nullcontext(probe) if isinstance(probe, Prober) else Prober() as prober:
-        work = _Work(remote, policy, store, prober if probe else None, allow_rollback, progress)
+        work = _Work(remote, policy, store, prober if probe else None, allow_rollback, progress, tuple(variants), kept)
         for repo_id, version in wanted:
             _lock(work, repo_id, version, "", ())
-    kept = {(kernel.repo_id, kernel.version): kernel for kernel in (known.kernels if known else ())}
-    kept.update(work.done)
+    kept = {**kept, **work.done}
     _check_apart(kept.values())
-    return Lock(remote.web.endpoint, tuple(kept[key] for key in sorted(kept)))
+    return renewed(known, remote.web.endpoint, tuple(kept[key] for key in sorted(kept)), policy, expires)
+
+
+def renewed(
+    known: Lock | None, endpoint: str, kernels: tuple[LockedKernel, ...], policy: HubPolicy, expires: str | None = None
+) -> Lock:
+    """A lock of these kernels that is newer than all seen before; the known one when nothing changed."""
+    if expires is None:
+        if known is not None:
+            try:
+                known.check_current()
+            except HubError as error:
+                raise refuse(error.code, known.expires, detail="say --expires DAYS, or --expires never") from None
+        expires = known.expires if known else ""
+    if known and known.serial and (known.endpoint, known.kernels, known.expires) == (endpoint, kernels, expires):
+        return known
+    lock_id = (known.lock_id if known else "") or uuid.uuid4().hex
+    seen = Memory(policy.store_path).newest(policy.lock_path, lock_id)
+    serial = max(int(time.time()), seen + 1, known.serial + 1 if known else 1)
+    return Lock(endpoint, kernels, serial, expires, lock_id)
+
+
+def save(lock: Lock, policy: HubPolicy) -> None:
+    """Write the lock and `kernels.lock` beside it; only then this machine remembers it as the newest."""
+    from layerzero_hub.compat import write_kernels_lock
+    from layerzero_hub.signing import signature_path
+
+    path = policy.lock_path
+    with writing(path.name):
+        changed = not path.exists() or path.read_bytes() != lockfile.written(lock)
+        if changed:
+            lockfile.write(lock, path)
+            # It was made for other bytes: without it the next step says that a signature is missing, not bad.
+            with suppress(FileNotFoundError):
+                signature_path(path).unlink()
+        write_kernels_lock(lock, path.with_name("kernels.lock"))
+    Memory(policy.store_path).remember(lock, path, ours=True)
 
 
 def _lock(work: _Work, repo_id: str, version: int, wanted_by: str, above: tuple[str, ...]) -> LockedKernel:
@@ -72,25 +120,58 @@ def _lock(work: _Work, repo_id: str, version: int, wanted_by: str, above: tuple[
     commit = work.remote.branch(repo_id, version)
     work.remote.check_identity(repo_id, commit)
     builds = _builds(work.remote.tree(repo_id, commit))
-    name = _fitting(repo_id, builds)
-    with work.store.staging() as staging:
-        files = fetch_build(work.remote, repo_id, commit, name, builds[name], staging, work.progress)
+    kernel = LockedKernel(repo_id, version, commit, {})
+    here, names = _chosen(work, kernel, builds)
+    found = {name: _lock_build(work, kernel, name, builds[name], above, probe=name == here) for name in names}
+    kernel = replace(kernel, variants=found)
+    work.done[(repo_id, version)] = kernel
+    return kernel
+
+
+def _lock_build(
+    work: _Work,
+    kernel: LockedKernel,
+    name: str,
+    files_there: Mapping[str, RemoteFile],
+    above: tuple[str, ...],
+    *,
+    probe: bool,
+) -> LockedVariant:
+    """One build, from its files at the hub to the store. What fits another machine cannot be run here, only read."""
+    repo_id = kernel.repo_id
+    with writing("the store"), work.store.staging() as staging:
+        files = fetch_build(work.remote, repo_id, kernel.commit, name, files_there, staging, work.progress)
         folder = staging.folder / name
         metadata = check_build(folder, files, f"{repo_id}/{name}", work.policy)
         check_id_free(metadata.id)
         needs = {}
         for needed, number in metadata.depends:
             dependency = _lock(work, needed, number, repo_id, (*above, repo_id))
-            needs[needed] = str(work.store.variant_path(next(iter(dependency.variants.values()))))
+            if probe:
+                fitting = dependency.variants[_fitting(needed, dependency.variants)]
+                needs[needed] = str(work.store.variant_path(fitting))
         variant = LockedVariant(name, digest_of(files), metadata.id, (), metadata.depends, files)
         work.policy.check_digest(variant.digest)
-        spaces = _probe(work.prober, folder, variant, needs) if work.prober else (metadata.id,)
+        if not work.allow_rollback:
+            Memory(work.policy.store_path).check_build(kernel, variant)
+        spaces = _probe(work.prober, folder, variant, needs) if work.prober and probe else (metadata.id,)
         variant = replace(variant, ops_namespaces=spaces)
-        kernel = LockedKernel(repo_id, version, commit, {name: variant})
-        work.store.remember(kernel, variant, allow_rollback=work.allow_rollback)
         work.store.commit(staging, variant)
-    work.done[(repo_id, version)] = kernel
-    return kernel
+    return variant
+
+
+def _chosen(work: _Work, kernel: LockedKernel, builds: Mapping[str, object]) -> tuple[str, list[str]]:
+    """The build for this machine ("" when there is none), and all that are to be locked."""
+    before = work.known.get((kernel.repo_id, kernel.version))
+    kept = set(before.variants) if before else set()
+    asked = {name for name in builds if name in kept or any(fnmatch.fnmatchcase(name, one) for one in work.patterns)}
+    try:
+        here = _fitting(kernel.repo_id, builds)
+    except HubError:
+        if not asked:
+            raise
+        return "", sorted(asked)
+    return here, sorted(asked | {here})
 
 
 def fetch_build(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.names import check_repo_id
+from layerzero_hub.lockfile import LockedVariant
+from layerzero_hub.names import check_module_id, check_repo_id
 
-__all__ = ["BuildMetadata", "check_digest", "check_id_free", "parse"]
+__all__ = ["BuildMetadata", "check_digest", "check_id_free", "check_locked", "check_same", "parse"]
 
 _MAX_BYTES: Final = 2**20
 # Written by the publisher's tools beside the build, after the digest was taken.
@@ -58,7 +59,8 @@ def parse(raw: bytes, where: str) -> BuildMetadata:
 
 
 def check_id_free(identity: str) -> None:
-    """Raise when loading under this id would stand in for a module that exists: `kernels` puts it in sys.modules."""
+    """Raise when loading under this id would stand in for a module that exists or could: it goes into sys.modules."""
+    check_module_id(identity)
     if identity in sys.stdlib_module_names or identity in sys.builtin_module_names:
         raise refuse("HUB_ID_TAKEN", identity, "the standard library")
     if identity in sys.modules:
@@ -66,6 +68,29 @@ def check_id_free(identity: str) -> None:
     # PathFinder looks only: importlib.util.find_spec would run hooks of others.
     if importlib.machinery.PathFinder.find_spec(identity) is not None:
         raise refuse("HUB_ID_TAKEN", identity, "an installed module")
+
+
+def check_locked(folder: Path, variant: LockedVariant) -> None:
+    """Raise HUB_ID_MISMATCH unless the lock and the metadata of an installed build name the same module and needs.
+
+    `kernels` imports under the metadata's id and not the lock's: checks made on the other would check nothing.
+    """
+    try:
+        raw = (folder / "metadata.json").read_bytes()
+    except OSError as error:
+        raise refuse("HUB_STORE_KIND", "metadata.json", error.strerror or "not readable") from None
+    if hashlib.sha256(raw).hexdigest() != variant.files["metadata.json"].sha256:
+        raise refuse("HUB_STORE_TAMPERED", "metadata.json", "another hash")
+    check_same(parse(raw, variant.name), variant)
+
+
+def check_same(metadata: BuildMetadata, variant: LockedVariant) -> None:
+    """Raise HUB_ID_MISMATCH unless metadata and lock agree."""
+    if metadata.id != variant.id:
+        raise refuse("HUB_ID_MISMATCH", variant.id, metadata.id)
+    if set(metadata.depends) != set(variant.kernel_depends):
+        said = ", ".join(f"{repo}@{number}" for repo, number in metadata.depends) or "none"
+        raise refuse("HUB_ID_MISMATCH", "other dependencies", said)
 
 
 def check_digest(metadata: BuildMetadata, folder: Path, files: Mapping[str, Any]) -> None:

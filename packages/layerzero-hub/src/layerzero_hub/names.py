@@ -11,6 +11,7 @@ from layerzero_hub.errors import refuse
 __all__ = [
     "check_commit",
     "check_hash",
+    "check_module_id",
     "check_path",
     "check_paths",
     "check_repo_id",
@@ -24,6 +25,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _VARIANT = re.compile(r"(?:torch|tvm)[a-z0-9_.-]{0,80}\Z")
 _SEGMENT = re.compile(r"[A-Za-z0-9_+=@ .-]{1,128}\Z")
 _BYTECODE = (".pyc", ".pyo", ".pyd", ".pth", ".egg-link")
+# `_<name>_<backend>_<hash>` is what kernel-builder writes; two words behind an underscore is what we hold it to.
+_MODULE_ID = re.compile(r"_{1,2}[A-Za-z0-9]+(?:_+[A-Za-z0-9]+)+\Z")
+# Top-level modules of that form that packages bring, whether they are installed here or not.
+_KNOWN_MODULES = frozenset(
+    {"_cffi_backend", "_distutils_hack", "_argon2_cffi_bindings", "_black_version", "_ruamel_yaml"}
+)
 # Names that Windows gives to devices, whatever stands behind the dot.
 _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 
@@ -50,6 +57,13 @@ def check_hash(text: object, where: str) -> str:
     if not isinstance(text, str) or not _SHA256.match(text):
         raise refuse("HUB_LOCK_INVALID", where, "64 hex digits expected")
     return text
+
+
+def check_module_id(identity: str) -> str:
+    """The name a kernel takes in sys.modules: of a form that no other module has or will have."""
+    if not _MODULE_ID.match(identity) or identity in _KNOWN_MODULES:
+        raise refuse("HUB_ID_TAKEN", identity, "a module that exists or could: ids look like _name_backend_hash")
+    return identity
 
 
 def check_variant(name: object) -> str:

@@ -89,7 +89,7 @@ def _nothing_locked() -> Reason:
 def layerzero_health(backend: str) -> HealthReport:
     """Hash every locked build again and compare with the lock. Results are the conformance kit's business."""
     from layerzero.errors import LayerZeroError
-    from layerzero_hub import installing, lockfile
+    from layerzero_hub import installing, signing
     from layerzero_hub.policy import discovered
     from layerzero_hub.store import Store
 
@@ -97,7 +97,7 @@ def layerzero_health(backend: str) -> HealthReport:
         policy = discovered()
         if not policy.lock_path.is_file():
             return HealthReport(backend, True, "nothing is locked")
-        lock = lockfile.read(policy.lock_path)
+        lock = signing.read_lock(policy)
         found = installing.verify(lock, policy=policy, store=Store(policy.store_path))
     except LayerZeroError as error:
         return HealthReport(backend, False, str(error))

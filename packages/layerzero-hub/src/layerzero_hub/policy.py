@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any, Final
 
 from layerzero import env
 from layerzero_hub.errors import refuse
+from layerzero_hub.lockfile import LOCK_NAME
 from layerzero_hub.mapping import KernelMapping, parse_mappings
 from layerzero_hub.names import check_repo_id
 
 __all__ = ["DEFAULT_ENDPOINT", "HubPolicy", "discovered", "from_mapping"]
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 # What a manylinux_2_28 build may ask for without being asked about: libc's own parts, libstdc++, and what torch brings.
 SYSTEM_LIBS: Final = (
     "libc.so.6 libm.so.6 libdl.so.2 librt.so.1 libpthread.so.0 libgcc_s.so.1 libstdc++.so.6 ld-linux-x86-64.so.2 "
@@ -31,7 +34,7 @@ SYSTEM_LIBS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HubPolicy:
-    """What the files said, taken together."""
+    """What the files said, taken together. `lock` is empty unless a trusted file names it."""
 
     enabled: bool = True
     offline: bool = False
@@ -42,7 +45,9 @@ class HubPolicy:
     needed_libs: frozenset[str] = frozenset()
     signing_keys: tuple[str, ...] = ()
     revoked: frozenset[str] = frozenset()
-    lock: str = "layerzero-hub.lock"
+    publishers: tuple[str, ...] = ()
+    token_endpoint: str = DEFAULT_ENDPOINT
+    lock: str = ""
     store: str = ""
     max_bytes: int = 4 * 2**30
     timeout: float = 30.0
@@ -75,8 +80,8 @@ class HubPolicy:
 
     @property
     def lock_path(self) -> Path:
-        """Where the lock lies."""
-        return Path(self.lock).expanduser()
+        """Where the lock lies: where the policy says, else in the working directory."""
+        return Path(self.lock or LOCK_NAME).expanduser()
 
     @property
     def store_path(self) -> Path:
@@ -163,11 +168,34 @@ def _set(key: str, value: object) -> frozenset[str]:
 
 def _endpoints(key: str, value: object) -> tuple[str, ...]:
     found = _texts(key, value)
+    if not found:
+        raise refuse("HUB_POLICY_INVALID", key, "at least one address")
     for one in found:
-        loopback = one.startswith(("http://127.0.0.1:", "http://localhost:", "http://[::1]:"))
-        if not (one.startswith("https://") or loopback):
-            raise refuse("HUB_POLICY_INVALID", key, f"{one}: https only, but for loopback")
+        _endpoint(key, one)
     return found
+
+
+def _endpoint(key: str, value: object) -> str:
+    """`https://host[:port][/path]`, or http to this machine. A user name is refused: it makes one host look another."""
+    text = _text(key, value)
+    try:
+        split = urllib.parse.urlsplit(text)
+        host, _ = split.hostname, split.port
+    except ValueError:
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: no address") from None
+    plain = text.isascii() and text.isprintable() and not set(text) & set(" \\")
+    if not host or "@" in split.netloc or split.query or split.fragment or not plain:
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: scheme, host, port and path, nothing else")
+    if split.scheme != "https" and not (split.scheme == "http" and host in _LOOPBACK):
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: https only, but for loopback")
+    return text
+
+
+def _token_endpoint(key: str, value: object) -> str:
+    text = _endpoint(key, value)
+    if not text.startswith("https://"):
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: a token goes over https only")
+    return text
 
 
 def _bytes(key: str, value: object) -> int:
@@ -196,6 +224,8 @@ _READ: Final[Mapping[str, Any]] = {
     "needed_libs": _set,
     "signing_keys": _texts,
     "revoked": _set,
+    "publishers": _texts,
+    "token_endpoint": _token_endpoint,
     "lock": _text,
     "store": _text,
     "max_bytes": _bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from layerzero_hub.web import Answer, Sink, Web
 __all__ = ["Remote", "RemoteFile", "connect"]
 
 _PAGES: Final = 50
+_HISTORY_PAGES: Final = 20
 _FILES: Final = 20_000
 
 
@@ -63,13 +65,48 @@ class Remote:
 
     def branch(self, repo_id: str, version: int) -> str:
         """The commit branch `v<version>` points at now."""
+        found = self.versions(repo_id).get(version)
+        if found is None:
+            raise refuse("HUB_REVISION_MISSING", f"version {version}", repo_id)
+        return found
+
+    def versions(self, repo_id: str) -> dict[int, str]:
+        """The versions a kernel offers now: number → commit."""
+        found = self._refs(repo_id, ("branches",))
+        numbered = {name[1:]: commit for name, commit in found.items() if re.fullmatch(r"v(0|[1-9][0-9]{0,8})", name)}
+        return {int(number): check_commit(numbered[number]) for number in sorted(numbered, key=int)}
+
+    def check_reachable(self, repo_id: str, version: int, commit: str) -> None:
+        """Raise HUB_COMMIT_UNREACHABLE unless a branch or tag points at the commit or has it in its history.
+
+        The hub also serves commits that are on none, pull requests among them: anybody can make one.
+        """
+        refs = self._refs(repo_id, ("branches", "tags"))
+        if commit in refs.values():
+            return
+        for name in sorted(refs, key=lambda one: (one != f"v{version}", one != "main", one))[:_HISTORY_PAGES]:
+            path: str | None = f"/api/kernels/{repo_id}/commits/{urllib.parse.quote(name, safe='')}"
+            for _ in range(_HISTORY_PAGES):
+                data, answer = self.web.json(path or "")
+                listed = data if isinstance(data, list) else ()
+                if any(isinstance(entry, dict) and entry.get("id") == commit for entry in listed):
+                    return
+                path = self._next_page(answer)
+                if path is None:
+                    break
+        raise refuse("HUB_COMMIT_UNREACHABLE", commit, repo_id)
+
+    def _refs(self, repo_id: str, kinds: tuple[str, ...]) -> dict[str, str]:
         check_repo_id(repo_id)
         data, _ = self.web.json(f"/api/kernels/{repo_id}/refs")
-        branches = data.get("branches") if isinstance(data, dict) else None
-        for entry in branches if isinstance(branches, list) else ():
-            if isinstance(entry, dict) and entry.get("name") == f"v{version}":
-                return check_commit(entry.get("targetCommit"))
-        raise refuse("HUB_REVISION_MISSING", f"version {version}", repo_id)
+        found: dict[str, str] = {}
+        for kind in kinds:
+            listed = data.get(kind) if isinstance(data, dict) else None
+            for entry in listed if isinstance(listed, list) else ():
+                name, target = (entry.get("name"), entry.get("targetCommit")) if isinstance(entry, dict) else ("", "")
+                if isinstance(name, str) and isinstance(target, str):
+                    found.setdefault(name, target)
+        return found
 
     def check_identity(self, repo_id: str, commit: str) -> None:
         """Raise when the hub answers for another repository (renamed or redirected) or another commit."""
@@ -173,9 +210,11 @@ def connect(policy: HubPolicy, endpoint: str | None = None) -> Remote:
     plain = policy.check_endpoint(chosen)
     # An empty user agent breaks the hub's own client when telemetry is off; ours says only who we are.
     headers = {"User-Agent": f"layerzero-hub/{VERSION}"}
-    token = _token()
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
+    # A token belongs to one endpoint, and is never sent where the network could read it.
+    if plain == policy.token_endpoint.rstrip("/") and plain.startswith("https://"):
+        token = _token()
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
     return Remote(Web(plain, timeout=policy.timeout, headers=headers), policy)
 
 

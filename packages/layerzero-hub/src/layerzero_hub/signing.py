@@ -1,19 +1,27 @@
-"""Signatures over the lock, with OpenSSF model-signing and a local EC key: offline, no transparency log.
+"""Whether a lock may be acted on: read once, signature first, then everything else, always on the same bytes.
 
-The lock holds the hash of every byte that may run, so a signature over it covers the store as well. Where the policy
-names `signing_keys`, a lock without a signature by one of them is refused.
+Signatures are OpenSSF model-signing with a local EC key: offline, no transparency log. The lock holds the hash of every
+byte that may run, so a signature over it covers the store as well. Where the policy names `signing_keys`, a lock
+without a signature by one of them is refused; without keys, a lock counts only where trusted settings name it.
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import BackendNotAvailableError
-from layerzero_hub.errors import refuse
+from layerzero_hub import lockfile
+from layerzero_hub.errors import refuse, writing
+from layerzero_hub.lockfile import Lock
+from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy
 
-__all__ = ["check_lock", "sign_lock", "signature_path"]
+__all__ = ["check_signed", "checked_for_signing", "read_known", "read_lock", "sign_lock", "signature_path"]
 
 
 def signature_path(lock: Path) -> Path:
@@ -21,53 +29,144 @@ def signature_path(lock: Path) -> Path:
     return lock.with_name(lock.name + ".sig")
 
 
-def sign_lock(lock: Path, private_key: Path) -> Path:
-    """Sign a lock with a private EC key (PEM); returns the signature's path."""
-    model_signing = _vendor()
-    target = signature_path(lock)
-    if not lock.is_file():
-        raise refuse("HUB_LOCK_MISSING", lock.name)
-    config = model_signing.signing.Config().use_elliptic_key_signer(private_key=private_key)
-    temporary = target.with_name(target.name + ".new")
+# -- reading --------------------------------------------------------------------------------------------------------
+def read_lock(policy: HubPolicy, *, allow_rollback: bool = False, allow_expired: bool = False) -> Lock:
+    """The lock in force. Its file is read once: the bytes that were verified are the ones that are parsed and used.
+
+    Raises HUB_SIGNATURE_…, HUB_LOCK_UNNAMED, what `lockfile.parse` raises, HUB_LOCK_EXPIRED, HUB_ROLLBACK.
+    """
+    raw = lockfile.read_bytes(policy.lock_path)
+    return _trusted(raw, policy, allow_rollback=allow_rollback, allow_expired=allow_expired)
+
+
+def read_known(policy: HubPolicy, *, allow_rollback: bool = False) -> Lock | None:
+    """The lock that `lz hub lock` builds on; None when there is none. It may be over, never badly signed.
+
+    Bytes that `lz hub lock` wrote on this machine itself need no signature yet: two kernels may be locked before one
+    signature is made.
+    """
+    if not policy.lock_path.exists():
+        return None
+    raw = lockfile.read_bytes(policy.lock_path)
+    if Memory(policy.store_path).is_ours(raw, policy.lock_path):
+        return lockfile.parse(raw)
+    return _trusted(raw, policy, allow_rollback=allow_rollback, allow_expired=True)
+
+
+def check_signed(lock: Lock, policy: HubPolicy) -> None:
+    """Raise when the policy asks for a signature and this lock was not read through `read_lock`."""
+    if policy.signing_keys and lock.signed_by not in policy.signing_keys:
+        raise refuse("HUB_SIGNATURE_MISSING", policy.lock_path.name)
+
+
+def _trusted(raw: bytes, policy: HubPolicy, *, allow_rollback: bool, allow_expired: bool) -> Lock:
+    path = policy.lock_path
+    signed_by = _signer(raw, path, policy)
+    if not signed_by and not policy.lock:
+        raise refuse("HUB_LOCK_UNNAMED", path.name)
+    lock = replace(lockfile.parse(raw), signed_by=signed_by)
+    policy.check_endpoint(lock.endpoint)
+    if not allow_expired:
+        lock.check_current()
+    if not allow_rollback:
+        Memory(policy.store_path).check(lock, path)
+    return lock
+
+
+def _signer(raw: bytes, path: Path, policy: HubPolicy) -> str:
+    """The key of the policy that signed these bytes; empty when the policy names no keys."""
+    if not policy.signing_keys:
+        return ""
     try:
-        config.set_hashing_config(_hashing(model_signing, lock)).sign(lock, temporary)
-        temporary.replace(target)
-    except (ValueError, OSError) as error:
-        raise refuse("HUB_SIGNATURE_BAD", lock.name, f"cannot sign: {error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        signature = signature_path(path).read_bytes()
+    except OSError:
+        raise refuse("HUB_SIGNATURE_MISSING", path.name) from None
+    vendor, verdicts = _vendor(), []
+    with _private_copy(path.name, raw, signature) as (lock, copied):
+        for key in policy.signing_keys:
+            verdict = _verify(vendor, lock, copied, Path(key))
+            if not verdict:
+                return key
+            verdicts.append(verdict)
+    if all("Key mismatch" in verdict for verdict in verdicts):
+        raise refuse("HUB_SIGNATURE_FOREIGN", path.name, detail=verdicts[-1])
+    raise refuse("HUB_SIGNATURE_BAD", path.name, verdicts[-1])
+
+
+# -- signing --------------------------------------------------------------------------------------------------------
+def sign_lock(policy: HubPolicy, private_key: Path, *, raw: bytes | None = None, password: str | None = None) -> Path:
+    """Sign the policy's lock with a private EC key (PEM); returns the signature's path.
+
+    `raw` are the bytes that somebody looked at and wants signed, else those of the file. Only a lock that is whole and
+    that this policy would accept is signed: the signature vouches for it everywhere.
+    """
+    path = policy.lock_path
+    if raw is None:
+        raw = lockfile.read_bytes(path)
+    lock = checked_for_signing(lockfile.parse(raw), policy)
+    vendor = _vendor()
+    try:
+        key = password.encode() if password else None
+        config = vendor.signing.Config().use_elliptic_key_signer(private_key=private_key, password=key)
+    except FileNotFoundError:
+        raise refuse("HUB_KEY_INVALID", private_key.name, "there is no such file") from None
+    except (TypeError, ValueError, AttributeError, OSError) as error:
+        raise refuse("HUB_KEY_INVALID", private_key.name, _words(error)) from None
+    target = signature_path(path)
+    with writing(target.name), _private_copy(path.name, raw, b"") as (copy, made):
+        config.set_hashing_config(_hashing(vendor, copy)).sign(copy, made)
+        signature = made.read_text(encoding="utf-8")
+        lockfile.write_whole(target, signature)
+    Memory(policy.store_path).remember_signed(lock, path)
     return target
 
 
-def check_lock(policy: HubPolicy) -> None:
-    """Raise unless the lock is signed by a key of the policy, where the policy names keys."""
-    if not policy.signing_keys:
-        return
-    lock = policy.lock_path
-    signature = signature_path(lock)
-    if not signature.is_file():
-        raise refuse("HUB_SIGNATURE_MISSING", lock.name)
-    model_signing = _vendor()
-    foreign = 0
-    for key in policy.signing_keys:
-        verdict = _verify(model_signing, lock, signature, Path(key))
-        if not verdict:
-            return
-        foreign += "Key mismatch" in verdict
-        last = verdict
-    if foreign == len(policy.signing_keys):
-        raise refuse("HUB_SIGNATURE_FOREIGN", lock.name, detail=last)
-    raise refuse("HUB_SIGNATURE_BAD", lock.name, last)
+def checked_for_signing(lock: Lock, policy: HubPolicy) -> Lock:
+    """Raise unless the lock is whole, current and all that is in it is allowed."""
+    if not lock.serial:
+        raise refuse("HUB_LOCK_INVALID", "lock-version", "version 1 has no serial: run `lz hub lock` once, then sign")
+    lock.check_current()
+    lock.check_whole()
+    policy.check_endpoint(lock.endpoint)
+    for kernel, variant in lock.variants():
+        policy.check_allowed(kernel.repo_id)
+        policy.check_digest(variant.digest)
+    Memory(policy.store_path).check(lock, policy.lock_path)
+    return lock
+
+
+# -- details --------------------------------------------------------------------------------------------------------
+@contextmanager
+def _private_copy(name: str, raw: bytes, signature: bytes) -> Iterator[tuple[Path, Path]]:
+    """The library reads files: it gets these bytes in a folder nobody else can write to."""
+    with tempfile.TemporaryDirectory(prefix="layerzero-hub-") as folder:
+        lock = Path(folder, name)
+        lock.write_bytes(raw)
+        copied = signature_path(lock)
+        if signature:
+            copied.write_bytes(signature)
+        yield lock, copied
 
 
 def _verify(vendor: Any, lock: Path, signature: Path, key: Path) -> str:
     """Empty when the signature holds, else why not."""
     try:
         config = vendor.verifying.Config().use_elliptic_key_verifier(public_key=key)
+    except FileNotFoundError:
+        raise refuse("HUB_KEY_INVALID", key.name, "there is no such file") from None
+    except (TypeError, ValueError, AttributeError, OSError) as error:
+        raise refuse("HUB_KEY_INVALID", key.name, _words(error)) from None
+    try:
         config.set_hashing_config(_hashing(vendor, lock)).verify(lock, signature)
     except Exception as error:  # the library raises many kinds; all mean: not verified
         return f"{type(error).__name__}: {error}" or "not verified"
     return ""
+
+
+def _words(error: Exception) -> str:
+    if "assword" in str(error):
+        return "it is encrypted: give --password-file, or a key without a password"
+    return f"no EC key in PEM form ({type(error).__name__})"
 
 
 def _hashing(vendor: Any, lock: Path) -> Any:

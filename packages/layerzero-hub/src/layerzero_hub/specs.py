@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.reasons import Reason
+from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.loading import choose
-from layerzero_hub.lockfile import LockedKernel, LockedVariant, read
+from layerzero_hub.lockfile import LockedKernel, LockedVariant
 from layerzero_hub.mapping import KernelMapping, parse_descriptor
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.store import Store
@@ -48,7 +49,7 @@ def table(policy: HubPolicy) -> dict[str, HubKernel]:
     """Kernel id → kernel, of everything that is mapped. A kernel that may not load is there too, with the reasons."""
     if not policy.enabled or not policy.lock_path.is_file():
         return {}
-    lock = read(policy.lock_path)
+    lock = signing.read_lock(policy)
     store = Store(policy.store_path)
     found: dict[str, HubKernel] = {}
     for locked in lock.kernels:

@@ -2,7 +2,7 @@
 
 <root>/sha256-<digest>/<variant>/…      one build; nothing is written here after the rename
 <root>/staging-<uuid>/                  being filled, beside staging-<uuid>.lock, which its process holds
-<root>/history.json                     digests in the order they were locked, to notice a rollback
+<root>/history.json                     locks and digests in the order they came, to notice a rollback (memory.py)
 <root>/quarantine.json                  digests that did harm when loaded
 
 The root's mode says who may read: builds are as readable as it is, so that root can fill a store for a service user,
@@ -25,7 +25,7 @@ from typing import Any
 from layerzero.files import sync_folder
 from layerzero_hub.contents import Contents, open_build, verify_files
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.lockfile import LockedKernel, LockedVariant
+from layerzero_hub.lockfile import LockedVariant
 from layerzero_hub.places import check_above, check_owner_and_mode, make_folders
 
 __all__ = ["Staging", "Store"]
@@ -185,26 +185,6 @@ class Store:
                 os.close(handle)
 
     # -- memory -----------------------------------------------------------------------------------------------------
-    def remember(self, kernel: LockedKernel, variant: LockedVariant, *, allow_rollback: bool = False) -> None:
-        """Note that this digest is the newest of its kernel; an older one raises HUB_ROLLBACK unless allowed."""
-        self.prepare()
-        with self._locked("history"):
-            history = _read_json(self.root / "history.json")
-            key = f"{kernel.repo_id}@{kernel.version}/{variant.name}"
-            seen = [one for one in history.get(key, []) if isinstance(one, str)]
-            if seen and seen[-1] == variant.digest:
-                return
-            if variant.digest in seen and not allow_rollback:
-                raise refuse("HUB_ROLLBACK", variant.digest, seen[-1])
-            history[key] = [one for one in seen if one != variant.digest] + [variant.digest]
-            self._write(self.root / "history.json", history)
-
-    def check_not_rolled_back(self, kernel: LockedKernel, variant: LockedVariant) -> None:
-        """Raise HUB_ROLLBACK when a later build of this kernel was locked on this machine."""
-        seen = _read_json(self.root / "history.json").get(f"{kernel.repo_id}@{kernel.version}/{variant.name}", [])
-        if variant.digest in seen and seen[-1] != variant.digest:
-            raise refuse("HUB_ROLLBACK", variant.digest, seen[-1])
-
     def quarantined(self) -> dict[str, str]:
         """Digest → why, of what did harm on this machine. A list that cannot be read is an error, not an empty one."""
         found = dict(_harmful)
@@ -316,20 +296,3 @@ def _read_quarantine(path: Path) -> dict[str, str]:
     if not isinstance(data, dict):
         raise refuse("HUB_STORE_UNREADABLE", str(path), "it is damaged")
     return {str(digest): str(why) for digest, why in data.items()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict):
-            return data
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise refuse("HUB_STORE_UNREADABLE", str(path), error.strerror or str(error)) from None
-    except (ValueError, RecursionError):
-        pass
-    # Damaged: set aside for whoever wants to look, and begun anew.
-    with contextlib.suppress(OSError):
-        os.replace(path, path.with_suffix(f".corrupt-{uuid.uuid4().hex[:8]}"))
-    return {}

@@ -59,7 +59,7 @@ class Web:
         self.timeout = timeout
         self.headers = dict(headers or {})
         self._opener = urllib.request.build_opener(_NoRedirect)
-        self._host = urllib.parse.urlsplit(self.endpoint).netloc
+        self._origin = urllib.parse.urlsplit(self.endpoint)[:2]  # scheme and host: http is not https of the same name
 
     def head(self, path: str) -> Answer:
         """Headers of a path below the endpoint; a redirect is an answer, not followed."""
@@ -109,14 +109,15 @@ class Web:
     def _next(self, url: str, location: str | None) -> str:
         target = urllib.parse.urljoin(url, location or "")
         split = urllib.parse.urlsplit(target)
-        if split.scheme != "https" and split.netloc != self._host:
+        if split.scheme != "https" and split[:2] != self._origin:
             raise refuse("HUB_REPO_REDIRECTED", url, target)
         return target
 
     @contextmanager
     def _open(self, method: str, url: str, deadline: float) -> Iterator[Any]:
         split = urllib.parse.urlsplit(url)
-        own = split.netloc == self._host  # a token never leaves for another host
+        # A token never leaves for another host, nor over http.
+        own = split[:2] == self._origin and split.scheme == "https"
         headers = {k: v for k, v in self.headers.items() if own or k.lower() != "authorization"}
         request = urllib.request.Request(url, method=method, headers={**headers, "Accept-Encoding": "identity"})
         response = _within(lambda: self._ask(request, deadline), deadline, self.timeout, url)

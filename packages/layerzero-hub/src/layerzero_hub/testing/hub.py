@@ -48,9 +48,11 @@ class Attack:
 
 @dataclass
 class Repository:
-    """A kernel repository: branches and the files of each commit."""
+    """A kernel repository: branches with their histories, tags, and the files of each commit."""
 
     branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    history: dict[str, list[str]] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
 
@@ -62,6 +64,7 @@ class LoopbackHub:
         self.trusted: dict[str, bool] = {}
         self.attack = Attack()
         self.asked: list[str] = []
+        self.tokens: list[str] = []
         self._stop = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
@@ -75,13 +78,20 @@ class LoopbackHub:
     def put(self, repo_id: str, version: int, files: Mapping[str, bytes], *, trusted: bool = True) -> str:
         """Commit files and point branch `v<version>` at them; returns the commit."""
         repository = self.repositories.setdefault(repo_id, Repository())
+        commit = self.propose(repo_id, files)
+        for branch in (f"v{version}", "main"):
+            repository.branches[branch] = commit
+            repository.history.setdefault(branch, []).insert(0, commit)
+        self.trusted.setdefault(repo_id.split("/")[0], trusted)
+        return commit
+
+    def propose(self, repo_id: str, files: Mapping[str, bytes]) -> str:
+        """A commit that is on no branch, as anybody's pull request is; the hub serves it like any other."""
+        repository = self.repositories.setdefault(repo_id, Repository())
         text = json.dumps({path: hashlib.sha256(data).hexdigest() for path, data in files.items()}, sort_keys=True)
-        stamp = f"{repo_id} {version} {len(repository.commits)} {text}"
+        stamp = f"{repo_id} {len(repository.commits)} {text}"
         commit = hashlib.sha1(stamp.encode(), usedforsecurity=False).hexdigest()
         repository.commits[commit] = dict(files)
-        repository.branches[f"v{version}"] = commit
-        repository.branches["main"] = commit
-        self.trusted.setdefault(repo_id.split("/")[0], trusted)
         return commit
 
     def close(self) -> None:
@@ -119,6 +129,8 @@ class LoopbackHub:
         path = unquote(urlsplit(request.path).path)
         query = urlsplit(request.path).query
         self.asked.append(f"{request.command} {path}")
+        if request.headers.get("Authorization"):
+            self.tokens.append(request.headers["Authorization"])
         if self.attack.hang:
             self._stop.wait(60)
             return
@@ -136,6 +148,7 @@ class LoopbackHub:
         return (
             (r"/api/organizations/([^/]+)/overview", self._organization),
             (rf"/api/kernels/{repo}/refs", self._refs),
+            (rf"/api/kernels/{repo}/commits/([^/]+)", self._commits),
             (rf"/api/kernels/{repo}/revision/([^/]+)", self._revision),
             (rf"/api/kernels/{repo}/tree/([^/]+)(/.*)?", self._tree),
             (rf"/api/kernels/{repo}", self._newest),
@@ -156,7 +169,18 @@ class LoopbackHub:
             {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
             for name, commit in repository.branches.items()
         ]
-        _json(request, {"branches": branches, "converts": [], "tags": []})
+        tags = [
+            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit}
+            for name, commit in repository.tags.items()
+        ]
+        _json(request, {"branches": branches, "converts": [], "tags": tags})
+
+    def _commits(self, request: Any, repo_id: str, revision: str, query: str, body: bool) -> None:
+        repository = self.repositories.get(repo_id)
+        if repository is None or revision not in {**repository.branches, **repository.tags}:
+            return _error(request, "RevisionNotFound")
+        listed = repository.history.get(revision) or [repository.tags.get(revision)]
+        _json(request, [{"id": commit, "title": "", "message": "", "authors": []} for commit in listed])
 
     def _newest(self, request: Any, repo_id: str, query: str, body: bool) -> None:
         self._revision(request, repo_id, "main", query, body)
