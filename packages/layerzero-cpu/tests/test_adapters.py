@@ -11,13 +11,17 @@ import pickle
 import random
 import resource
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from layerzero_cpu import attention, gated, library, linear, norm, rotary, sampling
+from layerzero.model.enums import QuantFormat
+from layerzero.model.kv_cache import make_paged_batch
+from layerzero.model.quant import QuantScheme
+from layerzero_cpu import attention, gated, library, linear, norm, paged, quantizing, rotary, sampling
 from layerzero_cpu.library import in_c, in_python
 
 C_FORMS = {
@@ -180,6 +184,79 @@ def test_every_layout_gives_the_same_strides_and_numbers_as_python(kind, dtype):
         right = in_python[name](*given)
         torch.manual_seed(2)
         same(C_FORMS[name](*given), right)
+
+
+def with_another_sign(x: Tensor) -> list[Tensor]:
+    """Views that are equal to x and whose memory holds -x: with a dense last axis, and as the part of a conjugate."""
+    found = [torch._neg_view(-x)]
+    if x.dtype in (torch.float32, torch.float64):
+        found.append(torch.complex(x, -x).conj().imag)
+    assert all(view.is_neg() and torch.equal(view, x) for view in found)
+    return found
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", sorted(calls()))
+def test_a_view_that_stands_for_its_negative_is_read_with_its_sign(name, dtype):
+    for given in (calls(dtype)[name], narrow(name, dtype)):
+        for at, item in enumerate(given):
+            for view in with_another_sign(item) if isinstance(item, Tensor) else ():
+                torch.manual_seed(4)
+                right = C_FORMS[name](*given)
+                torch.manual_seed(4)
+                got = C_FORMS[name](*given[:at], view, *given[at + 1 :])
+                for one, other in zip(results(got), results(right), strict=True):
+                    assert (one is None) is (other is None) and (one is None or torch.equal(one, other)), at
+
+
+def narrow(name: str, dtype: torch.dtype) -> tuple:
+    """The same call with a last axis of one element where it may be one: there every stride is dense."""
+    x = torch.linspace(-2, 2, 6).view(6, 1).to(dtype)
+    q = x.view(1, 2, 3, 1)
+    if name == "attention":
+        return (q, q + 1, q - 1, *calls(dtype)[name][3:])
+    if name == "linear":
+        return x, x, x.flatten(), "silu"
+    if name.endswith("_norm"):
+        return tuple(item if not isinstance(item, Tensor) else x if item.ndim > 1 else x[1] for item in calls()[name])
+    return calls(dtype)[name]
+
+
+@pytest.mark.fault(6)
+def test_gradients_pages_codes_and_what_is_written_in_place_keep_their_sign():
+    x = torch.randn(3, 8, requires_grad=True)
+    for function in (gated.silu_and_mul, lambda t: norm.rms_norm(t, x.detach()[0], 1e-6)):
+        out = function(x)
+        right = torch.autograd.grad(out, x, torch.full_like(out, 3.0), retain_graph=True)
+        for grad in with_another_sign(torch.full_like(out, 3.0)):
+            assert torch.equal(torch.autograd.grad(out, x, grad, retain_graph=True)[0], right[0])
+    table = torch.rand(3, 4)
+    for q in with_another_sign(torch.randn(1, 2, 3, 8)):
+        right, _ = rotary.rope(q.clone(), None, table, table, False, "BHSD", None, False)
+        made, _ = rotary.rope(q, None, table, table, False, "BHSD", None, True)
+        assert made is q and torch.equal(q, right)
+    scheme = QuantScheme(QuantFormat.INT8, "channel")
+    plain = x.detach()
+    for view in with_another_sign(plain):
+        codes, right = quantizing.quantize(view, scheme), quantizing.quantize(plain, scheme)
+        assert torch.equal(codes.data, right.data)
+        negated = replace(right, scale=with_another_sign(right.scale)[0])
+        assert torch.equal(quantizing.dequantize(negated, None), quantizing.dequantize(right, None))
+        assert torch.equal(linear.quantized(view, negated, None, None), linear.quantized(plain, right, None, None))
+    pages, query = torch.randn(2, 4, 1, 8), torch.randn(1, 2, 8)
+    batch = make_paged_batch(torch.tensor([[1, 0]]), torch.tensor([7]))
+    rest = (batch, None, None, None, None, False, "NHD")
+    right = paged.paged_attention(query, pages, pages, *rest)
+    for view, part in zip(with_another_sign(pages), with_another_sign(query), strict=True):
+        assert torch.equal(paged.paged_attention(part, view, view, *rest), right)
+
+
+@pytest.mark.fault(6)
+def test_zeros_that_were_never_written_are_zeros():
+    nothing = torch._efficientzerotensor((3, 64))
+    assert torch.equal(gated.silu_and_mul(nothing), torch.zeros(3, 32))
+    assert torch.equal(norm.rms_norm(nothing, None, 1e-6), torch.zeros(3, 64))
 
 
 def test_drawn_calls_agree_with_python():

@@ -133,6 +133,19 @@ def test_nan_and_infinity_stay_visible_where_the_reference_shows_them(isa: str, 
     close(found, wanted, torch.float32)
 
 
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("far", [2**61, 2**62 - 1, 2**62, 2**62 + 1, 2**63 - 2, 2**63 - 1])
+@pytest.mark.parametrize("queries", [1, 7, 40])
+def test_a_window_as_far_as_integers_go_is_an_open_one(far: int, queries: int) -> None:
+    rng = random.Random(11)
+    q, k, v = (draw(rng, torch.float32, 1, heads, length, 8) for heads, length in ((2, queries), (1, 20), (1, 20)))
+    for causal in (False, True, "bottom_right"):
+        for window, same in (((far, 0), (-1, 0)), ((3, far), (3, -1)), ((far, far), (-1, -1)), ((0, far), (0, -1))):
+            found = attention(q, k, v, None, 0.0, causal, None, window, None, None, False)
+            assert torch.equal(found, attention(q, k, v, None, 0.0, causal, None, same, None, None, False))
+            close(found, reference(q, k, v, None, 0.0, causal, None, window, None, None, False), torch.float32)
+
+
 def test_a_page_of_zero_length_and_no_queries_are_no_trouble() -> None:
     empty = attention(torch.zeros(1, 2, 0, 16), *(torch.zeros(1, 1, 4, 16) for _ in range(2)), *PLAIN, False)
     assert empty.shape == (1, 2, 0, 16)

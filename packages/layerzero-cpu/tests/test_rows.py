@@ -62,6 +62,59 @@ def exact_gelu(gate):
     return torch.tensor([0.5 * g * (1.0 + math.erf(g / math.sqrt(2.0))) for g in gate.tolist()])
 
 
+ACTIVATIONS = {
+    "silu": (gated.silu_and_mul, lambda g: g * torch.sigmoid(g), F.silu),
+    "gelu": (
+        lambda x: gated.gelu_and_mul(x, "none"),
+        lambda g: g * torch.special.erfc(-g / math.sqrt(2.0)) / 2,
+        F.gelu,
+    ),
+    "gelu_tanh": (
+        lambda x: gated.gelu_and_mul(x, "tanh"),
+        lambda g: g * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)),
+        lambda g: F.gelu(g, approximate="tanh"),
+    ),
+    "relu": (gated.relu_and_mul, F.relu, F.relu),
+}
+
+
+def every_gate(dtype):
+    """Every finite number of 16 bits, each with 1 beside it: a whole row of them, and a row for each."""
+    gate = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    gate = gate[gate.isfinite()]
+    return gate, torch.cat((gate, torch.ones_like(gate)))[None], torch.stack((gate, torch.ones_like(gate)), -1)
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
+def test_no_activation_of_a_bfloat16_is_less_exact_than_torchs(isa, kind):
+    mine, formula, torchs = ACTIVATIONS[kind]
+    gate, row, _ = every_gate(torch.bfloat16)
+    truth = formula(gate.double())
+    last_place = 2.0 ** (truth.abs().clamp_min(2.0**-126).log2().floor() - 7)
+    error = ((mine(row)[0].double() - truth) / last_place).abs()
+    peer = ((torchs(gate).double() - truth) / last_place).abs()
+    normal = (truth.abs() >= 2.0**-120) | (truth == 0)  # what is smaller may be taken for nothing
+    assert error[normal].max() <= 0.6
+    assert bool((error <= peer.nan_to_num(nan=torch.inf).clamp_min(0.6))[normal].all())
+    assert bool(((error <= peer) | (mine(row)[0].abs() <= 2.0**-119))[~normal].all())
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
+def test_an_activation_does_not_depend_on_the_place_in_the_row(isa, kind, dtype):
+    gate, row, alone = every_gate(dtype)
+    mine = ACTIVATIONS[kind][0]
+    right = mine(row)[0]
+    assert torch.equal(mine(alone)[:, 0].view(torch.int16), right.view(torch.int16))
+    width = 117  # seven vectors of the widest kind and a bit: every place of a body, and of what is left over
+    for shift in (0, 1, 15):
+        part = gate[shift : shift + len(gate) // width * width - width].view(-1, width)
+        got = mine(torch.cat((part, torch.ones_like(part)), -1))
+        assert torch.equal(got.view(torch.int16).flatten(), right[shift : shift + got.numel()].view(torch.int16))
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations_follow_torch_at_the_ends_of_the_range(isa, kind):
     """NaN, infinities, denormals and gates so large that an exponential overflows."""

@@ -55,8 +55,12 @@ def _turn(
     out_q = q if inplace else _empty(q)
     out_k = k if inplace or k is None else _empty(k)
     axis = 2 if layout == "BHSD" else 1
-    if cos.dtype is not torch.float64 and (
-        _rope(q, k, cos, sin, position_ids, out_q, out_k, interleaved, axis, backward) is None
+    # What is read through a negated view is resolved for the kernel; what is written through one, torch has to write.
+    onto = inplace and (q.is_neg() or (k is not None and k.is_neg()))
+    if (
+        cos.dtype is not torch.float64
+        and not onto
+        and (_rope(q, k, cos, sin, position_ids, out_q, out_k, interleaved, axis, backward) is None)
     ):
         if inplace:  # autograd has to learn that saved values were overwritten
             increment_version(q if k is None else (q, k))

@@ -219,12 +219,12 @@ def _positional(
     if "window" in what and values[_WINDOW] is not None:
         left, right = values[_WINDOW]
         offset = 0 if causal is True else cols - rows
-        position = i + offset
+        ahead = j - (i + offset)  # compared, not added to: a bound may be as large as int64 goes
         inside = torch.ones((rows, cols), dtype=torch.bool, device=query.device)
         if left >= 0:
-            inside &= j >= position - left
+            inside &= ahead >= -left
         if right >= 0:
-            inside &= j <= position + right
+            inside &= ahead <= right
         keep = inside if keep is None else keep & inside
         values[_WINDOW] = None
     if "alibi" in what and values[_ALIBI] is not None:

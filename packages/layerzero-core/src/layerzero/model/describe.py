@@ -26,6 +26,7 @@ __all__ = [
     "check_floating",
     "check_scale",
     "check_softcap",
+    "check_window_fits",
     "dtype_name",
     "infer_layout",
     "parse_causal",
@@ -34,6 +35,9 @@ __all__ = [
     "stride_class",
     "stride_class_of",
 ]
+
+# The largest bound of a window that is a number at all, and one that lies beyond the last key of any call.
+_LARGEST, _BEYOND_KEYS = (1 << 63) - 1, (1 << 31) - 1
 
 _FLOATING = frozenset(
     {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
@@ -86,8 +90,22 @@ def parse_causal(is_causal: bool | str) -> Causal:
     )
 
 
+def check_window_fits(sides: Sequence[int]) -> None:
+    """Refuse a bound that no 64-bit integer holds."""
+    if any(side > _LARGEST for side in sides):
+        raise InvalidInputError(
+            f"window {tuple(sides)} does not fit into 64 bits",
+            code="VALUE_INVALID",
+            value=str(tuple(sides)),
+            limit="a window of at most 2**63 - 1; -1 is unlimited",
+        )
+
+
 def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """A (left, right) pair; an int w means w keys to the left and none to the right; -1 is unlimited."""
+    """A (left, right) pair; an int w means w keys to the left and none to the right; -1 is unlimited.
+
+    So is a bound that lies beyond the last key of any call: kernels that count in 32 bits know -1.
+    """
     if window is None:
         return None
     if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
@@ -97,13 +115,17 @@ def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if isinstance(window, int):
         if window < 0:
             raise InvalidInputError(code="WINDOW_INVALID", value=window)
-        return (window, 0)
+        window = (window, 0)
     pair = tuple(window)
     if len(pair) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in pair):
         raise InvalidInputError(code="TYPE_INVALID", value=str(window), limit="window as int or (left, right)")
     if min(pair) < -1:
         raise InvalidInputError(code="WINDOW_INVALID", value=str(pair))
-    return None if pair == (-1, -1) else (pair[0], pair[1])
+    left, right = pair
+    if left >= _BEYOND_KEYS or right >= _BEYOND_KEYS:
+        check_window_fits(pair)
+        left, right = (-1 if side >= _BEYOND_KEYS else side for side in pair)
+    return None if left < 0 and right < 0 else (left, right)
 
 
 def infer_layout(query: Tensor, key: Tensor) -> tuple[Layout, Reason]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.model.describe import parse_causal
+from layerzero.model.describe import check_window_fits, parse_causal
 from layerzero.model.enums import Causal
 from layerzero.torch_ops.calls import CAUSAL
 from layerzero.torch_ops.functions import functions
@@ -138,6 +138,7 @@ def varlen_attention(
 ) -> Any:
     """Twin of `lz.varlen_attention`."""
     sides = None if window is None else [window, 0] if isinstance(window, int) else list(window)
+    check_window_fits(sides or ())
     args = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _WORDS[parse_causal(is_causal)],
         scale, sides, softcap, alibi_slopes, backend,

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import bias as _bias  # not its names: this may run while that very module is imported
 
 from layerzero.errors import InvalidInputError
+from layerzero.model.describe import check_window_fits
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.quant import QuantizedTensor
@@ -56,7 +57,8 @@ def _sides(window: int | Sequence[int] | None) -> list[int] | None:
     if isinstance(window, int):
         if window < 0:
             raise InvalidInputError(code="WINDOW_INVALID", value=str(window))
-        return [window, 0]
+        window = (window, 0)
+    check_window_fits(window)
     return list(window)
 
 

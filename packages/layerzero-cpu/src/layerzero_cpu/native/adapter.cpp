@@ -188,12 +188,12 @@ bool Plain::tensor(PyObject* given, Arg* to) {
     Py_DecRef(wanted);
     if (!none_wanted) return false;
   }
+  if (negated(given)) return false;
   DLTensor d;
   if (torch.exchange->view(given, &d) != 0) {  // a wrapper without memory: functorch's, a fake one, a sparse one
     PyErr_Clear();
     return false;
   }
-  // A last axis of stride 1 also keeps away the views that stand for their negative: the imaginary part of a conjugate.
   if (!in_cpu_memory(d) || d.data == nullptr || d.ndim < 1 || d.ndim > MOST_AXES || d.strides[d.ndim - 1] != 1 ||
       !positive(d.shape, d.ndim))
     return false;

@@ -58,9 +58,10 @@ inline Status set_mask(const Tensor& mask, DType dtype, const int64_t* sizes, Ru
   return nullptr;
 }
 
+// A bound beyond FAR is as good as none, and added to a position it would not fit into 64 bits.
 inline void set_window(int64_t left, int64_t right, bool causal, Rules& rules) {
-  rules.left = left < 0 ? FAR : left;
-  rules.right = right < 0 ? FAR : right;
+  rules.left = left < 0 || left > FAR ? FAR : left;
+  rules.right = right < 0 || right > FAR ? FAR : right;
   if (causal) rules.right = 0;
 }
 

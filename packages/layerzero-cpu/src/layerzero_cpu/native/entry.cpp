@@ -43,6 +43,15 @@ bool run_kernel(Entry* e, Arg* args, int count, int64_t bytes, Status* status) {
   return true;
 }
 
+bool negated(PyObject* tensor) {
+  PyObject* answer = torch.is_neg != nullptr ? torch.is_neg(tensor, nullptr)
+                                             : PyObject_CallFunctionObjArgs(torch.ask_neg, tensor, nullptr);
+  if (answer == nullptr) PyErr_Clear();
+  bool no = answer == &_Py_FalseStruct;
+  Py_DecRef(answer);
+  return !no;
+}
+
 // setup(torch.Tensor, torch.get_num_threads): the tensors and the setting that calls go by.
 PyObject* setup(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "expected the tensor type and a function");
@@ -59,6 +68,17 @@ PyObject* setup(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Py_IncRef(given[1]);
   torch.tensor = reinterpret_cast<PyTypeObject*>(given[0]);
   torch.thread_count = given[1];
+  torch.ask_neg = PyObject_GetAttrString(given[0], "is_neg");
+  torch.clone = PyObject_GetAttrString(given[0], "clone");
+  PyObject* empty = PyObject_CallNoArgs(given[0]);
+  if (torch.ask_neg == nullptr || torch.clone == nullptr || empty == nullptr) return nullptr;
+  PyObject* asked = PyObject_GetAttrString(empty, "is_neg");
+  if (asked == nullptr) return nullptr;
+  // what a call of the method ends in; the method is asked where this torch has made it of another kind
+  if (asked->ob_type == &PyCFunction_Type && PyCFunction_GetFlags(asked) == METH_NOARGS)
+    torch.is_neg = PyCFunction_GetFunction(asked);
+  Py_DecRef(asked);
+  Py_DecRef(empty);
   return none();
 }
 

@@ -20,8 +20,15 @@ struct Torch {
   DLExchange* exchange;
   PyTypeObject *tensor, *parameter;
   PyObject* thread_count;  // torch.get_num_threads
+  PyCFunction is_neg;      // the function behind Tensor.is_neg, or null
+  PyObject* ask_neg;       // Tensor.is_neg
+  PyObject* clone;         // Tensor.clone: its memory holds the values, whatever stood for them before
 };
 extern Torch torch;
+
+// Whether the values are the memory's with the other sign (torch's negative bit: the imaginary part of a conjugate, say),
+// which no view shows. True also where torch gives no answer. May run Python code.
+bool negated(PyObject* tensor);
 
 DType dtype_of(const DLTensor& d);  // NONE: one that no kernel knows
 

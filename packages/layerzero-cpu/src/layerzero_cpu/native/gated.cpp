@@ -12,11 +12,12 @@ constexpr int64_t PIECE = 1 << 10;  // elements of a row that stay together
 
 constexpr int64_t AHEAD = 1 << 10;  // bytes that are asked for before they are needed
 
+// One form for each dtype, wherever in a row an element stands: its result does not depend on its neighbours.
 template <int K, class T> struct Gate {
-  static LZ_INLINE pair of(pair g) { return {value<K>(g.a), value<K>(g.b)}; }
+  static LZ_INLINE vf of(vf g) { return value<K>(g); }
 };
 template <int K> struct Gate<K, bf16> {
-  static LZ_INLINE pair of(pair g) { return {brief_value<K>(g.a), brief_value<K>(g.b)}; }
+  static LZ_INLINE vf of(vf g) { return brief_value<K>(g); }
 };
 
 template <int K, class T> LZ_INLINE void forward_row(const T* gate, const T* up, int64_t n, T* out) {
@@ -24,10 +25,11 @@ template <int K, class T> LZ_INLINE void forward_row(const T* gate, const T* up,
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
     if (sizeof(T) == 2) fetch2(gate + i + far), fetch2(up + i + far), claim2(out + i + far);
-    store2(out + i, Gate<K, T>::of(load2(gate + i)) * load2(up + i));
+    const pair g = load2(gate + i), u = load2(up + i);
+    store2(out + i, pair{Gate<K, T>::of(g.a), Gate<K, T>::of(g.b)} * u);
   }
-  for (; i + W <= n; i += W) store(out + i, value<K>(load(gate + i)) * load(up + i));
-  if (i < n) store_part(out + i, value<K>(load_part(gate + i, n - i)) * load_part(up + i, n - i), n - i);
+  for (; i + W <= n; i += W) store(out + i, Gate<K, T>::of(load(gate + i)) * load(up + i));
+  if (i < n) store_part(out + i, Gate<K, T>::of(load_part(gate + i, n - i)) * load_part(up + i, n - i), n - i);
 }
 
 template <int K, class T>

@@ -14,15 +14,36 @@ Entry entries[MOST_KERNELS];
 int entry_count;
 int chosen;  // rank of the instruction set in use
 
-bool read_tensor(Entry* e, int n, PyObject* given, Arg* arg, int64_t* bytes) {
+// Tensors made for a call, which live as long as it does.
+struct Made {
+  PyObject* items[MOST_ARGS];
+  int count = 0;
+  ~Made() {
+    for (int i = 0; i < count; ++i) Py_DecRef(items[i]);
+  }
+};
+
+bool shown(PyObject* given, Entry* e, int n, DLTensor* d) {
+  if (torch.exchange->view(given, d) == 0) return true;
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
+  return false;
+}
+
+bool has_no_memory(const DLTensor& d) { return d.data == nullptr && tensor_of(d).count() != 0; }
+
+bool read_tensor(Entry* e, int n, PyObject* given, Arg* arg, int64_t* bytes, Made* made) {
   if (given->ob_type != torch.tensor && !PyType_IsSubtype(given->ob_type, torch.tensor)) {
     PyErr_Format(PyExc_TypeError, "%s: argument %d must be a tensor", e->method.ml_name, n);
     return false;
   }
   DLTensor d;
-  if (torch.exchange->view(given, &d) != 0) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
-    return false;
+  bool other = negated(given);
+  if (!shown(given, e, n, &d)) return false;
+  if (other || has_no_memory(d)) {  // or zeros that were never written
+    PyObject* written = PyObject_CallFunctionObjArgs(torch.clone, given, nullptr);
+    if (written == nullptr) return false;
+    made->items[made->count++] = written;
+    if (!shown(written, e, n, &d)) return false;
   }
   if (!in_cpu_memory(d)) {
     PyErr_Format(PyExc_ValueError, "%s: argument %d is not in the memory of the CPU", e->method.ml_name, n);
@@ -33,12 +54,11 @@ bool read_tensor(Entry* e, int n, PyObject* given, Arg* arg, int64_t* bytes) {
     PyErr_Format(PyExc_TypeError, "%s: argument %d has a dtype that no kernel knows", e->method.ml_name, n);
     return false;
   }
-  int64_t count = arg->t.count();
-  if (arg->t.data == nullptr && count != 0) {  // a fake tensor says it is on the CPU and has nothing there
+  if (has_no_memory(d)) {  // a fake tensor says it is on the CPU and has nothing there
     PyErr_Format(PyExc_TypeError, "%s: argument %d shows no memory", e->method.ml_name, n);
     return false;
   }
-  *bytes += count * size_of(arg->t.dtype);
+  *bytes += arg->t.count() * size_of(arg->t.dtype);
   return true;
 }
 
@@ -46,6 +66,7 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
   Entry* e = static_cast<Entry*>(PyCapsule_GetPointer(self, nullptr));
   const char* signature = e->signature;
   Arg args[MOST_ARGS];
+  Made made;
   if (e->run == nullptr)
     return PyErr_Format(PyExc_RuntimeError, "%s was not built for %s or less", e->method.ml_name, ISAS[chosen].name);
   if (count != Py_ssize_t(strlen(signature)))
@@ -62,7 +83,7 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
         }
         [[fallthrough]];
       case 'T':
-        if (!read_tensor(e, n, item, &args[n], &bytes)) return nullptr;
+        if (!read_tensor(e, n, item, &args[n], &bytes, &made)) return nullptr;
         break;
       case 'i':
         args[n].i = PyLong_AsLongLong(item);

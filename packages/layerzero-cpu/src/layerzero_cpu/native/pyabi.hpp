@@ -62,6 +62,7 @@ long long PyLong_AsLongLong(PyObject*);
 double PyFloat_AsDouble(PyObject*);
 PyObject* PyObject_CallNoArgs(PyObject*);
 PyObject* PyObject_Call(PyObject*, PyObject*, PyObject*);
+PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
 PyObject* PyObject_GetAttrString(PyObject*, const char*);
 PyObject* PyErr_Format(PyObject*, const char*, ...);
 PyObject* PyErr_Occurred(void);
