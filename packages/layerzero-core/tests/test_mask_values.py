@@ -302,10 +302,12 @@ def test_hot_calls_still_check_what_the_key_does_not_hold(lab):
     for _ in range(2):
         lz.attention(*args, mask, softcap=2.0, backend="reference")
         lz.attention(*args, mask, dropout_p=0.5, backend="reference")
-    for bad in ({"softcap": -1.0}, {"dropout_p": float("nan")}, {"dropout_p": 1.0}):
+    for bad in ({"softcap": -1.0}, {"dropout_p": float("nan")}, {"dropout_p": 1.5}):
         with pytest.raises(InvalidInputError) as caught:
             lz.attention(*args, mask, backend="reference", **bad)
         assert caught.value.code == "VALUE_INVALID"
+    everything = lz.attention(*args, mask, dropout_p=1.0, backend="reference")
+    assert torch.equal(everything, torch.zeros_like(everything))
 
 
 def test_dropout_is_not_lost_on_a_hot_key(lab):

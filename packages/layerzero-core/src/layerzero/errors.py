@@ -1,7 +1,8 @@
 """Every exception LayerZero raises on purpose.
 
     LayerZeroError
-     ├─ InvalidInputError (ValueError)       the caller's arguments cannot mean anything
+     ├─ InvalidInputError (ValueError,       the caller's arguments cannot mean anything; torch raises a
+     │                     RuntimeError)     RuntimeError for most of them
      ├─ UnknownNameError (LookupError)       an op, kernel, backend or device that does not exist
      ├─ NoKernelFoundError                   nothing, not even the reference, may run
      ├─ LockedKernelError                    the op is locked to a kernel that cannot run
@@ -85,8 +86,11 @@ class LayerZeroError(Exception):
         super().__init__(f"{text}; {self.hint}" if self.hint else text)
 
 
-class InvalidInputError(LayerZeroError, ValueError):
-    """The arguments of a call contradict each other or the op."""
+class InvalidInputError(LayerZeroError, ValueError, RuntimeError):
+    """The arguments of a call contradict each other or the op.
+
+    A RuntimeError too: that is what torch raises for such arguments, so code that handles torch's handles this one.
+    """
 
 
 class UnknownNameError(LayerZeroError, LookupError):

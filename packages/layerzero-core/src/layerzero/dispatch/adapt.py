@@ -7,6 +7,7 @@ composed once, at bind time. They read shapes when they run, so one bound plan s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from layerzero.dispatch.pages import casting_pages
 from layerzero.model.context import Context
+from layerzero.model.folding import fold, unfold
 from layerzero.model.masks import dense_mask
 
 __all__ = ["adapt"]
@@ -27,6 +29,8 @@ _QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIB
 
 def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
     """Wrap a kernel so that it takes the call's own arguments."""
+    if ctx.folded:
+        return _folding_axes(adapt(fn, replace(ctx, folded=False), names, follow_autocast))
     before: list[Step] = []
     after: list[Finish] = []
     # A mask may be float32 beside half-precision inputs and slopes are always precise: only q, k, v are cast.
@@ -51,6 +55,16 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
     if not before and not after and ctx.autocast is None:
         return fn
     return _composed(fn, tuple(before), tuple(reversed(after)), ctx)
+
+
+def _folding_axes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Around attention of four axes: any others, as `F.scaled_dot_product_attention` takes them."""
+
+    def folded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, *rest: Any) -> Any:
+        how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
+        return unfold(run(query, key, value, attn_mask, *rest), how)
+
+    return folded
 
 
 def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: list[Finish]) -> None:
@@ -153,8 +167,11 @@ def _aligned_copy(values: list[Any]) -> None:
 def _unsqueeze(values: list[Any]) -> None:
     for i in (_QUERY, _KEY, _VALUE):
         values[i] = values[i].unsqueeze(1)
-    if getattr(values[_MASK], "ndim", 0) == 3:  # [B, Sq, Sk]
-        values[_MASK] = values[_MASK].unsqueeze(1)
+    mask = values[_MASK]
+    if getattr(mask, "ndim", 0) == 3:  # [B, Sq, Sk]
+        values[_MASK] = mask.unsqueeze(1)
+    elif isinstance(mask, Tensor) and mask.ndim < 2:
+        values[_MASK] = mask.expand(1, mask.shape[0] if mask.ndim else 1)
 
 
 def _squeeze(out: Any) -> Any:

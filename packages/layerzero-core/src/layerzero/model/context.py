@@ -114,6 +114,8 @@ class Context:
     vetoed: frozenset[str] = frozenset()
     # Data pointers are 16-byte aligned.
     aligned_pointers: bool = True
+    # Leading axes are folded into one batch before a kernel sees them (`model.folding`); sizes are the folded ones.
+    folded: bool = False
     # Values that never decide anything, kept for reports only.
     notes: tuple[Reason, ...] = field(default=(), compare=False)
     scale: float | None = field(default=None, compare=False)

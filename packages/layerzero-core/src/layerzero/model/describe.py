@@ -6,6 +6,7 @@ Reads attributes of tensors only; it never touches their data and never imports 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind
+from layerzero.model.folding import Folding, check_mask, folding_of, is_folded
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.reasons import Reason, reason
 
@@ -32,6 +34,7 @@ __all__ = [
     "parse_causal",
     "parse_layout",
     "parse_window",
+    "plain_number",
     "stride_class",
     "stride_class_of",
 ]
@@ -198,16 +201,27 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[str, int]:
+def _dense_strides(dims: dict[str, int], words: Sequence[str]) -> Strides:
+    """The stride class of contiguous tensors of these sizes, as folding leaves them."""
+    kinds = (("num_heads", "seq_len_q", "head_dim"), ("num_kv_heads", "seq_len_k", "head_dim_v"))
+    shapes = [(dims["batch"], *(dims[name] for name in kind)) for kind in kinds]
+    return stride_class_of((shape, True, element_bytes(words[0])) for shape in shapes)
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, folding: Folding | None) -> dict[str, int]:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim not in (3, 4) or tensor.ndim != query.ndim:
-            raise InvalidInputError(
-                f"{name} has rank {tensor.ndim}",
-                code="RANK_INVALID",
-                value=tensor.ndim,
-                limit="4 (or 3) for all of query, key, value",
-            )
-    if query.ndim == 3:  # as in SDPA: [B, S, D], one head
+        rank, limit = tensor.ndim, "2 or more"
+        wrong = folding is None and rank < 2
+        if layout is not Layout.BHSD:
+            limit = "4 (or 3) for all of query, key, value; others with layout BHSD"
+            wrong = rank not in (3, 4) or rank != query.ndim
+        if wrong:
+            raise InvalidInputError(f"{name} has rank {rank}", code="RANK_INVALID", value=rank, limit=limit)
+    if folding is not None:
+        batch, counts = math.prod(folding.lead), (folding.heads, folding.kv_heads, folding.kv_heads)
+        sizes = zip(counts, (query, key, value), strict=True)
+        shapes = [(batch, count, t.shape[-2], t.shape[-1]) for count, t in sizes]
+    elif query.ndim == 3:  # as in SDPA: [B, S, D], one head
         shapes = [(t.shape[0], 1, t.shape[1], t.shape[2]) for t in (query, key, value)]
     elif layout is Layout.BHSD:
         shapes = [tuple(t.shape) for t in (query, key, value)]  # type: ignore[misc]
@@ -222,19 +236,13 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[st
         raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
     if kv_heads != heads_v or seq_k != seq_v:
         raise InvalidInputError(
-            "key and value disagree",
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} disagree",
             code="SHAPE_INVALID",
             value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
             limit="equal heads and length",
         )
-    if dim == 0 or heads == 0 or kv_heads == 0:
-        raise InvalidInputError(
-            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
-        )
-    if heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
-    if seq_k == 0:
-        raise InvalidInputError(code="EMPTY_SEQUENCE", value=f"key {tuple(key.shape)}")
     return {
         "batch": batch,
         "num_heads": heads,
@@ -246,16 +254,16 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> dict[st
     }
 
 
-def _mask_kind(mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str], rank: int) -> MaskKind:
+def _mask_kind(
+    mask: Tensor | None, dims: dict[str, int], dtypes: Sequence[str], rank: int, folding: Folding | None
+) -> MaskKind:
     if mask is None:
         return MaskKind.NONE
     full: tuple[int, ...] = (dims["batch"], dims["num_heads"], dims["seq_len_q"], dims["seq_len_k"])
     if rank == 3:
         full = (full[0], *full[2:])
-    shape = tuple(mask.shape)
-    fits = 2 <= len(shape) <= rank and all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False))
-    if not fits:
-        raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(shape), limit=str(full))
+    # SDPA takes masks of fewer than two axes, but not beside plain 4-D inputs.
+    check_mask(mask, full if folding is None else folding.scores, 2 if rank == 4 and folding is None else 0)
     word = dtype_name(mask)
     if word == "bool":
         return MaskKind.BOOL
@@ -272,10 +280,10 @@ def _check_tensor(value: object, name: str) -> None:
 
 
 def check_dropout(dropout_p: float) -> float:
-    """A probability in [0, 1); NaN and other types are refused."""
-    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+    """A probability in [0, 1]; NaN and other types are refused."""
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p <= 1.0:
         raise InvalidInputError(
-            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="a number in [0, 1)"
+            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="a number in [0, 1]"
         )
     return dropout_p
 
@@ -287,6 +295,17 @@ def check_softcap(softcap: float | None) -> float | None:
             f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
         )
     return softcap
+
+
+def plain_number(value: Any) -> Any:
+    """A numpy scalar, or a tensor of no axes without a gradient, as a Python number; anything else as it is."""
+    if isinstance(value, (int, float)) or value is None:
+        return value
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if getattr(value, "ndim", None) == 0 and getattr(value, "requires_grad", True) is False:
+        return value.item()  # as in SDPA this waits for a device
+    return value
 
 
 def check_scale(scale: float | None) -> None:
@@ -344,15 +363,16 @@ def attention_context(
         parsed = parse_layout(layout)
         if query.ndim == 3 and parsed is Layout.BSHD:
             parsed = Layout.BHSD  # [B, S, D] has no head axis that could lie on either side
-    dims = _sizes(query, key, value, parsed)
+    folding = folding_of(query, key, value) if is_folded(query, key, value, parsed.value) else None
+    dims = _sizes(query, key, value, parsed, folding)
     causal = parse_causal(is_causal)
     if attn_mask is not None and causal is not Causal.NONE:
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
     sides = parse_window(window)
     if special is None:
-        mask = _mask_kind(tensor_mask, dims, words, query.ndim)
+        mask = _mask_kind(tensor_mask, dims, words, query.ndim, folding)
     else:
-        special.check(dims, query.ndim, sides)
+        special.check(dims, query.ndim if folding is None else 4, sides)
         dims |= special.dims()
         mask = MaskKind.BOOL  # what it is written out as
     check_scale(scale)
@@ -378,6 +398,7 @@ def attention_context(
         # Slopes are a bias too: a kernel without a gradient for its mask has none for them.
         "mask_grad": grad and any(t is not None and t.requires_grad for t in (tensor_mask, alibi_slopes)),
         "dropout": dropout_p > 0,
+        "dropout_all": dropout_p == 1,
         "window": sides is not None,
         "softcap": softcap is not None,
         "alibi": alibi_slopes is not None,
@@ -399,8 +420,9 @@ def attention_context(
         needs=frozenset(name for name, needed in needs.items() if needed),
         dtypes=words,
         layout=parsed,
-        rank=query.ndim,
-        strides=stride_class((query, key, value)),
+        rank=query.ndim if folding is None else 4,
+        strides=stride_class((query, key, value)) if folding is None else _dense_strides(dims, words),
+        folded=folding is not None,
         causal=causal,
         mask=mask,
         window=sides,

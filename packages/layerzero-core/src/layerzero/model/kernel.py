@@ -281,8 +281,8 @@ class KernelSpec:
     def _features(self, ctx: Context) -> list[Reason]:
         found: list[Reason] = []
         for need in sorted(ctx.needs - self.features):
-            if need == "tp_invariant":
-                continue  # a field of its own, judged with the modes
+            if need in ("tp_invariant", "dropout_all"):
+                continue  # a field of its own, judged with the modes; a call that is the fallback's alone
             if need.startswith("causal_") and ctx.seq_relation == "equal" and self._computes_causal():
                 continue  # both alignments agree when Sq == Sk
             code = _FEATURE_CODES.get(need, ReasonCode.FEATURE_UNSUPPORTED)

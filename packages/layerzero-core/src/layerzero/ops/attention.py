@@ -19,8 +19,10 @@ from layerzero.model.describe import (
     check_scale,
     check_softcap,
     parse_window,
+    plain_number,
 )
 from layerzero.model.enums import Causal, Layout, OpKind, Platform
+from layerzero.model.folding import fold
 from layerzero.model.masks import MASK_VALUES, ChunkMask
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.near import near_key, remember_edges
@@ -58,13 +60,16 @@ def attention(
     """Scaled dot-product attention by the fastest kernel that is correct here.
 
     query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D] with `layout="BHSD"`; `"BSHD"` swaps axes 1 and 2; 3-D
-    inputs are one head. GQA follows from the head counts. `is_causal=True` is top-left aligned as in SDPA,
+    inputs are one head. With BHSD any rank from 2 and batches that broadcast are taken as by SDPA. GQA follows from
+    the head counts; without keys the result is zeros. `is_causal=True` is top-left aligned as in SDPA,
     `"bottom_right"` as in FlashAttention. `window` is (left, right) keys around the query's position, an int
     means (window, 0). `attn_mask` is a tensor, an `lz.block_mask` or an `lz.chunk_mask`. A fully masked row gives
     zeros. `return_lse=True` gives (out, lse): natural log, float32, [B, Hq, Sq]. `backend` restricts the choice to
     one backend or kernel id. Nested tensors of layout torch.jagged go to `lz.varlen_attention`; the result is one too.
     """
     if scale is not None:
+        if type(scale) is not float:
+            scale = plain_number(scale)
         check_scale(scale)
     hot_key: Any
     try:
@@ -130,9 +135,13 @@ def attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse
                 )
             # The values of these are not in the key, so they are checked at each call.
+            dropout_p = plain_number(dropout_p)
             check_dropout(dropout_p)
             check_softcap(softcap)
             sides = parse_window(window)
+            if dropout_p == 1.0:  # what is left of it is not for every kernel that drops some
+                given = (query, key, value, attn_mask, 1.0, is_causal, scale, window, softcap, alibi_slopes, return_lse)
+                return _cold(None, given, layout, backend)
             return bound.run(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse
             )
@@ -159,6 +168,10 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         hot_key = None  # it shares its key with every bias of its shape, whatever its alignment
         attn_mask, is_causal = _causal_bias(attn_mask, is_causal, query, key, layout)
     sides = parse_window(window)
+    if not isinstance(dropout_p, (int, float)):
+        hot_key, dropout_p = None, plain_number(dropout_p)  # a tensor's key would never be met again
+    if dropout_p == 1.0:
+        hot_key = None  # it shares its key with every other dropout
     args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
     if isinstance(attn_mask, MASK_VALUES):
         return _with_mask_value(args, layout, backend)
@@ -174,7 +187,7 @@ def _with_mask_value(args: tuple[Any, ...], layout: str, backend: str | None) ->
     world = current_world()
     try:
         key = generic_key("attention", args, layout, backend)
-        key = None if key is None else (*key, args[4] != 0.0)
+        key = None if key is None or args[4] == 1.0 else (*key, args[4] != 0.0)
         bound = world.hot.get(key)
     except (RuntimeError, TypeError):  # an option that cannot be hashed
         key = bound = None
@@ -195,7 +208,7 @@ def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout:
         return mask, is_causal
     if is_causal:
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
-    seq = 1 if layout == "BSHD" or query.ndim == 3 else 2
+    seq = 1 if layout == "BSHD" else -2
     sizes, made_for = (query.shape[seq], key.shape[seq]), (mask.seq_len_q, mask.seq_len_kv)
     if sizes != made_for:
         raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(made_for), limit=str(sizes))
@@ -237,7 +250,9 @@ def _vetoed(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: flo
     """
     if ctx.causal is not Causal.NONE and ctx.seq_relation != "equal":
         return frozenset()
-    if ctx.rank == 4 and ctx.layout is Layout.BSHD:
+    if ctx.folded:
+        _, query, key, value, _ = fold(query, key, value, None)
+    elif ctx.rank == 4 and ctx.layout is Layout.BSHD:
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     elif ctx.rank == 3:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
@@ -300,9 +315,9 @@ register(
             a["key"],
             a["value"],
             _causal_of(a)[0],
-            a["dropout_p"],
+            plain_number(a["dropout_p"]),
             _causal_of(a)[1],
-            a["scale"],
+            plain_number(a["scale"]),
             parse_window(a["window"]),
             a["softcap"],
             a["alibi_slopes"],

@@ -33,11 +33,14 @@ class Filtered(NamedTuple):
 
 
 def is_empty(ctx: Context) -> bool:
-    """Whether a call has nothing to compute: a zero-size batch or query. Its result is defined, and empty."""
-    return any(value == 0 for name, value in ctx.dims if name in _COUNTS)
+    """Whether a call has nothing to compute: a zero-size batch or query, no keys. Its result is defined."""
+    counts = _ATTENTION if ctx.op == "attention" else _COUNTS
+    return any(value == 0 for name, value in ctx.dims if name in counts) or "dropout_all" in ctx.needs
 
 
 _COUNTS = frozenset({"batch", "seq_len_q", "rows", "tokens"})
+# Nothing attends nothing: no heads, keys or head_dim are as defined as no queries.
+_ATTENTION = _COUNTS | {"num_heads", "num_kv_heads", "seq_len_k", "head_dim", "head_dim_v"}
 
 
 def examine(
@@ -62,7 +65,8 @@ def examine(
         verdict = judged(kernel.kernel_id, kernel.backend)
         against: list[Reason] = []
         if empty and kernel.kernel_id != fallback_id:
-            against.append(reason("EMPTY_INPUT", ", ".join(f"{name}={size}" for name, size in ctx.dims if size == 0)))
+            nothing = [f"{name}={size}" for name, size in ctx.dims if size == 0] or ["every weight is dropped"]
+            against.append(reason("EMPTY_INPUT", ", ".join(nothing)))
         elif empty and verdict.denied_by is not None:
             against.append(reason("POLICY_DENIED", verdict.denied_by))
         elif not empty and (verdict is not NEUTRAL or not policy.enabled or ctx.backend is not None):

@@ -40,7 +40,8 @@ FORMS: dict[str, Callable[..., Any]] = {}
 def form(function: str, kernel: Callable[..., Any], ctx: Context, steps: list[str]) -> str:
     """The name in `FORMS` of a kernel with these steps before it, for calls such as this one."""
     layout = "" if ctx.layout is None else ctx.layout.value
-    words = (function, str(ctx.rank), layout, ctx.dtype, ctx.autocast or "", ctx.device.device_type, *sorted(steps))
+    rank = "folded" if ctx.folded else str(ctx.rank)
+    words = (function, rank, layout, ctx.dtype, ctx.autocast or "", ctx.device.device_type, *sorted(steps))
     name = "|".join(words)
     if name not in FORMS:
         FORMS[name] = adapt(kernel, ctx, steps, True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.folding import is_folded
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.torch_ops.functions import functions
@@ -75,13 +76,19 @@ def _attention(
 
 def attention(query: Tensor, *rest: Any) -> Tensor:
     """Attention, the output alone."""
-    return ordered(_attention(query, *rest, return_lse=False), query)
+    return _in_order(_attention(query, *rest, return_lse=False), query, rest)
 
 
 def attention_lse(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attention with its log-sum-exp."""
     out, lse = _attention(query, *rest, return_lse=True)
-    return ordered(out, query), lse.contiguous()
+    return _in_order(out, query, rest), lse.contiguous()
+
+
+def _in_order(out: Tensor, query: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    """As `fakes.attention` promises: leading axes that were folded have no order of their own."""
+    key, value, layout = rest[0], rest[1], rest[5]
+    return out.contiguous() if is_folded(query, key, value, layout) else ordered(out, query)
 
 
 def batch_of(

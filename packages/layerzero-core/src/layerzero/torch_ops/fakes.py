@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.folding import folding_of, is_folded
 from layerzero.torch_ops.calls import heads_inside, scheme_of
 
 __all__: list[str] = []
@@ -30,14 +31,25 @@ def _ordered(like: Tensor, last: Any) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Like the query, as wide as the value."""
-    return _ordered(query, value.shape[-1])
+    """Like the query, as wide as the value; where leading axes broadcast, as they do."""
+    # The overload `call` has no layout among its arguments: a graph folds before it calls.
+    if not is_folded(query, key, value, rest[3] if len(rest) > 3 else ""):
+        return _ordered(query, value.shape[-1])
+    return _dense(query, *_result_axes(query, key, value), query.shape[-2], value.shape[-1])
+
+
+def _result_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    how = folding_of(query, key, value)
+    return (*how.lead, how.heads) if how.rank > 2 else ()
 
 
 def attention_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, causal: str, scale: Any, layout: str, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The log-sum-exp is [B, H, Sq] whatever the layout; [B, Sq] for 3-D inputs."""
+    if is_folded(query, key, value, layout):
+        out = attention(query, key, value, attn_mask, causal, scale, layout)
+        return out, _dense(query, *out.shape[:-1], dtype=torch.float32)
     shape = list(query.shape[:-1])
     if len(shape) == 3 and layout == "BSHD":
         shape = [shape[0], shape[2], shape[1]]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError
+from layerzero.model.folding import fold, is_folded, unfold
 from layerzero.model.quant import QuantizedTensor, format_traits
 from layerzero.torch_ops.calls import CAUSAL, batch_of
 
@@ -55,6 +56,10 @@ def attend(
     return_lse: bool = False,
 ) -> Any:
     """Attention in any layout and rank, with dropout and log-sum-exp."""
+    if is_folded(query, key, value, layout):
+        how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
+        rest = (attn_mask, causal, scale, layout, window, softcap, alibi_slopes)
+        return unfold(attend(query, key, value, *rest, dropout_p=dropout_p, return_lse=return_lse), how)
     if attn_mask is not None and causal != "none":
         raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
     if layout not in ("BHSD", "BSHD"):
@@ -66,6 +71,10 @@ def attend(
     flat = query.dim() == 3
     if flat:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        while attn_mask is not None and attn_mask.dim() < 2:
+            attn_mask = attn_mask.unsqueeze(0)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
     swapped = layout == "BSHD" and not flat
     if swapped:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -73,6 +82,8 @@ def attend(
     fused = aligned and window is None and softcap is None and alibi_slopes is None and not return_lse
     if causal != "none" and scale is not None and scale <= 0:
         fused = False  # torch's fused kernels mask before they scale
+    if dropout_p == 1.0:
+        fused = False  # nor do all of them take it
     if fused and query.dtype == key.dtype and query.dtype == value.dtype:
         out, lse = _sdpa(query, key, value, attn_mask, dropout_p, causal != "none", scale), None
     else:

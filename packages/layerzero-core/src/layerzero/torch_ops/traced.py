@@ -25,6 +25,7 @@ from torch.nn.attention import bias as _bias  # not its names: this may run whil
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.describe import check_window_fits
+from layerzero.model.folding import fold, is_folded, unfold
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.quant import QuantizedTensor
@@ -83,6 +84,16 @@ def attention(
     if query.is_nested or key.is_nested or value.is_nested:
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
         return nested_attention(varlen_attention, given, layout, backend)
+    number: Any = scale
+    if isinstance(number, Tensor):
+        scale = number.item()
+    if is_folded(query, key, value, layout):
+        how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
+        found = attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+        return unfold(found, how)
     causal = _causal(is_causal)
     if isinstance(attn_mask, _bias.CausalBias):
         if causal != "none":
