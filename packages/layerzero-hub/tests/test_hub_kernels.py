@@ -202,3 +202,82 @@ def test_kernels_lock_is_what_the_library_reads(bench, victim):
     place = f"pathlib.Path({str(bench.folder / 'kernels.lock')!r})"
     code = f"import pathlib\nvalue = kernels.get_locked_kernel({repo!r}, lockfile={place}).COMPAT"
     assert victim.run(code) == 1
+
+
+# -- 20: what a build says of itself --------------------------------------------------------------------------------
+def described(bench, name: str, *entries, code: str = "import torch\n") -> str:
+    """A locked kernel that brings a layerzero.json of these entries."""
+    body = code + "def rms_norm(x, weight, eps):\n    return x\n\ndef pack(weight):\n    return (weight,)\n"
+    files = {"__init__.py": body.encode(), "layerzero.json": json.dumps({"kernels": list(entries)}).encode()}
+    bench.put(f"org/{name}", build(files, "torch-universal", id=f"_lz_{name}_1"))
+    bench.lock(f"org/{name}")
+    return f"org/{name}"
+
+
+def document(bench):
+    return specs.capabilities(bench.policy, {"schema_version": "1.0", "backend": "hub"})
+
+
+@pytest.mark.fault(20)
+def test_a_descriptor_that_was_changed_in_the_store_says_nothing(bench):
+    repo = described(bench, "rewritten", MAPPING)
+    assert document(bench)["ops"]["rms_norm"]
+    other = json.dumps({"kernels": [{**MAPPING, "capabilities": {"priority": 99, "dtypes": ["float64"]}}]})
+    (bench.build(repo) / "layerzero.json").write_text(other)
+    kernels, problems = specs.survey(bench.policy)
+    assert kernels == {} and [item.code.value for item in problems] == ["HUB_STORE_TAMPERED"]
+
+
+@pytest.mark.fault(20)
+def test_one_bad_descriptor_takes_one_kernel_away(bench):
+    from layerzero.registry.capabilities import load_capabilities
+
+    described(bench, "good", MAPPING)
+    wrong = {**MAPPING, "variant": "wrong", "capabilities": {"dtypes": ["float7"]}}
+    described(bench, "half", MAPPING, wrong, {**MAPPING, "variant": "third", "function": "a b"}, MAPPING)
+    files = {"__init__.py": b"", "layerzero.json": b'{"kernels": 7}'}
+    bench.put("org/bad", build(files, "torch-universal", id="_lz_bad_1"))
+    bench.lock("org/bad")
+    kernels, problems = specs.survey(bench.policy)
+    assert [item.code.value for item in problems] == [
+        "HUB_DESCRIPTOR_INVALID", "HUB_DESCRIPTOR_INVALID", "HUB_POLICY_INVALID"
+    ]  # fmt: skip
+    refused = {name: [item.code.value for item in one.refused] for name, one in kernels.items()}
+    assert refused == {
+        "hub.rms_norm.org-good-v1": [],
+        "hub.rms_norm.org-half-v1": [],
+        "hub.rms_norm.org-half-v1-wrong": ["HUB_DESCRIPTOR_INVALID"],
+    }
+    good = load_capabilities(document(bench)).kernels
+    assert {kernel.kernel_id for kernel in good} == {"hub.rms_norm.org-good-v1", "hub.rms_norm.org-half-v1"}
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("key", ["packer", "function", "predicate", "kernel_id"])
+def test_a_descriptor_names_no_code_outside_its_build(bench, key):
+    described(bench, f"reaching_{key}", {**MAPPING, "capabilities": {key: "os:system"}})
+    kernels, problems = specs.survey(bench.policy)
+    assert kernels == {} and [item.code.value for item in problems] == ["HUB_DESCRIPTOR_INVALID"]
+
+
+@pytest.mark.fault(20)
+def test_names_are_looked_up_in_the_build_alone(bench):
+    from layerzero_hub import bound
+
+    capabilities = {"packer": "pack", "weight_layout": "mine"}
+    described(bench, "inside", {**MAPPING, "capabilities": capabilities})
+    described(bench, "outside", {"op": "rms_norm", "function": "torch.os.system"})
+    bound.remember(specs.table(bench.policy), bench.policy)
+    (entry,) = [one for one in document(bench)["ops"]["rms_norm"] if "inside" in one["kernel_id"]]
+    assert entry["packer"] == "layerzero_hub.bound:w_hub_rms_norm_org_inside_v1"
+    assert bound.w_hub_rms_norm_org_inside_v1(1) == (1,)
+    with bench.refused("HUB_DESCRIPTOR_INVALID") as caught:
+        bound.k_hub_rms_norm_org_outside_v1  # noqa: B018 - the attribute binds when it is asked for
+    assert "leads out of the kernel" in str(caught.value)
+
+
+def test_a_kernel_for_gpus_has_an_entry_that_the_core_reads(bench):
+    from layerzero.registry.capabilities import load_capabilities
+
+    described(bench, "gpu", {**MAPPING, "capabilities": {"platforms": ["cuda"], "min_sm": 80}})
+    assert [kernel.kernel_id for kernel in load_capabilities(document(bench)).kernels] == ["hub.rms_norm.org-gpu-v1"]

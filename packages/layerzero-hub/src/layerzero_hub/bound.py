@@ -1,19 +1,22 @@
 """Where the adapters of hub kernels live: attributes that exist once a kernel is asked for.
 
 `k_<kernel>` is the callable that binding imports: the kernel is verified and loaded at that moment. `p_<kernel>` is its
-predicate: the reasons against it, empty when it may load. Both follow the policy as it was when plugins registered.
+predicate: the reasons against it, empty when it may load. `w_<kernel>` is its packer of weights, where it has one. All
+follow the policy as it was when plugins registered.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from layerzero.model.context import Context
 from layerzero.reasons import Reason
 from layerzero_hub.errors import refuse
 from layerzero_hub.loading import load
+from layerzero_hub.mapping import resolve
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.specs import HubKernel
 
@@ -28,15 +31,17 @@ def remember(kernels: dict[str, HubKernel], policy: HubPolicy) -> None:
     _kernels.clear()
     _kernels.update({kernel.attribute[2:]: kernel for kernel in kernels.values()})
     _policy[:] = [policy]
-    for name in [name for name in globals() if name.startswith(("k_", "p_"))]:
+    for name in [name for name in globals() if name.startswith(("k_", "p_", "w_"))]:
         del globals()[name]
 
 
 def __getattr__(name: str) -> Any:
     kernel = _kernels.get(name[2:])
-    if kernel is None or name[:2] not in ("k_", "p_"):
+    if kernel is None or name[:2] not in ("k_", "p_", "w_"):
         raise AttributeError(f"layerzero_hub.bound has no {name!r}: the kernel is not locked and mapped")
-    return _predicate(kernel) if name.startswith("p_") else _bind(kernel)
+    if name.startswith("p_"):
+        return _predicate(kernel)
+    return _packer(kernel) if name.startswith("w_") else _bind(kernel)
 
 
 def _predicate(kernel: HubKernel) -> Callable[[Context], list[Reason]]:
@@ -49,12 +54,20 @@ def _predicate(kernel: HubKernel) -> Callable[[Context], list[Reason]]:
 def _bind(kernel: HubKernel) -> Callable[..., Any]:
     """Verify, load, and adapt the op's canonical arguments to the function's own."""
     module = load(kernel.repo_id, kernel.version, policy=_policy[0])
-    function: Any = module
-    for part in kernel.mapping.function.split("."):
-        function = getattr(function, part, None)
+    return _adapted(_function(module, kernel.mapping.function, kernel), kernel)
+
+
+def _packer(kernel: HubKernel) -> Callable[..., Any]:
+    """The kernel's own function that packs weights for it."""
+    module = load(kernel.repo_id, kernel.version, policy=_policy[0])
+    return _function(module, kernel.mapping.capabilities["packer"], kernel)
+
+
+def _function(module: ModuleType, name: str, kernel: HubKernel) -> Callable[..., Any]:
+    function = resolve(module, name)
     if not callable(function):
-        raise refuse("HUB_METADATA_INVALID", kernel.repo_id, f"no function {kernel.mapping.function}")
-    return _adapted(function, kernel)
+        raise refuse("HUB_METADATA_INVALID", kernel.repo_id, f"no function {name}")
+    return cast("Callable[..., Any]", function)
 
 
 def _adapted(function: Callable[..., Any], kernel: HubKernel) -> Callable[..., Any]:

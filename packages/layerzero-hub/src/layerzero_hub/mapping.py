@@ -7,7 +7,9 @@
     arguments = ["x", "weight", "eps"]   # canonical arguments of the op, in the function's order
     capabilities = { dtypes = ["float32"], platforms = ["cpu"] }    # as in capabilities.json
 
-A kernel may bring the same entries in `layerzero.json` beside its code (without `repo`); the policy's entry wins.
+A kernel may bring the same entries in `layerzero.json` beside its code (without `repo`); the policy's entry wins. All
+names of functions are looked up in the kernel's own modules: a descriptor says what to call in the build, and nothing
+else can be reached through it. One entry that is wrong takes one kernel away, not its neighbours.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Final
 
-from layerzero_hub.errors import refuse
+from layerzero.reasons import Reason, reason
+from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.names import check_repo_id
 
-__all__ = ["KernelMapping", "parse_descriptor", "parse_mappings"]
+__all__ = ["KernelMapping", "parse_descriptor", "parse_mappings", "resolve"]
 
 _FUNCTION: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*){0,4}\Z")
 _OP: Final = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _KEYS: Final = frozenset(
     {"repo", "version", "op", "function", "variant", "arguments", "keywords", "out", "capabilities"}
 )
+
+_OURS: Final = ("kernel_id", "function", "predicate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +62,47 @@ def parse_mappings(value: object) -> tuple[KernelMapping, ...]:
     return tuple(_entry(item, f"kernels[{index}]", None) for index, item in enumerate(value))
 
 
-def parse_descriptor(data: object, repo: str) -> tuple[KernelMapping, ...]:
-    """The entries a kernel brings itself in `layerzero.json`: `{"kernels": [...]}` without `repo`."""
+def parse_descriptor(data: object, repo: str) -> tuple[tuple[KernelMapping, ...], tuple[Reason, ...]]:
+    """The entries a kernel brings itself in `layerzero.json` (`{"kernels": [...]}` without `repo`), and what is wrong
+    with those that are left out.
+    """
     if not isinstance(data, Mapping) or set(data) != {"kernels"} or not isinstance(data["kernels"], list):
-        raise refuse("HUB_METADATA_INVALID", repo, 'layerzero.json holds {"kernels": [...]} and nothing else')
-    return tuple(_entry(item, f"kernels[{index}]", repo) for index, item in enumerate(data["kernels"][:1000]))
+        raise refuse("HUB_DESCRIPTOR_INVALID", repo, '{"kernels": [...]} and nothing else')
+    found, wrong = [], []
+    for index, item in enumerate(data["kernels"][:1000]):
+        try:
+            entry = _entry(item, f"kernels[{index}]", repo)
+            packer = entry.capabilities.get("packer")
+            if packer is not None and (not isinstance(packer, str) or not _FUNCTION.match(packer)):
+                raise refuse("HUB_POLICY_INVALID", f"kernels[{index}].capabilities.packer", "a function of the kernel")
+            found.append(entry)
+        except HubError as error:
+            cause = error.reasons[0]
+            wrong.append(reason("HUB_DESCRIPTOR_INVALID", repo, f"{cause.value}: {cause.limit}"))
+    return tuple(found), tuple(wrong)
+
+
+def resolve(module: ModuleType, name: str) -> Any:
+    """What `name` (dots between) is in a kernel's module; only modules and classes of the kernel are walked through.
+
+    A kernel imports torch, and through torch everything can be reached: `torch.os.system` is no function of the kernel.
+    """
+    found: Any = module
+    for part in name.split("."):
+        if not _is_inside(found, module.__name__):
+            raise refuse("HUB_DESCRIPTOR_INVALID", module.__name__, f"{name} leads out of the kernel")
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_inside(value: object, identity: str) -> bool:
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    elif isinstance(value, type):
+        name = value.__module__
+    else:
+        return False
+    return name in (identity, f"torch.ops.{identity}") or name.startswith(f"{identity}.")
 
 
 def _entry(data: object, where: str, repo: str | None) -> KernelMapping:
@@ -80,6 +122,9 @@ def _entry(data: object, where: str, repo: str | None) -> KernelMapping:
     capabilities = data.get("capabilities", {})
     if not isinstance(capabilities, Mapping):
         raise refuse("HUB_POLICY_INVALID", f"{where}.capabilities", "a table as in capabilities.json")
+    for key in _OURS:
+        if key in capabilities:
+            raise refuse("HUB_POLICY_INVALID", f"{where}.capabilities.{key}", "follows from the entry, and is not said")
     out = data.get("out", False)
     if not isinstance(out, bool):
         raise refuse("HUB_POLICY_INVALID", f"{where}.out", "true or false")

@@ -78,7 +78,7 @@ class Memory:
     # -- what happened here -----------------------------------------------------------------------------------------
     def is_ours(self, raw: bytes, path: Path) -> bool:
         """Whether `lz hub lock` wrote these very bytes on this machine."""
-        return self._read().get("ours", {}).get(_absolute(path)) == hashlib.sha256(raw).hexdigest()
+        return bool(self._read().get("ours", {}).get(_absolute(path)) == hashlib.sha256(raw).hexdigest())
 
     def remember_signed(self, lock: Lock, path: Path) -> None:
         """Keep the lock that was signed, to show later what changed since."""

@@ -70,13 +70,15 @@ def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     from layerzero_hub.policy import discovered
 
     try:
-        kernels = specs.table(discovered())
+        kernels, problems = specs.survey(discovered())
     except LayerZeroError as error:
         return replace(status, available=False, reasons=error.reasons, fix=error.hint)
+    if not kernels and problems:
+        return replace(status, available=False, kernels=(), reasons=problems, fix=problems[0].hint)
     if not kernels:
         return replace(status, available=False, kernels=(), reasons=(_nothing_locked(),), fix=LOCK_ONE)
     usable = tuple(sorted(name for name, kernel in kernels.items() if not kernel.refused))
-    refused = tuple(reason for kernel in kernels.values() for reason in kernel.refused)
+    refused = (*problems, *(reason for kernel in kernels.values() for reason in kernel.refused))
     fix = refused[0].hint if refused else ""
     return replace(status, available=True, kernels=usable, reasons=refused, fix=fix)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import BackendNotAvailableError
+from layerzero.files import write_whole
 from layerzero_hub import lockfile
 from layerzero_hub.errors import refuse, writing
 from layerzero_hub.lockfile import Lock
@@ -116,7 +117,7 @@ def sign_lock(policy: HubPolicy, private_key: Path, *, raw: bytes | None = None,
     with writing(target.name), _private_copy(path.name, raw, b"") as (copy, made):
         config.set_hashing_config(_hashing(vendor, copy)).sign(copy, made)
         signature = made.read_text(encoding="utf-8")
-        lockfile.write_whole(target, signature)
+        write_whole(target, signature)
     Memory(policy.store_path).remember_signed(lock, path)
     return target
 

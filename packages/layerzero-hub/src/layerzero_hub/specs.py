@@ -7,13 +7,16 @@ predicate that refuses it, with its reason, as long as it may not load.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerzero.reasons import Reason
+from layerzero.errors import CapabilitiesError
+from layerzero.reasons import Reason, reason
+from layerzero.registry.capabilities import load_capabilities
 from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.loading import choose
@@ -22,10 +25,12 @@ from layerzero_hub.mapping import KernelMapping, parse_descriptor
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.store import Store
 
-__all__ = ["HubKernel", "capabilities", "table"]
+__all__ = ["HubKernel", "capabilities", "survey", "table"]
 
 # What is claimed for a function nobody described further: contiguous float32 on a CPU, nothing else.
 _MODEST: Mapping[str, Any] = {"platforms": ["cpu"], "dtypes": ["float32"], "contiguous": True, "priority": 0}
+_ALONE: Mapping[str, Any] = {"schema_version": "1.0", "backend": "hub"}
+_DESCRIPTOR_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,41 +49,72 @@ class HubKernel:
         """The name under which `layerzero_hub.bound` knows it."""
         return "k_" + re.sub(r"[^a-z0-9]", "_", self.kernel_id)
 
+    def entry(self) -> dict[str, Any]:
+        """Its entry of a capabilities document; functions are named in `layerzero_hub.bound` alone."""
+        entry = {**_MODEST, **self.mapping.capabilities}
+        entry["kernel_id"] = self.kernel_id
+        entry["function"] = f"layerzero_hub.bound:{self.attribute}"
+        entry["predicate"] = f"layerzero_hub.bound:p_{self.attribute[2:]}"
+        if isinstance(entry.get("packer"), str) and ":" not in entry["packer"]:
+            entry["packer"] = f"layerzero_hub.bound:w_{self.attribute[2:]}"
+        entry.setdefault("doc", f"{self.repo_id} version {self.version}, {self.digest[:19]}")
+        if "cuda" in entry["platforms"]:
+            entry.setdefault("grid", "library")
+        return entry
+
 
 def table(policy: HubPolicy) -> dict[str, HubKernel]:
     """Kernel id → kernel, of everything that is mapped. A kernel that may not load is there too, with the reasons."""
+    return survey(policy)[0]
+
+
+def survey(policy: HubPolicy) -> tuple[dict[str, HubKernel], tuple[Reason, ...]]:
+    """`table`, and what is wrong with descriptors or entries that gave no kernel."""
     if not policy.enabled or not policy.lock_path.is_file():
-        return {}
+        return {}, ()
     lock = signing.read_lock(policy)
     store = Store(policy.store_path)
     found: dict[str, HubKernel] = {}
+    problems: list[Reason] = []
     for locked in lock.kernels:
         try:
             variant = choose(locked)
         except HubError:
             continue  # a build for other machines
         refused = _refused(policy, store, locked, variant, lock.endpoint)
-        for mapping in _mappings(policy, store, locked, variant):
+        try:
+            mappings, wrong = _mappings(policy, store, locked, variant)
+        except HubError as error:
+            problems += error.reasons
+            continue
+        problems += wrong
+        for mapping in mappings:
             kernel_id = _kernel_id(locked, variant, mapping)
             kernel = HubKernel(kernel_id, mapping, locked.repo_id, locked.version, variant.digest, refused)
             if kernel_id in found:
-                raise refuse("HUB_POLICY_INVALID", "kernels", f"{kernel_id} is mapped twice: give one a `variant`")
-            found[kernel_id] = kernel
-    return found
+                again = f"{kernel_id} is mapped twice: give one a `variant`"
+                problems.append(reason("HUB_POLICY_INVALID", "kernels", again))
+                continue
+            found[kernel_id] = replace(kernel, refused=refused + _wrong_entry(kernel))
+    return found, tuple(problems)
+
+
+def _wrong_entry(kernel: HubKernel) -> tuple[Reason, ...]:
+    """Why the entry would spoil a capabilities document; looked at alone, so that it spoils nothing."""
+    try:
+        load_capabilities({**_ALONE, "ops": {kernel.mapping.op: [kernel.entry()]}})
+    except (CapabilitiesError, TypeError, ValueError) as error:
+        return (reason("HUB_DESCRIPTOR_INVALID", kernel.kernel_id, str(error)[:300]),)
+    return ()
 
 
 def capabilities(policy: HubPolicy, base: Mapping[str, Any]) -> dict[str, Any]:
-    """A capabilities document: `base` (the package's own file) with an entry for each mapped kernel."""
+    """A capabilities document: `base` (the package's own file) with an entry for each mapped kernel that has one."""
     ops: dict[str, list[dict[str, Any]]] = {}
     for kernel in table(policy).values():
-        entry = {**_MODEST, **kernel.mapping.capabilities}
-        entry["kernel_id"] = kernel.kernel_id
-        entry["function"] = f"layerzero_hub.bound:{kernel.attribute}"
-        entry["predicate"] = f"layerzero_hub.bound:p_{kernel.attribute[2:]}"
-        entry.setdefault("doc", f"{kernel.repo_id} version {kernel.version}, {kernel.digest[:19]}")
-        if "cuda" in entry["platforms"]:
-            entry.setdefault("grid_layout", "library")
-        ops.setdefault(kernel.mapping.op, []).append(entry)
+        if any(item.code == "HUB_DESCRIPTOR_INVALID" for item in kernel.refused):
+            continue
+        ops.setdefault(kernel.mapping.op, []).append(kernel.entry())
     return {
         **base,
         "ops": {op: sorted(entries, key=lambda entry: str(entry["kernel_id"])) for op, entries in ops.items()},
@@ -104,19 +140,33 @@ def _refused(
 
 def _mappings(
     policy: HubPolicy, store: Store, kernel: LockedKernel, variant: LockedVariant
-) -> tuple[KernelMapping, ...]:
+) -> tuple[tuple[KernelMapping, ...], tuple[Reason, ...]]:
     said = tuple(
         mapping
         for mapping in policy.kernels
         if mapping.repo == kernel.repo_id and mapping.version in (None, kernel.version)
     )
     if said or "layerzero.json" not in variant.files:
-        return said
+        return said, ()
+    locked = variant.files["layerzero.json"]
+    if locked.size > _DESCRIPTOR_BYTES:
+        raise refuse("HUB_DESCRIPTOR_INVALID", kernel.repo_id, f"larger than {_DESCRIPTOR_BYTES} bytes")
     try:
-        data = json.loads((store.variant_path(variant) / "layerzero.json").read_bytes()[: 2**20])
-    except (OSError, ValueError, RecursionError):
-        return ()
-    return tuple(replace(mapping, version=kernel.version) for mapping in parse_descriptor(data, kernel.repo_id))
+        with open(store.variant_path(variant) / "layerzero.json", "rb") as file:
+            raw = file.read(locked.size + 1)
+    except FileNotFoundError:
+        return (), ()  # not installed: the kernel has nothing to say yet
+    except OSError as error:
+        raise refuse("HUB_STORE_KIND", "layerzero.json", error.strerror or "not readable") from None
+    # What it says decides which functions are called for which op: it is read like code, against its hash.
+    if hashlib.sha256(raw).hexdigest() != locked.sha256:
+        raise refuse("HUB_STORE_TAMPERED", "layerzero.json", "another hash")
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise refuse("HUB_DESCRIPTOR_INVALID", kernel.repo_id, "no JSON") from None
+    found, wrong = parse_descriptor(data, kernel.repo_id)
+    return tuple(replace(mapping, version=kernel.version) for mapping in found), wrong
 
 
 def _kernel_id(kernel: LockedKernel, variant: LockedVariant, mapping: KernelMapping) -> str:

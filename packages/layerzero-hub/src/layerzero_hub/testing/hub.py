@@ -179,7 +179,7 @@ class LoopbackHub:
         repository = self.repositories.get(repo_id)
         if repository is None or revision not in {**repository.branches, **repository.tags}:
             return _error(request, "RevisionNotFound")
-        listed = repository.history.get(revision) or [repository.tags.get(revision)]
+        listed = repository.history.get(revision) or [repository.tags[revision]]
         _json(request, [{"id": commit, "title": "", "message": "", "authors": []} for commit in listed])
 
     def _newest(self, request: Any, repo_id: str, query: str, body: bool) -> None:
