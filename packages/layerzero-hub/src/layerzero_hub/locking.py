@@ -23,6 +23,7 @@ from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, p
 from layerzero_hub.names import check_paths, check_variant
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.probe import Prober
+from layerzero_hub.publisher import check_publisher_signature
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.store import Staging, Store
 
@@ -144,6 +145,8 @@ def _lock_build(
         folder = staging.folder / name
         metadata = check_build(folder, files, f"{repo_id}/{name}", work.policy)
         check_id_free(metadata.id)
+        before = work.known.get((repo_id, kernel.version))
+        check_publisher_signature(folder, files, metadata, f"{repo_id}/{name}", work.policy.publishers, before)
         needs = {}
         for needed, number in metadata.depends:
             dependency = _lock(work, needed, number, repo_id, (*above, repo_id))

@@ -19,6 +19,7 @@ from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LOCK_NAME
 from layerzero_hub.mapping import KernelMapping, parse_mappings
 from layerzero_hub.names import check_repo_id
+from layerzero_hub.publisher import WORKFLOW
 
 __all__ = ["DEFAULT_ENDPOINT", "HubPolicy", "discovered", "from_mapping"]
 
@@ -191,6 +192,15 @@ def _endpoint(key: str, value: object) -> str:
     return text
 
 
+def _publishers(key: str, value: object) -> tuple[str, ...]:
+    found = _texts(key, value)
+    for one in found:
+        if not WORKFLOW.match(one):
+            shape = "https://github.com/OWNER/REPO/.github/workflows/FILE@refs/heads/BRANCH"
+            raise refuse("HUB_POLICY_INVALID", key, f"{one}: the workflow that signs, as {shape}")
+    return found
+
+
 def _token_endpoint(key: str, value: object) -> str:
     text = _endpoint(key, value)
     if not text.startswith("https://"):
@@ -224,7 +234,7 @@ _READ: Final[Mapping[str, Any]] = {
     "needed_libs": _set,
     "signing_keys": _texts,
     "revoked": _set,
-    "publishers": _texts,
+    "publishers": _publishers,
     "token_endpoint": _token_endpoint,
     "lock": _text,
     "store": _text,
