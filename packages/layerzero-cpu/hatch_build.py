@@ -31,13 +31,16 @@ def _builder(root: Path) -> Any:
 
 
 def platform_tag(library: Path, family: str) -> str:
-    """The platforms the library runs on: manylinux where it asks for no newer C library than that."""
+    """The platforms the library runs on: manylinux of the newest C library whose symbols it asks for."""
     here = re.sub(r"[^A-Za-z0-9]", "_", sysconfig.get_platform())
     if here.startswith("linux_"):  # CXX may name a compiler for another processor
         here = f"linux_{family}"
     asked = [tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())]
-    if not here.startswith("linux_") or not asked or max(asked) > OLDEST_GLIBC:
+    if not here.startswith("linux_") or not asked:  # another system, or another C library
         return here
+    if max(asked) > OLDEST_GLIBC:
+        major, minor = max(asked)[:2]
+        return f"manylinux_{major}_{minor}_{family}"
     return f"manylinux_2_17_{family}.manylinux2014_{family}"
 
 

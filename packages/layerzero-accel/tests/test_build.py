@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -114,13 +116,43 @@ def wheel(out: Path, **environ: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(made)
 
 
+GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+
+
+@pytest.mark.fault(32)
 @pytest.mark.needs_package("build", "hatchling")
 @pytest.mark.needs_tool("gcc")
-def test_the_wheel_holds_the_library_and_its_tag_says_so(tmp_path: Path) -> None:
+@pytest.mark.skipif(not GLIBC, reason="manylinux is Linux with glibc")
+def test_the_wheel_holds_the_library_and_is_built_for_manylinux(tmp_path: Path) -> None:
     made = wheel(tmp_path)
-    assert "cp311-abi3-" in str(made.filename)
+    assert re.search(r"-cp311-abi3-manylinux_2_17_\w+\.manylinux2014_\w+\.whl$", str(made.filename))
     assert f"layerzero_accel/{builder.NAME}" in made.namelist()
     assert {"layerzero_accel/native/hot.c", "layerzero_accel/build.py"} <= set(made.namelist())
+
+
+@pytest.mark.fault(32)
+@pytest.mark.needs_package("hatchling")
+@pytest.mark.skipif(not GLIBC, reason="manylinux is Linux with glibc")
+@pytest.mark.parametrize("package", ["accel", "cpu"])
+@pytest.mark.parametrize(
+    ("asked", "tag"),
+    [
+        (b"GLIBC_2.2.5\0GLIBC_2.14\0", "manylinux_2_17_{0}.manylinux2014_{0}"),
+        (b"GLIBC_2.17\0", "manylinux_2_17_{0}.manylinux2014_{0}"),
+        (b"GLIBC_2.9\0GLIBC_2.28\0", "manylinux_2_28_{0}"),
+        (b"no such words", "linux_{0}"),
+    ],
+)
+def test_the_tag_names_the_c_library_the_binary_asks_for(package: str, asked: bytes, tag: str, tmp_path: Path) -> None:
+    file = PACKAGE.parent / f"layerzero-{package}" / "hatch_build.py"
+    spec = importlib.util.spec_from_file_location(f"{package}_hook", file)
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    (tmp_path / "library.so").write_bytes(b"\x7fELF\0" + asked)
+    family = platform.machine()
+    given = (tmp_path / "library.so", *([family] if package == "cpu" else []))
+    assert hook.platform_tag(*given) == tag.format(family)
 
 
 @pytest.mark.needs_package("build", "hatchling")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -61,7 +62,10 @@ def build(out: Path | None = None, *, sanitize: bool = False) -> Path:
     if sys.platform == "darwin":
         link = ["-shared", "-undefined", "dynamic_lookup"]
     elif not sanitize:
-        link += ["-Wl,-s", "-ldl"]
+        link += ["-Wl,-s"]
+        # Since glibc 2.34 dlopen is in the C library itself and this one is empty; before, it is here.
+        glibc = platform.libc_ver()[0] == "glibc"
+        link += ["-Wl,--no-as-needed", "-l:libdl.so.2", "-Wl,--as-needed"] if glibc else ["-ldl"]
     line = [
         *command, *FLAGS, *(SANITIZE if sanitize else ()), f'-DSOURCE_HASH="{source_hash()}"', f"-I{NATIVE}",
         str(NATIVE / "hot.c"), *link, "-o", str(part),

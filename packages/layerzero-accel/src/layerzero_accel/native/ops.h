@@ -5,6 +5,19 @@
 #include <dlfcn.h>
 #include <stdbool.h>
 
+/* By the versions these have had since the first glibc of the processor: the linker would take the newest, 2.34, and the
+ * library would ask for that C library without using anything of it. They are the same functions. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+#define OLDEST(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
+#elif defined(__GLIBC__) && defined(__aarch64__)
+#define OLDEST(name) __asm__(".symver " #name "," #name "@GLIBC_2.17")
+#endif
+#ifdef OLDEST
+OLDEST(dlopen);
+OLDEST(dlsym);
+OLDEST(dlclose);
+#endif
+
 #include "pyabi.h"
 #include "table.h"
 

@@ -163,7 +163,7 @@ def _crypto() -> Any:
     except ImportError:
         raise DispatchTableError(
             "an ed25519 key needs the cryptography package", code="BACKEND_NOT_INSTALLED", value="cryptography",
-            hint="pip install cryptography, or use a shared secret",
+            hint="pip install 'layerzero-core[signing]', or use a shared secret",
         ) from None  # fmt: skip
     return serialization
 

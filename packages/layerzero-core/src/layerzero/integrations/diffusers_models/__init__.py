@@ -30,7 +30,9 @@ def version() -> str:
     try:
         found = importlib.metadata.version("diffusers")
     except importlib.metadata.PackageNotFoundError:
-        raise BackendNotAvailableError(code="BACKEND_NOT_INSTALLED", value="diffusers", limit="diffusers") from None
+        raise BackendNotAvailableError(
+            code="BACKEND_NOT_INSTALLED", value="diffusers", limit="'layerzero-core[diffusers]'"
+        ) from None
     parts = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if parts < MINIMUM:
         raise BackendNotAvailableError(

@@ -101,7 +101,7 @@ def _tensor(source: InputSource, root: Path | None) -> Tensor:
         from safetensors import safe_open
     except ImportError:
         raise BackendNotAvailableError(
-            "safetensors is not installed", value="safetensors", limit="safetensors"
+            "safetensors is not installed", value="safetensors", limit="'layerzero-core[definitions]'"
         ) from None
     try:
         with safe_open(str(path), framework="pt") as file:
