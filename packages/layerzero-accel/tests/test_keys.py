@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from types import SimpleNamespace
@@ -160,11 +161,15 @@ def test_what_is_no_plain_word_has_no_key(native: Any, value: Any) -> None:
     assert native.key("gelu_and_mul", (torch.empty(2, 8), value, None), None) is None
 
 
-@pytest.mark.parametrize("eps", [True, "1e-6", None, 1e-6, 1, float("nan"), complex(1), torch.tensor(1e-6)], ids=repr)
-def test_numbers_are_keyed_by_type_and_nothing_else_is_a_number(native: Any, eps: Any) -> None:
+@pytest.mark.fault(10)
+@pytest.mark.parametrize(
+    "eps", [True, "1e-6", None, 1e-6, 1, float("nan"), float("-inf"), complex(1), torch.tensor(1e-6)], ids=repr
+)
+def test_finite_numbers_are_keyed_by_type_and_nothing_else_is_a_number(native: Any, eps: Any) -> None:
     key = native.key("rms_norm", (torch.empty(2, 8), torch.empty(8), eps, None), None)
-    assert (key is not None) == (eps is None or type(eps) in (int, float))
-    if type(eps) is float:
+    finite = type(eps) is int or (type(eps) is float and math.isfinite(eps))
+    assert (key is not None) == (eps is None or finite)
+    if type(eps) is float and finite:
         assert key == native.key("rms_norm", (torch.empty(2, 8), torch.empty(8), 0.5, None), None)
 
 

@@ -442,8 +442,9 @@ def test_a_damaged_row_is_ignored_and_rebuilt(db):
     assert db.prune() == 1 and db.all() == [one]
 
 
-def test_a_file_that_is_no_database_is_set_aside(tmp_path):
+def test_a_file_that_is_no_database_is_set_aside_at_our_own_place(tmp_path, monkeypatch):
     path = tmp_path / "perf.db"
+    monkeypatch.setattr("layerzero.perfdb.store.default_path", lambda: path)
     path.write_text("this is a diary, not a database\n" * 100)
     db = PerfDB(path)
     assert db.find("attention", "b") == []
@@ -452,13 +453,43 @@ def test_a_file_that_is_no_database_is_set_aside(tmp_path):
     assert "kept as" in db.problems[0].message
 
 
+def diary(path):
+    path.write_text("this is a diary, not a database\n" * 100)
+
+
+def accounts(path, version=0):
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as raw:
+        raw.execute("CREATE TABLE accounts (name, balance)")
+        raw.execute("INSERT INTO accounts VALUES ('mine', 7)")
+        raw.execute(f"PRAGMA user_version = {version}")
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize(
+    "foreign",
+    [diary, accounts, lambda path: accounts(path, 1), lambda path: accounts(path, 2), lambda p: accounts(p, 99)],
+)
+def test_a_file_of_something_else_is_neither_moved_nor_changed(tmp_path, foreign):
+    path = tmp_path / "notes.db"
+    foreign(path)
+    before = path.read_bytes()
+    db = PerfDB(path)
+    assert db.find("attention", "b") == [] and db.all() == [] and len(db) == 0
+    with pytest.raises(CacheCorruptionError) as caught:
+        db.put([sample()])
+    assert caught.value.code == "PERF_FILE_FOREIGN"
+    assert [why.code for why in db.problems] == ["PERF_FILE_FOREIGN"]
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_database_of_a_later_version_is_left_alone_on_disk(tmp_path):
     path = tmp_path / "perf.db"
+    PerfDB(path).put([sample()])
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as raw:
         raw.execute("CREATE TABLE future (x)")
         raw.execute("PRAGMA user_version = 99")
     db = PerfDB(path)
-    assert db.find("attention", "b") == []
+    assert db.find("attention", "other") == []
     (kept,) = tmp_path.glob("perf.db.corrupt-*")
     with contextlib.closing(sqlite3.connect(kept)) as raw:
         assert raw.execute("PRAGMA user_version").fetchone() == (99,)

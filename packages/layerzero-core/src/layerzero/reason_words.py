@@ -314,6 +314,7 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "CANARY_SHADOW": (_C.SELECTION, "a canary: runs in shadow until {limit} comparisons with the kernel in charge were good", "it is promoted when all were good; take it out of canary.kernels to use it now"),
     "CANARY_FAILED": (_C.HEALTH, "a canary that did not hold: {value}", "look into it, then take it out of canary.kernels or deny it"),
     "NATIVE_KERNELS_MISSING": (_C.BACKEND, "the package was installed without its compiled kernels: {value}", "install g++ or clang++, then run: python -m layerzero_cpu.build"),
+    "PERF_FILE_FOREIGN": (_C.CACHE, "{value} was written by something else and stays as it is", "name another file in LAYERZERO_PERFDB or perfdb.path"),
     "PLAN_KEY_PUBLIC": (_C.PLAN, "the key {value} is or may be a public key, and no shared secret: {limit}", "name an ed25519 key in PEM form, or a secret of 16 bytes or more that only its owner can read (chmod 600)"),
     "HUB_LOCK_EXPIRED": (_C.HUB, "the lock expired on {value}", "look at the kernels, then renew it: `lz hub lock`, and `lz hub sign` where it is signed"),
     "HUB_LOCK_UNNAMED": (_C.HUB, "the unsigned lock {value} merely lies in the working directory", "name it in hub.lock of a user-level or explicitly named policy file, or sign it with a key of hub.signing_keys"),

@@ -138,6 +138,8 @@ static inline int add_parameter(const Op *op, Call *c, int i)
     case NUMBER:
         if (TYPE(value) != &PyFloat_Type && TYPE(value) != &PyLong_Type && value != Py_None)
             return 0;
+        if (TYPE(value) == &PyFloat_Type && !isfinite(PyFloat_AsDouble(value)))
+            return 0; /* refused, in Python */
         c->key.words[c->key.length++] = TYPE(value) == &PyFloat_Type ? 1 : value == Py_None ? 3 : 2;
         return 1;
     case WORD:

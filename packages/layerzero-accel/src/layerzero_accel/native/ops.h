@@ -27,7 +27,7 @@ OLDEST(dlclose);
 enum Kind {
     TENSOR = 'T',   /* a plain tensor */
     MAYBE = 'O',    /* a plain tensor or None */
-    NUMBER = 'N',   /* a float or an int, by type; or None */
+    NUMBER = 'N',   /* a finite float or an int, by type; or None */
     WORD = 'W',     /* None, True, False or a str, by identity */
     FINITE = 'F',   /* None or a finite float, not keyed */
     ZERO = 'Z',     /* 0.0 */

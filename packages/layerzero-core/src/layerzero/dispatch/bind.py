@@ -17,10 +17,11 @@ from torch import Tensor
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES, stream_capturing
-from layerzero.errors import BackendNotAvailableError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
+from layerzero.model.overlap import overlapping
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.quarantining import first_run
 from layerzero.runtime.state import state
@@ -28,7 +29,7 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.isolation import apart
 from layerzero.selection.world import World
 
-__all__ = ["Bound", "GuardFailed", "bind", "resolve"]
+__all__ = ["Bound", "GuardFailed", "bind", "resolve", "twice_in_place"]
 
 
 class GuardFailed(Exception):
@@ -165,6 +166,8 @@ def bind(
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
     run = adapt(fn, decision.context, plan.transforms, spec.autocast)
+    if spec.mutates is not None and "inplace" in decision.context.needs:
+        run = _apart(run)
     if (
         kernel.pointer_alignment is not None
         and "aligned_copy" not in plan.transforms
@@ -234,6 +237,27 @@ def _aligned(run: Callable[..., Any], bytes_: int) -> Callable[..., Any]:
             if isinstance(item, Tensor) and item.data_ptr() % bytes_:
                 raise GuardFailed
         return run(*args)
+
+    return checked
+
+
+def twice_in_place() -> InvalidInputError:
+    """The error for two arguments that lie in the same memory and would both be written."""
+    return InvalidInputError(
+        "q and k share memory, so both cannot be rotated in place",
+        code="INPLACE_UNSUPPORTED",
+        value="q and k share memory",
+        limit="tensors that lie apart",
+    )
+
+
+def _apart(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Where tensors lie is no part of a key: a call that writes into both looks each time."""
+
+    def checked(first: Any, second: Any, *rest: Any) -> Any:
+        if second is not None and overlapping(first, second):
+            raise twice_in_place()
+        return run(first, second, *rest)
 
     return checked
 

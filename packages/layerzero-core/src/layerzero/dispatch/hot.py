@@ -23,6 +23,7 @@ HOT_LIMIT = 16_384
 _grad_enabled = torch.is_grad_enabled
 _BY_VALUE = frozenset({type(None), bool, str})
 _BY_TYPE = frozenset({int, float})
+_NOT_FINITE = "not finite"  # never met by a call that is right: its own key leads to the checks of the cold path
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
@@ -55,7 +56,7 @@ def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str |
         if kind in _BY_VALUE:
             parts.append(item)
         elif kind in _BY_TYPE:
-            parts.append(kind)
+            parts.append(kind if item - item == 0 else _NOT_FINITE)
         elif isinstance(item, Tensor):
             parts.append(
                 (kind, item.shape, item.dtype, item.is_cpu or ~item.get_device(), item.is_contiguous() or item.stride())

@@ -48,6 +48,8 @@ class PagedBatch:
     max_query_len: int = field(init=False, repr=False)
     max_context_len: int = field(init=False, repr=False)
     is_decode: bool = field(init=False, repr=False)
+    # What `check_page_numbers` has looked at, for the layers that follow.
+    _looked_at: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._count()
@@ -93,6 +95,23 @@ class PagedBatch:
         self._count()
         for plan in self.plans.values():
             plan.replan(self)
+
+    def check_page_numbers(self, page_size: int, blocks: int) -> None:
+        """Refuse page numbers in use outside 0 … blocks - 1, where looking costs no wait: on the CPU."""
+        tables = self.block_tables
+        if not tables.is_cpu or tables.numel() == 0:
+            return
+        version = None if tables.is_inference() else tables._version
+        looked_at = (version, page_size, blocks, self.context_lens_host)
+        if version is not None and self._looked_at == looked_at:
+            return
+        lowest, highest = (int(item) for item in tables.aminmax())
+        if lowest < 0 or highest >= blocks:
+            for row, length in enumerate(self.context_lens_host):  # places beyond a context may hold anything
+                for number in tables[row, : -(-length // page_size)].tolist():
+                    if not 0 <= number < blocks:
+                        raise _invalid(f"page {number} of row {row}", f"pages 0 to {blocks - 1} of the cache")
+        object.__setattr__(self, "_looked_at", looked_at)
 
     def page_indices(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same batch as FlashInfer plans it: (indptr [B + 1], indices, last_page_len [B]), int32.

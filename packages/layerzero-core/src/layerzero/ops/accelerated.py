@@ -1,9 +1,9 @@
 """The public functions that have a C form (`layerzero-accel`), and what it must know of each of them.
 
-One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a number by type, W a word or flag
-by value, F a finite scale that is not keyed, Z zero, A None, I not looked at. Any other value takes the path in Python,
-which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. An op may be
-named below only if its function does nothing but dispatch.
+One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a finite number by type, W a word
+or flag by value, F a finite scale that is not keyed, Z zero, A None, I not looked at. Any other value takes the path in
+Python, which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. An op
+may be named below only if its function does nothing but dispatch.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _rescue(spec: OperationSpec) -> Callable[..., Any]:
 
 
 def rms_norm_key(x: Any, weight: Any, backend: str | None) -> tuple[Any, ...]:
-    """The key `lz.rms_norm` writes out by hand for a call with a weight."""
+    """The key `lz.rms_norm` writes out by hand for a call with a weight and a finite eps."""
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return ("rms_norm", *describe_tensor(x), *describe_tensor(weight), backend, *mode_key(grad))
+    return ("rms_norm", *describe_tensor(x), *describe_tensor(weight), backend, True, *mode_key(grad))
 
 
 def attention_key(args: tuple[Any, ...], layout: str | None, backend: str | None) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
@@ -78,6 +79,8 @@ def _check_pages(ckv_cache: Any, batch: Any) -> None:
             value=f"context of {batch.max_context_len}",
             limit=f"{rows} pages of {page}",
         )
+    if batch.block_tables.is_cpu and modes.plain((batch.block_tables,)):
+        batch.check_page_numbers(page, ckv_cache.shape[0])
 
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:

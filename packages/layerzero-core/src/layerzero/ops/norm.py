@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
             weight.is_cpu or ~weight.get_device(),  # type: ignore[union-attr]
             weight.is_contiguous() or weight.stride(),  # type: ignore[union-attr]
             backend,
+            eps - eps == 0.0,  # of values only whether they are finite: what is not is refused when it is described
             _grad_enabled() and (x.requires_grad or weight.requires_grad),  # type: ignore[union-attr]
             autocast_key() if _any_autocast() else False,
             _deterministic(),
@@ -83,6 +85,8 @@ def norm_context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) 
     eps = call.args[-1]
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise InvalidInputError(code="TYPE_INVALID", value=f"eps: {type(eps).__name__}", limit="a number")
+    if not math.isfinite(eps):
+        raise InvalidInputError(f"eps is {eps}", code="VALUE_INVALID", value=str(eps), limit="a finite number")
     hidden = x.shape[-1] if x.ndim else 0
     for name in ("weight", "bias"):
         expect_shape(others.get(name), name, (hidden,))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
@@ -124,6 +125,8 @@ def _check_pages(key_cache: Any, batch: PagedBatch, layout: Any) -> None:
             value=f"context of {batch.max_context_len}",
             limit=f"{batch.block_tables.shape[1]} pages of {page}",
         )
+    if batch.block_tables.is_cpu and modes.plain((batch.block_tables,)):
+        batch.check_page_numbers(page, key_cache.shape[0])
 
 
 def _check_index_dtypes(batch: PagedBatch) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch import modes
+from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
 from layerzero.model.enums import Layout, OpKind
 from layerzero.model.op import Call, OperationSpec
+from layerzero.model.overlap import overlapping
 from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
@@ -111,6 +114,8 @@ def rotary_context(
         _check_positions(position_ids, batch, seq, cos.shape[-2])
     if inplace and any(t is not None and _overlaps(t) for t in (q, k)):
         raise InvalidInputError("an expanded tensor cannot be rotated in place", code="INPLACE_UNSUPPORTED")
+    if inplace and k is not None and (k is q or (modes.plain((q, k)) and overlapping(q, k))):
+        raise twice_in_place()
     if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
         raise InvalidInputError("a leaf that needs a gradient cannot be rotated in place", code="INPLACE_UNSUPPORTED")
     needs = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch import modes
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
@@ -16,7 +17,7 @@ from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_rank, expect_tensor, simple_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
-__all__ = ["check_filters", "check_param", "sample", "sample_topk", "sample_topp"]
+__all__ = ["check_filters", "check_generator", "check_param", "sample", "sample_topk", "sample_topp"]
 
 Number = float | Tensor
 
@@ -93,12 +94,13 @@ def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
 
 
 def check_param(value: Any, name: str, low: float, high: float) -> None:
-    """Values are not in hot keys, so scalars are checked at each call; tensors are the caller's to keep in range."""
+    """Values are not in hot keys, so they are checked at each call; tensors only on the CPU, where nobody waits."""
     kind = type(value)
     whole = name in ("k", "top_k")
     if (kind is int or (kind is float and not whole)) and low <= value <= high and value != math.inf:
         return  # nearly every call
     if isinstance(value, Tensor):
+        _check_rows(value, name, low, high)
         return
     if (
         not isinstance(value, int if whole else (int, float))
@@ -114,7 +116,47 @@ def check_param(value: Any, name: str, low: float, high: float) -> None:
         )
 
 
-def _describer(op: str) -> Callable[[Call], Context]:
+def _check_rows(values: Tensor, name: str, low: float, high: float) -> None:
+    if not modes.plain((values,)) or not values.is_cpu:
+        return  # on a device looking would mean waiting: there they are the caller's to keep in range
+    wrong = ~((values >= low) & (values <= high))  # NaN is in no range
+    if wrong.any():
+        found = values[wrong].flatten()[0].item()
+        raise InvalidInputError(
+            f"{name} holds {found}", code="VALUE_INVALID", value=str(found), limit=f"numbers in [{low}, {high}]"
+        )
+
+
+def check_generator(generator: Any, logits: Tensor) -> None:
+    """Refuse what is no generator, and one of another device than the logits."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        shown = f"generator: {type(generator).__name__}"
+        raise InvalidInputError(code="TYPE_INVALID", value=shown, limit="a torch.Generator or None")
+    if generator.device.type != logits.device.type and logits.device.type != "meta":
+        shown = f"generator on {generator.device}, logits on {logits.device}"
+        raise InvalidInputError(code="DEVICE_MIXED", value=shown)
+
+
+_RANGES = {
+    "k": (1, math.inf),
+    "p": (0.0, 1.0),
+    "top_k": (1, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "temperature": (0.0, math.inf),
+}
+
+
+def _check_values(names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    """What the public function checks at each call, for plans and for calls whose kernel raised."""
+    for name, value in zip(names, args, strict=True):
+        if name in _RANGES and (value is not None or name not in ("top_k", "top_p", "min_p")):
+            check_param(value, name, *_RANGES[name])
+
+
+def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
     def describe(call: Call) -> Context:
         logits = expect_tensor(call.args[0], "logits")
         expect_rank(logits, "logits", (2,))
@@ -123,6 +165,8 @@ def _describer(op: str) -> Callable[[Call], Context]:
             raise InvalidInputError(
                 "logits have no vocabulary", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[B, V >= 1]"
             )
+        check_generator(call.args[-1], logits)
+        _check_values(names, call.args)
         params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
         for name, item in params.items():
             if tuple(item.shape) != (batch,):
@@ -156,7 +200,7 @@ def _op(name: str, function: Callable[..., Tensor], arguments: tuple[str, ...]) 
                 arguments=arguments,
                 input_kinds=kinds,
                 output_kind="ids",
-                describe=_describer(name),
+                describe=_describer(name, arguments),
                 fallback_impl=reference(f"layerzero.backends.reference.sampling:{name}"),
                 fallback_id=f"reference.{name}.plain",
                 random=lambda args: True,

@@ -16,7 +16,7 @@ from layerzero.model.describe import check_floating
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero.ops.sampling import Number, check_filters, check_param
+from layerzero.ops.sampling import Number, check_filters, check_generator, check_param
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 from layerzero.ops.trees import checked_parents
 
@@ -170,6 +170,7 @@ def _describe_judged(op: str) -> Any:
         needs = {"greedy"} if greedy else set()
         if draft_probs is None:
             needs.add("no_draft_probs")
+        check_generator(generator, target)
         if generator is not None:
             needs.add("generator")
         others = {"draft_ids": ids, "draft_probs": draft_probs, "parents": parents}

@@ -8,8 +8,10 @@ from typing import Any
 
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, checksum_of
 
-__all__ = ["COLUMNS", "VERSION", "as_before", "create", "from_row", "migrate", "to_row"]
+__all__ = ["COLUMNS", "VERSION", "as_before", "create", "from_row", "is_ours", "migrate", "to_row"]
 
+APPLICATION = int.from_bytes(b"LZpf", "big")
+"""SQLite's application_id, in the first hundred bytes of the file."""
 VERSION = 2
 """1: without `threads`. 2: with it; 0 for the rows of 1, whose keys and checksums stay what they were."""
 
@@ -41,7 +43,14 @@ def create(connection: sqlite3.Connection) -> None:
     keys = "key BLOB PRIMARY KEY, place BLOB NOT NULL"
     connection.execute(f"CREATE TABLE IF NOT EXISTS measurements ({keys}, {body}, crc INTEGER NOT NULL)")
     connection.execute("CREATE INDEX IF NOT EXISTS by_place ON measurements (place)")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def is_ours(start: bytes) -> bool:
+    """Whether a file that begins so was written here, though it may be damaged now: of five marks two are enough."""
+    marks = (b"SQLite format 3\0", APPLICATION.to_bytes(4, "big"), b"measurements", b"by_place", b"kernel_version")
+    return sum(mark in start for mark in marks) > 1
 
 
 def migrate(connection: sqlite3.Connection) -> None:

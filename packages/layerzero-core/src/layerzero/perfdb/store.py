@@ -2,7 +2,8 @@
 
 One connection per thread and process. A row counts only when its checksum fits; a file that SQLite itself calls
 damaged is set aside whole, what can be read from it is carried over, and work goes on with a fresh one. No damage of
-the file reaches the caller as an exception or as a wrong number.
+the file reaches the caller as an exception or as a wrong number. A file that something else has written is neither
+moved nor changed, wherever a setting names it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import CacheCorruptionError
 from layerzero.perfdb.measurement import Measurement, Platform, place_of
-from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, migrate, to_row
+from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, is_ours, migrate, to_row
 from layerzero.reasons import Reason, reason
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ _INSERT = (
     f"INSERT INTO measurements ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
     f"ON CONFLICT (key) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS[1:])}"
 )
+
+
+_START = 65_536  # bytes that tell whose file it is: the header and the schema of a database are in its first pages
+
+
+class _ForeignFile(sqlite3.DatabaseError):
+    """The path names a file of something else."""
 
 
 def default_path() -> Path:
@@ -80,8 +88,11 @@ class PerfDB:
                 return len(rows)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 if attempt == 2 or not self._damaged(error):
+                    foreign = isinstance(error, _ForeignFile)
                     raise CacheCorruptionError(
-                        f"{self.path.name} cannot be written: {error}", value=str(error)
+                        "" if foreign else f"{self.path.name} cannot be written: {error}",
+                        code="PERF_FILE_FOREIGN" if foreign else None,
+                        value=str(self.path) if foreign else str(error),
                     ) from error
                 self._set_aside(error)
         raise AssertionError("unreachable")
@@ -186,6 +197,8 @@ class PerfDB:
         if held is not None and held[0] == os.getpid() and held[1] == self._identity():
             return held[2]  # type: ignore[no-any-return]
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._foreign():
+            raise _ForeignFile(f"{self.path} was written by something else")
         connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
             connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
@@ -242,13 +255,26 @@ class PerfDB:
 
         A message of SQLite that quotes damaged text cannot even be decoded; that is damage, too.
         """
+        if isinstance(error, _ForeignFile) or self._foreign():
+            return False
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if code == sqlite3.SQLITE_READONLY:  # a flipped bit in the header makes a file read-only, too
             return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
         return code not in _NOT_THE_FILE
 
+    def _foreign(self) -> bool:
+        """Whether something else wrote the file; what lies at our own place in the user's cache is ours."""
+        try:
+            with self.path.open("rb") as file:
+                start = file.read(_START)
+        except OSError:
+            return False  # not there, or a matter for SQLite to speak about
+        return bool(start) and not is_ours(start) and self.path != default_path()
+
     def _note(self, error: BaseException) -> None:
         why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}")
+        if isinstance(error, _ForeignFile):
+            why = reason("PERF_FILE_FOREIGN", str(self.path))
         if why not in self.problems:
             self.problems = (*self.problems, why)
             _log.warning("%s", why)

@@ -11,7 +11,8 @@ from torch import Tensor
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import current_world, describe, ready, recover
-from layerzero.errors import PlanMismatchError
+from layerzero.errors import InvalidInputError, PlanMismatchError
+from layerzero.model.describe import parse_window
 from layerzero.ops.signature import PublicOp, public_op
 
 __all__ = ["plan"]
@@ -20,8 +21,9 @@ __all__ = ["plan"]
 def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..., Any]:
     """Bind a call once; the returned function takes the same arguments and costs next to nothing more than the kernel.
 
-    Unchecked by contract: call it only with tensors of the same shapes, dtypes, strides, device and modes, and
-    the same options. `check=True` (or LAYERZERO_DEBUG) verifies that at each call and raises PlanMismatchError.
+    Unchecked by contract: call it only with tensors of the same shapes, dtypes, strides, device and modes.
+    `check=True` (or LAYERZERO_DEBUG) verifies that at each call and raises PlanMismatchError. Options may be left out
+    or said again; others than it was bound with raise PlanMismatchError, but for numbers it obeys (scale, eps).
     The plan keeps its kernel even when policy changes; a kernel that raises still fails over. Attributes:
     `kernel_id`, `transforms`, `decision`.
     """
@@ -44,6 +46,42 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..
     return planned  # type: ignore[no-any-return]
 
 
+# Numbers that every kernel takes as they come: a plan obeys them.
+_OBEYED = frozenset({"scale", "eps", "temperature"})
+
+
+def _fixed(public: PublicOp, options: dict[str, Any]) -> dict[str, Any]:
+    """The options a plan was bound with, defaults included; what it obeys, and tensors, are not among them."""
+    defaults = {name: p.default for name, p in public.signature.parameters.items() if p.default is not p.empty}
+    tensors = {"attn_mask", "alibi_slopes", "weight", "bias", "generator", "position_ids"}
+    found = {name: item for name, item in (defaults | options).items() if not modes.tensors_of((item,))}
+    return {name: item for name, item in found.items() if name not in _OBEYED and (name not in tensors or item)}
+
+
+def _same_options(op: str, fixed: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse options that were passed and are not those of the plan: its kernel was chosen for those."""
+    for name, value in given.items():
+        if name not in fixed or name == "enable_gqa":  # GQA follows from the head counts
+            continue
+        wanted = fixed[name]
+        if isinstance(value, Tensor) or isinstance(wanted, Tensor) or value is None or wanted is None:
+            alike = (value is None) is (wanted is None)
+        elif name == "dropout_p":
+            alike = (value > 0) is (wanted > 0)
+        elif name == "window":
+            alike = parse_window(value) == parse_window(wanted)
+        else:
+            alike = value is wanted or (type(value) is type(wanted) and bool(value == wanted))
+        if not alike:
+            shown = [f"a {type(item).__name__}" if isinstance(item, Tensor) else item for item in (value, wanted)]
+            raise PlanMismatchError(
+                f"plan for {op}: {name} is {shown[0]!r}, it was bound with {shown[1]!r}",
+                code="PLAN_ARGUMENTS_CHANGED",
+                value=f"{name}={shown[0]!r}",
+                limit=f"{name}={shown[1]!r}",
+            )
+
+
 def _complete(
     public: PublicOp, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], str | None, str | None]:
@@ -62,7 +100,9 @@ def _attention(
     options: dict[str, Any],
 ) -> Any:
     run, spec, planned_layout, planned_backend = bound.run, public.spec, layout, backend
-    _, _, _, _, p, causal, fixed_scale, sides, cap, slopes, lse = canonical
+    _, _, _, mask, p, causal, fixed_scale, sides, cap, slopes, lse = canonical
+    maskless = mask is None
+    fixed = _fixed(public, options) | {"dropout_p": p, "is_causal": causal, "attn_mask": mask}
 
     def planned_attention(
         query: Any,
@@ -74,14 +114,15 @@ def _attention(
         scale: Any = fixed_scale,
         *,
         alibi_slopes: Any = slopes,
-        layout: Any = None,
-        window: Any = None,
-        enable_gqa: Any = None,
-        softcap: Any = None,
-        return_lse: Any = None,
-        backend: Any = None,
+        **given: Any,
     ) -> Any:
-        # The options are those of the plan; they are named here so that the same call is accepted.
+        # The scale is obeyed; all other options are those of the plan, and may be said again.
+        if given or dropout_p is not p or is_causal is not causal or (attn_mask is None) is not maskless:
+            unknown = sorted(given.keys() - public.signature.parameters.keys())
+            if unknown:
+                raise InvalidInputError(code="TYPE_INVALID", value=unknown[0], limit=str(public.signature))
+            given |= {"dropout_p": dropout_p, "is_causal": is_causal, "attn_mask": attn_mask}
+            _same_options(spec.op_id, fixed, given)
         try:
             return run(query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
         except Exception as error:
@@ -101,8 +142,11 @@ def _rms_norm(
 ) -> Any:
     run, spec, planned_backend = bound.run, public.spec, backend
     fixed_eps = canonical[2]
+    weightless = canonical[1] is None
 
-    def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps, *, backend: Any = None) -> Any:
+    def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps, *, backend: Any = planned_backend) -> Any:
+        if backend is not planned_backend or (weight is None) is not weightless:
+            _same_options(spec.op_id, {"backend": planned_backend, "weight": canonical[1]}, locals())
         try:
             return run(x, weight, eps)
         except Exception as error:
@@ -122,8 +166,12 @@ def _general(
     run, spec = bound.run, public.spec
     order = list(public.signature.parameters)
     named = public.canonical is None and order[: len(spec.arguments)] == list(spec.arguments)
+    fixed = _fixed(public, options)
+    leading = next((i for i, name in enumerate(order) if name in fixed), len(order))  # tensors before any option
 
     def planned(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) > leading:
+            _same_options(spec.op_id, fixed, dict(zip(order, args, strict=False)) | kwargs)
         if named and not kwargs and args:
             # The usual call: tensors in place, options as planned.
             values = args + canonical[len(args) :]

@@ -6,8 +6,9 @@ derives a new one at its next use, so a scope can never keep a stale choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -56,17 +57,53 @@ class Scope:
         return derived
 
 
+class _Open:
+    """One block that is open: what it adds, and the scope that was in force when it began."""
+
+    __slots__ = ("adds", "before", "inner")
+
+    def __init__(self, adds: Callable[[Scope | None], Scope]) -> None:
+        self.adds = adds
+        self.before = scope.get()
+        self.inner = adds(self.before)
+
+
+# The blocks that are open here, outermost first.
+_open: ContextVar[tuple[_Open, ...]] = ContextVar("layerzero_open_scopes", default=())
+
+
+@contextmanager
+def _block(adds: Callable[[Scope | None], Scope]) -> Iterator[Scope]:
+    """Run a block in a scope of its own; one that ends before a block inside it takes only itself away."""
+    mine = _Open(adds)
+    _open.set((*_open.get(), mine))
+    scope.set(mine.inner)
+    try:
+        yield mine.inner
+    finally:
+        blocks = _open.get()
+        if mine in blocks:  # else it was begun in another context, which this one knows nothing of
+            place = blocks.index(mine)
+            kept, later = blocks[:place], blocks[place + 1 :]
+            now = mine.before
+            for item in later:
+                item.before, now = now, item.adds(now)
+                item.inner = now
+            _open.set((*kept, *later))
+            scope.set(now)
+
+
 @contextmanager
 def entered(layer: PolicyLayer) -> Iterator[Scope]:
     """Run a block under one more policy layer."""
-    outer = scope.get()
-    table = None if outer is None else outer.table
-    inner = Scope((*(outer.layers if outer is not None else ()), layer), table)
-    token = scope.set(inner)
-    try:
+
+    def adds(outer: Scope | None) -> Scope:
+        if outer is None:
+            return Scope((layer,))
+        return Scope((*outer.layers, layer), outer.table)
+
+    with _block(adds) as inner:
         yield inner
-    finally:
-        scope.reset(token)
 
 
 # (layers of the scope around, table) -> the scope: its World, and with it the hot table, outlives one block.
@@ -76,19 +113,19 @@ _by_table: WeakKeyDictionary[DispatchTable, dict[tuple[PolicyLayer, ...], Scope]
 @contextmanager
 def under_table(table: DispatchTable) -> Iterator[Scope]:
     """Run a block under a dispatch table. The same table in the same surroundings finds its World again, still hot."""
-    outer = scope.get()
-    layers = outer.layers if outer is not None else ()
-    known = _by_table.setdefault(table, {})
-    inner = known.get(layers)
-    if inner is None:
-        if len(known) >= _SURROUNDINGS:
-            known.clear()
-        inner = known[layers] = Scope(layers, table)
-    token = scope.set(inner)
-    try:
+
+    def adds(outer: Scope | None) -> Scope:
+        layers = outer.layers if outer is not None else ()
+        known = _by_table.setdefault(table, {})
+        inner = known.get(layers)
+        if inner is None:
+            if len(known) >= _SURROUNDINGS:
+                known.clear()
+            inner = known[layers] = Scope(layers, table)
+        return inner
+
+    with _block(adds) as inner:
         yield inner
-    finally:
-        scope.reset(token)
 
 
 _SURROUNDINGS = 16

@@ -213,6 +213,10 @@ def rope(
     backend: str | None = None,
 ) -> Any:
     """Twin of `lz.rope`. In place is a copy at the end, which the compiler turns back into a write."""
+    if inplace and k is q:
+        raise InvalidInputError(
+            code="INPLACE_UNSUPPORTED", value="q and k share memory", limit="tensors that lie apart"
+        )
     rest = (cos, sin, interleaved, layout, position_ids, backend)
     canonical = (q, k, cos, sin, interleaved, layout, position_ids, False)
     if chosen("rope", canonical, layout, backend, differentiable(backend, q, k, cos, sin)):
