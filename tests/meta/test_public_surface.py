@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -187,3 +192,92 @@ def test_lazy_names_resolve_in_a_fresh_interpreter():
     module = importlib.import_module("layerzero")
     for name, place in module._LAZY.items():
         assert hasattr(importlib.import_module(place), name)
+
+
+# -- what a type checker sees --------------------------------------------------------------------------------------
+SOURCES = ROOT / "packages" / "layerzero-core" / "src"
+
+
+def definitions(name: str, module: str) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Every definition of a public name in its module: the overloads and the function, or the class."""
+    file = SOURCES.joinpath(*module.split("."))
+    tree = ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any((item.asname or item.name) == name for item in node.names):
+            yield from definitions(name, str(node.module))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and ast.unparse(node.targets[0]) == name:
+            yield from definitions(node.value.id, module)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            yield node
+
+
+def homes() -> dict[str, str]:
+    """Where each public name is defined, as `layerzero/__init__.py` tells a type checker."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse((SOURCES / "layerzero" / "__init__.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {item.name: str(node.module) for item in node.names if item.asname is None}
+    return found
+
+
+@pytest.mark.fault(32)
+@pytest.mark.parametrize("name", sorted(SURFACE - {"__version__"}))
+def test_a_public_function_has_one_result_type(name: str) -> None:
+    found = list(definitions(name, homes()[name]))
+    assert found, f"{name} is not imported under TYPE_CHECKING"
+    if isinstance(found[0], ast.ClassDef):
+        return
+    overloads = [node for node in found if any(ast.unparse(item) == "overload" for item in node.decorator_list)]
+    results = [ast.unparse(node.returns) if node.returns else "nothing" for node in overloads or found]
+    assert not {"nothing", "Any", "Callable[..., Any]"} & set(results)
+    # A result that depends on an argument is told by it: the first of the overloads is the usual call.
+    assert not re.fullmatch(r"Tensor \| tuple\[.*|tuple\[Tensor, Tensor \| None\]", results[0]), results
+
+
+CALLS = {
+    "lz.rms_norm(t)": "Tensor",
+    "lz.attention(t, t, t)": "Tensor",
+    "lz.attention(t, t, t, return_lse=True)": "tuple[Tensor, Tensor]",
+    "lz.attention(t, t, t, return_lse=flag)": "Tensor | tuple[Tensor, Tensor]",
+    "lz.paged_attention(t, t, t, t, t)": "Tensor",
+    "lz.varlen_attention(t, t, t, t, t)": "Tensor",
+    "lz.varlen_attention(t, t, t, t, t, return_lse=True)": "tuple[Tensor, Tensor]",
+    "lz.grouped_attention(t, t, t, t, t, t)": "Tensor",
+    "lz.mla_paged_attention(t, t, t, t, lz.paged_batch(t, t), scale=1.0)": "Tensor",
+    "lz.cross_entropy(t, t)": "Tensor",
+    "lz.rope(t, t, t, t)": "tuple[Tensor, Tensor]",
+    "lz.rope(t, None, t, t)": "tuple[Tensor, None]",
+    "lz.xpos(t, t, t, t)": "tuple[Tensor, Tensor]",
+    "lz.tokenize('a', 'b')": "list[int]",
+    "lz.tokenize(['a'], 'b')": "list[list[int]]",
+    "lz.tokenize(['a'], 'b', padding='longest')": "TokenBatch",
+    "lz.tokenize('a', 'b', return_offsets=True).ids": "list[int]",
+    "lz.detokenize([1], 'b')": "str",
+    "lz.detokenize([[1]], 'b')": "list[str]",
+    "lz.plan('rms_norm', t).kernel_id": "str",
+    "lz.compile(torch.nn.Linear(2, 2), t)": "FrozenModule",
+    "lz.compile(torch.tanh, t)(t)": "Tensor",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.fault(32)
+@pytest.mark.needs_package("mypy")
+def test_mypy_sees_the_result_of_every_public_function(tmp_path: Path) -> None:
+    """From outside, under --strict: no result is Any, and those that depend on an argument are told by it."""
+    names = sorted(SURFACE - {"__version__"})
+    lines = ["import torch", "import layerzero as lz", "t, flag = torch.ones(2), bool(torch.ones(1))"]
+    lines += [f"reveal_type(lz.{name})" for name in names] + [f"reveal_type({call})" for call in CALLS]
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--cache-dir", "build/mypy", "--no-error-summary", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [
+        re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text) for text in re.findall(r'Revealed type is "(.*)"', done.stdout)
+    ]
+    assert len(seen) == len(names) + len(CALLS)
+    untyped = [name for name, text in zip(names, seen, strict=False) if re.search(r"-> (Any|def \(\*Any.*)$", text)]
+    assert untyped == []
+    found = dict(zip(CALLS, seen[len(names) :], strict=True))
+    assert {call: text for call, text in found.items() if text != CALLS[call]} == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -38,6 +38,33 @@ _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _scope = scope.get
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
+    dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
+    window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
+    dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
+    window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
+    dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
+    window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -40,6 +40,30 @@ def grouped_batch(
     three as Python numbers where the caller has them already, which saves a copy from the device.
     """
     return make_grouped_batch(cu_seqlens_q, cu_seqlens_k, kv_lens, host_lens)
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch | Tensor, cu_seqlens_k: Tensor | None = ...,
+    kv_lens: Tensor | None = ..., *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch | Tensor, cu_seqlens_k: Tensor | None = ...,
+    kv_lens: Tensor | None = ..., *, causal: bool = ..., scale: float | None = ..., return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch | Tensor, cu_seqlens_k: Tensor | None = ...,
+    kv_lens: Tensor | None = ..., *, causal: bool = ..., scale: float | None = ..., return_lse: bool,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def grouped_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -18,6 +18,30 @@ from layerzero.ops.signature import PublicOp, dispatch, reference, register
 __all__ = ["CROSS_ENTROPY", "cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum", "none")
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = ..., label_smoothing: float = ...,
+    softcap: float | None = ..., z_loss: float = ..., reduction: str = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = ..., label_smoothing: float = ...,
+    softcap: float | None = ..., z_loss: float = ..., reduction: str = ..., return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = ..., label_smoothing: float = ...,
+    softcap: float | None = ..., z_loss: float = ..., reduction: str = ..., return_lse: bool,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def cross_entropy(

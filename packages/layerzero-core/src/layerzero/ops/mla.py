@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,27 @@ from layerzero.ops.signature import PublicOp, reference, register
 __all__ = ["MLA_PAGED_ATTENTION", "mla_paged_attention"]
 
 _grad_enabled = torch.is_grad_enabled
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, batch: PagedBatch, *, scale: float,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, batch: PagedBatch, *, scale: float,
+    return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def mla_paged_attention(
+    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, batch: PagedBatch, *, scale: float,
+    return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def mla_paged_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -53,6 +53,33 @@ def paged_batch(
     The batch has to live as long as its graph.
     """
     return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture)
+
+
+@overload
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
+    context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
+    window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
+    context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
+    window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
+    context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
+    window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
+    return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def paged_attention(

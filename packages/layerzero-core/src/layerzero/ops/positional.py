@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
+
+
+@overload
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ..., layout: str = ...,
+    position_ids: Tensor | None = ..., inplace: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def rope(
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, interleaved: bool = ..., layout: str = ...,
+    position_ids: Tensor | None = ..., inplace: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, None]: ...  # fmt: skip
 
 
 def rope(

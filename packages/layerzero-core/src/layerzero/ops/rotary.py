@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 from torch import Tensor
 
@@ -14,6 +15,22 @@ from layerzero.ops.positional import rotary_context
 from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["XPOS", "xpos"]
+
+
+@overload
+def xpos(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ..., layout: str = ...,
+    position_ids: Tensor | None = ..., scale_base: float = ..., gamma: float = ..., origin: float = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def xpos(
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, interleaved: bool = ..., layout: str = ...,
+    position_ids: Tensor | None = ..., scale_base: float = ..., gamma: float = ..., origin: float = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, None]: ...  # fmt: skip
 
 
 def xpos(

@@ -7,7 +7,7 @@ may run only where it was proven to give the same ids.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
@@ -22,6 +22,60 @@ from layerzero.runtime.current import now, scope
 __all__ = ["DETOKENIZE", "TOKENIZE", "TokenBatch", "Tokens", "detokenize", "tokenize"]
 
 _scope = scope.get
+
+
+@overload
+def tokenize(
+    text: str, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: Literal[False] = ...,
+    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
+    padding: None = ..., padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
+    backend: str | None = ...,
+) -> list[int]: ...  # fmt: skip
+
+
+@overload
+def tokenize(
+    text: list[str] | tuple[str, ...], tokenizer: Any, *, add_special_tokens: bool = ...,
+    return_offsets: Literal[False] = ..., parse_special: bool = ..., max_length: int | None = ...,
+    truncation_side: Literal["left", "right"] = ..., padding: None = ...,
+    padding_side: Literal["left", "right"] = ..., pad_id: int | None = ..., backend: str | None = ...,
+) -> list[list[int]]: ...  # fmt: skip
+
+
+@overload
+def tokenize(
+    text: str, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: Literal[True],
+    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
+    padding: None = ..., padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
+    backend: str | None = ...,
+) -> Tokens: ...  # fmt: skip
+
+
+@overload
+def tokenize(
+    text: list[str] | tuple[str, ...], tokenizer: Any, *, add_special_tokens: bool = ...,
+    return_offsets: Literal[True], parse_special: bool = ..., max_length: int | None = ...,
+    truncation_side: Literal["left", "right"] = ..., padding: None = ...,
+    padding_side: Literal["left", "right"] = ..., pad_id: int | None = ..., backend: str | None = ...,
+) -> list[Tokens]: ...  # fmt: skip
+
+
+@overload
+def tokenize(
+    text: Any, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: bool = ...,
+    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
+    padding: Literal["longest"] | int, padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
+    backend: str | None = ...,
+) -> TokenBatch: ...  # fmt: skip
+
+
+@overload
+def tokenize(
+    text: Any, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: bool = ...,
+    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
+    padding: Literal["longest"] | int | None = ..., padding_side: Literal["left", "right"] = ...,
+    pad_id: int | None = ..., backend: str | None = ...,
+) -> list[int] | list[list[int]] | Tokens | list[Tokens] | TokenBatch: ...  # fmt: skip
 
 
 def tokenize(
@@ -77,6 +131,24 @@ def tokenize(
     if max_length is not None:
         out = cut(out, max_length, truncation_side, around)
     return out if padding is None else pad(out, padding, padding_side, tokenizer.pad_id if pad_id is None else pad_id)
+
+
+@overload
+def detokenize(
+    ids: list[int], tokenizer: Any, *, skip_special_tokens: bool = ..., backend: str | None = ...,
+) -> str: ...  # fmt: skip
+
+
+@overload
+def detokenize(
+    ids: list[list[int]], tokenizer: Any, *, skip_special_tokens: bool = ..., backend: str | None = ...,
+) -> list[str]: ...  # fmt: skip
+
+
+@overload
+def detokenize(
+    ids: Any, tokenizer: Any, *, skip_special_tokens: bool = ..., backend: str | None = ...,
+) -> str | list[str]: ...  # fmt: skip
 
 
 def detokenize(

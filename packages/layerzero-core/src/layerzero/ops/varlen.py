@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -35,6 +35,33 @@ __all__ = ["VARLEN_ATTENTION", "varlen_attention"]
 _grad_enabled = torch.is_grad_enabled
 _PLAIN = (Tensor, Parameter)
 _ELASTIC = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
+    scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
+    scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
+    scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def varlen_attention(

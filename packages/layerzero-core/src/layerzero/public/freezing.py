@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,7 +19,35 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
     from layerzero.tuning.traffic import Traffic
 
-__all__ = ["compile", "freeze"]
+__all__ = ["FrozenFunction", "FrozenModule", "compile", "freeze"]
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class FrozenFunction(Protocol[Result_co]):
+    """A function whose choices are made, as `lz.compile` gives it."""
+
+    table: DispatchTable
+    traffic: Traffic
+    original: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result_co:
+        """Run it under its table."""
+
+
+@overload
+def freeze(
+    model: nn.Module, *example_inputs: Any, budget: float | None = ..., model_id: str = ...,
+    path: str | os.PathLike[str] | None = ..., device: str | None = ..., **example_options: Any,
+) -> FrozenModule: ...  # fmt: skip
+
+
+@overload
+def freeze(
+    model: Callable[..., Result], *example_inputs: Any, budget: float | None = ..., model_id: str = ...,
+    path: str | os.PathLike[str] | None = ..., device: str | None = ..., **example_options: Any,
+) -> FrozenFunction[Result]: ...  # fmt: skip
 
 
 def freeze(
@@ -46,7 +74,7 @@ def freeze(
         tune(traffic, budget=budget)
     where = probe_device(device or _kind(traffic))
     table = solve(traffic, path, device=where, model_id=model_id or _name(model))
-    return _FrozenModule(model, table, traffic) if isinstance(model, nn.Module) else _frozen(model, table, traffic)
+    return FrozenModule(model, table, traffic) if isinstance(model, nn.Module) else _frozen(model, table, traffic)
 
 
 compile = freeze  # the public name; inside this module the builtin keeps its own
@@ -75,7 +103,7 @@ def _frozen(model: Callable[..., Any], table: DispatchTable, traffic: Traffic) -
     return frozen
 
 
-class _FrozenModule(nn.Module):
+class FrozenModule(nn.Module):
     """The model, run under its table. Parameters are the model's own."""
 
     def __init__(self, original: nn.Module, table: DispatchTable, traffic: Traffic) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,10 +15,24 @@ from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.describe import parse_window
 from layerzero.ops.signature import PublicOp, public_op
 
-__all__ = ["plan"]
+if TYPE_CHECKING:
+    from layerzero.model.decision import Decision
+
+__all__ = ["Plan", "plan"]
 
 
-def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Callable[..., Any]:
+class Plan(Protocol):
+    """A bound call, as `lz.plan` gives it."""
+
+    kernel_id: str
+    transforms: tuple[Any, ...]
+    decision: Decision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it: with the arguments of the op it was made for."""
+
+
+def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     """Bind a call once; the returned function takes the same arguments and costs next to nothing more than the kernel.
 
     Unchecked by contract: call it only with tensors of the same shapes, dtypes, strides, device and modes.

@@ -112,7 +112,7 @@ class JointProcessor:
         if text is None:
             alone: Tensor = attn.to_out[1](attn.to_out[0](out))
             return alone
-        image_out, text_out = out.split((hidden_states.shape[1], text.shape[1]), 1)
+        image_out, text_out = torch.split_with_sizes(out, (hidden_states.shape[1], text.shape[1]), 1)
         if not attn.context_pre_only:
             text_out = attn.to_add_out(text_out)
         return attn.to_out[1](attn.to_out[0](image_out)), text_out

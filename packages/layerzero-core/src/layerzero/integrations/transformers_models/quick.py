@@ -158,7 +158,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     if _c_rope is not None:
         return _c_rope(q, k, cos, sin, layout=layout)  # type: ignore[no-any-return]
     if _compiling():
-        return rope(q, k, cos, sin, layout=layout)  # type: ignore[return-value]
+        return rope(q, k, cos, sin, layout=layout)
     try:
         known, other, number = _tables
         if known is not cos or other is not sin:
@@ -173,7 +173,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
             autocast_key() if _any_autocast() else False, _deterministic(),
         )  # fmt: skip
     except _Odd:
-        return rope(q, k, cos, sin, layout=layout)  # type: ignore[return-value]
+        return rope(q, k, cos, sin, layout=layout)
     return _run(ROPE, key, (q, k, cos, sin, False, layout, None, False), layout)  # type: ignore[no-any-return]
 
 
