@@ -21,6 +21,9 @@ from page_gpu import adapters_section, diffusion_section, kits_section, tests_se
 from page_plans import blocks_section, store_section
 from page_threads import threads_section
 
+from layerzero.tuning.busy import BUSY
+from layerzero.tuning.clock import BEFORE, RULES
+
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 
@@ -126,7 +129,7 @@ def tuned_section(name: str, data: dict[str, Any]) -> str:
         f"## {name}: tuned choice",
         "",
         f"{device}; Python {machine['python']}, torch {machine['torch']}; load before the run {data['load']}; commit "
-        f"`{data['commit']}`; {data['measured']}; {data['method']}. Repeat: `{data['command']}`.",
+        f"`{data['commit']}`; {data['measured']}; {data['method']}. {_rule(data)}Repeat: `{data['command']}`.",
         "",
         "| figure | measured | limit | verdict |",
         "|---|---:|---:|---|",
@@ -157,6 +160,16 @@ def tuned_section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _rule(data: dict[str, Any]) -> str:
+    """What counts as a time; results of before one rule held for all say what held then."""
+    named = dict.fromkeys(row["rule"] for row in [*data["cases"], *data["graph"]] if "rule" in row)
+    busy = sum(row.get("busy", 0.0) > BUSY for row in data["cases"])
+    told = f"{busy} of {len(data['cases'])} cases were measured while others used the machine. " if busy else ""
+    if named:
+        return f"{told}A time, for kernels, torch default and the public call alike: {'; '.join(named)}. "
+    return f"{told}A time: {BEFORE['cuda/eager']}. " if data["machine"]["gpu"] else told
+
+
 def compiled_section(name: str, data: dict[str, Any]) -> str:
     """A Llama block on LayerZero's ops under torch.compile, against the same block in plain torch."""
     machine = data["machine"]
@@ -167,7 +180,8 @@ def compiled_section(name: str, data: dict[str, Any]) -> str:
         f"{device}; Python {machine['python']}, torch {machine['torch']}; load before the run {machine['load']}; "
         f"commit `{data['commit']}`; {data['graph_breaks']} graph breaks. Time ÷ plain torch under torch.compile; "
         f"native: torch's own kernels, written into the graph (limit {data['limit']}); selected: foreign kernels as "
-        f"opaque ops; attention: selected for attention alone. Repeat: `{data['command']}`.",
+        f"opaque ops; attention: selected for attention alone. A time, for all alike: "
+        f"{RULES['cuda/compiled' if machine['gpu'] else 'cpu/compiled']}. Repeat: `{data['command']}`.",
         "",
         "| block | plain torch, µs | native | selected | attention | selected kernel of attention |",
         "|---|---:|---:|---:|---:|---|",

@@ -38,7 +38,7 @@ SMALL_US = 60.0
 METHOD = {
     "cpu": "interleaved rounds, mean of a short batch, median over rounds, warm cache",
     "cuda": "interleaved rounds, CUDA events around each call, L2 overwritten before it, median; "
-    "a kernel shorter than its launch counts as long as the launch",
+    "what is shorter than its launch counts as long as the launch: kernels, torch default and the public call alike",
 }
 
 
@@ -74,8 +74,10 @@ def tune(
             continue
         db.put(found.rows)
         kept.put(
-            stage, name, {"winner": found.winner, "seconds": round(found.seconds, 2), "refused": dict(found.refused)}
-        )
+            stage, name,
+            {"winner": found.winner, "seconds": round(found.seconds, 2), "refused": dict(found.refused),
+             "lost": found.lost, "busy": round(found.busy, 4)},
+        )  # fmt: skip
     state.remeasured()
     return whole
 
@@ -99,7 +101,7 @@ def measured(name: str, ctx: Any, database: Path, seconds: float, mode: str, spr
     from layerzero.cli.contest import compete
 
     errors = _errors(ctx, database)
-    found = compete(name, ctx, seconds=seconds, mode=mode, only=errors, check=False, spread=spread)
+    found = compete(name, ctx, seconds=seconds, mode=mode, only=errors, check=not errors, spread=spread)
     record = found.to_json()
     for kernel, entry in record["kernels"].items():
         if kernel in errors and "us" in entry:
@@ -112,11 +114,12 @@ def _errors(ctx: Any, database: Path) -> dict[str, float]:
     from layerzero.perfdb.bucket import bucket_of
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
-    from layerzero.tuning.measured import holding, mode_of, platform_of
+    from layerzero.tuning.measured import TORCH_DEFAULT, holding, mode_of, platform_of
 
     spec, platform = state.world.ops[ctx.op], platform_of(ctx.device)
     rows = PerfDB(database).find(ctx.op, bucket_of(ctx, spec.elastic), mode_of(ctx.device.device_type))
-    return {row.kernel_id: row.max_error for row in holding(rows, platform) if row.max_error is not None}
+    mine = [row for row in holding(rows, platform) if row.kernel_id != TORCH_DEFAULT]
+    return {row.kernel_id: row.max_error for row in mine if row.max_error is not None}
 
 
 def ratio(record: dict[str, Any]) -> float:

@@ -60,6 +60,22 @@ def no_waiting_for_a_quiet_host() -> Iterator[None]:
     stolen._PAUSES = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def planted_kernels_need_not_hold_against_torch() -> Iterator[None]:
+    """Kernels of tests are slow on purpose, and their times are kept all the same; `held_against_torch` undoes it."""
+    from layerzero.tuning import default
+
+    before, default.CALLING_US = default.CALLING_US, 1e12
+    yield
+    default.CALLING_US = before
+
+
+@pytest.fixture
+def held_against_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is for users: a choice that is slower than torch's own code is not stored."""
+    monkeypatch.setattr("layerzero.tuning.default.CALLING_US", 1.0)
+
+
 class Lab:
     """Registers recording kernels and remembers who ran: by the instrument, not by any report."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import re
@@ -14,11 +15,17 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
+from layerzero.cli import contest
 from layerzero.cli.app import cli
 from layerzero.cli.bench_plot import svg
 from layerzero.cli.calls import context
 from layerzero.cli.contest import Entry, Outcome, compete
 from layerzero.cli.report_data import from_json
+from layerzero.cli.report_page import render
+from layerzero.errors import ConfigurationError
+from layerzero.tuning.busy import Load
+from layerzero.tuning.clock import RULES
+from layerzero.tuning.measured import TORCH_DEFAULT
 
 NORM = ("rms_norm", "--shape", "4,64", "--dtype", "fp32", "--device", "cpu", "--seconds", "0.02")
 
@@ -87,7 +94,6 @@ def test_only_some_kernels_are_timed_when_asked(lab):
 
 
 def test_a_hopeless_one_gets_a_few_samples_only(lab, monkeypatch):
-    from layerzero.cli import contest
     from layerzero.tuning import race
 
     spent = [0]
@@ -109,6 +115,48 @@ def test_a_hopeless_one_gets_a_few_samples_only(lab, monkeypatch):
     found = compete("norm", asked(), seconds=0.05, least=9)
     assert found.kernels["slow.rms_norm.x"].samples == 3
     assert found.kernels["alpha.rms_norm.x"].samples >= 9
+
+
+@pytest.mark.fault(26)
+def test_where_launches_count_they_count_for_everybody(monkeypatch):
+    """On a GPU, run eagerly: every call takes 5 µs of the device, and the host 40 µs to launch it."""
+    from layerzero.tuning import race
+    from layerzero.tuning.launches import with_launches
+
+    names = ("alpha.rms_norm.x", TORCH_DEFAULT, contest.CALL)
+    calls = {name: (lambda: None) for name in names}
+    for module in (contest, race):
+        monkeypatch.setattr(module, "clock_for", lambda device: lambda call, count: 5.0)
+    launched = functools.partial(with_launches, clock=lambda call, count: 40.0, pacer=lambda: 1.0)
+    monkeypatch.setattr(contest, "with_launches", launched)
+    entries = {"alpha.rms_norm.x": Entry(error=0.0)}
+    timed, _ = contest._timed(calls, entries, "cuda", "eager", 0.01, 3)
+    assert {name: timed[name].us for name in names} == dict.fromkeys(names, 40.0)
+    monkeypatch.setattr(contest, "graphed", lambda call: lambda: 5.0)  # a replay has no launches, whoever is replayed
+    timed, _ = contest._timed(calls, entries, "cuda", "graph", 0.01, 3)
+    assert {name: timed[name].us for name in names} == dict.fromkeys(names, 5.0)
+
+
+@pytest.mark.fault(26)
+def test_the_rule_and_a_busy_machine_are_said(lab, monkeypatch, tmp_path: Path):
+    looks = iter([Load(0, 0.0, 0), Load(500, 100.0, 1000)])
+    monkeypatch.setattr(contest, "load", lambda: next(looks))
+    small(lab)
+    found = run(*NORM, "--out", str(tmp_path / "bench.json"))
+    assert "other programs used 40% of the cores meanwhile" in " ".join(found.stdout.split())
+    assert RULES["cpu/eager"] in " ".join(found.stdout.split())
+    data = json.loads((tmp_path / "bench.json").read_text())
+    assert data["cases"][0]["busy"] == 0.4 and data["cases"][0]["rule"] == RULES["cpu/eager"]
+    (case,) = from_json(data, "bench.json")
+    page = render([case], {})
+    assert case.busy and "1 of 1 cases were measured while others used the machine" in page
+    assert f"eager: {RULES['cpu/eager']}" in page
+    del data["cases"][0]["rule"], data["cases"][0]["busy"]  # a file of before
+    (older,) = from_json(data, "bench.json")
+    page = render([older], {})
+    assert not older.busy and "others used the machine" not in page and "before one rule held for all" in page
+    with pytest.raises(ConfigurationError, match="busy"):
+        from_json({**data, "cases": [{**data["cases"][0], "busy": "very"}]}, "bench.json")
 
 
 @pytest.mark.req("R-TUNE-09")

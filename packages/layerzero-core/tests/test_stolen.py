@@ -1,4 +1,5 @@
-"""Time that the host gave to others: read as the system counts it, and what was timed meanwhile is timed again."""
+"""Time that the host gave to others: read as the system counts it, and what was timed meanwhile is timed again; and
+what other programs took of the cores: said wherever the times are shown."""
 
 from __future__ import annotations
 
@@ -6,11 +7,18 @@ import os
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.tuning import _stolen
+from layerzero.cli.app import cli
+from layerzero.cli.report_data import figures
+from layerzero.cli.report_perfdb import cases_of
+from layerzero.cli.tuning import _busy, _stolen
+from layerzero.perfdb.store import PerfDB
+from layerzero.plans.table_file import load_table
 from layerzero.tuning import stolen
 from layerzero.tuning import trial as trial_module
+from layerzero.tuning.busy import Load, load, others
 from layerzero.tuning.sitting import Outcome
 from layerzero.tuning.stolen import LIMIT, Ticks, calmly, ticks
 from layerzero.tuning.traffic import Recorded
@@ -90,3 +98,68 @@ def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
     line = _stolen([Outcome("norm", Recorded(ctx), found)])
     assert line.startswith("1 of 1 calls were timed while the host gave up to 25% of the time to others: norm;")
     assert _stolen([Outcome("norm", Recorded(ctx), told(LIMIT))]) == ""
+
+
+# -- other programs ------------------------------------------------------------------------------------
+@pytest.mark.fault(26)
+def test_what_others_use_is_what_worked_less_what_was_ours():
+    calm = Load(1000, 500.0, 4000)
+    assert others(calm, Load(1200, 700.0, 4400)) == 0.0  # it was all ours
+    assert others(calm, Load(1300, 600.0, 4400)) == 0.5
+    assert others(calm, Load(1009, 500.0, 4020)) == 0.0  # a few ticks in a moment are no share
+    assert others(calm, Load(9000, 500.0, 4400)) == 1.0 and others(calm, Load(900, 600.0, 4400)) == 0.0
+    assert others(None, calm) == others(calm, None) == others(calm, calm) == 0.0
+
+
+@pytest.mark.fault(26)
+def test_only_the_cores_of_this_process_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 7 7 7 7 7 7 7 7\ncpu1 10 1 2 90 5 0 1 4 0 0\ncpu2 1 0 0 99 0 0 0 0\n"
+    )
+    found = load(str(stat))
+    assert found is not None and (found.worked, found.total) == (10 + 1 + 2 + 0 + 1 + 4 + 1, 113 + 100)
+    for text in ("", "cpu1 a b c d e f g h\n", "cpu1 1 2 3\n", "intr 5\n"):
+        stat.write_text(text)
+        assert load(str(stat)) is None
+    assert load(str(tmp_path / "absent")) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux counts it")
+def test_this_machine_counts_what_is_ours():
+    before = load()
+    assert before is not None
+    while load().own < before.own + 20:  # works until twenty ticks of it are counted
+        sum(range(10_000))
+    after = load()
+    assert after.worked >= before.worked + 10 and others(before, after) <= 1.0
+
+
+@pytest.mark.fault(26)
+def test_a_busy_machine_is_said_by_tune_in_the_rows_in_the_table_and_in_the_report(monkeypatch, tmp_path):
+    ctx = lz.select("rms_norm", torch.randn(1, 64), torch.ones(64)).context
+    looks = [Load(0, 0.0, 0), Load(500, 100.0, 1000)]
+    monkeypatch.setattr(trial_module, "load", lambda: looks.pop(0))
+    tuned = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
+    (outcome,) = tuned.outcomes
+    assert outcome.trial.busy == 0.4 and outcome.to_json()["busy"] == 0.4
+    line = _busy(tuned.outcomes)
+    assert line.startswith("1 of 1 calls were timed while other programs used up to 40% of the cores: rms_norm")
+    rows = PerfDB(tmp_path / "p.db").all()
+    assert rows and all(row.surroundings.bucket.endswith("/shared") for row in rows)
+    answer = CliRunner().invoke(
+        cli, ["solve", "--database", str(tmp_path / "p.db"), "--device", "cpu", "--out", str(tmp_path / "t.json")]
+    )
+    assert answer.exit_code == 0 and "1 rest on times that were taken while others used the machine" in " ".join(
+        answer.stdout.split()
+    )
+    table = load_table(tmp_path / "t.json")
+    assert [entry.busy for entry in table.entries] == [True] and table.hardware.threads == torch.get_num_threads()
+    (case,) = cases_of(PerfDB(tmp_path / "p.db"))
+    assert case.busy and case.torch_us == outcome.trial.torch.median_us
+    assert figures([case]).to_json()["busy_cases"] == 1
+    # Alone again, and everything is said no more.
+    looks[:] = [Load(0, 0.0, 0), Load(500, 499.0, 1000)]
+    calm = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
+    assert _busy(calm.outcomes) == "" and not cases_of(PerfDB(tmp_path / "p.db"))[0].busy

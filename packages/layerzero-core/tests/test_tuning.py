@@ -12,19 +12,25 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.cli import tuning as tuning_cli
+from layerzero.cli.calls import context as written
+from layerzero.dispatch.run import describe
 from layerzero.errors import InvalidInputError, TuningError
 from layerzero.model.variants import GradientVariant, twins
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
+from layerzero.tuning import baselines, sitting
 from layerzero.tuning import bench as bench_module
 from layerzero.tuning import drift as drift_module
-from layerzero.tuning import sitting
 from layerzero.tuning.clock import cpu_clock, cuda_clock
+from layerzero.tuning.default import maker
 from layerzero.tuning.drift import Watcher, drifted
 from layerzero.tuning.ends import confirmed, far_apart, other_end, tied, weighed, within
+from layerzero.tuning.inputs import build
 from layerzero.tuning.measured import measurements_from
+from layerzero.tuning.neutral import neutral
 from layerzero.tuning.race import Times
 from layerzero.tuning.screen import hopeful, screened
 from layerzero.tuning.traffic import Recorded, Traffic
@@ -158,7 +164,8 @@ def test_a_kernel_does_not_race_against_itself(lab):
     ids = frozenset(item.kernel_id for item in made.kernels)
     found = trial(context(), seconds=0.05, only=ids)
     assert found.times["lab.rms_norm.plain"] == found.times["lab.rms_norm.a_variant"]
-    assert found.winner == "lab.rms_norm.a_variant" and len(found.rows) == 2  # by name, as every tie
+    assert found.winner == "lab.rms_norm.a_variant"  # by name, as every tie
+    assert sorted(row.kernel_id for row in found.rows) == [*sorted(ids), "torch.default"]
     known = {item.kernel_id: item for item in made.kernels}
     assert twins(known) == {"lab.rms_norm.a_variant": "lab.rms_norm.plain"}
     assert twins({"lab.rms_norm.a_variant": made.kernels[1]}) == {}  # alone it runs for itself
@@ -206,6 +213,10 @@ def test_a_kernel_is_as_far_behind_as_on_the_average_of_the_places():
     assert found["a"].median_us == pytest.approx(100.0 * (1.6 * 2.0) ** (1 / 3)) and found["b"] == here["b"]
     assert found["c"] is here["c"] and weighed(here) == here
     assert weighed(here, at(a=80.0, b=50.0))["a"].median_us == pytest.approx(100.0 * 1.6**0.5)
+    # Torch's own code is held against the fastest kernel, and is nobody's measure itself.
+    plain = {"torch.default": Times(96.0, 96.0, 96.0, 0.0, 12)}
+    found = weighed(here | plain, at(a=80.0, b=50.0) | plain)
+    assert found["b"] == here["b"] and found["torch.default"].median_us == pytest.approx(96.0 * (96 / 50) ** 0.5)
 
 
 def test_who_is_far_behind_elsewhere_is_believed_when_seen_twice():
@@ -379,6 +390,114 @@ def test_gradients_are_compared_and_timed_where_they_are_asked_for(bench):
     found = trial(ctx, seconds=0.05)
     assert found.refused["lab.rms_norm.halved"].startswith("gradient")
     assert "lab.rms_norm.fast" in found.times
+
+
+# -- against torch itself ------------------------------------------------------------------------------
+@pytest.fixture
+def plain(monkeypatch, held_against_torch):
+    """Torch's own code for rms_norm takes a millisecond by the clock of the races, long beside what is computed."""
+    code = taking(1e-3)
+    monkeypatch.setitem(
+        baselines._BASELINES, "rms_norm", lambda given: lambda: code(given["x"], given["weight"], given["eps"])
+    )
+
+
+def alone(lab, **milliseconds):
+    """A World in which these kernels are the only ones that may run rms_norm; gives what each of them takes."""
+    made = Bench(lab)
+    kernels = {name: taking(ms * 1e-3) for name, ms in milliseconds.items()}
+    for name, kernel in kernels.items():
+        made.add(f"lab.rms_norm.{name}", kernel, 50)
+    made.publish(deny=["torch", "reference", "cpu", "inductor"])
+    return {name: kernel.state for name, kernel in kernels.items()}
+
+
+@pytest.mark.fault(26)
+def test_torch_itself_races_in_the_same_rounds_and_by_the_same_clock(lab, plain):
+    alone(lab, a=0.9, b=0.95, c=1.7)
+    found = trial(context(), seconds=0.05)
+    assert found.torch is not None and 1_000.0 <= found.torch.median_us < 1_700.0 and not found.lost
+    # Close ones are raced again, together: as many samples of torch's code as of the kernel it is close to.
+    assert found.torch.samples == found.times["lab.rms_norm.a"].samples
+    assert found.choice == found.winner == "lab.rms_norm.a"
+    (row,) = [item for item in found.rows if item.kernel_id == "torch.default"]
+    assert row.median_us == found.torch.median_us and row.max_error is not None
+    assert found.to_json()["stored"] and found.to_json()["torch_us"] == pytest.approx(found.torch.median_us, abs=0.001)
+
+
+@pytest.mark.fault(26)
+def test_a_choice_that_loses_to_torch_is_never_stored_and_what_was_known_stays(lab, plain, tmp_path, monkeypatch):
+    """Tuned when it was quiet, and again while others took the cores that kernels need: 0.63 times torch's speed."""
+    monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
+    takes = alone(lab, a=0.5, b=0.7)
+    tune([context()], seconds=0.05)
+    before = PerfDB(tmp_path / "perf.db").all()
+    assert {row.kernel_id for row in before} == {"lab.rms_norm.a", "lab.rms_norm.b", "torch.default"}
+    takes["a"]["seconds"], takes["b"]["seconds"] = 2.5e-3, 1.6e-3
+    busy = tune([context()], seconds=0.05)
+    (outcome,) = busy.outcomes
+    assert outcome.trial.lost and outcome.trial.choice == "lab.rms_norm.b" and busy.rows == 0
+    assert not outcome.trial.to_json()["stored"]
+    assert sorted(map(str, PerfDB(tmp_path / "perf.db").all())) == sorted(map(str, before))
+    assert lz.which("rms_norm", *call()) == "lab.rms_norm.a"
+    (line,) = tuning_cli._lost(busy.outcomes)
+    assert "torch default took 1" in line and "lab.rms_norm.b" in line and "no time was stored" in line
+    # Without anything known before, nothing is known: no time of the busy moment decides.
+    fresh = tune([context()], seconds=0.05, database=tmp_path / "fresh.db")
+    assert fresh.outcomes[0].trial.lost and PerfDB(tmp_path / "fresh.db").all() == []
+
+
+@pytest.mark.fault(26)
+def test_a_choice_that_lost_for_a_moment_is_raced_again(lab, plain, monkeypatch):
+    takes = alone(lab, a=3.0)
+    races = []
+
+    def passing(self, *given, timed=bench_module.Bench.timed):
+        races.append(takes["a"]["seconds"])
+        found = timed(self, *given)
+        takes["a"]["seconds"] = 0.6e-3  # whoever was there is gone
+        return found
+
+    monkeypatch.setattr(bench_module.Bench, "timed", passing)
+    found = trial(context(), seconds=0.05)
+    assert races == [3e-3, 0.6e-3] and not found.lost and found.times["lab.rms_norm.a"].median_us < 1_000.0
+    takes["a"]["seconds"] = 3e-3
+    beside = trial(context(), seconds=0.05, patient=False)
+    assert beside.lost and len(races) == 3 and not beside.rows  # beside a program that serves there is one look
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize(
+    ("op", "options", "takes_part"),
+    [
+        ("attention", {"q": (2, 9, 4, 16), "k": (2, 9, 2, 16), "layout": "BSHD", "causal": "top_left"}, True),
+        ("attention", {"shape": (1, 2, 24, 16), "causal": "top_left", "window": (5, 0)}, True),
+        ("attention", {"shape": (1, 2, 24, 16), "softcap": 5.0}, False),
+        ("paged_attention", {"q": (3, 4, 16), "k": (12, 4, 2, 16), "context": 14}, True),
+        ("varlen_attention", {"q": (20, 4, 16), "k": (20, 2, 16), "context": 10, "causal": "top_left"}, True),
+        ("rms_norm", {"shape": (5, 32)}, True),
+        ("add_rms_norm", {"shape": (5, 32)}, True),
+        ("layer_norm", {"shape": (5, 32), "bias": True}, True),
+        ("rope", {"q": (1, 7, 4, 16), "k": (1, 7, 2, 16), "layout": "BSHD"}, True),
+        ("silu_and_mul", {"shape": (5, 32)}, True),
+        ("gelu_and_mul", {"shape": (5, 32), "approximate": "tanh"}, True),
+        ("linear", {"shape": (5, 32), "weight": (8, 32), "bias": True}, True),
+        ("linear", {"shape": (5, 32), "weight": (8, 32), "format": "int8", "granularity": "channel"}, False),
+        ("embedding", {}, False),
+    ],
+    ids=lambda item: item if isinstance(item, str) else "",
+)
+def test_torch_itself_takes_part_where_it_gives_what_the_op_gives(op, options, takes_part, built_in):
+    if op == "embedding":
+        assert maker(state.world.ops["rms_norm"], replace(context(), op=op), None) is None
+        return
+    asked = written(op, {**options, "device": "cpu", "dtype": "fp32"})
+    spec, here = state.world.ops[op], state.world.changed()
+    made = build(asked)
+    ctx = describe(spec, made.args, made.layout, None, here)
+    admitted = bench_module.Bench(spec, ctx, lambda: build(asked), neutral(here, jit="off"))
+    admitted.admit(frozenset(item for item in admitted._decision.ranking if item.startswith("reference.")))
+    assert (admitted.plain_error is not None) is takes_part
 
 
 # -- sittings ------------------------------------------------------------------------------------------

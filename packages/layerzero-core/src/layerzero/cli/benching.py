@@ -146,6 +146,8 @@ def _asked(
 
 # -- text -------------------------------------------------------------------------------------------------
 def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> list[Block]:
+    from layerzero.tuning.busy import BUSY
+
     blocks: list[Block] = []
     for outcome in found:
         if blocks:
@@ -153,6 +155,7 @@ def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> lis
         ctx = outcome.context
         place = ctx.device.name or ctx.device.device_type
         blocks += [Line(outcome.name, "bold"), Line(f"{ctx.dtype} on {place}, {outcome.mode}", "dim", indent=2)]
+        blocks.append(Line(f"a time, for all alike: {outcome.rule}", "dim", indent=2, hang=2))
         rows = [(name, entry) for name, entry in outcome.kernels.items()]
         rows.sort(key=lambda row: (row[1].us is None, row[1].us, row[0]))
         shown = [_row(name, entry, outcome) for name, entry in rows]
@@ -164,6 +167,9 @@ def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> lis
         blocks.append(Table(columns, shown, indent=2, right=frozenset({1, 2, 3})))
         if outcome.pace is not None and not outcome.pace.steady:
             words = f"the host's speed changed by {outcome.pace.change:+.0%} meanwhile: ratios hold, times alone do not"
+            blocks.append(Line(words, "yellow", indent=2))
+        if outcome.busy > BUSY:
+            words = f"other programs used {outcome.busy:.0%} of the cores meanwhile: measure again when it is quiet"
             blocks.append(Line(words, "yellow", indent=2))
     for name, why in refused:
         blocks += [Line(), Line(f"{name}: {why}", STYLES["fail"], hang=2)]

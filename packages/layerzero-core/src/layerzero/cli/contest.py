@@ -1,8 +1,9 @@
 """One call, head to head: every kernel that may run it, the public function, and plain torch, in one interleaved race.
 
 `compete` builds real tensors for a context, binds every accepted candidate, holds its result against the reference,
-and times them all in the same rounds. A kernel that raises, is wrong, or cannot be captured stays on the list with
-the reason; it is no contestant.
+and times them all in the same rounds, by one rule (`clock.RULES`): where a launch counts, it counts for kernels, for
+plain torch and for the public function alike. A kernel that raises, is wrong, or cannot be captured stays on the list
+with the reason; it is no contestant.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from layerzero.ops.signature import public_op
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default
-from layerzero.tuning.clock import clock_for, graphed
+from layerzero.tuning.busy import load, others
+from layerzero.tuning.clock import RULES, clock_for, graphed
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.launches import with_launches
 from layerzero.tuning.neutral import neutral
@@ -65,8 +67,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed, and
-    `stolen` the share of the time on a CPU that its host gave to others."""
+    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed,
+    `stolen` the share of the time on a CPU that its host gave to others, `busy` the share of the cores that other
+    programs used."""
 
     name: str
     context: Context
@@ -78,6 +81,12 @@ class Outcome:
     seconds: float = 0.0
     pace: Pace | None = None
     stolen: float = 0.0
+    busy: float = 0.0
+
+    @property
+    def rule(self) -> str:
+        """What counts as a time here, for everybody."""
+        return RULES.get(f"{self.context.device.device_type}/{self.mode}", RULES["cpu/eager"])
 
     @property
     def times(self) -> dict[str, float]:
@@ -110,6 +119,8 @@ class Outcome:
             "seconds": round(self.seconds, 2),
             "clock": None if self.pace is None else self.pace.to_json(),
             "stolen": round(self.stolen, 4),
+            "busy": round(self.busy, 4),
+            "rule": self.rule,
         }
 
 
@@ -153,15 +164,15 @@ def compete(
             calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
         # A kernel does not race against itself: the other name has the same time, and its own error.
         same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
-        before = pace()
+        before, used = pace(), load()
         racing = {item: run for item, run in calls.items() if item not in same}
         clocked = functools.partial(_timed, racing, entries, place, mode, seconds, least, spread)
         (timed, spent), stolen = calmly(clocked) if place.startswith("cpu") else (clocked(), 0.0)
         timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
-        speed = Pace(before, pace())
+        speed, busy = Pace(before, pace()), others(used, load())
     return Outcome(
         name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},
-        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed, stolen,
+        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed, stolen, busy,
     )  # fmt: skip
 
 
@@ -262,10 +273,8 @@ def _timed(
     else:
         found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
     raced = dict(found.times)
-    # Kernels as tuning times them; torch and the public call as do_bench does.
-    if place.startswith("cuda") and mode == "eager":
-        kernels = {name: times for name, times in raced.items() if name in entries}
-        raced |= with_launches(kernels, running)
+    if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
+        raced = with_launches(raced, running)
     for name, times in raced.items():
         held = entries.get(name, Entry())
         timed[name] = Entry(times.median_us, times.p95_us, times.samples, held.error)

@@ -30,7 +30,10 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One case. `chosen` is what LayerZero runs; `call_us` the public call itself, dispatch included."""
+    """One case. `chosen` is what LayerZero runs; `call_us` the public call itself, dispatch included.
+
+    busy   others used the machine meanwhile; `rule` what counts as a time, "" where the file does not say
+    """
 
     name: str
     op: str
@@ -44,6 +47,8 @@ class Measured:
     call_us: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     causal: bool = False
+    busy: bool = False
+    rule: str = ""
 
     @property
     def best(self) -> str:
@@ -91,7 +96,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures over some cases. `libraries` by name, with `torch default` for torch everywhere."""
+    """The figures over some cases. `libraries` by name, with `torch default` for torch everywhere; `busy` counts cases
+    that were measured while others used the machine."""
 
     cases: int
     ratio: Share | None
@@ -99,6 +105,7 @@ class Figures:
     slowest: tuple[str, float] | None
     layerzero: Share | None
     libraries: Mapping[str, Share]
+    busy: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible, rounded to what the measurement can hold."""
@@ -111,6 +118,7 @@ class Figures:
 
         return {
             "cases": self.cases,
+            **({"busy_cases": self.busy} if self.busy else {}),
             "tuned_over_oracle": share(self.ratio),
             "speedup_over_torch": None if self.speedup is None else round(self.speedup, 3),
             "slowest_against_torch": None if self.slowest is None else [self.slowest[0], round(self.slowest[1], 3)],
@@ -145,6 +153,7 @@ def figures(cases: Sequence[Measured]) -> Figures:
             **{name: item for name, item in libraries.items() if item is not None},
             **({} if everywhere is None else {"torch default": everywhere}),
         },
+        sum(case.busy for case in timed),
     )
 
 
@@ -211,8 +220,16 @@ def _case(item: Mapping[str, Any]) -> Measured:
     return Measured(
         str(item["name"]), str(item["op"]), str(item["dtype"]), sizes, str(item["device"]), str(item["mode"]),
         str(item["chosen"]), kernels, _number(item.get("torch", {}), "us"), _number(item.get("call", {}), "us"),
-        refused, item.get("causal", "none") not in ("none", False),
+        refused, item.get("causal", "none") not in ("none", False), _busy(item), str(item.get("rule", "")),
     )  # fmt: skip
+
+
+def _busy(item: Mapping[str, Any]) -> bool:
+    """Whether others used the machine: other programs its cores, or other guests its host."""
+    from layerzero.tuning.busy import BUSY
+    from layerzero.tuning.stolen import LIMIT
+
+    return (_number(item, "busy") or 0.0) > BUSY or (_number(item, "stolen") or 0.0) > LIMIT
 
 
 def _number(item: Mapping[str, Any], name: str) -> float | None:

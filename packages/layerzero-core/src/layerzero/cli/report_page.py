@@ -13,6 +13,7 @@ from importlib.resources import files
 from layerzero.cli.html import content_policy
 from layerzero.cli.report_data import Figures, Measured, Share, figures, phase
 from layerzero.cli.report_maps import axes, backend, backends, maps
+from layerzero.tuning.clock import BEFORE
 
 __all__ = ["render"]
 
@@ -33,9 +34,7 @@ def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
         _maps(cases, colours),
         _ways(found),
         _cases(cases, colours),
-        "<footer>Times are medians of one interleaved run a case; every kernel was held against the reference before "
-        "it was timed. “Oracle” is the fastest candidate of that run, “torch” the fixed torch code for the case."
-        "</footer>",
+        _footer(cases),
     ]
     style, script = (
         files("layerzero.cli").joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js")
@@ -82,7 +81,27 @@ def _header(title: str, found: Figures, facts: Mapping[str, str]) -> str:
         f'<div class="card"><b{_id(key)}>{_e(value)}</b><span>{_e(text)}</span></div>' for key, value, text in cards
     )
     told = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items())
-    return f'<h1>{_e(title)}</h1>\n<div class="cards">{shown}</div>\n<dl class="facts">{told}</dl>'
+    busy = (
+        f'<p class="busy"><strong>{found.busy} of {found.cases} cases were measured while others used the machine.'
+        "</strong> Ratios of one run mostly hold, times by themselves do not; measure again when it is quiet.</p>"
+        if found.busy
+        else ""
+    )
+    return f'<h1>{_e(title)}</h1>\n<div class="cards">{shown}</div>\n{busy}<dl class="facts">{told}</dl>'
+
+
+def _footer(cases: Sequence[Measured]) -> str:
+    """How it was measured: what counts as a time in each mode, by one rule for everybody."""
+    rules = dict.fromkeys((case.mode, case.rule) for case in cases)
+    told = "".join(
+        f"<li>{_e(mode)}: {_e(rule or 'not named; on a GPU, ' + BEFORE['cuda/eager'])}</li>" for mode, rule in rules
+    )
+    return (
+        "<footer>Times are medians of one interleaved run a case; every kernel was held against the reference before "
+        "it was timed. “Oracle” is the fastest candidate of that run, “torch” the fixed torch code for the case, timed "
+        "in the same rounds. What counts as a time, for kernels, torch default and the public call alike:"
+        f"<ul>{told}</ul></footer>"
+    )
 
 
 def _id(key: str) -> str:
@@ -233,7 +252,8 @@ def _case(case: Measured, colours: Mapping[str, int]) -> str:
     sizes = ", ".join(f"{key} {value}" for key, value in case.sizes.items())
     return (
         f'<details class="case" id="{_anchor(case)}" {_data(case)}><summary>{head}</summary>'
-        f'<p class="soft">{_e(case.dtype)}, {_e(case.mode)}, {_e(case.device)}: {_e(sizes)}</p><div class="scroll">'
+        f'<p class="soft">{_e(case.dtype)}, {_e(case.mode)}, {_e(case.device)}: {_e(sizes)}'
+        f'{", while others used the machine" if case.busy else ""}</p><div class="scroll">'
         "<table><thead><tr><th>kernel</th><th></th><th>median</th><th>largest error</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{f'<ul>{refused}</ul>' if refused else ''}</details>"
     )

@@ -15,8 +15,8 @@ from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
-from layerzero.tuning.baselines import TORCH_DEFAULT
-from layerzero.tuning.measured import NOISE, REFUSED
+from layerzero.tuning.clock import RULES
+from layerzero.tuning.measured import NOISE, REFUSED, TORCH_DEFAULT
 from layerzero.tuning.race import leader
 
 __all__ = ["cases_of", "torch_beside"]
@@ -81,19 +81,30 @@ def _case(
     place = names.get(device, device) + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
     return Measured(
         _name(op, sizes, dtype, causal, when), op, dtype, sizes, place, mode, chosen, kernels,
-        plain, None, refused, causal,
+        plain, None, refused, causal, any(item.surroundings.shared for item in newest.values()), _rule(mode),
     )  # fmt: skip
 
 
-def torch_beside(contexts: Iterable[Context], seconds: float = 0.15) -> dict[tuple[str, str], tuple[str, float]]:
-    """Time plain torch beside what runs now, one short race a call; left out: no baseline, or a device elsewhere."""
+def _rule(mode: str) -> str:
+    """What counted as a time when it was tuned: a cold cache means a GPU."""
+    way, _, cache = mode.partition("/")
+    return RULES.get(f"cuda/{way}" if way == "graph" or cache == "cold" else f"cpu/{way}", "")
+
+
+def torch_beside(
+    contexts: Iterable[Context], db: PerfDB | None = None, seconds: float = 0.15
+) -> dict[tuple[str, str], tuple[str, float]]:
+    """Time plain torch beside what runs now, one short race a call; left out: no baseline, a device elsewhere, and
+    calls for which the database has a time of it already."""
     here, world, found = {spec.hardware_signature for spec in probe_devices()}, current_world(), {}
+    rows = [] if db is None else [item for item in db.all() if item.kernel_id == TORCH_DEFAULT]
+    known = {(item.op, item.bucket) for item in rows if item.platform.device in here}
     for ctx in contexts:
         spec = world.ops.get(ctx.op)
         if spec is None or ctx.needs_grad or ctx.capturing or ctx.device.hardware_signature not in here:
             continue
         key = ctx.op, bucket_of(ctx, spec.elastic)
-        if key in found:
+        if key in found or key in known:
             continue
         try:
             outcome = compete("", ctx, seconds=seconds, least=5, only=[decide(spec, ctx, world).chosen], check=False)

@@ -46,8 +46,8 @@ def add(group: click.Group) -> None:
         lz report bench.json --out bench.html              what lz bench --out bench.json has written
 
         Winner maps, the speed-up against torch and against each single library, and every case with times and errors.
-        The page needs nothing else and can be sent around. PerfDB holds kernels only: plain torch is timed beside them
-        now, a fraction of a second a call.
+        The page needs nothing else and can be sent around. Plain torch was timed with the kernels; for times of before
+        that was so it is timed beside them now, a fraction of a second a call.
         """
         from layerzero.cli.report_data import figures
         from layerzero.cli.report_page import render
@@ -122,7 +122,7 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
     calls, beside = calls_path(where), {}
     if with_torch and calls.exists():
         with working("timing plain torch beside what was tuned"):
-            beside = torch_beside(load(calls).contexts)
+            beside = torch_beside(load(calls).contexts, PerfDB(where))
     return cases_of(PerfDB(where), beside), facts
 
 
@@ -140,6 +140,9 @@ def _blocks(found: Figures, out: Path) -> list[Block]:
         blocks.append(Line(text, hang=2))
     if found.speedup is not None:
         blocks.append(Line(f"{found.speedup:.2f}× torch default, geometric mean"))
+    if found.busy:
+        words = f"{found.busy} of {found.cases} cases were measured while others used the machine; do it again later"
+        blocks.append(Line(words, "yellow", hang=2))
     columns = ("time ÷ fastest", "geomean", "worst", "runs in")
     blocks += [Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line(), Line(f"wrote {out}", "dim")]
     return blocks

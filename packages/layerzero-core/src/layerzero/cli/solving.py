@@ -81,7 +81,12 @@ def add(group: click.Group) -> None:
 
             warmup([item.context for _, item in calls_of(chosen)], background=False)
         table = lz.solve(chosen, out, database=database, device=device, model_id=model_id, key=key)
-        data = {"path": str(out), "entries": len(table.entries), "table": table_json(table)}
+        data = {
+            "path": str(out),
+            "entries": len(table.entries),
+            "busy": sum(entry.busy for entry in table.entries),
+            "table": table_json(table),
+        }
         return Answer(data, _blocks(out, table), OK if table.entries else PROBLEM)
 
     _ = solve
@@ -97,6 +102,9 @@ def _blocks(out: Path, table: object) -> list[Block]:
         Line(f"{measured} of them measured; for {table.hardware}", "dim", indent=2),
         Line(f"policy {table.policy_hash[:12]}, content {table.content_hash[:12]}", "dim", indent=2),
     ]
+    if busy := sum(entry.busy for entry in table.entries):
+        words = f"{busy} rest on times that were taken while others used the machine; tune again when it is quiet"
+        blocks.append(Line(words, STYLES["warn"], indent=2, hang=2))
     if table.signature is not None:
         blocks.append(Line(f"signed ({table.signature.partition(':')[0]})", "dim", indent=2))
     if not table.entries:

@@ -155,9 +155,11 @@ def _blocks(found: Tuned, drift: bool) -> list[Block]:
         blocks.append(Line(f"{len(found.resumed)} were done before the interruption", "dim", indent=2))
     if timed:
         rows = [_row(item.name, item.trial) for item in timed]
-        blocks.append(Table(("call", "fastest", "µs", "next", "refused"), rows, indent=2, right=frozenset({2})))
-    if line := _stolen(timed):
-        blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
+        columns = ("call", "fastest", "µs", "×torch", "next", "refused")
+        blocks.append(Table(columns, rows, indent=2, right=frozenset({2, 3})))
+    for line in (*_lost(timed), _stolen(timed), _busy(timed)):
+        if line:
+            blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
         blocks.append(Line(f"{name}: {why}", STYLES["warn"], indent=2, hang=2))
     if found.left:
@@ -183,9 +185,36 @@ def _stolen(timed: Sequence[Outcome]) -> str:
     )
 
 
+def _lost(timed: Sequence[Outcome]) -> list[str]:
+    """Calls of which nothing was stored, since torch's own code was faster than what would have been chosen."""
+    return [
+        f"{item.name}: torch default took {trial.torch.median_us:.1f} µs, {trial.choice} "
+        f"{trial.times[trial.choice].median_us:.1f}: no time was stored, and what was known before stays"
+        for item in timed
+        if (trial := item.trial) is not None and trial.lost and trial.torch is not None
+    ]
+
+
+def _busy(timed: Sequence[Outcome]) -> str:
+    """Which calls were timed while other programs used this machine; empty where none was."""
+    from layerzero.tuning.busy import BUSY
+
+    found = {item.name: item.trial.busy for item in timed if item.trial is not None and item.trial.busy > BUSY}
+    if not found:
+        return ""
+    names = sorted(found, key=lambda name: -found[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{len(names)} of {len(timed)} calls were timed while other programs used up to {max(found.values()):.0%} of "
+        f"the cores: {', '.join(names[:3])}{more}; tune again when the machine is quiet"
+    )
+
+
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:
     best = trial.times[trial.winner]
     others = sorted((t.median_us, name) for name, t in trial.times.items() if name != trial.winner)
     second = f"{others[0][1]} {others[0][0] / best.median_us:.2f}×" if others else ""
     refused = Cell(", ".join(sorted(trial.refused)), STYLES["warn"])
-    return name, trial.winner, f"{best.median_us:.1f}", second, refused
+    plain = "" if trial.torch is None else f"{trial.torch.median_us / best.median_us:.2f}"
+    times = Cell(plain, STYLES["warn"] if trial.lost else "")
+    return name, trial.winner, f"{best.median_us:.1f}", times, second, refused

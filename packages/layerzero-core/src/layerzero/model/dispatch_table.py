@@ -22,16 +22,20 @@ _ASKED_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The machine a table was made on. `signature` decides; the rest is for people."""
+    """The machine a table was made on. `signature` decides; the rest is for people: `threads` of torch, for one, which
+    times on a CPU were taken with."""
 
     signature: str
     device: str
     driver: str | None = None
     torch: str | None = None
     backends: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None
 
     def __str__(self) -> str:
         parts = [self.device, f"torch {self.torch}"]
+        if self.threads:
+            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
         if self.driver:
             parts.append(f"driver {self.driver}")
         return ", ".join([*parts, *(f"{name} {version}" for name, version in self.backends)])
@@ -45,6 +49,7 @@ class PlanEntry:
                by name, as `when` is
     median_us  measured time, `error` its largest deviation from the reference; None where nothing was measured
     artifacts  what has to be compiled for it before it is fast
+    busy       others used the machine while its time was taken
     """
 
     op: str
@@ -54,6 +59,7 @@ class PlanEntry:
     median_us: float | None = None
     error: float | None = None
     artifacts: tuple[str, ...] = ()
+    busy: bool = False
 
 
 def bucket_sizes(ctx: Context, buckets: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, int], ...] | None:

@@ -15,6 +15,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.bucket import ELASTIC, bucket_of, upper
+from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.plans.table_file import hardware_of, make_table
 from layerzero.selection.buckets import boundaries, bucketed
@@ -43,9 +44,11 @@ def solve_table(
         if entry is not None:
             entries[entry.op, entry.when, entry.sizes] = entry
             kernels[entry.kernel_id] = free.registry.kernels[entry.kernel_id].version
+    measured = any(entry.median_us is not None for entry in entries.values())
+    threads = (platform_of(device).threads or None) if measured else None
     return make_table(
-        hardware_of(device), free.policy.policy_hash, dict(sorted(kernels.items())), buckets, tuple(entries.values()),
-        model_id,
+        hardware_of(device, threads), free.policy.policy_hash, dict(sorted(kernels.items())), buckets,
+        tuple(entries.values()), model_id,
     )  # fmt: skip
 
 
@@ -78,23 +81,22 @@ def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: 
     if sizes is None or not decision.chosen:
         return None
     kernel = world.registry.kernels[decision.chosen]
-    time, error = _measured(canonical, world, spec, decision.chosen, db)
+    row = _measured(canonical, world, spec, decision.chosen, db)
+    time, error, busy = (None, None, False) if row is None else (row.median_us, row.max_error, row.surroundings.shared)
     artifact = (str(artifact_for(kernel, canonical, world)),) if kernel.jit else ()
-    return PlanEntry(ctx.op, situation(canonical), sizes, decision.chosen, time, error, artifact)
+    return PlanEntry(ctx.op, situation(canonical), sizes, decision.chosen, time, error, artifact, bool(busy))
 
 
-def _measured(
-    ctx: Context, world: World, spec: OperationSpec, kernel_id: str, db: PerfDB | None
-) -> tuple[float | None, float | None]:
-    """Time and error of a kernel in the bucket of a call, as measured on this very platform."""
+def _measured(ctx: Context, world: World, spec: OperationSpec, kernel_id: str, db: PerfDB | None) -> Measurement | None:
+    """What was measured of a kernel in the bucket of a call, on this very platform."""
     if db is None:
-        return None, None
+        return None
     platform, versions = platform_of(ctx.device), versions_of(world.registry, kernel_id)
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
     for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
         if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
-            return row.median_us, row.max_error
-    return None, None
+            return row
+    return None
 
 
 def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:

@@ -22,14 +22,15 @@ __all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_from_
 _MAX_BYTES = 64 << 20
 
 
-def hardware_of(device: DeviceSpec) -> Hardware:
-    """The header that binds a table to this device and its software."""
+def hardware_of(device: DeviceSpec, threads: int | None = None) -> Hardware:
+    """The header that binds a table to this device and its software; `threads` are those its times were taken with."""
     return Hardware(
         signature=environment_signature(device),
         device=device.name or device.device_type,
         driver=device.driver_version,
         torch=device.torch_version,
         backends=device.backend_versions,
+        threads=threads,
     )
 
 
@@ -123,15 +124,18 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
             raise _bad(name, f"plans.{index}: {op.kernel_id} is not among the kernels")
         when = tuple((key, _frozen(plan.bucket.when[key])) for key in sorted(plan.bucket.when))
         sizes = tuple(sorted(plan.bucket.sizes.items()))
-        entries.append(PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error, tuple(plan.jit_artifacts)))
+        entries.append(
+            PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error, tuple(plan.jit_artifacts), op.busy)
+        )
     buckets = {op: {axis: tuple(ends) for axis, ends in axes.items()} for op, axes in file.buckets.items()}
     for op_id, axes in buckets.items():
         for axis, ends in axes.items():
             if list(ends) != sorted(set(ends)):
                 raise _bad(name, f"buckets.{op_id}.{axis}: not ascending")
     hardware = Hardware(
-        machine.signature, machine.device, machine.driver, machine.torch, tuple(sorted(machine.backends.items()))
-    )
+        machine.signature, machine.device, machine.driver, machine.torch, tuple(sorted(machine.backends.items())),
+        machine.threads,
+    )  # fmt: skip
     return DispatchTable(
         hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash,
         file.signature,
@@ -149,6 +153,7 @@ def _content(table: DispatchTable) -> dict[str, Any]:
             "driver": hardware.driver,
             "torch": hardware.torch,
             "backends": dict(hardware.backends),
+            **({} if hardware.threads is None else {"threads": hardware.threads}),
         },
         "policy_hash": table.policy_hash,
         "kernels": dict(table.kernels),
@@ -159,7 +164,14 @@ def _content(table: DispatchTable) -> dict[str, Any]:
 
 
 def _plan(entry: PlanEntry) -> dict[str, Any]:
-    op = {"op": entry.op, "kernel_id": entry.kernel_id, "median_us": entry.median_us, "error": entry.error}
+    op: dict[str, Any] = {
+        "op": entry.op,
+        "kernel_id": entry.kernel_id,
+        "median_us": entry.median_us,
+        "error": entry.error,
+    }
+    if entry.busy:
+        op["busy"] = True
     bucket = {"op": entry.op, "when": _thawed(dict(entry.when)), "sizes": dict(entry.sizes)}
     return {"bucket": bucket, "ops": [op], "jit_artifacts": list(entry.artifacts)}
 

@@ -24,6 +24,7 @@ class Machine(_Strict):
     driver: str | None = None
     torch: str | None = None
     backends: dict[str, str] = Field(default_factory=dict)
+    threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of torch, for times on a CPU")
 
 
 class Bucketed(_Strict):
@@ -41,6 +42,7 @@ class Op(_Strict):
     kernel_id: str = Field(min_length=1)
     median_us: Annotated[float, Field(ge=0)] | None = None
     error: Annotated[float, Field(ge=0)] | None = None
+    busy: bool = Field(False, description="others used the machine while the time was taken")
 
 
 class Plan(_Strict):

@@ -4,7 +4,9 @@
 torch code that somebody without LayerZero would have written, on the same tensors. What only has to be made once
 (tables in the dtype of the call, probabilities, a mask) is made before, outside the timing.
 
-They never change: if one is ever found wrong, the right one gets a name of its own.
+They never change: if one is ever found wrong, the right one gets a name of its own. What a call has beyond the cases
+they were measured in (a mask, another scale or eps, more axes) is passed on to torch; what torch has no argument for
+they leave out, and give another result than the op.
 """
 
 from __future__ import annotations
@@ -16,11 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from layerzero.runtime.current import builtin_ops
+from layerzero.tuning.measured import TORCH_DEFAULT
 
-__all__ = ["TORCH_DEFAULT", "torch_default"]
-
-TORCH_DEFAULT = "torch.default"
-"""The name under which its times are kept; no kernel can bear it, since kernel ids have three parts."""
+__all__ = ["TORCH_DEFAULT", "has_default", "torch_default"]
 
 Call = Callable[[], Any]
 
@@ -32,32 +32,34 @@ def attention(given: Mapping[str, Any]) -> Call:
     if given.get("layout") == "BSHD":
         q, k, v = (item.transpose(1, 2) for item in (q, k, v))
     causal, gqa = bool(given.get("is_causal")), q.shape[1] != k.shape[1]
-    window = given.get("window")
+    window, scale, mask = (given.get(name) for name in ("window", "scale", "attn_mask"))
     if window is not None and tuple(window) != (-1, -1):
         mask = _windowed(q, k, causal, tuple(window))
-        return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+    if mask is not None or scale is not None:
+        causal = causal and mask is None
+        return lambda: F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
 
 def rms_norm(given: Mapping[str, Any]) -> Call:
     """`F.rms_norm`."""
-    x, weight = given["x"], given["weight"]
+    x, weight, eps = given["x"], given["weight"], given.get("eps", 1e-6)
     width = (x.shape[-1],)
-    return lambda: F.rms_norm(x, width, weight, 1e-6)
+    return lambda: F.rms_norm(x, width, weight, eps)
 
 
 def add_rms_norm(given: Mapping[str, Any]) -> Call:
     """The sum, then `F.rms_norm`."""
-    x, residual, weight = given["x"], given["residual"], given["weight"]
+    x, residual, weight, eps = given["x"], given["residual"], given["weight"], given.get("eps", 1e-6)
     width = (x.shape[-1],)
-    return lambda: F.rms_norm(x + residual, width, weight, 1e-6)
+    return lambda: F.rms_norm(x + residual, width, weight, eps)
 
 
 def silu_and_mul(given: Mapping[str, Any]) -> Call:
     """`F.silu` of one half times the other."""
     x = given["x"]
     half = x.shape[-1] // 2
-    return lambda: F.silu(x[:, :half]) * x[:, half:]
+    return lambda: F.silu(x[..., :half]) * x[..., half:]
 
 
 def rope(given: Mapping[str, Any]) -> Call:
@@ -141,7 +143,7 @@ def gelu_and_mul(given: Mapping[str, Any]) -> Call:
     """`F.gelu` of one half times the other."""
     x, approximate = given["x"], given["approximate"]
     half = x.shape[-1] // 2
-    return lambda: F.gelu(x[:, :half], approximate=approximate) * x[:, half:]
+    return lambda: F.gelu(x[..., :half], approximate=approximate) * x[..., half:]
 
 
 def linear(given: Mapping[str, Any]) -> Call:
@@ -167,6 +169,11 @@ _BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
     "sample": sample,
     "linear": linear,
 }
+
+
+def has_default(op: str) -> bool:
+    """Whether there is torch code for an op."""
+    return op in _BASELINES
 
 
 def torch_default(op: str, given: Mapping[str, Any]) -> Call | None:

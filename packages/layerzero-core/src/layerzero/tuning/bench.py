@@ -1,8 +1,8 @@
 """The kernels of one call: who may race, and how long each takes.
 
-Every kernel is first held against the reference. Those that are right race; those that come out close are raced again:
-on a GPU in several places of memory and with their launches, on a CPU over several seconds, and on both at other sizes
-of the bucket, since one time speaks for all of it.
+Every kernel is first held against the reference. Those that are right race, and torch's own code for the call in the
+same rounds (`default`); those that come out close are raced again: on a GPU in several places of memory and with their
+launches, on a CPU over several seconds, and on both at other sizes of the bucket, since one time speaks for all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from layerzero.model.variants import twins
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
+from layerzero.tuning.baselines import TORCH_DEFAULT
 from layerzero.tuning.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
+from layerzero.tuning.default import Make, maker, result_of
 from layerzero.tuning.ends import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero.tuning.inputs import Call, build
 from layerzero.tuning.launches import SAME, with_launches
@@ -53,6 +55,9 @@ class Bench:
         self.errors: dict[str, float] = {}
         self.wrong: dict[str, Verdict] = {}
         self.absent: dict[str, str] = {}
+        self.plain_error: float | None = None  # of torch's own code, where that takes part
+        self._layout: str | None = None
+        self._plain: Make | None = None
 
     def admit(self, only: frozenset[str] | None) -> None:
         """Hold every kernel against the reference. Kernels that compile do it here."""
@@ -75,11 +80,24 @@ class Bench:
                 self.absent[kernel_id] = verdict.why  # a matter of the moment, not of the kernel
             else:
                 self.wrong[kernel_id] = verdict
+        if gate is not None and self.errors:
+            self._admit_torch(gate)
         if not self.errors:
             raise TuningError(
                 code="TUNING_IMPOSSIBLE", value=self._ctx.op,
                 limit="; ".join(f"{name}: {why}" for name, why in self._reasons()) or "no kernel is asked for",
             )  # fmt: skip
+
+    def _admit_torch(self, gate: Gate) -> None:
+        """Torch's own code takes part where it gives what the op gives."""
+        made = self._call()
+        self._layout = made.layout or made.kwargs.get("layout")
+        plain = maker(self._spec, self._ctx, self._layout)
+        if plain is None:
+            return
+        verdict = gate.check(None, result_of(self._spec, self._layout, plain))
+        if verdict.ok:
+            self._plain, self.plain_error = plain, verdict.max_error
 
     def _reasons(self) -> list[tuple[str, str]]:
         return [*self.absent.items(), *((name, verdict.why) for name, verdict in self.wrong.items())]
@@ -100,9 +118,11 @@ class Bench:
         clock = clock_for(_torch_device(self._ctx))
         places = self._places(clock)
         calls = {name: self._step(name, places) for name in self.errors if name not in same}
+        if self._plain is not None:
+            calls[TORCH_DEFAULT] = self._torch_step(self._plain, places)
         calls, clock = self._graphs(calls, clock)
         first = screened(calls, clock)
-        racing = {name: calls[name] for name in hopeful(first)}
+        racing = {name: calls[name] for name in _hopeful(first)}
         # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
         a_round = sum(min(first[name]) for name in racing) / 1e6
         few = max(3, round(1.5 * seconds / max(a_round, 1e-9)))
@@ -124,7 +144,7 @@ class Bench:
     ) -> Mapping[str, Times]:
         """Those who tie here, raced once more at other sizes of the bucket."""
         on_cpu = clock is cpu_clock
-        near = tied(times, _CLOSE_ON_A_CPU if on_cpu else None)
+        near = _near(times, _CLOSE_ON_A_CPU if on_cpu else None)
         if len(near) < 2:
             return times
         end = other_end(self._ctx)
@@ -152,6 +172,8 @@ class Bench:
                 for name in near
                 if name in decision.ranking
             }
+            if TORCH_DEFAULT in near and self._plain is not None:
+                calls[TORCH_DEFAULT] = places.prepared(self._plain)
             if len(calls) < 2:
                 return {}
             if clock is cpu_clock:
@@ -173,6 +195,9 @@ class Bench:
             try:
                 replays[name] = graphed(step)
             except Exception as error:
+                if name == TORCH_DEFAULT:
+                    self._plain = self.plain_error = None
+                    continue
                 self.wrong[name] = Verdict(False, why=f"cannot be captured: {error}")
                 self.errors.pop(name)
         return replays, lambda replay, count: sum(replay() for _ in range(count)) / count
@@ -197,14 +222,48 @@ class Bench:
         if not self._ctx.needs_grad:
             return places.step(run)
         args = places.args
-        leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
+        return _there_and_back(lambda: run(*args), args)
 
-        def there_and_back() -> None:
-            outs = [item for item in flat(run(*args)) if item.requires_grad]
-            if outs:
-                torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
+    def _torch_step(self, plain: Make, places: Places) -> Callable[[], Any]:
+        """Torch's own code, as a kernel's step: on tensors of its own where kernels write into theirs, and back."""
+        if "inplace" in self._ctx.needs:
+            places = Places(lambda: self._call().args)
+        call = places.prepared(plain)
+        return _there_and_back(call, places.args) if self._ctx.needs_grad else call
 
-        return there_and_back
+
+def _there_and_back(call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A call and the gradients of what it was given."""
+    leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
+
+    def run() -> None:
+        outs = [item for item in flat(call()) if item.requires_grad]
+        if outs:
+            torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
+
+    return run
+
+
+def _hopeful(samples: Mapping[str, list[float]]) -> list[str]:
+    """Who may win among the kernels, and torch's own code unless all of them leave it far behind."""
+    kernels = hopeful({name: found for name, found in samples.items() if name != TORCH_DEFAULT})
+    return [*kernels, *(name for name in hopeful(samples) if name == TORCH_DEFAULT)]
+
+
+def _near(times: Mapping[str, Times], close: float | None = None) -> list[str]:
+    """Kernels near the fastest of them; where there are several, torch's own code too, if it is as near.
+
+    For torch's sake alone nobody is raced again: a kernel that is not behind it may be chosen, and where the choice is
+    behind it the whole race is run again.
+    """
+    kernels = {name: found for name, found in times.items() if name != TORCH_DEFAULT}
+    near = tied(kernels, close)
+    plain = times.get(TORCH_DEFAULT)
+    if plain is not None and len(near) > 1:
+        first = min(kernels, key=lambda name: kernels[name].median_us)
+        if len(tied({first: kernels[first], TORCH_DEFAULT: plain}, close)) == 2:
+            near.append(TORCH_DEFAULT)
+    return near
 
 
 def _final(
@@ -213,7 +272,7 @@ def _final(
 ) -> Mapping[str, Times]:  # fmt: skip
     """With their launches; those who are close raced once more among themselves, as often in every place."""
     told = with_launches(times, calls, same=SAME, each_turn=places.move)
-    near = tied(told)
+    near = _near(told)
     if len(near) < 2 or len(places) == 1:
         return told
     some = {name: calls[name] for name in near}
@@ -231,9 +290,9 @@ def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], 
     A fastest kernel that was unsteady races again with those further behind: selection believes a wide spread less, and
     the one that was steadier that day would be chosen for it.
     """
-    best = min(times.values(), key=lambda item: item.median_us)
+    best = min((item for name, item in times.items() if name != TORCH_DEFAULT), key=lambda item: item.median_us)
     spread = math.sqrt(best.steady) / best.median_us
-    near = tied(times, _CLOSE_ON_A_CPU + (2.0 * spread if spread > _UNSTEADY else 0.0))
+    near = _near(times, _CLOSE_ON_A_CPU + (2.0 * spread if spread > _UNSTEADY else 0.0))
     pause_us = 1e6 * _SPREAD * seconds / LOOKS
     if len(near) < 2 or max(times[name].median_us for name in near) > pause_us:  # long calls last through its moods
         return times

@@ -16,12 +16,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["MODES", "Clock", "clock_for", "cpu_clock", "cuda_clock", "graphed", "launch_clock"]
+__all__ = ["BEFORE", "MODES", "RULES", "Clock", "clock_for", "cpu_clock", "cuda_clock", "graphed", "launch_clock"]
 
 Clock = Callable[[Callable[[], Any], int], float]
 """(call, how often) -> µs a call."""
 
 MODES = ("eager", "graph")
+RULES = {
+    "cpu/eager": "mean of calls that follow each other, all a caller waits for",
+    "cuda/eager": "the device's time with a cold cache, or the launch where the host takes longer for it",
+    "cuda/graph": "a replayed graph: warm cache, no launch and no dispatch, so that the public call takes what its "
+    "kernel takes",
+    "cpu/compiled": "mean of calls of the compiled function that follow each other",
+    "cuda/compiled": "the device's time of the compiled function with a cold cache; and as a replayed graph",
+}
+"""By device and mode, what counts as the time of a call: one rule for kernels, torch default and the public call."""
+BEFORE = {
+    "cuda/eager": "kernels: the device's time with a cold cache, or the launch where that is longer; torch default and "
+    "the public call: the device's time alone (before one rule held for all)"
+}
+"""What held for results that name no rule."""
 _FLUSHED_BYTES = 256 << 20  # as much as Triton's do_bench overwrites
 
 

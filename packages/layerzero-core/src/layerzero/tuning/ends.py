@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import upper
+from layerzero.tuning.measured import TORCH_DEFAULT
 from layerzero.tuning.race import Times
 
 __all__ = ["confirmed", "far_apart", "other_end", "tied", "weighed", "within"]
@@ -94,9 +95,15 @@ def confirmed(first: Mapping[str, Times], second: Mapping[str, Times]) -> Mappin
 
 
 def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict[str, Times]:
-    """The times, of those that were raced elsewhere too by the mean of how far behind they are in all places."""
+    """The times, of those that were raced elsewhere too by the mean of how far behind they are in all places.
+
+    Behind the fastest kernel there: torch's own code is moved with the others, and moves none of them.
+    """
     told = dict(times)
-    best = [min(found.median_us for found in place.values()) for place in elsewhere]
+    best = [
+        min(found.median_us for name, found in place.items() if name != TORCH_DEFAULT or len(place) == 1)
+        for place in elsewhere
+    ]
     for name in set.intersection(*(set(place) for place in elsewhere)) if elsewhere else ():
         behind = math.prod(place[name].median_us / first for place, first in zip(elsewhere, best, strict=True))
         more = behind ** (1.0 / (1 + len(elsewhere)))

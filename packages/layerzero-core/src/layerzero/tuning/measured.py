@@ -32,6 +32,7 @@ from layerzero.tuning.noise import alike, median_error
 __all__ = [
     "NOISE",
     "REFUSED",
+    "TORCH_DEFAULT",
     "Believed",
     "believed",
     "doubt_of",
@@ -45,6 +46,8 @@ __all__ = [
     "versions_of",
 ]
 
+TORCH_DEFAULT = "torch.default"
+"""The name under which times of torch's own code are kept; no kernel can bear it, since kernel ids have three parts."""
 REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised
 NOISE = 0.0125  # inside this band two kernels are equally fast, and their names decide
 _CALLS_KEPT = 4096
@@ -178,6 +181,8 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     refused: dict[str, Reason] = {}
     wild: list[Measurement] = []
     for item in items:
+        if item.kernel_id == TORCH_DEFAULT:  # no kernel: what the others were held against
+            continue
         if item.mode == REFUSED:
             own_build = versions(item.kernel_id) == (item.kernel_version, item.backend_version)
             if own_build and _same_machine(item.platform, platform):
@@ -315,6 +320,8 @@ def _weighed(found: list[tuple[str, float, float]], spreads: Mapping[str, float]
 
 def doubt_of(item: Measurement, world: World) -> str | None:
     """Why a row does not count in this process; None where it does. For listings."""
+    if item.kernel_id == TORCH_DEFAULT:
+        return "torch's own code, which kernels are held against"
     if item.mode == REFUSED:
         return f"refused: {_refusal(item).message}"
     doubt = _doubt(item, versions_of(world.registry, item.kernel_id))

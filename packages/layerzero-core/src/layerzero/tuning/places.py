@@ -45,6 +45,14 @@ class Places:
         self._now = (self._now + 1) % len(self._copies)
         self.args = self._copies[self._now]
 
+    def prepared(self, make: Callable[[tuple[Any, ...]], Callable[[], Any]]) -> Callable[[], Any]:
+        """A call that was made ready for each place beforehand, of wherever everybody is at that time."""
+        calls = [make(args) for args in self._copies]
+        if len(calls) == 1:
+            return calls[0]
+        keep = self._results.append
+        return lambda: keep(calls[self._now]())
+
     def step(self, run: Callable[..., Any]) -> Callable[[], Any]:
         """A call of `run` with the arguments of wherever everybody is at that time."""
         if len(self._copies) == 1:

@@ -3,6 +3,9 @@
     found = trial(context)
     found.winner, found.times["sdpa.attention.flash"].median_us, found.refused
 
+Torch's own code for the call races with them, in the same rounds and by the same clock. Where what selection would make
+of the times is slower than that, the race is run again, and when it stays so no time is kept: `lost` says it.
+
 A kernel is run as dispatch would run it, transforms of layout and dtype included, with torch's modes as the context
 describes them; where a gradient is asked for, forward and backward are timed together. Kernels that compile do so here:
 tuning is no request.
@@ -20,19 +23,25 @@ import torch
 from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
 from layerzero.model.context import Context
-from layerzero.perfdb.measurement import Measurement
+from layerzero.model.op import OperationSpec
+from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
+from layerzero.tuning.baselines import TORCH_DEFAULT
 from layerzero.tuning.bench import Bench
+from layerzero.tuning.busy import load, others
+from layerzero.tuning.default import loses
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
-from layerzero.tuning.measured import NOISE
+from layerzero.tuning.measured import NOISE, believed, platform_of, versions_of
 from layerzero.tuning.neutral import neutral
-from layerzero.tuning.race import Times, winner_of
-from layerzero.tuning.rows import refused_row, row
+from layerzero.tuning.race import Times, leader, winner_of
+from layerzero.tuning.rows import refused_row, row, surroundings, torch_row
 from layerzero.tuning.stolen import calmly
 
 __all__ = ["Trial", "trial"]
+
+_TRIES = 3  # races of a call whose choice is slower than torch's own code: a busy machine may have decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,10 @@ class Trial:
     times    µs by kernel id, `errors` their largest deviation from the reference
     refused  kernels that were not timed, with the reason: wrong, raised, or could not be imported
     stolen   share of the time on a CPU that its host gave to others meanwhile, after up to three tries
+    busy     share of the cores that other programs used meanwhile
+    torch    what torch's own code for the call took in the same rounds; None where it has none
+    choice   the kernel that selection takes from these times; `lost`: it is slower than torch's code, so that `rows`
+             hold no times
     """
 
     context: Context
@@ -54,6 +67,10 @@ class Trial:
     seconds: float
     rows: tuple[Measurement, ...] = field(default=(), repr=False)
     stolen: float = 0.0
+    busy: float = 0.0
+    torch: Times | None = None
+    choice: str = ""
+    lost: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
@@ -65,6 +82,10 @@ class Trial:
             "clear": self.clear,
             "seconds": round(self.seconds, 3),
             "stolen": round(self.stolen, 4),
+            "busy": round(self.busy, 4),
+            "torch_us": None if self.torch is None else round(self.torch.median_us, 3),
+            "choice": self.choice,
+            "stored": not self.lost,
             "kernels": {
                 name: {
                     "median_us": round(found.median_us, 3), "p95_us": round(found.p95_us, 3),
@@ -113,19 +134,51 @@ def trial(
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
         bench = Bench(spec, ctx, call, calm)
         bench.admit(only)
-        (times, clear), stolen = (
-            calmly(lambda: bench.timed(seconds, least, noise), patient=patient)
-            if ctx.device.device_type == "cpu"
-            else (bench.timed(seconds, least, noise), 0.0)
-        )
-    winner = winner_of(times, noise)
-    made = [row(here, spec, ctx, name, found, bench.errors[name], stolen) for name, found in times.items()]
-    wrong = [refused_row(here, spec, ctx, name, verdict) for name, verdict in bench.wrong.items()]
+        before = load()
+        for tries in range(_TRIES if patient else 1, 0, -1):
+            found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
+            if not found.lost or tries == 1:
+                break
+        busy = others(before, load())
+    around = surroundings(ctx, found.stolen, busy)
+    wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
-    return Trial(
-        ctx, times, {name: bench.errors[name] for name in times}, refused, winner, clear, time.monotonic() - begin,
-        tuple(item for item in (*made, *wrong) if item is not None), stolen,
+    made = [] if found.lost else _rows(here, bench, spec, ctx, found, around)
+    return replace(
+        found, refused=refused, seconds=time.monotonic() - begin, busy=busy,
+        rows=(*made, *(item for item in wrong if item is not None)),
     )  # fmt: skip
+
+
+def _timed(
+    here: World, bench: Bench, spec: OperationSpec, ctx: Context, seconds: float, least: int, noise: float,
+    patient: bool,
+) -> Trial:  # fmt: skip
+    """One race, and what selection would make of it."""
+    (found, clear), stolen = (
+        calmly(lambda: bench.timed(seconds, least, noise), patient=patient)
+        if ctx.device.device_type == "cpu"
+        else (bench.timed(seconds, least, noise), 0.0)
+    )
+    times = {name: item for name, item in found.items() if name != TORCH_DEFAULT}
+    plain = found.get(TORCH_DEFAULT)
+    errors = {name: bench.errors[name] for name in times}
+    told = Trial(ctx, times, errors, {}, winner_of(times, noise), clear, 0.0, stolen=stolen, torch=plain)
+    rows = [item for item in _rows(here, bench, spec, ctx, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
+    weighed = believed(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name))
+    choice = leader(weighed, NOISE) if weighed else told.winner
+    lost = plain is not None and loses(times[choice], plain, noise)
+    return replace(told, choice=choice, lost=lost)
+
+
+def _rows(
+    here: World, bench: Bench, spec: OperationSpec, ctx: Context, found: Trial, around: Surroundings
+) -> list[Measurement]:
+    """The times as they are stored: of every kernel, and of torch's own code, which selection passes over."""
+    made = [row(here, spec, ctx, name, times, found.errors[name], around) for name, times in found.times.items()]
+    if found.torch is not None:
+        made.append(torch_row(spec, ctx, found.torch, bench.plain_error, around))
+    return [item for item in made if item is not None]
 
 
 def _made(call: Callable[[], Call], context: Context) -> Call:

@@ -91,8 +91,8 @@ class Gate:
         """Whether gradients are compared, too: not asked for, random, or too large otherwise."""
         return self._grads is not None
 
-    def check(self, kernel: KernelSpec, run: Run) -> Verdict:
-        """Run a kernel on fresh inputs and compare. Whatever it raises is an answer, too."""
+    def check(self, kernel: KernelSpec | None, run: Run) -> Verdict:
+        """Run a kernel, or None: torch's own code, on fresh inputs and compare. What it raises is an answer, too."""
         try:
             with full_float32():
                 if self._random:
@@ -121,7 +121,7 @@ class Gate:
         return size <= self._room
 
     # -- comparing -----------------------------------------------------------------------------------
-    def _compared(self, kernel: KernelSpec, run: Run) -> Verdict:
+    def _compared(self, kernel: KernelSpec | None, run: Run) -> Verdict:
         args = self._call().args
         result = run(*args)
         got = [item.detach() for item in flat(result)]
@@ -144,12 +144,14 @@ class Gate:
                 return Verdict(False, worst, f"gradient: {_words(report)}")
         return Verdict(True, worst)
 
-    def _declared(self, kernel: KernelSpec) -> float:
+    def _declared(self, kernel: KernelSpec | None) -> float:
         """The error a kernel itself declares, for the dtype or the format of the call."""
+        if kernel is None:
+            return 0.0
         bounds = dict(kernel.error_bounds)
         return max(bounds.get(self._ctx.dtype, 0.0), bounds.get(self._ctx.quant_format or "", 0.0))
 
-    def _bound(self, kernel: KernelSpec, result: Tensor, args: tuple[Any, ...]) -> Tolerance:
+    def _bound(self, kernel: KernelSpec | None, result: Tensor, args: tuple[Any, ...]) -> Tolerance:
         op = self._spec.stands_for or self._spec.op_id
         word = self._ctx.dtype if self._ctx.autocast is None else dtype_name(result.dtype)
         if self._spec.output_kind == "quantized":
@@ -158,7 +160,7 @@ class Gate:
         declared = self._declared(kernel)
         return Tolerance(max(row.rtol, declared), max(row.atol, declared), row.hit_ratio, row.mode, row.ulps)
 
-    def _gradient_bound(self, kernel: KernelSpec, found: Tensor, largest: float) -> Tolerance:
+    def _gradient_bound(self, kernel: KernelSpec | None, found: Tensor, largest: float) -> Tolerance:
         op = self._spec.stands_for or self._spec.op_id
         word = max(self._ctx.dtype, dtype_name(found.dtype), key=lambda name: torch.finfo(getattr(torch, name)).eps)
         row = tolerance(op, word)
