@@ -1,0 +1,94 @@
+"""Every op, drawn: as it is, with views that stand for their negative, with gradients, under vmap and compiled.
+
+A few calls of each in the quick lane, always the same ones; with LAYERZERO_PROVE=1 many (`make prove-correctness`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.ops.signature import PUBLIC
+from layerzero.runtime.late_ops import LATE_OPS
+from layerzero.runtime.state import state
+from tests.property.drawn import agree, flat, gradients, laid_out, negated, others, wanting, wide
+from tests.property.drawn_ops import CASES, TOKENS, calls
+
+pytestmark = pytest.mark.correctness
+EVERY = pytest.mark.parametrize("op", sorted(CASES))
+SMOOTH = pytest.mark.parametrize("op", sorted(set(CASES) - TOKENS))
+NO_TENSORS = frozenset({"tokenize", "detokenize"})
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """None of these calls is wrong, so none may count as a kernel's fault."""
+    lz.reset()
+    before = state.counters.failovers
+    yield
+    assert state.counters.failovers == before
+    lz.reset()
+
+
+def test_every_op_is_drawn() -> None:
+    for module in {name for name in LATE_OPS.values() if name}:
+        importlib.import_module(module)
+    assert set(CASES) == set(PUBLIC) - NO_TENSORS
+
+
+@EVERY
+def test_as_it_is_with_any_dtype_and_strides(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for number, call in enumerate(calls(op, 2, dtype)):
+            given = [laid_out(random.Random(number), t) for t in call.tensors]
+            agree(call, call.run(*given), call.formula(*wide(call.tensors)))
+
+
+@pytest.mark.fault(6)
+@EVERY
+def test_with_views_that_stand_for_their_negative(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for number, call in enumerate(calls(op, 2, dtype)):
+            dice = random.Random(number)
+            given = [negated(dice, t) if number % 2 or dice.random() < 0.5 else t for t in call.tensors]
+            agree(call, call.run(*given), call.formula(*wide(call.tensors)))
+
+
+@SMOOTH
+def test_gradients(op: str) -> None:
+    for call in calls(op, 2):
+        found = gradients(call.run, wanting(call.tensors))
+        agree(call, found, gradients(call.formula, wanting(wide(call.tensors))), loosely=30)
+
+
+@SMOOTH
+def test_vmap(op: str) -> None:
+    for call in calls(op, 2):
+        pairs = list(zip(call.tensors, others(call), strict=True))
+        found = torch.vmap(call.run)(*(torch.stack(pair) for pair in pairs))
+        for at in range(2):
+            agree(call, [item[at] for item in flat(found)], call.formula(*wide([pair[at] for pair in pairs])))
+
+
+# Of these the quick lane compiles one call each: tracing takes a second.
+COMPILED = frozenset({"rope", "topk_gate"})
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize(
+    "op", [op if op in COMPILED else pytest.param(op, marks=pytest.mark.slow) for op in sorted(set(CASES) - TOKENS)]
+)
+def test_compiled_with_open_sizes(op: str) -> None:
+    for number, call in enumerate(calls(op)):
+        if number >= 6:
+            break
+        torch._dynamo.reset()
+        compiled = torch.compile(call.run, dynamic=True, backend="aot_eager" if op not in COMPILED else "eager")
+        agree(call, compiled(*call.tensors), call.formula(*wide(call.tensors)))
+        agree(call, compiled(*others(call)), call.formula(*wide(others(call))))
+    torch._dynamo.reset()
