@@ -143,7 +143,7 @@ def test_a_descriptor_in_the_kernel_maps_it(bench):
     files = {"__init__.py": b"def rms_norm(x, weight, eps):\n    return x\n", "layerzero.json": described}
     bench.put("org/described", build(files, "torch-universal", id="_lz_described"))
     bench.lock("org/described")
-    document = specs.capabilities(bench.policy, {"schema_version": "1.0", "backend": "hub"})
+    document = specs.capabilities(specs.table(bench.policy), {"schema_version": "1.0", "backend": "hub"})
     (entry,) = document["ops"]["rms_norm"]
     assert entry["dtypes"] == ["float32", "float64"] and entry["function"].startswith("layerzero_hub.bound:k_")
 
@@ -215,7 +215,7 @@ def described(bench, name: str, *entries, code: str = "import torch\n") -> str:
 
 
 def document(bench):
-    return specs.capabilities(bench.policy, {"schema_version": "1.0", "backend": "hub"})
+    return specs.capabilities(specs.table(bench.policy), {"schema_version": "1.0", "backend": "hub"})
 
 
 @pytest.mark.fault(20)
@@ -274,6 +274,17 @@ def test_names_are_looked_up_in_the_build_alone(bench):
     with bench.refused("HUB_DESCRIPTOR_INVALID") as caught:
         bound.k_hub_rms_norm_org_outside_v1  # noqa: B018 - the attribute binds when it is asked for
     assert "leads out of the kernel" in str(caught.value)
+
+
+@pytest.mark.fault(20)
+def test_what_was_registered_for_one_build_is_not_used_for_another(bench):
+    from layerzero_hub import bound
+
+    described(bench, "renewed", MAPPING)
+    bound.remember(specs.table(bench.policy), bench.policy)
+    described(bench, "renewed", MAPPING, code=f"open({str(bench.mark)!r}, 'w').close()\n")
+    with bench.refused("HUB_LOCK_INVALID"):
+        bound.k_hub_rms_norm_org_renewed_v1  # noqa: B018 - the attribute binds when it is asked for
 
 
 def test_a_kernel_for_gpus_has_an_entry_that_the_core_reads(bench):

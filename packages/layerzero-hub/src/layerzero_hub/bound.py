@@ -53,13 +53,13 @@ def _predicate(kernel: HubKernel) -> Callable[[Context], list[Reason]]:
 
 def _bind(kernel: HubKernel) -> Callable[..., Any]:
     """Verify, load, and adapt the op's canonical arguments to the function's own."""
-    module = load(kernel.repo_id, kernel.version, policy=_policy[0])
+    module = load(kernel.repo_id, kernel.version, policy=_policy[0], digest=kernel.digest)
     return _adapted(_function(module, kernel.mapping.function, kernel), kernel)
 
 
 def _packer(kernel: HubKernel) -> Callable[..., Any]:
     """The kernel's own function that packs weights for it."""
-    module = load(kernel.repo_id, kernel.version, policy=_policy[0])
+    module = load(kernel.repo_id, kernel.version, policy=_policy[0], digest=kernel.digest)
     return _function(module, kernel.mapping.capabilities["packer"], kernel)
 
 

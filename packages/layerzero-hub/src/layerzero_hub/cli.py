@@ -148,7 +148,8 @@ def list_command(policy_file: Path | None) -> Answer:
     from layerzero_hub.store import Store
 
     policy = discovered(policy_file)
-    lock, store, mapped = signing.read_lock(policy), Store(policy.store_path), specs.table(policy)
+    lock, store = signing.read_lock(policy), Store(policy.store_path)
+    mapped, problems = specs.survey(policy, lock)
     data, rows = [], []
     for kernel, variant in lock.variants():
         ids = sorted(one.kernel_id for one in mapped.values() if one.digest == variant.digest)
@@ -158,6 +159,7 @@ def list_command(policy_file: Path | None) -> Answer:
         data.append({**entry.to_json(), "commit": kernel.commit, "kernels": ids})
         rows.append((f"{kernel.repo_id}@{kernel.version}", variant.name, state, variant.digest[:19], "\n".join(ids)))
     blocks: list[Block] = [Table(("kernel", "build", "state", "digest", "gives"), rows)]
+    blocks += [Line(f"{item.code.value}: {item.message}", STYLES["fail"]) for item in problems]
     return Answer(data, blocks if rows else [Line("nothing is locked", "dim")])
 
 

@@ -31,12 +31,16 @@ class Chosen:
     variant: LockedVariant
 
 
-def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None = None) -> ModuleType:
+def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None = None, digest: str = "") -> ModuleType:
     """The module of a locked kernel, verified now. Raises HubError before any code of the kernel runs, or after a
     kernel changed an existing op; then its digest is quarantined, since the process cannot be trusted any more.
+
+    With `digest`, only that build: what was said about one build is not true of another.
     """
     policy = policy or discovered()
     lock = signing.read_lock(policy)
+    if digest and choose(lock.find(repo_id, version)).digest != digest:
+        raise refuse("HUB_LOCK_INVALID", repo_id, "locked anew since this process registered it: start it again")
     with _lock:
         return _load(repo_id, version, policy, lock)
 

@@ -50,8 +50,9 @@ def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
             return base
         from layerzero_hub import bound, specs
 
-        bound.remember(specs.table(policy), policy)
-        return specs.capabilities(policy, base)
+        kernels = specs.table(policy)
+        bound.remember(kernels, policy)
+        return specs.capabilities(kernels, base)
     except (LayerZeroError, ImportError):
         return base  # `layerzero_capabilities` meets the same and reports it
 

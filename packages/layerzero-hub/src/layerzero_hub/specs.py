@@ -20,7 +20,7 @@ from layerzero.registry.capabilities import load_capabilities
 from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.loading import choose
-from layerzero_hub.lockfile import LockedKernel, LockedVariant
+from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.mapping import KernelMapping, parse_descriptor
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.store import Store
@@ -68,11 +68,11 @@ def table(policy: HubPolicy) -> dict[str, HubKernel]:
     return survey(policy)[0]
 
 
-def survey(policy: HubPolicy) -> tuple[dict[str, HubKernel], tuple[Reason, ...]]:
-    """`table`, and what is wrong with descriptors or entries that gave no kernel."""
-    if not policy.enabled or not policy.lock_path.is_file():
+def survey(policy: HubPolicy, lock: Lock | None = None) -> tuple[dict[str, HubKernel], tuple[Reason, ...]]:
+    """`table`, and what is wrong with descriptors or entries that gave no kernel; of `lock` when it is read already."""
+    if not policy.enabled or (lock is None and not policy.lock_path.is_file()):
         return {}, ()
-    lock = signing.read_lock(policy)
+    lock = lock or signing.read_lock(policy)
     store = Store(policy.store_path)
     found: dict[str, HubKernel] = {}
     problems: list[Reason] = []
@@ -108,10 +108,10 @@ def _wrong_entry(kernel: HubKernel) -> tuple[Reason, ...]:
     return ()
 
 
-def capabilities(policy: HubPolicy, base: Mapping[str, Any]) -> dict[str, Any]:
-    """A capabilities document: `base` (the package's own file) with an entry for each mapped kernel that has one."""
+def capabilities(kernels: Mapping[str, HubKernel], base: Mapping[str, Any]) -> dict[str, Any]:
+    """A capabilities document: `base` (the package's own file) with an entry for each of `table` that has one."""
     ops: dict[str, list[dict[str, Any]]] = {}
-    for kernel in table(policy).values():
+    for kernel in kernels.values():
         if any(item.code == "HUB_DESCRIPTOR_INVALID" for item in kernel.refused):
             continue
         ops.setdefault(kernel.mapping.op, []).append(kernel.entry())
