@@ -72,7 +72,7 @@ def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str |
             parts.append(item)
         elif isinstance(item, tuple) and all(isinstance(side, int) for side in item):
             parts.append(item)
-        elif hasattr(item, "hot_key"):
+        elif hasattr(kind, "hot_key"):  # of its class: a Proxy of torch.fx would say yes to any name
             parts.append(item.hot_key())
             grad = grad or getattr(item, "requires_grad", False)
         else:

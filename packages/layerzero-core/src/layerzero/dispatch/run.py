@@ -134,6 +134,10 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
     if asked > 1 and not _aligned(tensors, asked):
         changes["aligned_pointers"] = False
     ctx = replace(ctx, **changes) if changes else ctx
+    strict = world.policy.strict_mode or not world.policy.allow_adaptation
+    if strict and spec.op_id == "attention" and len(set(ctx.dtypes)) > 1:
+        # As torch refuses it; elsewhere one of them is cast, which is an adaptation.
+        raise InvalidInputError(code="DTYPE_MIXED", value=", ".join(ctx.dtypes))
     return ctx if world.ranks is None else world.ranks.requires(ctx)
 
 

@@ -26,7 +26,7 @@ from layerzero.model.folding import fold
 from layerzero.model.masks import MASK_VALUES, ChunkMask
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.near import near_key, remember_edges
-from layerzero.ops.signature import PublicOp, reference, register
+from layerzero.ops.signature import PUBLIC, PublicOp, fx_node, fx_proxy, reference, register
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
@@ -183,6 +183,9 @@ def attention(
 def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None) -> Any:
     """A call that is new here: check what the key could not, then select."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse = given
+    if not isinstance(query, Tensor) and (proxy := fx_proxy((query, key, value))) is not None:
+        named = dict(zip(ATTENTION.arguments, given, strict=True)) | {"layout": layout, "backend": backend}
+        return fx_node(proxy, PUBLIC["attention"], named)
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, Tensor):
             raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(item).__name__}", limit="a torch.Tensor")

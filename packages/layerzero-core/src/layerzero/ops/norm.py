@@ -15,7 +15,7 @@ from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.ops.describe import expect_shape, expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
+from layerzero.ops.signature import PublicOp, dispatch, fx_proxy, reference, register
 from layerzero.runtime.current import now, scope
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]
@@ -50,8 +50,10 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
         active = _scope()
         world = now.world if active is None else active.world()
         bound = world.hot.get(hot_key)
-    except (AttributeError, TypeError, RuntimeError):  # no weight, or not tensors
-        return dispatch(RMS_NORM, (expect_tensor(x, "x"), weight, eps), backend=backend)  # type: ignore[no-any-return]
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # no weight, not tensors, a Proxy of torch.fx
+        if fx_proxy((x,)) is None:
+            expect_tensor(x, "x")
+        return dispatch(RMS_NORM, (x, weight, eps), backend=backend)  # type: ignore[no-any-return]
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             return bound.run(x, weight, eps)  # type: ignore[no-any-return]

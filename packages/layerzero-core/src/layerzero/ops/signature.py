@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import builtin_op, now, scope
 from layerzero.runtime.late_ops import LATE_OPS, LateTable
 
-__all__ = ["PUBLIC", "PublicOp", "dispatch", "public_op", "reference", "register"]
+__all__ = ["PUBLIC", "PublicOp", "dispatch", "fx_node", "fx_proxy", "public_op", "reference", "register"]
 
 _scope = scope.get
 PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
@@ -83,6 +84,21 @@ def reference(path: str) -> Callable[..., Any]:
     return call
 
 
+def fx_proxy(args: tuple[Any, ...]) -> Any:
+    """The first of these arguments that `torch.fx.symbolic_trace` put in place of a tensor; None without any."""
+    fx = sys.modules.get("torch.fx")
+    return None if fx is None else next((item for item in args if isinstance(item, fx.Proxy)), None)
+
+
+def fx_node(proxy: Any, op: PublicOp, named: dict[str, Any]) -> Any:
+    """The call as one node of the graph that is being traced; its kernel is selected when the graph runs."""
+    parameters = op.signature.parameters.values()
+    placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = {p.name: named[p.name] for p in parameters if p.name not in placed and p.name in named}
+    said = {p.name: item for p in parameters if (item := options.get(p.name, p.default)) is not p.default}
+    return proxy.tracer.create_proxy("call_function", op.function, tuple(named[name] for name in placed), said)
+
+
 def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
     """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
     active = _scope()
@@ -92,6 +108,9 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         bound = world.hot.get(key) if key is not None else None
     except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an option that cannot be hashed
         key = bound = None
+    if key is None and (proxy := fx_proxy(args)) is not None:
+        named = dict(zip(spec.arguments, args, strict=True)) | {"layout": layout, "backend": backend}
+        return fx_node(proxy, PUBLIC[spec.op_id], named)
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             return bound.run(*args)

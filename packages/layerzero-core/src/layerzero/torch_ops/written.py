@@ -152,7 +152,9 @@ def _ask(ctx: Any) -> None:
             _here.call = _spell(question)
         with _real_tensors():
             _here.answer = basis.answer(question, OPEN, lambda: basis.basis_of(graph, OPEN, _guard))
-    except _GIVES_UP:
+    except _GIVES_UP as error:
+        if getattr(error, "code", None) == "DTYPE_MIXED":
+            _here.answer = ""  # the opaque op refuses it when it runs, as an eager call does
         basis._log.debug("a call cannot be decided while it is traced", exc_info=True)
 
 
