@@ -4,6 +4,8 @@ what other programs took of the cores: said wherever the times are shown."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.plans.table_file import load_table
 from layerzero.tuning import stolen
 from layerzero.tuning import trial as trial_module
-from layerzero.tuning.busy import Load, load, others
+from layerzero.tuning.busy import BUSY, Load, load, others
+from layerzero.tuning.default import loses
+from layerzero.tuning.measured import NOISE, REFUSED
 from layerzero.tuning.sitting import Outcome
 from layerzero.tuning.stolen import LIMIT, Ticks, calmly, ticks
 from layerzero.tuning.traffic import Recorded
@@ -163,3 +167,39 @@ def test_a_busy_machine_is_said_by_tune_in_the_rows_in_the_table_and_in_the_repo
     looks[:] = [Load(0, 0.0, 0), Load(500, 499.0, 1000)]
     calm = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
     assert _busy(calm.outcomes) == "" and not cases_of(PerfDB(tmp_path / "p.db"))[0].busy
+
+
+@pytest.mark.slow
+@pytest.mark.fault(26)
+@pytest.mark.usefixtures("held_against_torch")
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux counts it")
+def test_what_is_stored_under_load_holds_against_torch(tmp_path):
+    """As many programs as there are cores, each busy all the time; none of them knows of the tuning."""
+    burn = "print(flush=True)\nwhile True: sum(range(10000))"
+    burners = [
+        subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE)
+        for _ in range(len(os.sched_getaffinity(0)))
+    ]
+    try:
+        for burner in burners:
+            burner.stdout.readline()  # it runs
+        with torch.no_grad():
+            x = torch.randn(64, 512)
+            calls = {"rms_norm": (x, torch.ones(512)), "linear": (x, torch.randn(256, 512))}
+            contexts = [lz.select(op, *args).context for op, args in calls.items()]
+        tuned = lz.tune(contexts, database=tmp_path / "p.db", seconds=0.2, compile=False)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.communicate()
+    rows = PerfDB(tmp_path / "p.db").all()
+    assert len(tuned.outcomes) == 2 and _busy(tuned.outcomes)
+    for outcome in tuned.outcomes:
+        found = outcome.trial
+        assert found.torch is not None and found.busy > BUSY
+        stored = {row.kernel_id: row for row in rows if row.op == found.context.op and row.mode != REFUSED}
+        assert bool(stored) is not found.lost  # nothing, or what holds
+        if stored:
+            assert not loses(found.times[found.choice], found.torch, NOISE)
+            assert all(row.surroundings.shared for row in stored.values())
+            assert lz.which(found.context.op, *calls[found.context.op]) == found.choice
