@@ -157,9 +157,11 @@ def served():
 
 
 @pytest.fixture(scope="session")
-def prober():
-    """One process for all probes; it starts with the first."""
-    with Prober() as found:
+def prober(tmp_path_factory):
+    """One process for all probes; it starts with the first. A folder that stands for a home has a secret in it."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "secret").write_text("hf_secret")
+    with Prober(hidden=(str(home),)) as found:
         yield found
 
 

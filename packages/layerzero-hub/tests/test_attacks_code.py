@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
+import types
 
 import pytest
 
@@ -204,27 +207,6 @@ def test_an_import_that_fails(bench, code, word):
     assert caught.value.code.value == "HUB_PROBE_FAILED" and word in str(caught.value)
 
 
-def test_an_import_that_hangs(bench):
-    from layerzero_hub.probe import Prober
-
-    folder = bench.folder / "torch-universal"
-    folder.mkdir()
-    for path, data in build({"__init__.py": b"import time; time.sleep(100)"}, "x", id="_lz_hang").items():
-        (folder / path.split("/")[-1]).write_bytes(data)
-    with Prober(timeout=1.0) as prober, pytest.raises(Exception) as caught:
-        prober.run(folder)
-    assert "no end after 1 s" in str(caught.value)
-
-
-def test_the_probe_sees_no_tokens(bench, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    look = f"import os\nopen({str(bench.folder / 'seen')!r}, 'w').write(repr(dict(os.environ)))"
-    bench.lock(bench.publish("curious", extra=look), probe=True)
-    seen = (bench.folder / "seen").read_text()
-    assert "secret" not in seen and "PATH" in seen
-
-
 @pytest.mark.req("R-BK-HF-02")
 def test_an_override_in_c_plus_plus(bench, tmp_path):
     files = compiled_kernel(tmp_path, identity="_lz_native_override", override=True)
@@ -232,3 +214,145 @@ def test_an_override_in_c_plus_plus(bench, tmp_path):
     with pytest.raises(Exception) as caught:
         bench.lock("org/native-override", probe=True)
     assert caught.value.code.value == "HUB_DISPATCHER_CHANGED" and "aten::relu6" in str(caught.value)
+
+
+# -- stand-ins ------------------------------------------------------------------------------------------------------
+REPLACED = "import torch\ntorch.nn.functional.softmax = lambda *a, **k: None\n"
+METHOD = "import torch\ntorch.nn.Linear.forward = lambda self, x: x\n"
+BODY = "import torch\ntorch.nn.functional.softmax.__code__ = (lambda *a, **k: None).__code__\n"
+PYTHON_KERNEL = "import torch\ntorch.ops.aten.relu6.default.py_impl(torch._C.DispatchKey.CPU)(lambda x: x)\n"
+MODE = """
+from torch.overrides import TorchFunctionMode
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+Watching().__enter__()
+"""
+DEFAULT = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+DECOMPOSED = """
+import torch
+from torch._decomp import decomposition_table
+decomposition_table[torch.ops.aten.hardswish.default] = lambda x: x
+"""
+STANDS_IN = "import sys\nsys.modules['flash_attn'] = sys.modules[__name__]\n"
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize(
+    ("code", "refused", "word"),
+    [
+        (REPLACED, "HUB_FUNCTION_REPLACED", "torch.nn.functional.softmax"),
+        (METHOD, "HUB_FUNCTION_REPLACED", "Linear.forward"),
+        (BODY, "HUB_FUNCTION_REPLACED", "softmax"),
+        (PYTHON_KERNEL, "HUB_FUNCTION_REPLACED", "aten.relu6.default"),
+        (MODE, "HUB_MODE_LEFT_ON", "function modes"),
+        (DEFAULT, "HUB_MODE_LEFT_ON", "default dtype"),
+        (DECOMPOSED, "HUB_DECOMPOSITION_CHANGED", "aten.hardswish"),
+        (STANDS_IN, "HUB_ID_TAKEN", "flash_attn"),
+    ],
+    ids=["function", "method", "body", "python kernel", "mode", "default", "decomposition", "module"],
+)
+def test_an_import_that_stands_in_for_what_is_not_its_own(bench, code, refused, word):
+    with pytest.raises(HubError) as caught:
+        bench.lock(bench.publish("stand-in", extra=code), probe=True)
+    assert caught.value.code.value == refused and word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.fault(22)
+def test_a_mode_left_on_at_load_is_refused_and_the_digest_quarantined(bench):
+    import torch
+
+    repo = bench.publish("mode", extra="import torch\ntorch.set_grad_enabled(False)\n")
+    bench.lock(repo)
+    try:
+        with pytest.raises(HubError) as caught:
+            bench.load(repo)
+    finally:
+        torch.set_grad_enabled(True)
+    assert caught.value.code.value == "HUB_MODE_LEFT_ON" and "grad mode" in str(caught.value)
+    with bench.refused("HUB_REVOKED"):
+        bench.load(repo)
+
+
+@pytest.mark.fault(22)
+@pytest.mark.parametrize("when", ["at import", "when called"])
+def test_a_kernel_that_fetches_another_one_by_itself(bench, when, monkeypatch):
+    """Refused by name, without a question to the hub; one that is allowed and locked comes from the store."""
+    other = bench.publish("other", extra="OTHER = 1\n")
+    code = f"from kernels import get_kernel\ndef other():\n    return get_kernel({other!r}, version=1).OTHER\n"
+    repo = bench.publish("fetching", extra=code + ("VALUE = other()\n" if when == "at import" else ""))
+    bench.lock(other, repo)
+    allowed = bench.settings["allow"]
+    bench.settings["allow"] = [repo]
+    monkeypatch.setenv("HF_ENDPOINT", bench.hub.endpoint)
+    asked = len(bench.hub.asked)
+    with pytest.raises(HubError) as caught:
+        bench.load(repo).other()
+    assert caught.value.code.value == "HUB_DEPENDENCY_NOT_ALLOWED" and other in str(caught.value)
+    if when == "at import":
+        bench.settings["allow"] = allowed
+        assert bench.load(repo).other() == 1
+    assert len(bench.hub.asked) == asked
+
+
+# -- what is not the kernel's doing ---------------------------------------------------------------------------------
+@pytest.mark.fault(21)
+def test_honest_imports_at_the_top_of_a_kernel(bench):
+    """They register ops, and torch.compile replaces functions of torch when it is first used."""
+    code = "import torch.distributed.tensor\nimport torch\n@torch.compile\ndef doubled(x):\n    return x * 2\n"
+    repo = bench.publish("honest", extra=code)
+    (variant,) = bench.lock(repo, probe=True).find(repo).variants.values()
+    assert variant.ops_namespaces == ()
+
+
+NOISY = """
+import torch, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    space = torch.library.Library("lz_noisy", "DEF")
+    space.define("f(Tensor x) -> Tensor")
+    other = torch.library.Library("aten", "IMPL")
+    other.impl("special_airy_ai", lambda x: x, "CPU")
+"""
+
+
+@pytest.mark.fault(21)
+def test_what_another_thread_imports_meanwhile_is_not_the_kernels(bench, tmp_path, monkeypatch):
+    import threading
+
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "lz_noisy_module.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    gate = types.ModuleType("_lz_gate")
+
+    def meanwhile():
+        thread = threading.Thread(target=importlib.import_module, args=("lz_noisy_module",))
+        thread.start()
+        thread.join()
+
+    gate.meanwhile = meanwhile
+    monkeypatch.setitem(sys.modules, "_lz_gate", gate)
+    repo = bench.publish("innocent", extra="import _lz_gate\n_lz_gate.meanwhile()\nINNOCENT = True\n")
+    (variant,) = bench.lock(repo).find(repo).variants.values()
+    assert bench.load(repo).INNOCENT
+    assert "lz_noisy_module" in sys.modules and variant.digest not in bench.store.quarantined()
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("text", ["sha512:00", "org/kernel@1", "sha256:" + "0" * 63, "sha256:" + "g" * 64])
+def test_a_revocation_in_a_form_we_do_not_parse_is_an_error(bench, text):
+    repo = bench.publish("revoked")
+    bench.lock(repo)
+    bench.settings["revoked"] = [text]
+    with bench.refused("HUB_POLICY_INVALID"):
+        bench.load(repo)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("form", ["sha256:{}", "sha256-{}", "{}", " SHA256:{} "])
+def test_a_revocation_in_any_form_people_write_revokes(bench, form):
+    repo = bench.publish("revoked")
+    (variant,) = bench.lock(repo).find(repo).variants.values()
+    bench.settings["revoked"] = [form.format(variant.digest.removeprefix("sha256:").upper())]
+    with bench.refused("HUB_REVOKED"):
+        bench.load(repo)

@@ -62,6 +62,22 @@ def test_a_refusal_is_exit_code_1_with_its_reason(bench, shell):
     assert code == 1 and json.loads(text)[0]["reasons"][0]["code"] == "HUB_STORE_TAMPERED"
 
 
+@pytest.mark.fault(21)
+def test_a_quarantine_is_shown_and_lifted(bench, shell):
+    repo = bench.publish("lifted", extra="LIFTED = True")
+    shell("lock", f"{repo}@1", "--no-probe")
+    (variant,) = bench.read().find(repo).variants.values()
+    bench.store.quarantine(variant.digest, "it changed aten::relu6")
+    code, text = shell("quarantine", "--json")
+    assert (code, json.loads(text)) == (0, {variant.digest: "it changed aten::relu6"})
+    with bench.refused("HUB_REVOKED"):
+        bench.load(repo)
+    assert shell("quarantine", "--lift", variant.digest)[0] == 0
+    assert bench.load(repo).LIFTED
+    code, text = shell("quarantine", "--lift", variant.digest)
+    assert code == 1 and "not in quarantine" in text
+
+
 def test_audit_speaks_of_the_hub_today(bench, shell):
     from layerzero_hub.testing import universal_kernel
 

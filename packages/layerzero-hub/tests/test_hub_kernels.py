@@ -138,6 +138,22 @@ def test_a_dependency_is_locked_verified_and_handed_over(bench):
         bench.load(repo)
 
 
+@pytest.mark.fault(24)
+def test_a_chain_of_dependencies_is_probed_and_loaded(bench):
+    """The middle one needs its own dependency while it is imported for the top one."""
+    space = "import torch\n_lib = torch.library.Library({0!r}, 'DEF')\n_lib.define('f(Tensor x) -> Tensor')\n"
+    names = [bench.publish("first", id="_lz_chain_0", extra=space.format("_lz_chain_0") + "TOTAL = 1\n")]
+    for number in (1, 2):
+        code = f"from kernels import get_kernel_dep\nTOTAL = get_kernel_dep({names[-1]!r}).TOTAL + 1\n"
+        needs = {"kernel-depends": [{"repo-id": names[-1], "version": 1}]}
+        name = f"_lz_chain_{number}"
+        names.append(bench.publish(f"chain-{number}", id=name, extra=space.format(name) + code, metadata=needs))
+    bench.lock(names[-1], probe=True)
+    spaces = [variant.ops_namespaces for _, variant in bench.read().variants()]
+    assert sorted(spaces) == [("_lz_chain_0",), ("_lz_chain_1",), ("_lz_chain_2",)]
+    assert bench.load(names[-1]).TOTAL == 3
+
+
 def test_a_descriptor_in_the_kernel_maps_it(bench):
     described = json.dumps({"kernels": [{**MAPPING, "capabilities": {"dtypes": ["float32", "float64"]}}]}).encode()
     files = {"__init__.py": b"def rms_norm(x, weight, eps):\n    return x\n", "layerzero.json": described}

@@ -65,6 +65,7 @@ def lock_command(
     from layerzero_hub.compat import dependencies
     from layerzero_hub.locking import lock_kernels, save
     from layerzero_hub.policy import discovered
+    from layerzero_hub.probe import Prober
     from layerzero_hub.remote import connect
     from layerzero_hub.store import Store
 
@@ -76,14 +77,14 @@ def lock_command(
         wanted = [(kernel.repo_id, kernel.version) for kernel in (known.kernels if known else ())]
     if not wanted:
         raise click.UsageError("name kernels as owner/name@version")
-    with _progress() as progress:
+    with _progress() as progress, Prober() as prober:
         lock = lock_kernels(
             wanted,
             remote=connect(policy),
             policy=policy,
             store=Store(policy.store_path),
             known=known,
-            probe=not no_probe,
+            probe=False if no_probe else prober,
             allow_rollback=allow_rollback,
             variants=variants,
             expires=until,
@@ -91,10 +92,11 @@ def lock_command(
         )
     save(lock, policy)
     rows = [
-        Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, "locked")
+        Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, "locked", notes=prober.notes)
         for kernel, variant in lock.variants()
     ]
-    return _answer(rows, [_written(lock, policy)])
+    said = [Line(f"the probe had {note}", STYLES["warn"]) for note in prober.notes]
+    return _answer(rows, [_written(lock, policy), *said])
 
 
 @verb(hub, "install")
@@ -281,6 +283,23 @@ def prune_command(policy_file: Path | None, dry_run: bool) -> Answer:
     word = "would go" if dry_run else "gone"
     blocks: list[Block] = [Table(("digest", word), rows)] if rows else [Line("nothing to remove", "dim")]
     return Answer([{"digest": digest, "bytes": size, "removed": not dry_run} for digest, size in found], blocks)
+
+
+@verb(hub, "quarantine")
+@_policy_option
+@click.option("--lift", "digest", metavar="DIGEST", help="take this digest out of quarantine")
+def quarantine_command(policy_file: Path | None, digest: str | None) -> Answer:
+    """Show the builds that did harm when loaded on this machine, or lift one after looking into it."""
+    from layerzero_hub.policy import discovered
+    from layerzero_hub.store import Store
+
+    store = Store(discovered(policy_file).store_path)
+    if digest is not None and not store.lift(digest):
+        raise refuse("HUB_NOT_LOCKED", digest, detail="it is not in quarantine")
+    known = store.quarantined()
+    table = Table(("digest", "why"), sorted(known.items()))
+    lifted: list[Block] = [Line(f"lifted {digest}", STYLES["ok"])] if digest else []
+    return Answer(known, [*lifted, table if known else Line("nothing is in quarantine", "dim")])
 
 
 # -- words ----------------------------------------------------------------------------------------------------------

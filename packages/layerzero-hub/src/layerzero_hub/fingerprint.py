@@ -1,15 +1,91 @@
-"""What torch's dispatcher holds, so that a kernel which replaces an existing op is noticed."""
+"""What a kernel could stand in for: torch's ops, functions, modes and tables, before and after it was imported."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
 
-__all__ = ["changed", "namespaces", "take"]
+__all__ = ["Finding", "Snapshot", "compare", "namespaces", "take"]
+
+_WATCHED: Final = ("torch", "kernels", "builtins", "importlib", "layerzero_hub")
+# Tables of Python functions that stand for ops, where their module is loaded.
+_TABLES: Final = (
+    ("torch._decomp", "global_decomposition_table"),
+    ("torch._inductor.decomposition", "decompositions"),
+    ("torch._inductor.lowering", "lowerings"),
+    ("torch._subclasses.fake_impls", "op_implementations_dict"),
+)
+_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 
 
-def take() -> Mapping[str, bytes]:
-    """Op name → digest of everything registered for it. About 0.1 s for torch's 3 600 ops."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was: the reason code, what, and a mark of what it became where there is one."""
+
+    code: str
+    what: str
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How torch looked at one moment. Objects are held, so that none can take the place of another unseen."""
+
+    ops: Mapping[str, bytes]
+    functions: Mapping[str, tuple[object, ...]]
+    modes: Mapping[str, object]
+    tables: Mapping[str, Mapping[object, object]]
+    modules: Mapping[str, object]
+
+
+def take(*, ops: bool = True) -> Snapshot:
+    """How torch looks now. About 0.15 s; a part of that without the ops."""
+    functions = dict(_functions())
+    return Snapshot(_ops() if ops else {}, functions, dict(_modes()), _tables(), dict(sys.modules))
+
+
+def compare(before: Snapshot, after: Snapshot, own: str, allowed: Iterable[str]) -> tuple[Finding, ...]:
+    """What a kernel of this id changed that is not its own; `allowed` are the ops namespaces it may add to."""
+    spaces = frozenset(allowed)
+    found = [
+        Finding("HUB_DISPATCHER_CHANGED", name, after.ops.get(name, b"").hex())
+        for name, digest in sorted(before.ops.items())
+        if after.ops.get(name) != digest
+    ]
+    added = namespaces(frozenset(after.ops) - frozenset(before.ops))
+    found += [Finding("HUB_NAMESPACE_FOREIGN", space) for space in sorted(added - spaces)]
+    found += [
+        Finding("HUB_MODE_LEFT_ON", f"{name} is {after.modes.get(name)}, was {value}")
+        for name, value in before.modes.items()
+        if after.modes.get(name) != value
+    ]
+    found += [
+        Finding("HUB_FUNCTION_REPLACED", name)
+        for name, parts in before.functions.items()
+        if not _same(parts, after.functions.get(name, ()))
+    ]
+    found += _table_findings(before.tables, after.tables, spaces)
+    found += _module_findings(before.modules, after.modules, own)
+    return tuple(found)
+
+
+def namespaces(names: Iterable[str] | None = None) -> frozenset[str]:
+    """The ops namespaces among these names, or of this process now."""
+    if names is None:
+        import torch
+
+        names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.split("::")[0] for name in names)
+
+
+def _ops() -> dict[str, bytes]:
+    """Op name → digest of everything registered for it."""
     import torch
 
     dump = torch._C._dispatch_dump
@@ -19,15 +95,115 @@ def take() -> Mapping[str, bytes]:
     }
 
 
-def changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Ops that were there before and are gone or different now."""
-    return tuple(sorted(name for name, digest in before.items() if after.get(name) != digest))
+def _functions() -> Iterator[tuple[str, tuple[object, ...]]]:
+    seen: set[int] = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in _WATCHED or not isinstance(module, ModuleType):
+            continue
+        for attribute, value in list(vars(module).items()):
+            kind = type(value)  # isinstance asks the value, and some answer with a warning
+            if issubclass(kind, type):
+                yield f"{name}.{attribute}", (value,)
+                if id(value) not in seen and value.__module__.partition(".")[0] == "torch":
+                    seen.add(id(value))
+                    for method, function in list(vars(value).items()):
+                        if isinstance(function, FunctionType | classmethod | staticmethod | property):
+                            yield f"{name}.{attribute}.{method}", _parts(function)
+            elif kind in (FunctionType, BuiltinFunctionType):
+                yield f"{name}.{attribute}", _parts(value)
+    yield from _overloads()
 
 
-def namespaces(names: Mapping[str, bytes] | frozenset[str] | None = None) -> frozenset[str]:
-    """The ops namespaces among these names, or of this process now."""
-    if names is None:
-        import torch
+def _overloads() -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The ops as Python knows them: an implementation given to one of them is not seen by the dispatcher."""
+    import torch
+    from torch._ops import OpOverload, OpOverloadPacket
 
-        names = frozenset(torch._C._dispatch_get_all_op_names())
-    return frozenset(name.split("::")[0] for name in names)
+    for space in list(vars(torch.ops).values()):
+        for packet in list(vars(space).values()) if isinstance(space, ModuleType) else ():
+            if not isinstance(packet, OpOverloadPacket):
+                continue
+            yield f"torch.ops.{packet._qualified_op_name}", (packet, packet._op)
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, OpOverload):
+                    kernels = [part for pair in sorted(overload.py_kernels.items(), key=str) for part in pair]
+                    yield f"torch.ops.{overload}", (overload, overload._op, *kernels)
+
+
+def _parts(value: Any) -> tuple[object, ...]:
+    if isinstance(value, FunctionType):
+        return (value, value.__code__, value.__defaults__)
+    return (value,)
+
+
+def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _modes() -> Iterator[tuple[str, object]]:
+    import torch
+
+    asked: dict[str, Callable[[], object]] = {
+        "function modes": torch._C._len_torch_function_stack,
+        "dispatch modes": torch._C._len_torch_dispatch_stack,
+        "grad mode": torch.is_grad_enabled,
+        "inference mode": torch.is_inference_mode_enabled,
+        "autocast on CPU": lambda: torch.is_autocast_enabled("cpu"),
+        "autocast on CUDA": lambda: torch.is_autocast_enabled("cuda"),
+        "default dtype": torch.get_default_dtype,
+        "default device": lambda: str(torch.get_default_device()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+        "float32 matmul precision": torch.get_float32_matmul_precision,
+        "TF32 in cuDNN": lambda: torch.backends.cudnn.allow_tf32,
+        "cuDNN": lambda: torch.backends.cudnn.enabled,
+        "anomaly mode": torch.is_anomaly_enabled,
+        "included dispatch keys": lambda: str(torch._C._dispatch_tls_local_include_set()),
+        "excluded dispatch keys": lambda: str(torch._C._dispatch_tls_local_exclude_set()),
+        "hooks of all modules": lambda: [len(getattr(torch.nn.modules.module, name)) for name in _HOOKS],
+        "trace function": sys.gettrace,
+        "profile function": sys.getprofile,
+    }
+    for name, ask in asked.items():
+        with contextlib.suppress(AttributeError, RuntimeError):
+            yield name, ask()
+
+
+def _tables() -> dict[str, dict[object, object]]:
+    found: dict[str, dict[object, object]] = {}
+    for name, attribute in _TABLES:
+        table = getattr(sys.modules.get(name), attribute, None)
+        if isinstance(table, dict):
+            for key, value in list(table.items()):
+                if isinstance(value, dict):  # one for each kind
+                    found[f"{name}.{attribute}[{key}]"] = dict(value)
+                else:
+                    found.setdefault(f"{name}.{attribute}", {})[key] = value
+    return found
+
+
+def _table_findings(
+    before: Mapping[str, Mapping[object, object]], after: Mapping[str, Mapping[object, object]], spaces: frozenset[str]
+) -> Iterator[Finding]:
+    for name, table in before.items():
+        now = after.get(name, {})
+        for key, value in table.items():
+            if now.get(key) is not value:
+                yield Finding("HUB_DECOMPOSITION_CHANGED", f"{key} in {name}")
+        for key in now:
+            space = getattr(key, "namespace", None) or str(key).partition(".")[0]
+            if key not in table and space not in spaces:
+                yield Finding("HUB_DECOMPOSITION_CHANGED", f"{key} in {name}")
+
+
+def _module_findings(before: Mapping[str, object], after: Mapping[str, object], own: str) -> Iterator[Finding]:
+    from layerzero_hub.source import id_of
+
+    for name, module in before.items():
+        if after.get(name, module) is not module:
+            yield Finding("HUB_ID_TAKEN", name, "a module of this process")
+    for name, module in after.items():
+        if name not in before and id_of(module) not in (None, name.partition(".")[0]):
+            yield Finding("HUB_ID_TAKEN", name, "a name that is not the kernel's")
+    for finder in sys.meta_path:
+        if type(finder).__module__.partition(".")[0] == own:
+            yield Finding("HUB_FUNCTION_REPLACED", "sys.meta_path")

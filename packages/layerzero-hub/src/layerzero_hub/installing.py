@@ -34,6 +34,7 @@ class Finding:
     digest: str
     state: str
     reasons: tuple[Reason, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -50,6 +51,7 @@ class Finding:
             "state": self.state,
             "ok": self.ok,
             "reasons": [item.to_json() for item in self.reasons],
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
 

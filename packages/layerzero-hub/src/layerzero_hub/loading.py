@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
-from layerzero_hub import fingerprint, signing, source
+from layerzero_hub import fingerprint, honest, signing, source
 from layerzero_hub.contents import Contents
 from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.fingerprint import Finding, Snapshot
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.metadata import check_id_free, check_locked, check_same, parse
 from layerzero_hub.policy import HubPolicy, discovered
@@ -21,6 +22,8 @@ __all__ = ["Chosen", "check", "choose", "load", "loaded"]
 
 _lock = threading.RLock()
 _loaded: dict[str, ModuleType] = {}
+_namespaces: set[str] = set()
+"""Ops namespaces of the kernels loaded so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +128,31 @@ def _load_build(variant: LockedVariant, policy: HubPolicy, lock: Lock, opened: d
         for repo_id, number in variant.kernel_depends
     }
     check_names_free(variant)
-    before = fingerprint.take()
     # From here on code may hold on to the descriptors: they stay open as long as the process.
     contents = opened.pop(variant.digest)
+    source.prepare()
+    honest.import_for([contents])
+    before = fingerprint.take()
     try:
         _validate(contents)
-        module = source.import_build(contents, needed)
+        module = source.import_build(contents, needed, functools.partial(_inner, variant.id, policy, lock))
     except HubError:
         raise
     except Exception as error:
         raise refuse("HUB_PROBE_FAILED", f"{type(error).__name__}: {error}") from error
     _judge(before, fingerprint.take(), variant, Store(policy.store_path))
     _loaded[variant.digest] = module
+    _namespaces.update(variant.ops_namespaces)
     return module
+
+
+def _inner(wanted_by: str, policy: HubPolicy, lock: Lock, repo_id: str, version: int | None) -> ModuleType:
+    """A kernel that another one asks for in its code: allowed, locked and verified like any, or refused."""
+    policy.check_allowed(repo_id, wanted_by=wanted_by)
+    if version is None:
+        raise refuse("HUB_NOT_LOCKED", repo_id, detail="a version, not a branch or a commit")
+    with _lock:
+        return _load(repo_id, version, policy, lock)
 
 
 def _validate(contents: Contents) -> None:
@@ -159,17 +174,35 @@ def check_names_free(variant: LockedVariant) -> None:
             raise refuse("HUB_NAMESPACE_DUPLICATE", space, "something loaded in this process")
 
 
-def _judge(before: Any, after: Any, variant: LockedVariant, store: Store) -> None:
-    """Raise when the import changed an existing op or registered where it may not; the digest is then quarantined."""
-    why: HubError | None = None
-    different = fingerprint.changed(before, after)
-    added = fingerprint.namespaces(frozenset(after) - frozenset(before))
-    foreign = sorted(added - set(variant.ops_namespaces))
-    if different:
-        why = refuse("HUB_DISPATCHER_CHANGED", different[0])
-    elif foreign:
-        why = refuse("HUB_NAMESPACE_FOREIGN", foreign[0], ", ".join(variant.ops_namespaces) or "none")
-    if why is not None:
-        sys.modules.pop(variant.id, None)
+def _judge(before: Snapshot, after: Snapshot, variant: LockedVariant, store: Store) -> None:
+    """Raise when the import stood in for what is not its own; the digest is then quarantined."""
+    found = fingerprint.compare(before, after, variant.id, {*variant.ops_namespaces, *_namespaces})
+    if not found:
+        return
+    guilty, sure = _without_others(found, before, after)
+    if not guilty:
+        return
+    why = refuse(guilty[0].code, guilty[0].what, guilty[0].mark or ", ".join(variant.ops_namespaces) or "none")
+    sys.modules.pop(variant.id, None)
+    if sure:
         store.quarantine(variant.digest, str(why))
-        raise why
+    raise why
+
+
+def _without_others(found: tuple[Finding, ...], before: Snapshot, after: Snapshot) -> tuple[tuple[Finding, ...], bool]:
+    """The findings that installed modules do not explain, and whether that could be asked.
+
+    Modules that came meanwhile, by the kernel's import or by another thread's, are imported in a fresh process without
+    the kernel: what happens there too, they did.
+    """
+    others = [name for name, one in after.modules.items() if name not in before.modules and source.id_of(one) is None]
+    if not others:
+        return found, True
+    from layerzero_hub.probe import Prober
+
+    try:
+        with Prober() as prober:
+            explained = prober.replay(others)
+    except HubError:
+        return found, False
+    return tuple(one for one in found if one not in explained), True

@@ -22,7 +22,7 @@ from layerzero_hub.memory import Memory
 from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, parse
 from layerzero_hub.names import check_paths, check_variant
 from layerzero_hub.policy import HubPolicy
-from layerzero_hub.probe import Prober
+from layerzero_hub.probe import Need, Prober
 from layerzero_hub.publisher import check_publisher_signature
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.store import Staging, Store
@@ -147,12 +147,12 @@ def _lock_build(
         check_id_free(metadata.id)
         before = work.known.get((repo_id, kernel.version))
         check_publisher_signature(folder, files, metadata, f"{repo_id}/{name}", work.policy.publishers, before)
-        needs = {}
+        needs: dict[str, Need] = {}
         for needed, number in metadata.depends:
             dependency = _lock(work, needed, number, repo_id, (*above, repo_id))
             if probe:
                 fitting = dependency.variants[_fitting(needed, dependency.variants)]
-                needs[needed] = str(work.store.variant_path(fitting))
+                needs[needed] = _need(work, fitting)
         variant = LockedVariant(name, digest_of(files), metadata.id, (), metadata.depends, files)
         work.policy.check_digest(variant.digest)
         if not work.allow_rollback:
@@ -161,6 +161,16 @@ def _lock_build(
         variant = replace(variant, ops_namespaces=spaces)
         work.store.commit(staging, variant)
     return variant
+
+
+def _need(work: _Work, variant: LockedVariant) -> Need:
+    """A locked build for the probe, with the whole chain of what it depends on."""
+    below = {
+        repo_id: _need(work, kernel.variants[_fitting(repo_id, kernel.variants)])
+        for repo_id, number in variant.kernel_depends
+        for kernel in (work.done[(repo_id, number)],)
+    }
+    return Need(work.store.variant_path(variant), variant, below)
 
 
 def _chosen(work: _Work, kernel: LockedKernel, builds: Mapping[str, object]) -> tuple[str, list[str]]:
@@ -246,8 +256,8 @@ def _fitting(repo_id: str, builds: Mapping[str, object]) -> str:
     return str(best.variant_str)
 
 
-def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: dict[str, str]) -> tuple[str, ...]:
-    seen = prober.run(folder, needs=needs)
+def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: Mapping[str, Need]) -> tuple[str, ...]:
+    seen = prober.run(folder, variant, needs=needs)
     if seen.changed:
         raise refuse("HUB_DISPATCHER_CHANGED", seen.changed[0])
     for space in seen.namespaces:

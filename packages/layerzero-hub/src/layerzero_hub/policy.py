@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -76,7 +77,7 @@ class HubPolicy:
 
     def check_digest(self, digest: str) -> None:
         """Raise for a revoked digest."""
-        if digest in self.revoked or digest.removeprefix("sha256:") in self.revoked:
+        if digest in self.revoked:
             raise refuse("HUB_REVOKED", digest)
 
     @property
@@ -167,6 +168,17 @@ def _set(key: str, value: object) -> frozenset[str]:
     return frozenset(_texts(key, value))
 
 
+def _digests(key: str, value: object) -> frozenset[str]:
+    """Digests as people write them; what is none would revoke nothing, and is an error."""
+    found = set()
+    for text in _texts(key, value):
+        match = re.fullmatch(r"(?:sha256[:-])?([0-9a-f]{64})", text.strip().lower())
+        if match is None:
+            raise refuse("HUB_POLICY_INVALID", key, f"{text}: a digest, sha256:… of 64 hexadecimal digits")
+        found.add(f"sha256:{match.group(1)}")
+    return frozenset(found)
+
+
 def _endpoints(key: str, value: object) -> tuple[str, ...]:
     found = _texts(key, value)
     if not found:
@@ -233,7 +245,7 @@ _READ: Final[Mapping[str, Any]] = {
     "require_trusted_publisher": _bool,
     "needed_libs": _set,
     "signing_keys": _texts,
-    "revoked": _set,
+    "revoked": _digests,
     "publishers": _publishers,
     "token_endpoint": _token_endpoint,
     "lock": _text,

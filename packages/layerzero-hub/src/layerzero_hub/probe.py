@@ -1,8 +1,10 @@
 """The last check before a lock: load the build in a process of its own, and see what it registers and changes.
 
-One helper process imports torch once and forks for each build, so builds never meet. It gets an empty environment but
-for what Python and torch need: no tokens, no proxies, no home. This is the first time a kernel's code runs, after every
-check that needs no running.
+One helper process imports torch once and forks for each build, so builds never meet. The fork has no token and no home
+in its environment, and, where the kernel allows, no network, no files of homes, no way to write and no other process to
+see (`sandbox`); what is refused is said in `Probed.notes`. The helper itself never runs code of a build: which ops
+appeared or changed it reads from the memory of the fork (`dispatcher`), not from what the fork says. This is the first
+time a kernel's code runs, after every check that needs no running.
 """
 
 from __future__ import annotations
@@ -15,60 +17,94 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from layerzero_hub.errors import refuse
+from layerzero_hub.fingerprint import Finding
+from layerzero_hub.lockfile import LockedVariant
 
-__all__ = ["Probed", "Prober"]
+__all__ = ["Need", "Probed", "Prober"]
 
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "LC_ALL", "OMP_NUM_THREADS")
-_LINE: Final = 2**20
+_HOMES: Final = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
+_LINE: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A build that another one depends on, and what it depends on in turn."""
+
+    folder: Path
+    variant: LockedVariant
+    needs: Mapping[str, Need]
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the import did: ops namespaces that appeared, existing ops that changed."""
+    """What the import did: ops namespaces that appeared, existing ops that changed; what the check could not do."""
 
     namespaces: tuple[str, ...]
     changed: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Prober:
     """Runs imports in children. Start is late: without a build to probe nothing is started."""
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    launcher: tuple[str, ...] = ()
+    """Words put before the helper's command, to start it in surroundings of another kind."""
+
+    def __init__(self, timeout: float = 60.0, *, hidden: tuple[str, ...] = ()) -> None:
         self.timeout = timeout
+        self.hidden = hidden
+        self.notes: tuple[str, ...] = ()
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._answers = -1
 
-    def run(self, variant_path: Path, *, needs: dict[str, str] | None = None) -> Probed:
-        """Import the build. A crash, an error or too long a wait raises HUB_PROBE_FAILED."""
+    def run(self, folder: Path, variant: LockedVariant, *, needs: Mapping[str, Need] | None = None) -> Probed:
+        """Import the build. A crash, an error or too long a wait raises HUB_PROBE_FAILED; a finding its own code."""
+        data = self._ask(_build_json(Need(folder, variant, needs or {})))
+        self.notes = tuple(sorted({*self.notes, *map(str, data["notes"])}))
+        if "error" in data:
+            raise refuse(str(data.get("code") or "HUB_PROBE_FAILED"), data["error"], data.get("limit"))
+        if not data["changed"]:
+            for finding in _findings(data):
+                raise refuse(finding.code, finding.what, finding.mark)
+        return Probed(tuple(map(str, data["namespaces"])), tuple(map(str, data["changed"])), tuple(data["notes"]))
+
+    def replay(self, modules: list[str]) -> frozenset[Finding]:
+        """What importing installed modules, and no kernel, changes in a fresh process."""
+        data = self._ask({"modules": modules})
+        if "error" in data:
+            raise refuse("HUB_PROBE_FAILED", data["error"])
+        return frozenset(_findings(data))
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         child = self._start()
         assert child.stdin is not None
-        request = {"path": str(variant_path), "needs": needs or {}}
         try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.write(json.dumps({**request, "timeout": self.timeout}).encode() + b"\n")
             child.stdin.flush()
-            data = json.loads(self._line())
+            data: dict[str, Any] = json.loads(self._line())
+            return data
         except (OSError, ValueError):
             self.close()
             raise refuse("HUB_PROBE_FAILED", "the probe's process ended") from None
-        if "error" in data:
-            raise refuse("HUB_PROBE_FAILED", str(data["error"]))
-        return Probed(tuple(map(str, data["namespaces"])), tuple(map(str, data["changed"])))
 
     def close(self) -> None:
         """End the helper and everything it started."""
         if self._child is not None:
+            self._child.terminate()  # it ends what it forked, then itself
             try:
+                self._child.wait(10)
+            except subprocess.TimeoutExpired:
                 os.killpg(self._child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._child.wait()
+                self._child.wait()
             assert self._child.stdin is not None
             self._child.stdin.close()
             os.close(self._answers)
@@ -93,10 +129,12 @@ class Prober:
         environment |= {"HOME": self._home.name, "TMPDIR": self._home.name, "HF_HUB_OFFLINE": "1"}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
-        # Answers come over a pipe of their own: what a kernel prints cannot be taken for one.
+        # Answers come over a pipe of their own, which the helper holds and no fork of it.
         self._answers, write_end = os.pipe()
+        command = [sys.executable, "-P", "-m", "layerzero_hub.probing", str(write_end)]
+        hidden = [os.environ[name] for name in _HOMES if os.environ.get(name)]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "layerzero_hub.probe", str(write_end), str(self.timeout)],
+            [*self.launcher, *command, *self.hidden, *hidden],
             env=environment,
             cwd=self._home.name,
             stdin=subprocess.PIPE,
@@ -109,8 +147,8 @@ class Prober:
         return self._child
 
     def _line(self) -> bytes:
-        deadline = time.monotonic() + self.timeout + 30  # torch's own import comes on top, once
-        found = b""
+        deadline = time.monotonic() + self.timeout + 60  # torch's own import comes on top, once
+        found = bytearray()
         while not found.endswith(b"\n"):
             if len(found) > _LINE or not select.select([self._answers], [], [], max(0, deadline - time.monotonic()))[0]:
                 raise ValueError("no answer")
@@ -118,77 +156,21 @@ class Prober:
             if not part:
                 raise ValueError("the process ended")
             found += part
-        return found
+        return bytes(found)
 
 
-# -- in the helper's process ----------------------------------------------------------------------------------------
-def _serve(write_end: int, timeout: float) -> None:
-    """Answer requests until stdin ends; each import happens in a fork that ends with it."""
-    import torch  # noqa: F401 - imported once, here, for all forks
-
-    from layerzero_hub import fingerprint
-
-    before = fingerprint.take()
-    for line in sys.stdin.buffer:
-        answer = json.dumps(_in_fork(json.loads(line), before, timeout))
-        os.write(write_end, answer.encode() + b"\n")
+def _findings(data: dict[str, Any]) -> list[Finding]:
+    return [Finding(*map(str, one)) for one in data["findings"]]
 
 
-def _in_fork(request: dict[str, Any], before: Any, timeout: float) -> dict[str, Any]:
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(read_end)
-            os.write(write_end, json.dumps(_imported(request, before)).encode()[:_LINE])
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(write_end)
-    said, deadline = b"", time.monotonic() + timeout
-    while select.select([read_end], [], [], max(0, deadline - time.monotonic()))[0]:
-        part = os.read(read_end, 65536)
-        if not part:
-            break
-        said += part
-    else:
-        os.kill(child, signal.SIGKILL)
-        said = json.dumps({"error": f"no end after {timeout:g} s"}).encode()
-    os.close(read_end)
-    _, status = os.waitpid(child, 0)
-    if not said:
-        return {"error": f"the process ended with {_ending(status)}"}
-    try:
-        answer: dict[str, Any] = json.loads(said)
-        return answer
-    except ValueError:
-        return {"error": "the kernel wrote over the answer"}
-
-
-def _imported(request: dict[str, Any], before: Any) -> dict[str, Any]:
-    from kernels.importer import _import_from_path
-
-    from layerzero_hub import fingerprint
-
-    sys.pycache_prefix = os.environ["HOME"]  # empty: no compiled file of the kernel is looked at
-    try:
-        needed = {repo: _import_from_path(Path(path), deps={}) for repo, path in request["needs"].items()}
-        if needed:
-            before = fingerprint.take()
-        _import_from_path(Path(request["path"]), deps=needed)
-    except BaseException as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    after = fingerprint.take()
-    added = fingerprint.namespaces(frozenset(after) - frozenset(before))
-    return {"namespaces": sorted(added), "changed": list(fingerprint.changed(before, after))[:5]}
-
-
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}"
-    return f"exit status {os.waitstatus_to_exitcode(status)}"
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), float(sys.argv[2]))
+def _build_json(need: Need) -> dict[str, Any]:
+    variant = need.variant
+    return {
+        "path": str(need.folder),
+        "name": variant.name,
+        "digest": variant.digest,
+        "id": variant.id,
+        "namespaces": list(variant.ops_namespaces),
+        "files": {path: [item.sha256, item.size] for path, item in variant.files.items()},
+        "needs": {repo: _build_json(one) for repo, one in need.needs.items()},
+    }

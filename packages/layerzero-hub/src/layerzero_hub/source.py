@@ -14,21 +14,28 @@ import importlib.util
 import linecache
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType, ModuleType
 from typing import Any
 
 from layerzero_hub.contents import Contents
 from layerzero_hub.errors import refuse
 
-__all__ = ["VerifiedSource", "import_build"]
+__all__ = ["Inner", "id_of", "import_build", "prepare"]
+
+Inner = Callable[[str, int | None], ModuleType]
+"""What a kernel gets that asks `kernels` for another one by itself: repository, version → module, or HubError."""
 
 _builds: dict[str, Contents] = {}
+_inner: dict[str, Inner] = {}
 _open_library = ctypes._dlopen  # type: ignore[attr-defined]
 
 
-def import_build(contents: Contents, needed: Mapping[str, ModuleType]) -> ModuleType:
-    """The module of a verified build, by the rules of `kernels` for where its code begins."""
+def import_build(contents: Contents, needed: Mapping[str, ModuleType], inner: Inner) -> ModuleType:
+    """The module of a verified build, by the rules of `kernels` for where its code begins.
+
+    Its code gets other kernels, then and later, from `inner` alone.
+    """
     from kernels import importer
     from kernels._rust import Metadata
     from kernels.deps import use_kernel_deps
@@ -41,7 +48,9 @@ def import_build(contents: Contents, needed: Mapping[str, ModuleType]) -> Module
             break
     else:
         raise refuse("HUB_METADATA_INVALID", contents.variant.id, "there is no __init__.py")
+    prepare()
     _guard(contents)
+    _inner[contents.variant.digest] = inner
     spec = _package(metadata.id, os.path.join(contents.folder, start))
     module = importlib.util.module_from_spec(spec)
     sys.modules[metadata.id] = module
@@ -54,6 +63,14 @@ def import_build(contents: Contents, needed: Mapping[str, ModuleType]) -> Module
         raise
     importer._loaded_kernels[contents.folder] = importer.LoadedKernel(metadata, module, None)
     return module
+
+
+def id_of(module: object) -> str | None:
+    """The id of the hub kernel a module belongs to; None for any other."""
+    loader = getattr(module, "__loader__", None)
+    if isinstance(loader, VerifiedSource | VerifiedExtension):
+        return _build_of(loader.path)[0].variant.id
+    return None
 
 
 class VerifiedSource(importlib.machinery.SourceFileLoader):
@@ -142,10 +159,35 @@ def _guard(contents: Contents) -> None:
         for known in list(sys.path_importer_cache):
             if known == root or known.startswith(root + os.sep):
                 del sys.path_importer_cache[known]
+
+
+def prepare() -> None:
+    """Put the hooks in place; once, and before anything is compared."""
     if _Finder not in sys.path_hooks:
         sys.path_hooks.insert(0, _Finder)
         # `torch.ops.load_library` and ctypes.CDLL come through here with a path of the store.
         ctypes._dlopen = _dlopen  # type: ignore[attr-defined]
+        from kernels import load
+
+        global _get_kernel
+        _get_kernel, load.get_kernel_with_resolver = load.get_kernel_with_resolver, _get_kernel_for
+
+
+def _get_kernel(**_: Any) -> ModuleType:
+    raise RuntimeError("no hub kernel was imported yet")
+
+
+def _get_kernel_for(**asked: Any) -> ModuleType:
+    """In the place of the function through which `kernels` loads: hub kernels get what `inner` gives them."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        loader = frame.f_globals.get("__loader__")
+        if isinstance(loader, VerifiedSource):
+            build, _ = _build_of(loader.path)
+            version = getattr(asked["kernel"].version, "version", None)
+            return _inner[build.variant.digest](asked["kernel"].repo_id, version)
+        frame = frame.f_back  # type: ignore[assignment]
+    return _get_kernel(**asked)
 
 
 def _dlopen(name: Any, *arguments: Any) -> Any:

@@ -1,0 +1,399 @@
+"""The helper process of `probe`: forks, waits and looks, and never runs code of a build itself.
+
+helper      imports torch and what builds import honestly; opens and verifies the builds; reads the fork's memory
+ └ outer    has left the namespaces, and waits for its children
+    ├ init  the first process of the new namespace: when the helper ends it, everything in the namespace ends
+    └ inner confined; imports the build, says what it saw, and stands still
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NoReturn
+
+from layerzero_hub import fingerprint, honest, sandbox, source
+from layerzero_hub.contents import Contents, open_build
+from layerzero_hub.dispatcher import Dispatcher
+from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.fingerprint import Finding, Snapshot
+from layerzero_hub.lockfile import LockedFile, LockedVariant
+
+_MOST: Final = 2**24
+_OWN_WORD: Final = "the dispatcher's memory looks unknown: what changed is the probed process's own word"
+
+
+class _Ended(Exception):
+    """The parent went away or asked to end."""
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    answers, hidden = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGTERM, _end)
+    import torch  # noqa: F401 - imported once, here, for all forks
+
+    with contextlib.suppress(OSError, AttributeError):
+        _be_reaper()
+    source.prepare()
+    dispatcher = Dispatcher.find()
+    for line in sys.stdin.buffer:
+        try:
+            answer = _answer(json.loads(line), dispatcher, hidden)
+        except HubError as error:
+            reason = error.reasons[0]
+            answer = {"error": str(reason.value), "limit": reason.limit, "code": error.code.value, "notes": []}
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _answer(request: dict[str, Any], dispatcher: Dispatcher | None, hidden: list[str]) -> dict[str, Any]:
+    opened: list[Contents] = []
+    try:
+        build = _open(request, opened) if "modules" not in request else None
+        honest.import_for(opened)
+        while True:
+            answer = _in_fork(request, build, opened, _before(dispatcher), hidden)
+            # What the kernel brought in of torch by a way its sources do not show: with that there before, once more.
+            late = [name for name in answer.pop("others", ()) if name.startswith("torch.") and name not in sys.modules]
+            bad = answer.get("changed") or answer.get("findings") or len(answer.get("namespaces", ())) > 1
+            if build is None or not bad or not honest.import_all(late):
+                return answer
+    finally:
+        for contents in opened:
+            contents.close()
+
+
+class _Before:
+    """How things stand in the helper, as every fork finds them: looked at again only after something was imported."""
+
+    def __init__(self, dispatcher: Dispatcher | None) -> None:
+        self.dispatcher = dispatcher
+        self.modules = len(sys.modules)
+        self.memory = dispatcher.read(os.getpid()) if dispatcher else {}
+        self.seen = fingerprint.take(ops=dispatcher is None)
+
+
+_kept: list[_Before] = []
+
+
+def _before(dispatcher: Dispatcher | None) -> _Before:
+    if not _kept or _kept[0].modules != len(sys.modules):
+        _kept[:] = [_Before(dispatcher)]
+    return _kept[0]
+
+
+def _open(request: dict[str, Any], opened: list[Contents]) -> tuple[Contents, dict[str, Any]]:
+    """The verified builds of a request: contents, and those it needs by repository."""
+    files = {path: LockedFile(sha256, size) for path, (sha256, size) in request["files"].items()}
+    variant = LockedVariant(request["name"], request["digest"], request["id"], (), (), files)
+    needs = {repo: _open(one, opened) for repo, one in request["needs"].items()}
+    contents = next((one for one in opened if one.variant.digest == variant.digest), None)
+    if contents is None:
+        contents = open_build(Path(request["path"]), variant)
+        opened.append(contents)
+    return contents, needs
+
+
+def _in_fork(
+    request: dict[str, Any],
+    build: tuple[Contents, dict[str, Any]] | None,
+    opened: list[Contents],
+    before: _Before,
+    hidden: list[str],
+) -> dict[str, Any]:
+    setup, words, token, timeout = os.pipe(), os.pipe(), secrets.token_hex(16), float(request["timeout"])
+    sandbox.set_dumpable(False)  # for the time of the fork: where it has no namespaces, it cannot read us either
+    child = os.fork()
+    if child == 0:
+        kept = [setup[1], words[1], *(handle for one in opened for handle in one.objects.values())]
+        _outer(request, build, opened, before, kept, setup[1], words[1], token, hidden)
+    os.close(setup[1])
+    os.close(words[1])
+    status, notes, pids = None, [], {}
+    try:
+        deadline = time.monotonic() + timeout
+        for line in _read(setup[0], deadline).decode().splitlines():
+            said = json.loads(line)
+            pids |= said.get("pids", {})
+            notes += said.get("notes", [])
+        said = _words(_read(words[0], deadline, until=b"\n"), token)
+        if said is None and time.monotonic() >= deadline:
+            return {"error": f"no end after {timeout:g} s", "notes": notes}
+        if said is None:
+            status = os.waitpid(child, 0)[1] if _gone(child, 2.0) else None
+            ending = "a forged answer" if status is None else _ending(status)
+            return {"error": f"the process ended with {ending}", "notes": notes}
+        if "error" not in said:
+            _look(said, before, pids["inner"], notes)
+            said["namespaces"] = sorted(set(said.get("namespaces", ())) - _known_spaces(request))
+        return {**said, "notes": notes}
+    finally:
+        os.close(setup[0])
+        os.close(words[0])
+        _end_all(pids, child, reaped=status is not None)
+        sandbox.set_dumpable(True)
+
+
+def _look(said: dict[str, Any], before: _Before, inner: int, notes: list[str]) -> None:
+    """Put what the fork's memory shows in place of what it says."""
+    os.kill(inner, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while _state(inner) not in "TtZX" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if before.dispatcher is None:
+        notes.append(_OWN_WORD)
+        return
+    try:
+        after = before.dispatcher.read(inner)
+    except (OSError, ValueError) as error:
+        said.clear()
+        said["error"] = f"its memory cannot be read: {error}"
+        return
+    if "others" in said:  # not for a replay, which runs nobody's code but installed modules'
+        said["namespaces"] = sorted(fingerprint.namespaces(frozenset(after) - frozenset(before.memory)))
+        said["changed"] = list(before.dispatcher.changed(before.memory, after))[:50]
+
+
+def _known_spaces(request: dict[str, Any]) -> set[str]:
+    """Ops namespaces of what a build depends on: they were looked at when those were locked."""
+    return {
+        space for need in request.get("needs", {}).values() for space in (*need["namespaces"], *_known_spaces(need))
+    }
+
+
+# -- in the forks ---------------------------------------------------------------------------------------------------
+def _outer(
+    request: dict[str, Any],
+    build: tuple[Contents, dict[str, Any]] | None,
+    opened: list[Contents],
+    before: _Before,
+    kept: list[int],
+    setup: int,
+    words: int,
+    token: str,
+    hidden: list[str],
+) -> NoReturn:
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sandbox.set_dumpable(True)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        sandbox.close_others(kept)
+        notes = sandbox.unshare()
+        apart = not any(note.startswith("no namespaces") for note in notes)
+        pids = {}
+        if apart:
+            pids["init"] = os.fork()
+            if not pids["init"]:
+                _init()
+        pids["inner"] = os.fork()
+        if not pids["inner"]:
+            folders = [str(one.folder) for one in opened]
+            _inner(request, build, before, [*folders, *_visible()] if apart else [], notes, setup, words, token, hidden)
+        os.write(setup, json.dumps({"pids": pids}).encode() + b"\n")
+        sandbox.close_others([])
+        _, status = os.waitpid(pids["inner"], 0)
+        if os.WIFSIGNALED(status):
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        status = os.waitstatus_to_exitcode(status)
+    finally:
+        os._exit(status)
+
+
+def _init() -> NoReturn:
+    """The first process of the namespace: it reaps, and holds nothing."""
+    sandbox.close_others([])
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            time.sleep(3600)
+
+
+def _inner(
+    request: dict[str, Any],
+    build: tuple[Contents, dict[str, Any]] | None,
+    before: _Before,
+    visible: list[str],
+    notes: list[str],
+    setup: int,
+    words: int,
+    token: str,
+    hidden: list[str],
+) -> NoReturn:
+    status = 1
+    try:
+        if visible:
+            notes = [*notes, *sandbox.confine(visible, hidden)]
+        os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp" if visible else os.environ["HOME"]
+        os.chdir(os.environ["HOME"])
+        os.write(setup, json.dumps({"notes": notes}).encode() + b"\n")
+        os.close(setup)
+        said = _replayed(request["modules"]) if build is None else _imported(build, before)
+        os.write(words, (json.dumps({**said, "token": token})[: _MOST - 1] + "\n").encode())
+        os.close(words)
+        while True:
+            signal.pause()  # the helper looks, then ends us
+    finally:
+        os._exit(status)
+
+
+def _imported(build: tuple[Contents, dict[str, Any]], known: _Before) -> dict[str, Any]:
+    done: dict[str, ModuleType] = {}
+    compare, take, ops = fingerprint.compare, fingerprint.take, known.dispatcher is None
+
+    def load(contents: Contents, needs: dict[str, Any]) -> ModuleType:
+        if contents.variant.digest not in done:
+            needed = {repo: load(*one) for repo, one in needs.items()}
+            inner = functools.partial(_asked_for, contents.variant.id, needed)
+            done[contents.variant.digest] = source.import_build(contents, needed, inner)
+        return done[contents.variant.digest]
+
+    try:
+        for one in build[1].values():
+            load(*one)
+        before = take(ops=ops) if build[1] else known.seen
+        load(*build)
+    except HubError as error:
+        return {"error": str(error.reasons[0].value), "limit": error.reasons[0].limit, "code": error.code.value}
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    after = take(ops=ops)
+    others = [name for name, one in after.modules.items() if name not in before.modules]
+    found = compare(before, after, build[0].variant.id, (build[0].variant.id,))
+    return {**_difference(found, before, after), "others": others}
+
+
+def _asked_for(wanted_by: str, needed: Mapping[str, ModuleType], repo_id: str, version: int | None) -> ModuleType:
+    if repo_id not in needed:
+        raise refuse("HUB_DEPENDENCY_NOT_ALLOWED", repo_id, wanted_by)
+    return needed[repo_id]
+
+
+def _replayed(modules: list[str]) -> dict[str, Any]:
+    before = fingerprint.take()
+    honest.import_all(modules)
+    after = fingerprint.take()
+    found = fingerprint.compare(before, after, "", ())
+    return {"findings": [[one.code, one.what, one.mark] for one in found]}
+
+
+def _difference(found: tuple[Finding, ...], before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    ops = ("HUB_DISPATCHER_CHANGED", "HUB_NAMESPACE_FOREIGN")
+    return {
+        "namespaces": sorted(fingerprint.namespaces(frozenset(after.ops) - frozenset(before.ops))),
+        "changed": [one.what for one in found if one.code == "HUB_DISPATCHER_CHANGED"][:50],
+        "findings": [[one.code, one.what, one.mark] for one in found if one.code not in ops][:50],
+    }
+
+
+def _visible() -> list[str]:
+    """Folders an import may need: Python's own, and those of the libraries."""
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return [sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), *sys.path, *libraries]
+
+
+# -- small ends -----------------------------------------------------------------------------------------------------
+def _read(handle: int, deadline: float, until: bytes = b"") -> bytes:
+    """Everything, or up to and with `until`; what came by the deadline. Raises when the parent is gone."""
+    found = bytearray()
+    while not (until and until in found) and len(found) < _MOST:
+        ready = select.select([handle, 0], [], [], max(0, deadline - time.monotonic()))[0]
+        if handle not in ready:
+            if not ready:
+                break
+            raise _Ended  # one request at a time: something on stdin now is its end
+        part = os.read(handle, 65536)
+        if not part:
+            break
+        found += part
+    return bytes(found)
+
+
+def _words(raw: bytes, token: str) -> dict[str, Any] | None:
+    try:
+        said = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(said, dict) or said.pop("token", None) != token:
+        return None
+    return said
+
+
+def _end_all(pids: dict[str, int], child: int, *, reaped: bool) -> None:
+    """End the namespace with all in it; where there is none, every process that descends from us."""
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if not reaped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    while left := _children():
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.wait()
+
+
+def _children() -> list[int]:
+    """Processes whose parent we are: as their reaper, we inherit all that descend from a fork of ours."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+    return found
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return "X"
+
+
+def _gone(pid: int, seconds: float) -> bool:
+    """Whether a child has ended by itself, now or within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while _state(pid) not in "ZX":
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _be_reaper() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end(signum: int, frame: object) -> None:
+    raise _Ended
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)}"
+    return f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(_Ended):
+        main()
