@@ -186,4 +186,5 @@ def _raise_for(answer: Answer, path: str) -> None:
     code = answer.get("x-error-code") or ""
     if answer.status == 404 and code in ("RevisionNotFound", "EntryNotFound", "RepoNotFound"):
         raise refuse("HUB_REVISION_MISSING", code, path)
-    raise refuse("HUB_UNREACHABLE", f"{path}: status {answer.status} {code}".strip())
+    more = "; a token is sent only to hub.token_endpoint" if answer.status in (401, 403) else ""
+    raise refuse("HUB_UNREACHABLE", f"{path}: status {answer.status} {code}".strip() + more)
