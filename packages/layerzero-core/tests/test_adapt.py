@@ -297,3 +297,42 @@ def test_the_built_in_kernels_compute_every_form(lab: Any, pair: tuple[str, str 
                 continue
             out = lz.attention(*args, backend=backend, **kwargs)
             assert_close(out, truth(args, kwargs), tolerance("attention", dtype), path=f"{dtype} {form}")
+
+
+def as_it_lies(function: Any) -> Any:
+    """A vendor's kernel: it is shown a tensor's memory, and nothing of what torch notes beside it."""
+
+    def run(*args: Any) -> Any:
+        return function(*(torch.from_dlpack(item) if isinstance(item, torch.Tensor) else item for item in args))
+
+    return run
+
+
+@pytest.mark.fault(6)
+@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul", "attention"])
+def test_a_vendor_meets_no_view_that_stands_for_its_negative(lab: Any, name: str) -> None:
+    lab.use(lab.kernel(f"vendor.{name}.k", as_it_lies(lab.reference(name)), priority=99.0), only=True)
+    x = torch.randn(1, 2, 3, 8)
+    args = {"rms_norm": (x, x[0, 0, 0]), "silu_and_mul": (x,), "attention": (x, x + 1, x - 1)}[name]
+    for place, item in enumerate(args):
+        view = torch._neg_view(-item)
+        for _ in range(2):  # cold and hot
+            out, ran = lab.run(getattr(lz, name), *args[:place], view, *args[place + 1 :])
+            assert ran == [f"vendor.{name}.k"]
+            torch.testing.assert_close(out, getattr(lz, name)(*args, backend="reference"))
+
+
+@pytest.mark.fault(6)
+def test_what_a_vendor_writes_in_place_through_a_negated_view_arrives(lab: Any) -> None:
+    def turned(q: Any, k: Any, cos: Any, sin: Any, *rest: Any) -> Any:
+        raw = torch.from_dlpack(q)
+        raw.copy_(lab.reference("rope")(raw, None, cos, sin, *rest[:-1], False)[0])
+        return q, k
+
+    lab.use(lab.kernel("vendor.rope.k", turned, priority=99.0), only=True)
+    q, cos, sin = torch.randn(1, 2, 3, 8), torch.rand(3, 4), torch.rand(3, 4)
+    right, _ = lz.rope(q, None, cos, sin, backend="reference")
+    view = torch._neg_view(-q)
+    (out, _), ran = lab.run(lz.rope, view, None, cos, sin, inplace=True)
+    assert ran == ["vendor.rope.k"] and out is view
+    torch.testing.assert_close(view, right)

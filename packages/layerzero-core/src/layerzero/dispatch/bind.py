@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
@@ -73,6 +74,8 @@ class Bound:
 _importing = threading.RLock()
 _OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
 _TRIES, _PAUSE_S = 4, 0.25
+# Backends of torch's own operations, and those that resolve negated views where they take pointers.
+_KNOW_SIGNS = frozenset({"reference", "torch", "sdpa", "inductor", "cpu"})
 _NUMBERS_AND_WORDS = frozenset({type(None), float, int, bool, str})
 
 
@@ -165,6 +168,8 @@ def bind(
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
+    if kernel.backend not in _KNOW_SIGNS and kernel.backend not in world.enclosed:
+        fn = _signed(fn, spec)
     run = adapt(fn, decision.context, plan.transforms, spec.autocast)
     if spec.mutates is not None and "inplace" in decision.context.needs:
         run = _apart(run)
@@ -260,6 +265,26 @@ def _apart(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(first, second, *rest)
 
     return checked
+
+
+def _signed(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., Any]:
+    """Resolve views that stand for their negative (torch's negative bit): a vendor reads a tensor's memory as it is."""
+
+    def resolving(*args: Any, **words: Any) -> Any:
+        for item in args:
+            kind = type(item)
+            if (kind is Tensor or kind is Parameter) and item.is_neg():
+                break
+        else:
+            return run(*args, **words)
+        given = [item.resolve_neg() if isinstance(item, Tensor) else item for item in args]
+        out = run(*given, **words)
+        if spec.mutates is None or not spec.mutates(args):
+            return out
+        theirs = {id(new): old.copy_(new) for new, old in zip(given, args, strict=True) if new is not old}
+        return tuple(theirs.get(id(item), item) for item in out) if isinstance(out, tuple) else theirs.get(id(out), out)
+
+    return resolving
 
 
 def _watched(run: Callable[..., Any], kernel: KernelSpec) -> Callable[..., Any]:

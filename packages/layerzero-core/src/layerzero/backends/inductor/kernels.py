@@ -49,6 +49,11 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
+def _as_lies(tensor: Tensor) -> Tensor:
+    """Dense, and without torch's negative bit: a compiled program takes strides and signs on trust."""
+    return tensor.contiguous().resolve_neg()
+
+
 def _rows(name: str, tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...], eps: float | None) -> list[Tensor]:
     """Run a program over the last axis: `tensors` have rows, `weights` have none."""
     x = tensors[0]
@@ -61,9 +66,8 @@ def _rows(name: str, tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...], e
         return (*rows, *flat, *((((), "float32", ()),) if eps is not None else ()))
 
     run = _program((name, device.type, hidden, words), inputs)
-    # A compiled program takes its strides on trust.
-    given = [item.reshape(-1, hidden).contiguous() for item in tensors]
-    given += [item.contiguous() for item in weights]
+    given = [_as_lies(item.reshape(-1, hidden)) for item in tensors]
+    given += [_as_lies(item) for item in weights]
     if eps is not None:
         given.append(_scalar(eps, device))
     return run(given)
@@ -133,4 +137,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         return (tokens, table, table)
 
     run = _program(("rope", x.device.type, width, layout, _word(x), _word(cos)), inputs)
-    return run([shaped.contiguous(), cos[:seq].contiguous(), sin[:seq].contiguous()])[0].view(x.shape)
+    return run([_as_lies(shaped), _as_lies(cos[:seq]), _as_lies(sin[:seq])])[0].view(x.shape)
