@@ -138,6 +138,31 @@ def test_a_dependency_is_locked_verified_and_handed_over(bench):
         bench.load(repo)
 
 
+ISOLATED = """
+import json, os, sys, torch, layerzero as lz
+x, w = torch.randn(4, 64), torch.rand(64)
+for _ in range(3):
+    got = lz.rms_norm(x, w)
+wide = x.double()
+want = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * w).float()
+found = {"ran": lz.which("rms_norm", x, w), "error": (got - want).abs().max().item()}
+print(json.dumps({**found, "loaded_here": "_lz_isolated" in sys.modules, "pid": os.getpid()}))
+"""
+
+
+@pytest.mark.fault(24)
+def test_a_hub_kernel_runs_in_a_process_of_its_own(bench):
+    """It is verified and loaded there, and nothing of it comes into the caller's process."""
+    mark = bench.folder / "pid"
+    code = f"import os\nwith open({str(mark)!r}, 'w') as _file:\n    _file.write(str(os.getpid()))\n"
+    repo = bench.publish("isolated", id="_lz_isolated", extra=code)
+    bench.lock(repo)
+    mapped = {"repo": repo, **MAPPING}
+    found = ask(ISOLATED, settings(bench, mapped, prefer=["hub.*"], deny=["cpu.*"], isolation={"hub": "subprocess"}))
+    assert found["ran"] == f"hub.rms_norm.{repo.replace('/', '-')}-v1" and found["error"] < 1e-5, found
+    assert found["loaded_here"] is False and int(mark.read_text()) != found["pid"]
+
+
 @pytest.mark.fault(24)
 def test_a_chain_of_dependencies_is_probed_and_loaded(bench):
     """The middle one needs its own dependency while it is imported for the top one."""

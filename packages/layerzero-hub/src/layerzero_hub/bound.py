@@ -2,7 +2,8 @@
 
 `k_<kernel>` is the callable that binding imports: the kernel is verified and loaded at that moment. `p_<kernel>` is its
 predicate: the reasons against it, empty when it may load. `w_<kernel>` is its packer of weights, where it has one. All
-follow the policy as it was when plugins registered.
+follow the policy as it was when plugins registered; in the process of an isolated backend, where none did, the one that
+is found there by the same rules.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from layerzero.reasons import Reason
 from layerzero_hub.errors import refuse
 from layerzero_hub.loading import load
 from layerzero_hub.mapping import resolve
-from layerzero_hub.policy import HubPolicy
-from layerzero_hub.specs import HubKernel
+from layerzero_hub.policy import HubPolicy, discovered
+from layerzero_hub.specs import HubKernel, table
 
 __all__ = ["remember"]
 
@@ -36,6 +37,9 @@ def remember(kernels: dict[str, HubKernel], policy: HubPolicy) -> None:
 
 
 def __getattr__(name: str) -> Any:
+    if not _policy and name[:2] in ("k_", "p_", "w_"):
+        policy = discovered()
+        remember(table(policy), policy)
     kernel = _kernels.get(name[2:])
     if kernel is None or name[:2] not in ("k_", "p_", "w_"):
         raise AttributeError(f"layerzero_hub.bound has no {name!r}: the kernel is not locked and mapped")
