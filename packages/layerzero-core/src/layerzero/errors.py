@@ -26,7 +26,13 @@ Each carries `.code` (a ReasonCode) and `.reasons` (all that apply, the first be
 
 from __future__ import annotations
 
+import functools
+import inspect
+import signal
+import sys
 from collections.abc import Iterable
+from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 from layerzero.reasons import Reason, ReasonCode, reason
 
@@ -206,3 +212,56 @@ class CacheCorruptionError(LayerZeroError):
     """A stored cache failed its check."""
 
     default_code = "CACHE_CORRUPT"
+
+
+# -- whose exception is it? -----------------------------------------------------------------------------------------
+def from_outside(error: BaseException) -> bool:
+    """Whether an exception that passed through a kernel was raised for the caller: it is then nobody's fault.
+
+    A signal handler's (a timeout, say), or that of a hook on saved tensors, by which torch.utils.checkpoint ends its
+    recomputation. Both are Python functions that run in the middle of whatever is running, so they stand in the
+    traceback: a handler is given the very frame that it interrupted, hooks are known to torch.
+    """
+    known = _called_from_outside()
+    seen: BaseException | None = error
+    while seen is not None:
+        step = seen.__traceback__
+        while step is not None:
+            if step.tb_frame.f_code in known or _interrupts(step.tb_frame):
+                return True
+            step = step.tb_next
+        seen = seen.__cause__
+    return False
+
+
+def _interrupts(frame: FrameType) -> bool:
+    """Whether a function was called with its caller's frame: as handlers of signals and trace functions are."""
+    caller, code = frame.f_back, frame.f_code
+    if caller is None or code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS) == 0:
+        return False
+    here = frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    given = [here.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = here.get(code.co_varnames[count])
+        given.extend(rest if isinstance(rest, tuple) else ())
+    return any(item is caller for item in given)
+
+
+def _called_from_outside() -> set[CodeType]:
+    """The code of the handlers of signals, and of torch's hooks for the tensors that a gradient will need."""
+    found: list[object] = [signal.getsignal(number) for number in signal.valid_signals()]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found.extend(torch._C._autograd._top_saved_tensors_default_hooks(True) or ())
+    return {code for item in found if (code := _code_of(item)) is not None}
+
+
+def _code_of(item: Any) -> CodeType | None:
+    while isinstance(item, functools.partial):
+        item = item.func
+    item = getattr(item, "__func__", item)
+    if not isinstance(item, FunctionType) and callable(item):
+        item = type(item).__call__
+    code = getattr(item, "__code__", None)
+    return code if isinstance(code, CodeType) else None

@@ -329,4 +329,5 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "HUB_DESCRIPTOR_INVALID": (_C.HUB, "layerzero.json of {value} is wrong: {limit}", "the publisher must mend it; an entry of hub.kernels takes its place"),
     "HUB_PUBLISHER_SIGNATURE": (_C.HUB, "the publisher's signature of {value} does not hold: {limit}", "do not use it; if the signer is the publisher's, add its identity to hub.publishers"),
     "HUB_STILL_NEEDED": (_C.HUB, "{value} is needed by {limit}", "remove that one as well"),
+    "TRANSFORM_UNSUPPORTED": (_C.FEATURE, "{value} knows nothing of vmap, forward-mode AD and the like, and {limit} may not run here", "leave out backend= or the lock for this call, or allow {limit}"),
 }

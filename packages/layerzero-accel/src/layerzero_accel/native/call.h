@@ -48,7 +48,7 @@ static PyObject *in_python(const Op *op, PyObject *const *args, Py_ssize_t given
 }
 
 /* Take over what Python has made hot for this call. The key is written once more: a call that changed its own inputs,
- * or the modes of torch, teaches nothing. -1 only for what must not be swallowed, an interrupt. */
+ * or the modes of torch, teaches nothing. -1 for what `find` lets through: an interrupt, a handler's exception. */
 static int learn(const Op *op, Call *c, PyObject *world)
 {
     int status = 0;
@@ -76,7 +76,7 @@ static int learn(const Op *op, Call *c, PyObject *world)
         release(&again);
     }
     if (PyErr_Occurred() != NULL) {
-        status = PyErr_ExceptionMatches(PyExc_Exception) ? 0 : -1;
+        status = given != NULL && found == NULL ? -1 : 0;
         if (status == 0)
             PyErr_Clear();
     }
@@ -207,6 +207,8 @@ static __attribute__((noinline)) PyObject *call(const Op *op, PyObject *const *a
             bound = find_bound(op, &c, table);
         if (bound != NULL)
             guard = guarded(bound);
+    } else if (PyErr_Occurred() != NULL) {
+        guard = -1; /* by a handler, while a scope was asked for its World */
     }
     if (guard > 0) {
         result = run_bound(op, &c, world, bound);

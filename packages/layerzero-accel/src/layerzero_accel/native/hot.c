@@ -6,7 +6,7 @@
  */
 #include "call.h"
 
-#define SEAM 2 /* what core and this library agree on; core refuses another number */
+#define SEAM 3 /* what core and this library agree on; core refuses another number */
 
 static PyObject *count(PyObject *module, PyObject *unused)
 {
@@ -33,6 +33,21 @@ static PyObject *modes(PyObject *module, PyObject *unused)
     }
     return Py_BuildValue("(ii)", shortcut.grad_enabled(),
                          shortcut.autocast_enabled(TORCH_CPU) || shortcut.autocast_enabled(TORCH_CUDA));
+}
+
+/* follows() -> None where torch has no shortcuts, else whether they say that something follows every op here. */
+static PyObject *follows(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *found = Py_None;
+    if (shortcut.key_included != NULL) {
+        int before = shortcut.trusted;
+        shortcut.trusted = 1;
+        found = followed() ? Py_True : Py_False;
+        shortcut.trusted = before;
+    }
+    Py_IncRef(found);
+    return found;
 }
 
 static PyObject *trust(PyObject *module, PyObject *answer)
@@ -232,13 +247,16 @@ static PyObject *key(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, "setup(exchange, tensor, parameter, requires_grad, is_grad_enabled, any_autocast, "
-                                   "deterministic, now, scope, another_now, a_bound, limit)\n--\n\nSay once where torch keeps what a key reads."},
+                                   "deterministic, now, scope, another_now, a_bound, limit, dispatch_modes, tracing_state, "
+                                   "forward_ad, profiler, followers)\n--\n\nSay once where torch keeps what a key reads."},
     {"function", function, METH_VARARGS, "function(name, module, doc, parameters, canonical, python, find, rescue, "
                                          "bucketed)\n--\n\nThe C form of a public function."},
     {"counts", count, METH_NOARGS, "counts()\n--\n\nCalls since the start: found exactly, by bucket, left to Python, learnt, "
                                    "tables dropped."},
     {"key", key, METH_VARARGS, "key(name, values, edges)\n--\n\nThe words of a call's keys, or None; for tests."},
     {"modes", modes, METH_NOARGS, "modes()\n--\n\nWhat torch's own libraries say of gradients and autocast, or None."},
+    {"follows", follows, METH_NOARGS, "follows()\n--\n\nWhether torch's own libraries say that a mode, a tracer or "
+                                      "functorch follows every op, or None."},
     {"trust", trust, METH_O, "trust(answer)\n--\n\nWhether calls may go by `modes`."},
     {"forget", forget, METH_NOARGS, "forget()\n--\n\nLet go of the World that was last met: it was replaced."},
     {NULL, NULL, 0, NULL},

@@ -69,11 +69,41 @@ static inline int casts(void)
                             : truth(ask(&torch.any_autocast));
 }
 
+/* Whether a dispatch mode, the tracer or functorch follows every op of this thread; what cannot be asked is a yes. */
+static inline int followed(void)
+{
+    if (shortcut.trusted) {
+        for (int i = 0; i < shortcut.follower_count; i++)
+            if (shortcut.key_included(shortcut.followers[i]))
+                return 1;
+        return 0;
+    }
+    PyObject *modes = ask(&torch.dispatch_modes);
+    int found = modes == NULL || PyLong_AsLongLong(modes) != 0;
+    Py_DecRef(modes);
+    PyObject *state = found ? NULL : ask(&torch.tracing_state);
+    found = found || state != Py_None;
+    Py_DecRef(state);
+    if (PyErr_Occurred() != NULL)
+        PyErr_Clear();
+    return found;
+}
+
+/* Whether torch wants to see this call (`layerzero.dispatch.hot.watched`): then it is Python's to show it. */
+static inline int watched(void)
+{
+    PyObject *level = PyDict_GetItemWithError(torch.forward_ad, torch.current_level);
+    PyObject *profiling = PyDict_GetItemWithError(torch.profiler, torch.is_profiler_enabled);
+    if (level == NULL || profiling != Py_False)
+        return 1;
+    return PyLong_AsLongLong(level) >= 0 || followed();
+}
+
 /* Types and torch's modes. Everything that may run Python code comes here, before any view is lent. */
 static inline int readable(const Op *op, const Call *c, int *deterministic)
 {
     int grad = records_gradients();
-    if (grad < 0)
+    if (grad < 0 || watched())
         return 0;
     for (int n = 0; n < op->tensor_count; n++) {
         int i = op->tensors[n];

@@ -76,7 +76,9 @@ typedef struct {
 static struct {
     const Exchange *exchange;
     PyTypeObject *tensor, *parameter;
-    Asked grad_enabled, any_autocast, deterministic, scope;
+    Asked grad_enabled, any_autocast, deterministic, scope, dispatch_modes, tracing_state;
+    PyObject *forward_ad, *profiler; /* the namespaces of these modules, which say whether they are at work */
+    PyObject *current_level, *is_profiler_enabled;
     PyObject *requires_grad;
     descrgetfunc get_requires_grad;
     PyObject *now;
@@ -86,32 +88,40 @@ static struct {
     PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 } torch;
 
-/* Two modes by the names under which torch's own libraries export them: through Python's functions they cost as much as
- * two tensors, for those ask every kind of device there is. Core lets them be used only after it has seen each of them
- * say what torch says, on and off; a torch without the names, or with other answers, is asked in Python's way. */
+#define MOST_FOLLOWERS 8
+
+/* Three modes by the names under which torch's own libraries export them: through Python's functions they cost as much
+ * as two tensors, for those ask every kind of device there is. `followers` are the dispatch keys that a dispatch mode,
+ * the tracer or functorch includes in a thread. Core lets them be used only after it has seen each of them say what
+ * torch says, on and off; a torch without the names, or with other answers, is asked in Python's way. */
 static struct {
     bool (*grad_enabled)(void);
     bool (*autocast_enabled)(signed char device_type);
+    bool (*key_included)(unsigned short key);
+    unsigned short followers[MOST_FOLLOWERS];
+    int follower_count;
     int trusted;
 } shortcut;
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
 
 static void find_shortcuts(void)
 {
-    static const char *libraries[] = {"libc10.so", "libtorch_cpu.so"};
+    static const char *libraries[] = {"libc10.so", "libtorch_cpu.so", "libc10.so"};
     static const char *names[] = {"_ZN3c108GradMode10is_enabledEv",
-                                  "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE"};
-    void *found[2] = {NULL, NULL};
-    for (int i = 0; i < 2; i++) {
+                                  "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE",
+                                  "_ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE"};
+    void *found[3] = {NULL, NULL, NULL};
+    for (int i = 0; i < 3; i++) {
         void *library = dlopen(libraries[i], RTLD_LAZY | RTLD_NOLOAD);
         if (library != NULL) {
             found[i] = dlsym(library, names[i]);
             dlclose(library); /* torch holds it */
         }
     }
-    if (found[0] != NULL && found[1] != NULL) {
+    if (found[0] != NULL && found[1] != NULL && found[2] != NULL) {
         memcpy(&shortcut.grad_enabled, &found[0], sizeof(found[0]));
         memcpy(&shortcut.autocast_enabled, &found[1], sizeof(found[1]));
+        memcpy(&shortcut.key_included, &found[2], sizeof(found[2]));
     }
 }
 
@@ -214,16 +224,40 @@ static const Exchange *exchange_of(PyObject *capsule)
     return found;
 }
 
+/* The dispatch keys by number; -1 with an exception where there are too many or one is no number. */
+static int read_followers(PyObject *keys)
+{
+    Py_ssize_t count = TYPE(keys) == &PyTuple_Type ? PyTuple_Size(keys) : MOST_FOLLOWERS + 1;
+    if (count > MOST_FOLLOWERS) {
+        PyErr_SetString(PyExc_ValueError, "a tuple of at most 8 dispatch keys");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long key = PyLong_AsLongLong(PyTuple_GetItem(keys, i));
+        if (key < 0) {
+            if (PyErr_Occurred() == NULL)
+                PyErr_SetString(PyExc_ValueError, "a dispatch key below 0");
+            return -1;
+        }
+        shortcut.followers[i] = (unsigned short)key;
+    }
+    shortcut.follower_count = (int)count;
+    return 0;
+}
+
 /* setup(exchange, Tensor, Parameter, requires_grad, is_grad_enabled, any_autocast, deterministic, now, scope,
- *       another_now, a_bound, limit): the last two objects are examples of their types, to find their slots by. */
+ *       another_now, a_bound, limit, dispatch_modes, tracing_state, forward_ad, profiler, followers): `another_now` and
+ *       `a_bound` are examples of their types, to find their slots by; `forward_ad` and `profiler` are the namespaces of
+ *       torch's modules. */
 static PyObject *setup(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *tensor, *parameter, *descriptor, *grad, *autocast, *deterministic, *now, *scope, *another,
-        *bound;
+        *bound, *dispatch_modes, *tracing_state, *forward_ad, *profiler, *followers;
     unsigned long long limit;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOK:setup", &capsule, &tensor, &parameter, &descriptor, &grad, &autocast,
-                          &deterministic, &now, &scope, &another, &bound, &limit))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOKOOOOO:setup", &capsule, &tensor, &parameter, &descriptor, &grad, &autocast,
+                          &deterministic, &now, &scope, &another, &bound, &limit, &dispatch_modes, &tracing_state,
+                          &forward_ad, &profiler, &followers))
         return NULL;
     if (torch.exchange != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "set up already");
@@ -237,8 +271,14 @@ static PyObject *setup(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_TypeError, "requires_grad must be a descriptor, the limit at least 1");
         return NULL;
     }
-    static const char *names[] = {"memo", "hot", "near_hits", "accel", "BSHD"};
-    PyObject **to[] = {&torch.memo, &torch.hot, &torch.near_hits, &torch.accel, &torch.sequence_first};
+    if (TYPE(forward_ad) != &PyDict_Type || TYPE(profiler) != &PyDict_Type) {
+        PyErr_SetString(PyExc_TypeError, "forward_ad and profiler are namespaces");
+        return NULL;
+    }
+    static const char *names[] = {"memo", "hot", "near_hits", "accel", "BSHD", "_current_level",
+                                  "_is_profiler_enabled"};
+    PyObject **to[] = {&torch.memo,  &torch.hot, &torch.near_hits, &torch.accel, &torch.sequence_first,
+                       &torch.current_level, &torch.is_profiler_enabled};
     if (slot_setup(&torch.world, another, "world") < 0 || slot_setup(&torch.guard, bound, "guard") < 0
         || slot_setup(&torch.run, bound, "run") < 0)
         return NULL;
@@ -247,8 +287,13 @@ static PyObject *setup(PyObject *module, PyObject *args)
             return NULL;
     if ((torch.one = PyLong_FromLongLong(1)) == NULL || ask_setup(&torch.grad_enabled, grad) < 0
         || ask_setup(&torch.any_autocast, autocast) < 0 || ask_setup(&torch.deterministic, deterministic) < 0
-        || ask_setup(&torch.scope, scope) < 0)
+        || ask_setup(&torch.scope, scope) < 0 || ask_setup(&torch.dispatch_modes, dispatch_modes) < 0
+        || ask_setup(&torch.tracing_state, tracing_state) < 0 || read_followers(followers) < 0)
         return NULL;
+    Py_IncRef(forward_ad);
+    Py_IncRef(profiler);
+    torch.forward_ad = forward_ad;
+    torch.profiler = profiler;
     Py_IncRef(tensor);
     Py_IncRef(parameter);
     Py_IncRef(descriptor);

@@ -4,7 +4,8 @@
 
 #include "ops.h"
 
-/* The World of the active scope, else the current one; NULL, without an exception, where there is none to be had. */
+/* The World of the active scope, else the current one; NULL where there is none to be had, with the exception of what
+ * was raised in Python on the way there. */
 static inline PyObject *current_world(void)
 {
     PyObject *active = ask(&torch.scope);
@@ -14,8 +15,6 @@ static inline PyObject *current_world(void)
     else if (active != NULL)
         world = PyObject_CallMethodObjArgs(active, torch.world.name, NULL);
     Py_DecRef(active);
-    if (world == NULL)
-        PyErr_Clear();
     return world;
 }
 

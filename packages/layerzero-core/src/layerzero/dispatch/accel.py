@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
 from layerzero.dispatch.bind import Bound
@@ -27,7 +28,12 @@ from layerzero.runtime.state import state
 __all__ = ["SEAM", "Accelerator", "accelerator", "look"]
 
 # What both sides agree on: the arguments of `setup` and `function`, what `modes` answers. The library carries its own.
-SEAM: Final = 2
+SEAM: Final = 3
+
+
+# The dispatch keys that are included in a thread while ops are followed: by dispatch modes, by functorch, by the tracer
+# of torch.jit.trace, and by modes before dispatch.
+_FOLLOWERS = ("Python", "FuncTorchDynamicLayerFrontMode", "Tracer", "PreDispatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,15 @@ def _load() -> tuple[Any, Reason | None]:
             type(now)(),
             Bound.__new__(Bound),
             HOT_LIMIT,
+            torch._C._len_torch_dispatch_stack,
+            torch._C._get_tracing_state,
+            vars(forward_ad),
+            vars(profiler),
+            tuple(int(key) for key in _followers()),
         )
     except Exception as error:
         return None, reason("ACCEL_UNFIT", f"{type(error).__name__}: {error}")
-    native.trust(_answers_as_torch(native.modes))
+    native.trust(_answers_as_torch(native.modes) and _sees_followers(native.follows))
     state.on_swap(lambda world: native.forget())
     return native, None
 
@@ -106,6 +117,22 @@ def _answers_as_torch(modes: Callable[[], tuple[int, int] | None]) -> bool:
         for kind, was in before.items():
             torch.set_autocast_enabled(kind, was)
     return True
+
+
+def _followers() -> list[Any]:
+    parse: Callable[[str], Any] = torch._C._parse_dispatch_key
+    return [parse(name) for name in _FOLLOWERS]
+
+
+def _sees_followers(follows: Callable[[], bool | None]) -> bool:
+    """Whether the library sees each key that is included while ops are followed, and nothing where none is."""
+    if follows() is not False:
+        return False
+    for key in _followers():
+        with torch._C._IncludeDispatchKeyGuard(key):  # no op of torch runs in here
+            if follows() is not True:
+                return False
+    return follows() is False
 
 
 accelerator: Final = look()

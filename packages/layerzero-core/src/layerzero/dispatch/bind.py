@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES, stream_capturing
-from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, from_outside
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
@@ -122,6 +122,8 @@ def resolve(kernel: KernelSpec) -> Callable[..., Any]:
     try:
         return _import(kernel.function)
     except (Exception, SystemExit) as error:  # some vendors exit when they dislike the machine
+        if from_outside(error):  # a timeout during a long import, say, after which it may be tried again
+            raise
         why = _import_reason(kernel, error)
         raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
 

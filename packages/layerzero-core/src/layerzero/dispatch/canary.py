@@ -20,6 +20,7 @@ from torch import Tensor
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.faults import lost_device
+from layerzero.errors import from_outside
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -90,6 +91,8 @@ def _tried(
             truth = bind(spec, decision, world, spec.fallback_id).run(*given)
             return _differs(mine, truth, decision.context)
     except Exception as error:
+        if from_outside(error):
+            raise
         lost = lost_device(kernel[0], modes.tensors_of(args), error) if kernel else None
         if lost is not None:
             raise lost from error  # the device is gone for the kernel in charge as well

@@ -9,13 +9,16 @@ the key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
-__all__ = ["HOT_LIMIT", "describe_tensor", "generic_key", "mode_key"]
+__all__ = ["HOT_LIMIT", "aside", "describe_tensor", "generic_key", "mode_key", "traced", "watched"]
 
 # Entries of one World's table; beyond it the table starts afresh.
 HOT_LIMIT = 16_384
@@ -27,6 +30,40 @@ _NOT_FINITE = "not finite"  # never met by a call that is right: its own key lea
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+class _Aside(threading.local):
+    """Set in a thread that is already inside a call which torch has seen: what runs there is that call."""
+
+    quiet = False
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """The calls made here are seen by nobody a second time."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+
+aside = _Aside()
+
+
+def traced() -> bool:
+    """Whether torch.jit.trace is at work: sizes are tensors then, which no check of ours may look at."""
+    return torch._C._get_tracing_state() is not None
+
+
+def watched() -> bool:
+    """Whether torch wants to see this call: a dispatch mode, forward-mode AD or a profiler is active.
+
+    Hot ops write this out. Not asked here: the tracer of `torch.jit.trace`, under which every size is a tensor, so that
+    no key is hot; and functorch, whose tensors have no storage. Both are met on the cold path (`modes.plain`).
+    """
+    found = _dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
+    return bool(found) and not aside.quiet
 
 
 def describe_tensor(t: Tensor) -> tuple[Any, ...]:

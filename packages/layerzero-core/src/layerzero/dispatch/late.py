@@ -10,7 +10,7 @@ from layerzero.runtime.current import Unloaded, collector_paused, now
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["current_world", "miss", "recover"]
+__all__ = ["current_world", "miss", "recover", "seen"]
 
 
 def _machinery() -> Any:
@@ -34,6 +34,14 @@ def current_world() -> World:
 def miss(*args: Any) -> Any:
     """See `layerzero.dispatch.run.miss`."""
     return _machinery().miss(*args)
+
+
+def seen(*args: Any) -> Any:
+    """See `layerzero.dispatch.seen.seen`."""
+    _machinery()
+    from layerzero.dispatch.seen import seen as found
+
+    return found(*args)
 
 
 def recover(*args: Any) -> Any:

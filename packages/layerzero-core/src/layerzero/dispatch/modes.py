@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from layerzero.dispatch.hot import aside
 from layerzero.model.device import DeviceSpec
 
 __all__ = [
     "SWITCHES",
     "autocast_dtype",
     "capturing",
+    "carries_tangent",
     "device_spec",
+    "followed",
     "functorch_active",
     "keyable_device",
     "plain",
@@ -71,8 +75,32 @@ def tensors_of(args: Iterable[Any]) -> list[Tensor]:
 
 
 def plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether every tensor is exactly a Tensor or Parameter, and none is wrapped by functorch."""
-    return all(type(tensor) in _PLAIN for tensor in tensors) and not functorch_active()
+    """Whether every tensor is exactly a Tensor or Parameter, and nobody follows what is done with them.
+
+    functorch, a dispatch mode, the tracer of torch.jit.trace and forward-mode AD do: a kernel would be lost on them.
+    """
+    tensors = tuple(tensors)
+    if functorch_active() or not all(type(tensor) in _PLAIN for tensor in tensors):
+        return False
+    return aside.quiet or not (followed() or carries_tangent(tensors))
+
+
+def followed() -> bool:
+    """Whether a dispatch mode or the tracer of torch.jit.trace looks at every op."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None or _before_dispatch()
+
+
+def _before_dispatch() -> bool:
+    """Whether ops are traced before dispatch (make_fx, pre_dispatch=True): those modes have a stack of their own."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+
+
+def carries_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of these is a dual tensor of forward-mode AD."""
+    if forward_ad._current_level < 0:
+        return False
+    derived = (item for item in tensors if item.is_floating_point() or item.is_complex())
+    return any(forward_ad.unpack_dual(item).tangent is not None for item in derived)  # type: ignore[no-untyped-call]
 
 
 def functorch_active() -> bool:

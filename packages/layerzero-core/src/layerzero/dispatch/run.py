@@ -35,6 +35,7 @@ from layerzero.errors import (
     KernelExecutionError,
     LayerZeroError,
     UnknownNameError,
+    from_outside,
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -241,7 +242,9 @@ def _announce(decision: Decision) -> None:
         for impl in manager.hook.layerzero_decided.get_hookimpls():
             try:
                 impl.function(decision)
-            except Exception:
+            except Exception as error:
+                if from_outside(error):
+                    raise
                 _log.exception("observer %s raised", impl.plugin_name)
 
 
@@ -342,18 +345,6 @@ def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tenso
         world.hot[near] = bound
 
 
-def _on_reference(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Any:
-    """Run the op's fallback with whatever adaptation the call needs."""
-    decision = decide(spec, ctx, world)
-    if spec.fallback_id not in decision.ranking:
-        raise (
-            refuse(decision)
-            if not decision.chosen
-            else KernelExecutionError(f"{spec.op_id}: the reference may not run here", code="POLICY_DISABLED")
-        )
-    return bind(spec, decision, world, spec.fallback_id).run(*args)
-
-
 def _remember(bound: Bound, kernel_id: str) -> None:
     if len(state.ran) >= _RAN_LIMIT:
         state.ran.clear()
@@ -363,11 +354,13 @@ def _remember(bound: Bound, kernel_id: str) -> None:
 
 
 def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
-    """Tensor subclasses meet one opaque op; functorch tensors the plain reference, which every transform knows."""
+    """Subclasses, dispatch modes and tracers meet one opaque op; functorch and dual tensors the plain reference."""
     opaque = opaque_ops.get(spec.op_id)
-    if modes.functorch_active() or opaque is None:
+    if modes.functorch_active() or opaque is None or modes.carries_tangent(modes.tensors_of(args)):
+        from layerzero.dispatch.seen import in_plain_torch
+
         world = current_world()
-        return _on_reference(spec, describe(spec, args, layout, backend, world), world, args)
+        return in_plain_torch(spec, describe(spec, args, layout, backend, world), world, args)
     return opaque(args, layout, backend)
 
 
@@ -383,11 +376,13 @@ def recover(
 ) -> Any:
     """A bound kernel raised. Decide whose fault it was; if the kernel's, run the next candidate.
 
-    User errors, transforms, captures and interrupts never open a breaker; a breaker is charged only after
-    another candidate has shown that the same inputs can be computed.
+    User errors, transforms, captures, interrupts and what handlers and hooks raise never open a breaker; a breaker
+    is charged only after another candidate has shown that the same inputs can be computed.
     """
     if isinstance(error, GuardFailed):
         return miss(spec, world, None, args, layout, backend)
+    if from_outside(error):
+        raise error
     tensors = modes.tensors_of(args)
     if not modes.plain(tensors):
         return bypass(spec, args, layout, backend)
@@ -438,6 +433,8 @@ def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tupl
         except GuardFailed:
             continue  # it does not fit after all, which is nobody's fault
         except Exception as next_error:
+            if from_outside(next_error):
+                raise
             lost = lost_device(failed, modes.tensors_of(args), next_error)
             if lost is not None:
                 raise lost from next_error

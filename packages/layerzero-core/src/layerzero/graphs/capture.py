@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerzero.errors import CudaGraphUnsafeError
+from layerzero.errors import CudaGraphUnsafeError, from_outside
 from layerzero.graphs.inputs import Inputs
 from layerzero.graphs.proof import objection, short
 from layerzero.graphs.rehearsal import Seen, Watch, rehearsal
@@ -205,6 +205,8 @@ def _captured(
     except (_Refused, CudaGraphUnsafeError):
         raise
     except Exception as error:
+        if from_outside(error):
+            raise
         if isinstance(error, RuntimeError):
             _prove(seen, stream, how.memory_limit)  # a capture that only its end finds spoilt: by whom?
         raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=short(error)) from error

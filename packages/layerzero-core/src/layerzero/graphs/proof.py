@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch.run import current_world
+from layerzero.errors import from_outside
 from layerzero.graphs.rehearsal import Seen
 from layerzero.graphs.streams import capture_on
 from layerzero.reasons import Reason, reason
@@ -30,6 +31,8 @@ def objection(item: Seen, stream: Any, limit: int) -> Reason | None:
             try:
                 run(*args)  # the result is dropped, and its memory with it
             except Exception as error:
+                if from_outside(error):
+                    raise
                 return reason("GRAPH_CAPTURE_FAILED", short(error))
             kept.append(torch.cuda.memory_allocated(stream.device) - before)
     # The least of them: another thread may allocate during one run, hardly during each.
@@ -38,6 +41,8 @@ def objection(item: Seen, stream: Any, limit: int) -> Reason | None:
     try:
         capture_on(stream, lambda: run(*args), torch.cuda.graph_pool_handle())
     except Exception as error:
+        if from_outside(error):
+            raise
         return reason("GRAPH_CAPTURE_FAILED", short(error))
     return None
 

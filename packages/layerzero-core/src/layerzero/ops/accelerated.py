@@ -17,6 +17,7 @@ import torch
 
 from layerzero.dispatch.hot import describe_tensor, generic_key, mode_key
 from layerzero.dispatch.late import recover
+from layerzero.errors import from_outside
 from layerzero.model.op import OperationSpec
 from layerzero.ops.near import bucket_ends, near_key
 from layerzero.ops.signature import PUBLIC, PublicOp
@@ -73,7 +74,7 @@ def _function(native: Any, op: PublicOp, kinds: str) -> Callable[..., Any]:
         parameters,
         tuple(names.index(argument) for argument in op.spec.arguments),
         op.function,
-        _FINDS.get(name) or _find(op.spec),
+        _quietly(_FINDS.get(name) or _find(op.spec)),
         _rescue(op.spec),
         name == "attention",
     )
@@ -90,6 +91,20 @@ def _find(spec: OperationSpec) -> Find:
         return None if bound is None else (bound, None)
 
     return find
+
+
+def _quietly(find: Find) -> Find:
+    """The call is done: what cannot be looked up now is not learnt. Only a handler's exception reaches the caller."""
+
+    def found(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
+        try:
+            return find(world, args, layout, backend)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            return None
+
+    return found
 
 
 def _rescue(spec: OperationSpec) -> Callable[..., Any]:

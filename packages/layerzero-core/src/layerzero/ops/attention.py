@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import HOT_LIMIT, autocast_key, describe_tensor, generic_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, describe_tensor, generic_key
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import (
@@ -37,6 +39,7 @@ __all__ = ["ATTENTION", "attention"]
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _scope = scope.get
 
 
@@ -98,6 +101,10 @@ def attention(
         if type(scale) is not float:
             scale = plain_number(scale)
         check_scale(scale)
+    if (_dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled) and not aside.quiet:
+        first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _seen(*first, layout=layout, window=window, enable_gqa=enable_gqa, softcap=softcap,
+                     alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend)  # fmt: skip
     hot_key: Any
     try:
         hot_key = (
@@ -178,6 +185,16 @@ def attention(
             return recover(ATTENTION, world, hot_key, bound, args, layout, backend, error)
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
     return _cold(hot_key, given, layout, backend)
+
+
+def _seen(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    """A call that torch wants to see (`dispatch.hot.watched`); of nested tensors it sees the packed call below."""
+    if any(isinstance(item, Tensor) and item.is_nested for item in (query, key, value)):
+        words = (options[name] for name in ("window", "softcap", "alibi_slopes", "return_lse"))
+        return _cold(None, (query, key, value, *rest, *words), options["layout"], options["backend"])
+    args, layout, backend = PUBLIC["attention"].normalize((query, key, value, *rest), options)
+    again = functools.partial(attention, query, key, value, *rest, **options)
+    return seen(ATTENTION, args, layout, backend, again)
 
 
 def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None) -> Any:

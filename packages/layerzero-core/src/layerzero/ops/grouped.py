@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -9,8 +10,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
@@ -94,6 +95,13 @@ def grouped_attention(
         batch = _planned(batch, cu_seqlens_k, kv_lens)
     check_scale(scale)
     args = (query, key, value, batch, causal, scale, return_lse)
+    if watched() or traced():
+        return seen(GROUPED_ATTENTION, args, None, backend, functools.partial(_dispatched, args, backend))
+    return _dispatched(args, backend)
+
+
+def _dispatched(args: tuple[Any, ...], backend: str | None) -> Any:
+    """The kernel that is hot for this call, or the cold path."""
     world = current_world()
     try:
         hot = _key(world, args, backend)

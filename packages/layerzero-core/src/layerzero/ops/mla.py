@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from typing import Any, Literal, overload
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
@@ -69,8 +70,15 @@ def mla_paged_attention(
     context. `return_lse=True` gives (out, lse): natural log, float32, [tokens, H].
     """
     check_scale(scale)
-    _check_pages(ckv_cache, batch)
     args = (q_nope, q_pe, ckv_cache, kpe_cache, batch, scale, return_lse)
+    if watched() or traced():
+        return seen(MLA_PAGED_ATTENTION, args, None, backend, functools.partial(_dispatched, args, backend))
+    return _dispatched(args, backend)
+
+
+def _dispatched(args: tuple[Any, ...], backend: str | None) -> Any:
+    """The kernel that is hot for this call, or the cold path."""
+    _check_pages(args[2], args[4])
     world = current_world()
     try:
         key = _key(world, args, backend)

@@ -48,6 +48,8 @@ def near_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     else:
         batch, heads, cols, dim = keys
         rows = query[2]
+    if type(cols) is not int:  # under torch.jit.trace sizes are tensors
+        return None
     if values != keys:  # another head_dim for the values: keep all of its shape but the length
         axis = 1 if key[19] == "BSHD" else 2
         if values[axis] != cols:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import autocast_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch.hot import aside, autocast_key
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
@@ -23,11 +25,15 @@ __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _scope = scope.get
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, times weight; computed in float32, returned in x's dtype."""
+    if (_dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled) and not aside.quiet:
+        again = functools.partial(rms_norm, x, weight, eps, backend=backend)
+        return seen(RMS_NORM, (expect_tensor(x, "x"), weight, eps), None, backend, again)  # type: ignore[no-any-return]
     try:
         hot_key = (
             "rms_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import (
@@ -113,8 +114,6 @@ def paged_attention(
         batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
     check_scale(scale)
     check_softcap(softcap)
-    _check_index_dtypes(batch)
-    _check_pages(key_cache, batch, layout)
     args = (
         query,
         key_cache,
@@ -127,6 +126,15 @@ def paged_attention(
         return_lse,
         layout,
     )
+    if watched() or traced():
+        return seen(PAGED_ATTENTION, args, layout, backend, functools.partial(_dispatched, args, layout, backend))
+    return _dispatched(args, layout, backend)
+
+
+def _dispatched(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+    """The kernel that is hot for this call, or the cold path."""
+    _check_index_dtypes(args[3])
+    _check_pages(args[1], args[3], layout)
     world = current_world()
     try:
         key = _key(world, args, layout, backend)

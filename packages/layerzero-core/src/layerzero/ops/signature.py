@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.dispatch.hot import generic_key
-from layerzero.dispatch.late import current_world, miss, recover
+import torch
+from torch.autograd import forward_ad, profiler
+
+from layerzero.dispatch.hot import aside, generic_key
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import builtin_op, now, scope
@@ -20,6 +23,7 @@ from layerzero.runtime.late_ops import LATE_OPS, LateTable
 __all__ = ["PUBLIC", "PublicOp", "dispatch", "fx_node", "fx_proxy", "public_op", "reference", "register"]
 
 _scope = scope.get
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
 
 
@@ -101,6 +105,10 @@ def fx_node(proxy: Any, op: PublicOp, named: dict[str, Any]) -> Any:
 
 def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
     """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
+    if (
+        _dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
+    ) and not aside.quiet:  # `hot.watched`, written out
+        return seen(spec, args, layout, backend, functools.partial(dispatch, spec, args, layout, backend))
     active = _scope()
     world = now.world if active is None else active.world()
     try:

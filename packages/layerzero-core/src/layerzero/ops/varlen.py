@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero.dispatch import modes
+from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
+from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import (
@@ -97,6 +99,13 @@ def varlen_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, is_causal, scale, sides, softcap,
         alibi_slopes, return_lse,
     )  # fmt: skip
+    if watched() or traced():
+        return seen(VARLEN_ATTENTION, args, None, backend, functools.partial(_dispatched, args, equal, backend))
+    return _dispatched(args, equal, backend)
+
+
+def _dispatched(args: tuple[Any, ...], equal: bool, backend: str | None) -> Any:
+    """The kernel that is hot for this call, or the cold path."""
     world = current_world()
     try:
         hot_key = _key(world, args, equal, backend)
@@ -123,7 +132,7 @@ def _lengths(
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
             raise InvalidInputError(code="VALUE_INVALID", value=f"{name}={given}", limit="a length, or None")
     same = cu_q is cu_k
-    if not (_packed(query) and _packed(key)):
+    if not (_packed(query) and _packed(key)) or modes.followed():  # what a mode or a tracer follows is not read past it
         return max_q, max_k, same
     if not (_readable(cu_q) and _readable(cu_k)):
         if type(query) in _PLAIN and type(key) in _PLAIN:

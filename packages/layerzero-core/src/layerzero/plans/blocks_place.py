@@ -17,6 +17,7 @@ import torch
 
 from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.modes import tensors_of
+from layerzero.errors import from_outside
 from layerzero.plans.blocks import Block
 from layerzero.plans.blocks_cost import Meter
 from layerzero.plans.blocks_run import arguments, glue, results, unread
@@ -60,7 +61,9 @@ def time_in_place(block: Block, tensors: Mapping[str, Any], path: Path, meter: M
             once = clock(lambda: walk({}), 1)
             count = max(_FEWEST, min(_MOST, int(_SPENT_US / max(once * most, 1.0))))
             found = _turns(walk, places, most, count)
-        except Exception:
+        except Exception as error:
+            if from_outside(error):
+                raise
             return
     for place, turns in zip(places, found, strict=True):
         meter.place([bound.kernel for bound in place.kernels], place.kernels[0].decision.context, place.args, turns)

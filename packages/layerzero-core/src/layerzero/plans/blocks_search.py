@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.run import decide, describe
-from layerzero.errors import BackendNotAvailableError, KernelExecutionError
+from layerzero.errors import BackendNotAvailableError, KernelExecutionError, from_outside
 from layerzero.model.op import OperationSpec
 from layerzero.plans.blocks import GLUE, Block, Step
 from layerzero.plans.blocks_cost import Candidate, Cost, Meter
@@ -201,6 +201,8 @@ def _ways(
             state.unbindable(kernel_id, error.reasons[0])
             continue
         except Exception as error:  # it cannot run here, so it is no way through; dispatch would move on as well
+            if from_outside(error):
+                raise
             failures.append(f"{kernel_id}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             continue
         if meter.right(bound.kernel, decision.context, bound.run, args):

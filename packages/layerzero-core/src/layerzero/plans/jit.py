@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from layerzero import env
-from layerzero.errors import BackendNotAvailableError, LayerZeroError
+from layerzero.errors import BackendNotAvailableError, LayerZeroError, from_outside
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -173,13 +173,14 @@ def _innocent(error: Exception) -> bool:
 
     Bad input, a guard, no memory at the moment, a vendor's warning that this process makes an error, or an error of
     the device, in torch's words or in a vendor's: after one of those every later call fails too, whatever the kernel.
+    Or it is what a handler of the caller raised.
     """
     from layerzero.dispatch.bind import GuardFailed
     from layerzero.health.sticky import sticky
 
     device_errors: type[Exception] = getattr(torch, "AcceleratorError", MemoryError)
     passing = (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError, Warning, device_errors)
-    return isinstance(error, passing) or sticky(error) is not None
+    return isinstance(error, passing) or sticky(error) is not None or from_outside(error)
 
 
 def _settle(ctx: Context) -> None:
@@ -209,6 +210,8 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
         state.unbindable(kernel_id, error.reasons[0])
         return error.reasons[0]
     except Exception as error:
+        if from_outside(error):
+            raise
         kernel = world.registry.kernels[kernel_id]
         return state.world.uncompilable.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
     return None

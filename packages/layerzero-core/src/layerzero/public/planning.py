@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
-from layerzero.dispatch.run import current_world, describe, ready, recover
+from layerzero.dispatch.run import bypass, current_world, describe, ready, recover
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.describe import parse_window
 from layerzero.ops.signature import PublicOp, public_op
@@ -38,8 +39,9 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     Unchecked by contract: call it only with tensors of the same shapes, dtypes, strides, device and modes.
     `check=True` (or LAYERZERO_DEBUG) verifies that at each call and raises PlanMismatchError. Options may be left out
     or said again; others than it was bound with raise PlanMismatchError, but for numbers it obeys (scale, eps).
-    The plan keeps its kernel even when policy changes; a kernel that raises still fails over. Attributes:
-    `kernel_id`, `transforms`, `decision`.
+    The plan keeps its kernel even when policy changes; a kernel that raises still fails over. A dual tensor of
+    forward-mode AD keeps its tangent: that call takes the plain formula. Dispatch modes, tracers and profilers do not
+    see a planned call. Attributes: `kernel_id`, `transforms`, `decision`.
     """
     public = public_op(op)
     canonical, layout, backend = public.normalize(args, kwargs)
@@ -137,6 +139,11 @@ def _attention(
                 raise InvalidInputError(code="TYPE_INVALID", value=unknown[0], limit=str(public.signature))
             given |= {"dropout_p": dropout_p, "is_causal": is_causal, "attn_mask": attn_mask}
             _same_options(spec.op_id, fixed, given)
+        if forward_ad._current_level >= 0 and not modes.plain(
+            modes.tensors_of((query, key, value, attn_mask, alibi_slopes))
+        ):
+            args = (query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
+            return bypass(spec, args, planned_layout, planned_backend)
         try:
             return run(query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
         except Exception as error:
@@ -161,6 +168,8 @@ def _rms_norm(
     def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps, *, backend: Any = planned_backend) -> Any:
         if backend is not planned_backend or (weight is None) is not weightless:
             _same_options(spec.op_id, {"backend": planned_backend, "weight": canonical[1]}, locals())
+        if forward_ad._current_level >= 0 and not modes.plain(modes.tensors_of((x, weight))):
+            return bypass(spec, (x, weight, eps), layout, planned_backend)
         try:
             return run(x, weight, eps)
         except Exception as error:
@@ -191,6 +200,8 @@ def _general(
             values = args + canonical[len(args) :]
         else:
             values, _, _ = _complete(public, options, args, kwargs)
+        if forward_ad._current_level >= 0 and not modes.plain(modes.tensors_of(values)):
+            return bypass(spec, values, layout, backend)
         try:
             return run(*values)
         except Exception as error:

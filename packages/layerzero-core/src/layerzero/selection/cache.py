@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
-from layerzero.errors import ConfigurationError, SelectionTimeoutError
+from layerzero.errors import ConfigurationError, SelectionTimeoutError, from_outside
 
 __all__ = ["SHARDS", "CacheStats", "SelectionCache", "shard_index"]
 
@@ -217,7 +217,8 @@ class SelectionCache(Generic[K, V]):
                 if not (kept and self._store(shard, key, value, (flight.epoch, flight.version))):
                     self._count("discarded")
         except Exception as error:
-            flight.error = error
+            if not from_outside(error):  # a handler's is for this thread alone; those that wait compute it themselves
+                flight.error = error
             raise
         finally:
             with shard.lock:

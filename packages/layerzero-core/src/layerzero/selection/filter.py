@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from layerzero.device.signature import environment_signature
+from layerzero.errors import from_outside
 from layerzero.model.artifact import Artifact, artifact_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Transform
@@ -145,6 +146,8 @@ def _ask(path: str, ctx: Context) -> list[Reason]:
     try:
         return list(_predicate(path)(ctx))
     except Exception as error:
+        if from_outside(error):
+            raise
         return [reason("VENDOR_REFUSED", f"{path}: {type(error).__name__}: {error}")]
 
 

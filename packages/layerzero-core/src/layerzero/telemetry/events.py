@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from layerzero.errors import from_outside
 from layerzero.telemetry.histogram import Histogram
 
 __all__ = ["KINDS", "Event", "Events", "Sink", "details", "events", "observed"]
@@ -119,7 +120,9 @@ class Events:
         for sink in self._sinks:
             try:
                 sink(tree)
-            except Exception:
+            except Exception as error:
+                if from_outside(error):
+                    raise
                 _log.exception("a telemetry sink raised")
 
     def reset(self) -> None:

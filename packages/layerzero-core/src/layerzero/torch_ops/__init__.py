@@ -1,11 +1,13 @@
 """LayerZero inside torch's own machinery: torch.library, torch.compile, torch.export, tensor subclasses.
 
-Eager calls never come through here. Three doors lead in, all of them opened by `install` and none of them costing
-anything until it is used:
+Eager calls never come through here, unless torch looks on. Four doors lead in, all of them opened by `install` and none
+of them costing anything until it is used:
 
 * `torch.ops.layerzero.<op>`: one opaque op per public op (`library`), registered when first asked for. Each runs the
   public function, so the kernel is selected at run time, on the real tensors.
-* tensor subclasses, FakeTensor and export among them: `dispatch.run.bypass` hands their calls to that op (`bridge`).
+* tensor subclasses, FakeTensor and export among them, dispatch modes and tracers: `dispatch.run.bypass` hands their
+  calls to that op (`bridge`).
+* torch's FLOP counter: it is told what to count (`flops`) when, and only if, it is imported.
 * torch.compile: every public op has a twin that Dynamo traces in its place (`traced`), registered (`dynamo`) when, and
   only if, `torch._dynamo` is imported.
 """
@@ -64,12 +66,23 @@ def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None
     if NAMESPACE not in vars(torch.ops):
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
     after_import("torch._dynamo", _trace)
+    after_import("torch.utils.flop_counter", _count)
 
 
 def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     from layerzero.torch_ops import bridge
 
     return bridge.call(name, args, layout, backend)
+
+
+def _count() -> None:
+    # As below: inside somebody else's import.
+    try:
+        from layerzero.torch_ops import flops
+
+        flops.register()
+    except Exception:
+        _log.warning("torch's FLOP counter knows nothing of LayerZero's ops with this torch", exc_info=True)
 
 
 def _trace() -> None:

@@ -10,19 +10,22 @@ autograd, so a call crosses from C++ into Python once instead of three times.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from layerzero.dispatch import modes
+from layerzero.dispatch.hot import aside, watched
 from layerzero.torch_ops import calls, fakes, plain, sites
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.more import more_ops
-from layerzero.torch_ops.opaque import OpaqueOp
+from layerzero.torch_ops.opaque import OpaqueOp, uncounted
 
 __all__ = ["OPS", "namespace", "register"]
 
@@ -189,7 +192,7 @@ def _define(library: Any, op: OpaqueOp) -> None:
     if op.plain is None:
         library.impl(op.name, _without_gradient(overload), "Autograd")
     else:
-        torch.library.register_autograd(full, _backward(op), setup_context=_remember, lib=library)
+        library.impl(op.name, _derived(op, overload), "Autograd", with_keyset=True)
         torch.library.register_vmap(full, _vmap(overload), lib=library)
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(op.name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
@@ -229,11 +232,27 @@ def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:
         if bare[-1] is not None:
             bare = (*bare[:-1], present(bare[-1]))
         if not torch.is_grad_enabled():
-            return run(*bare)
+            return _once(run, bare)
         with torch.no_grad():
-            return run(*bare)
+            return _once(run, bare)
 
     return kernel
+
+
+def _once(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run what torch has just seen as an op: a profiler or forward-mode AD is not told again, nor a tracer of sizes."""
+    tracer: Any = torch._C
+    tracing = tracer._get_tracing_state()
+    if tracing is None and not watched():
+        return run(*args)
+    with aside.quietly():
+        if tracing is None:
+            return run(*args)
+        tracer._set_tracing_state(None)
+        try:
+            return run(*args)
+        finally:
+            tracer._set_tracing_state(tracing)
 
 
 # What needs no second look on its way to a kernel.
@@ -249,8 +268,10 @@ def _direct(run: Callable[..., Any], count: int) -> Callable[..., Any]:
                 args = tuple(_bare(item) for item in args)
                 break
         if len(args) < count:
-            return run(*args, *(None,) * (count - len(args)))
-        return run(*args) if args[-1] is None else run(*args[:-1], present(args[-1]))
+            args = (*args, *(None,) * (count - len(args)))
+        elif args[-1] is not None:
+            args = (*args[:-1], present(args[-1]))
+        return _once(run, args)
 
     return kernel
 
@@ -290,6 +311,25 @@ def _narrows(item: Any) -> bool:
 
 
 # -- transforms ------------------------------------------------------------------------------------
+def _derived(op: OpaqueOp, overload: Any) -> Callable[..., Any]:
+    """The op where gradients are recorded: what `torch.library.register_autograd` makes, and forward-mode AD.
+
+    A dual tensor takes the plain form, whose steps torch derives: the op itself knows of no tangent and would lose it.
+    """
+    derivable = op.plain
+    assert derivable is not None
+    info = torch._library.autograd.Info(_backward(op), _remember)
+    recorded = torch._library.autograd.make_autograd_impl(overload, info)
+    count = len(overload._schema.arguments)
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and modes.carries_tangent(modes.tensors_of(args)):
+            return derivable(*_fill(args, count))
+        return recorded(keys, *args)
+
+    return kernel
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.places = tuple(i for i, item in enumerate(inputs) if isinstance(item, Tensor))
     ctx.values = tuple(None if isinstance(item, Tensor) else item for item in inputs)
@@ -309,7 +349,7 @@ def _backward(op: OpaqueOp) -> Callable[..., Any]:
         for place, tensor in zip(ctx.places, saved, strict=True):
             args[place] = tensor if again else tensor.detach().requires_grad_(place in wanted)
         eager = op.replay and not again and modes.plain(saved)
-        with torch.enable_grad():
+        with torch.enable_grad(), contextlib.nullcontext() if eager else uncounted():
             out = op.run(*args) if eager else derivable(*args)
         outs = out if isinstance(out, tuple) else (out,)
         pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and g is not None]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["OpaqueOp", "differentiable", "place", "recorded"]
+__all__ = ["OpaqueOp", "differentiable", "place", "recorded", "uncounted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,13 @@ def recorded(*args: Any) -> bool:
 def place(op: Any, *args: Any) -> Any:
     """One node of a graph: the op, or where no gradient is recorded its overload `call`, which costs less to run."""
     return op.default(*args) if recorded(*args) else op.call(*args)
+
+
+def uncounted() -> AbstractContextManager[Any]:
+    """Where nothing but the counter looks on: what runs here is not counted. A backward recomputes its forward."""
+    from torch.utils import _python_dispatch
+
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    if stack and all(type(mode).__module__ == "torch.utils.flop_counter" for mode in stack):
+        return _python_dispatch._disable_current_modes()
+    return contextlib.nullcontext()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch import modes
+from layerzero.dispatch.hot import aside
 from layerzero.dispatch.late import current_world, recover
 from layerzero.dispatch.run import decide, describe
 from layerzero.runtime.current import now, scope
@@ -109,10 +110,11 @@ def _first(site: _Site, *tensors: Any) -> Tensor:
     """A call by the public function; afterwards the kernel is kept, where the call is what its string says."""
     query, key, value, attn_mask, alibi_slopes = (_bare(item) for item in tensors)
     backend = site.backend if site.backend is None else present(site.backend)
-    out = functions.fastest("attention")(
-        query, key, value, attn_mask, 0.0, site.causal, site.scale, layout=site.layout, window=site.window,
-        softcap=site.softcap, alibi_slopes=alibi_slopes, backend=backend,
-    )  # fmt: skip
+    with aside.quietly():  # torch has seen this op
+        out = functions.fastest("attention")(
+            query, key, value, attn_mask, 0.0, site.causal, site.scale, layout=site.layout, window=site.window,
+            softcap=site.softcap, alibi_slopes=alibi_slopes, backend=backend,
+        )  # fmt: skip
     result = ordered(out, query)
     if (
         site.on

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import describe
-from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError
+from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError, from_outside
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
@@ -108,6 +108,8 @@ class Bench:
         except LayerZeroError:
             raise
         except Exception as error:
+            if from_outside(error):
+                raise
             raise TuningError(
                 code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=f"the reference fails: {error}"
             ) from error
@@ -195,6 +197,8 @@ class Bench:
             try:
                 replays[name] = graphed(step)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 if name == TORCH_DEFAULT:
                     self._plain = self.plain_error = None
                     continue

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.errors import from_outside
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
@@ -100,6 +101,8 @@ class Gate:
                     return drawn
                 return self._compared(kernel, run)
         except Exception as error:
+            if from_outside(error):
+                raise
             return Verdict(False, why=f"{type(error).__name__}: {error}")
 
     # -- the truth -----------------------------------------------------------------------------------

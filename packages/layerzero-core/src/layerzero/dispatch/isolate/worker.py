@@ -22,6 +22,7 @@ from layerzero.dispatch.isolate.process import Process
 from layerzero.dispatch.isolate.settings import Settings
 from layerzero.dispatch.isolate.values import Malformed, Unsendable, pack, tensors_in, unpack
 from layerzero.dispatch.isolate.wire import Frame, Kind, WireError
+from layerzero.errors import from_outside
 from layerzero.health.sticky import sticky
 from layerzero.reasons import reason
 
@@ -150,6 +151,9 @@ class Worker:
                 self._failures = 0 if proves else self._failures  # the kernel raised; the process is well
                 raise
             except (Malformed, KeyError, TypeError) as error:
+                if from_outside(error):  # a handler's, not the child's words
+                    self._drop()
+                    raise
                 raise self._failed(fault("ISOLATION_GARBAGE", f"{type(error).__name__}: {error}")) from None
             except IsolationFault as error:
                 if error.reason.code in ("ISOLATION_UNSUPPORTED", "ISOLATION_NO_ROOM"):
