@@ -129,14 +129,13 @@ def test_refusals_of_several_files_add_up(tmp_path, monkeypatch):
     user, here = tmp_path / "user" / "layerzero", tmp_path / "here"
     user.mkdir(parents=True)
     here.mkdir()
-    (user / "layerzero.yaml").write_text('hub: {allow: ["a/b", "c/d"], deny: ["e/*"], revoked: ["sha256:1"]}')
-    (here / "layerzero.yaml").write_text('hub: {deny: ["c/*"], revoked: ["sha256:2"]}')
+    one, two = (f"sha256:{digit * 64}" for digit in "12")
+    (user / "layerzero.yaml").write_text(f'hub: {{allow: ["a/b", "c/d"], deny: ["e/*"], revoked: ["{one}"]}}')
+    (here / "layerzero.yaml").write_text(f'hub: {{deny: ["c/*"], revoked: ["{two}"]}}')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     monkeypatch.delenv("LAYERZERO_CONFIG", raising=False)
     policy = discovered(cwd=here)
-    assert (
-        policy.deny == {"e/*", "c/*"} and policy.revoked == {"sha256:1", "sha256:2"} and policy.allow == {"a/b", "c/d"}
-    )
+    assert policy.deny == {"e/*", "c/*"} and policy.revoked == {one, two} and policy.allow == {"a/b", "c/d"}
 
 
 @pytest.mark.parametrize(

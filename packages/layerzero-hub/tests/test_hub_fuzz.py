@@ -29,7 +29,7 @@ POLICY = {
     "allow": ["a/b"],
     "deny": ["c/*"],
     "endpoints": ["https://hub.example"],
-    "revoked": ["sha256:0"],
+    "revoked": ["sha256:" + "0" * 64],
     "timeout": 3,
     "max_bytes": 10,
     "kernels": [{"repo": "a/b", "op": "rms_norm", "function": "f", "arguments": ["x"], "keywords": {"a": "eps"}}],

@@ -174,7 +174,7 @@ def _digests(key: str, value: object) -> frozenset[str]:
     for text in _texts(key, value):
         match = re.fullmatch(r"(?:sha256[:-])?([0-9a-f]{64})", text.strip().lower())
         if match is None:
-            raise refuse("HUB_POLICY_INVALID", key, f"{text}: a digest, sha256:… of 64 hexadecimal digits")
+            raise refuse("HUB_POLICY_INVALID", key, f"{text}: a digest, sha256: and 64 hexadecimal digits")
         found.add(f"sha256:{match.group(1)}")
     return frozenset(found)
 
