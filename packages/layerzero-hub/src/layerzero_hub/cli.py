@@ -95,7 +95,7 @@ def lock_command(
         Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, "locked", notes=prober.notes)
         for kernel, variant in lock.variants()
     ]
-    said = [Line(f"the probe had {note}", STYLES["warn"]) for note in prober.notes]
+    said = [Line(f"probe: {note}", STYLES["warn"]) for note in prober.notes]
     return _answer(rows, [_written(lock, policy), *said])
 
 
