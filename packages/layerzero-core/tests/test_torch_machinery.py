@@ -259,3 +259,30 @@ def test_a_profiler_sees_the_call_by_name_and_the_kernel_that_runs_without_it(in
     with torch.autograd.profiler.profile() as found:
         torch.ops.layerzero.rms_norm(x.detach(), None, 1e-6)
     assert [event.name for event in found.function_events].count("layerzero::rms_norm") == 1
+
+
+# -- gradients of gradients ------------------------------------------------------------------------------------------
+TWICE = ("rms_norm", "rms_norm without a weight", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm",
+         "silu_and_mul", "gelu_and_mul", "relu_and_mul", "rope", "linear", "linear with an activation",
+         "cross_entropy")  # fmt: skip
+
+
+def twice(call, inputs):
+    """Gradients of the squares of the gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outs = results(call(*leaves))
+    weights = [rand(*item.shape, seed=4) for item in outs]
+    first = torch.autograd.grad([(o * o) for o in outs], leaves, weights, create_graph=True)
+    return torch.autograd.grad(sum((g * g).sum() for g in first), leaves)
+
+
+@pytest.mark.fault(8)
+@pytest.mark.parametrize("name", TWICE)
+def test_a_gradient_of_a_gradient_is_that_of_the_plain_formula(name):
+    call, inputs = next(item[1:] for item in CALLS if item[0] == name)
+    heated(call, inputs)
+    found = twice(call, inputs)
+    with lz.scoped(allow=["reference"]):
+        expected = twice(call, inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from layerzero_cpu.library import adapted, done, native
+from layerzero_cpu.library import adapted, again, done, native
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 
@@ -51,6 +50,16 @@ def _forward(x: Tensor, kind: int) -> Tensor:
     return out
 
 
+def _formula(x: Tensor, kind: int) -> Tensor:
+    """What the kernel computes, in operations that torch can derive as often as it likes."""
+    gate, up = x.float().chunk(2, dim=-1)
+    if kind in (_GELU, _GELU_TANH):
+        out = torch.nn.functional.gelu(gate, approximate="tanh" if kind == _GELU_TANH else "none")
+    else:
+        out = torch.nn.functional.silu(gate) if kind == _SILU else gate.relu()
+    return (out * up).to(x.dtype)
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
@@ -59,9 +68,10 @@ class _Gated(torch.autograd.Function):
         return _forward(x, kind)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
+        if _grad_enabled():
+            return again(lambda x: _formula(x, ctx.kind), (x,), grad)[0], None
         result = torch.empty(x.shape, dtype=x.dtype)
         done(native.gated_grad(grad.contiguous(), x.contiguous(), result, ctx.kind))
         return result, None

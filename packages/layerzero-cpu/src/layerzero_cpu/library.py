@@ -17,7 +17,7 @@ import torch
 
 from layerzero.plugin import BackendNotAvailableError, InvalidInputError
 
-__all__ = ["adapted", "done", "in_c", "in_python", "native", "torchs_team"]
+__all__ = ["adapted", "again", "done", "in_c", "in_python", "native", "torchs_team"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,6 +84,17 @@ def done(answer: Any) -> None:
     """For calls with dense tensors, which no kernel may send back."""
     if answer is not None:
         raise RuntimeError("a kernel of layerzero-cpu asked for other strides than the dense ones it was given")
+
+
+def again(
+    formula: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor | None, ...], grad: torch.Tensor
+) -> list[Any]:
+    """Gradients that can be derived once more, by a formula in torch's own operations: where a backward is recorded."""
+    with torch.enable_grad():
+        out = formula(*inputs)
+        wanted = [item for item in inputs if item is not None and item.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return [next(found) if item is not None and item.requires_grad else None for item in inputs]
 
 
 native: Any = _load()

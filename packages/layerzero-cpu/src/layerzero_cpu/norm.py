@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from layerzero_cpu.library import adapted, done, native
+from layerzero_cpu.library import adapted, again, done, native
 
 __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
@@ -125,6 +124,18 @@ def _rms_gradients(
     return result, None if sums is None or weight is None else sums.sum(dim=0).to(weight.dtype)
 
 
+def _rms_formula(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """What the kernel computes, in operations that torch can derive as often as it likes."""
+    wide = x.float()
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (out if weight is None else out * (weight.float() + offset)).to(x.dtype)
+
+
+def _layer_formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = (None if t is None else t.float() for t in (weight, bias))
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], *wide, eps).to(x.dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
@@ -133,9 +144,10 @@ class _RmsNorm(torch.autograd.Function):
         return _plain_rms(x, weight, offset, eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        if _grad_enabled():
+            return *again(lambda x, w: _rms_formula(x, w, ctx.eps, ctx.offset), (x, weight), grad), None, None
         to_x, to_weight = _rms_gradients(grad, None, x, weight, ctx.eps, ctx.offset, ctx.needs_input_grad[1])
         return to_x, to_weight, None, None
 
@@ -151,10 +163,20 @@ class _AddNorm(torch.autograd.Function):
         return out, stream
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor, stream_grad: Tensor) -> tuple[Tensor | None, ...]:
         stream, weight = ctx.saved_tensors
         of_x, of_residual = ctx.kinds
+        if (
+            _grad_enabled()
+        ):  # written out: the stream is a result of this very node, which a derivation would meet again
+            wide, given = stream.float(), grad.float()
+            root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+            normal = wide * root
+            scaled = given if weight is None else given * (weight.float() + ctx.offset)
+            of_stream = root * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+            to_weight = None if weight is None else (given * normal).flatten(0, -2).sum(0).to(weight.dtype)
+            both = of_stream + stream_grad
+            return both.to(of_x), both.to(of_residual), to_weight, None, None
         if of_x is not of_residual:
             stream, grad, stream_grad = stream.float(), grad.float(), stream_grad.float()
         both, to_weight = _rms_gradients(
@@ -171,9 +193,10 @@ class _LayerNorm(torch.autograd.Function):
         return layer_norm(x.detach(), *(None if t is None else t.detach() for t in (weight, bias)), eps)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
+        if _grad_enabled():
+            return *again(lambda x, w, b: _layer_formula(x, w, b, ctx.eps), (x, weight, bias), grad), None
         x = x.contiguous()
         wide = None if weight is None else weight.detach().float().contiguous()
         result = torch.empty(x.shape, dtype=x.dtype)

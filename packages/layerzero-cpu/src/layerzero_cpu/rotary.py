@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from layerzero_cpu.library import adapted, done, native
@@ -35,7 +34,7 @@ def rope(
     ):
         if cos.requires_grad or sin.requires_grad:
             return _plain(q, k, cos, sin, interleaved, layout, position_ids, inplace)
-        how = (cos, sin, interleaved, layout, position_ids, inplace)
+        how = (cos, sin, interleaved, layout, position_ids, inplace, False)
         turned = _Rope.apply(q, *how)  # type: ignore[no-untyped-call]
         return turned, None if k is None else _Rope.apply(k, *how)  # type: ignore[no-untyped-call]
     return _turn(q, k, cos, sin, interleaved, layout, position_ids, inplace, False)
@@ -82,21 +81,23 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, position_ids: Tensor | None,
-        inplace: bool,
+        inplace: bool, back: bool,
     ) -> Tensor:  # fmt: skip
-        out, _ = _turn(x, None, cos, sin, interleaved, layout, position_ids, inplace, False)
+        out, _ = _turn(x, None, cos, sin, interleaved, layout, position_ids, inplace, back)
         if inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.how = (interleaved, layout)
+        ctx.how, ctx.back = (interleaved, layout), back
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, position_ids = ctx.saved_tensors
-        to_x, _ = _turn(grad, None, cos, sin, *ctx.how, position_ids, False, True)
-        return to_x, None, None, None, None, None, None
+        if _grad_enabled():  # linear in what is turned: its derivative is the turn back
+            how = (cos, sin, *ctx.how, position_ids, False, not ctx.back)
+            return _Rope.apply(grad, *how), *(None,) * 7  # type: ignore[no-untyped-call]
+        to_x, _ = _turn(grad, None, cos, sin, *ctx.how, position_ids, False, not ctx.back)
+        return to_x, *(None,) * 7
 
 
 def _plain(
