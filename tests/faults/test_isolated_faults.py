@@ -47,6 +47,7 @@ def isolated(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     made.install(tmp_path / "site", tmp_path / "vendor")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("LAYERZERO_PLUGINS", "toy")
+    monkeypatch.setenv("LAYERZERO_ON_FIRST_USE", "off")  # the fixture vouches for its kernels
     monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
     lz.reset()
     # Only what never answers has to wait for its deadline.

@@ -301,7 +301,7 @@ def test_plugin_check_probes_one_plugin(site: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LAYERZERO_PLUGINS", "fails_health")
     lz.reset()
     found = data("plugin", "check", "fails_health", "--timeout", "60", code=1)
-    assert {check["code"] for check in found["checks"]} == {None, "HEALTH_CHECK_FAILED"}
+    assert {check["code"] for check in found["checks"]} == {None, "HEALTH_CHECK_FAILED", "FIRST_USE_UNCHECKED"}
 
 
 @pytest.mark.slow

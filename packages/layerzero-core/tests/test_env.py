@@ -24,6 +24,7 @@ GOOD = {
     "LAYERZERO_GRAPH_STRICT_MODE": ("on", "graph_strict_mode", True),
     "LAYERZERO_FALLBACK": ("0", "fallback", False),
     "LAYERZERO_ON_FAULT": ("fallback", "on_fault", "fallback"),
+    "LAYERZERO_ON_FIRST_USE": ("off", "on_first_use", "off"),
     "LAYERZERO_PLAN_MODE": ("1", "plan_mode", True),
     "LAYERZERO_ISOLATION": ("subprocess", "isolation", "subprocess"),
     "LAYERZERO_MEMORY_HEADROOM_MB": ("512.5", "memory_headroom_mb", 512.5),

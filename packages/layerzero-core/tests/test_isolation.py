@@ -65,6 +65,7 @@ def toy(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator
     site, vendor = folders
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("LAYERZERO_PLUGINS", "toy")
+    monkeypatch.setenv("LAYERZERO_ON_FIRST_USE", "off")  # the fixture vouches for its kernels
     lz.reset()
     yield {"mode": "subprocess", "path": [str(vendor)], "deadline_s": 60.0}
     lz.reset()
@@ -278,10 +279,12 @@ def test_a_child_does_not_outlive_its_parent(folders: tuple[Path, Path]) -> None
 @pytest.mark.req("R-ENV-10")
 def test_an_isolated_kernel_is_selected_runs_and_says_so(toy: dict[str, Any]) -> None:
     assert reasons() == ["BACKEND_NOT_INSTALLED"]  # this process does not search the vendor's folder
-    lz.configure(isolation={"toy": toy})
-    torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
-    report = lz.explain("attention", Q, Q, Q)
-    assert (report.chosen, report.ran) == ("toy.attention.plain",) * 2
+    lz.configure(isolation={"toy": toy}, on_first_use="check")
+    for ran in ("sdpa.attention.flash_cpu", "toy.attention.plain"):  # nothing vouches for it: checked, then used
+        torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+        report = lz.explain("attention", Q, Q, Q)
+        assert (report.chosen, report.ran) == ("toy.attention.plain", ran)
+    lz.configure(isolation={"toy": toy}, on_first_use="off")
     assert "isolated" in str(report) and reasons() == ["ISOLATED"]
     (made,) = workers()
     calls, pid = made.calls, made.pid

@@ -138,6 +138,9 @@ class Env:
     graph_strict_mode: bool | None = _var("GRAPH_STRICT_MODE", _flag, None, "in a capture, only whitelisted kernels")
     fallback: bool | None = _var("FALLBACK", _flag, None, "whether the reference may run when nothing else fits")
     on_fault: str | None = _var("ON_FAULT", _one_of("raise", "fallback"), None, "what a locked kernel's failure does")
+    on_first_use: str | None = _var(
+        "ON_FIRST_USE", _one_of("check", "off"), None, "hold a kernel without proof against the baseline, or use it"
+    )
     plan_mode: bool | None = _var("PLAN_MODE", _flag, None, "plan whole blocks of ops together")
     isolation: str | None = _var("ISOLATION", _one_of("in_process", "subprocess", "auto"), None, "where backends run")
     memory_headroom_mb: float | None = _var("MEMORY_HEADROOM_MB", _megabytes, None, "MiB of device memory to keep free")

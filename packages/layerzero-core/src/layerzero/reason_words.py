@@ -330,4 +330,6 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "HUB_PUBLISHER_SIGNATURE": (_C.HUB, "the publisher's signature of {value} does not hold: {limit}", "do not use it; if the signer is the publisher's, add its identity to hub.publishers"),
     "HUB_STILL_NEEDED": (_C.HUB, "{value} is needed by {limit}", "remove that one as well"),
     "TRANSFORM_UNSUPPORTED": (_C.FEATURE, "{value} knows nothing of vmap, forward-mode AD and the like, and {limit} may not run here", "leave out backend= or the lock for this call, or allow {limit}"),
+    "FIRST_USE_UNCHECKED": (_C.HEALTH, "no proof for such calls here: {value}", "call it once outside a capture or graph, run lz.warmup or lz tune, or ship a kit proof: lz plugin prove"),
+    "PROOF_INVALID": (_C.HEALTH, "the proofs of {value} do not count: {limit}", "make them again: lz plugin prove"),
 }

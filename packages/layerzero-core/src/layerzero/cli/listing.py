@@ -31,15 +31,23 @@ def add(group: click.Group) -> None:
         found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
         if available is not None:
             found = [(kernel, why) for kernel, why in found if (not why) is available]
+        from layerzero.public.check_first_use import standing
+        from layerzero.public.situation import look
+
+        now = look()
+        proofs = {kernel.kernel_id: standing(kernel, now) for kernel, _ in found}
         data = [
-            {**kernel.to_json(), "available": not why, "reasons": [item.to_json() for item in why]}
+            {
+                **kernel.to_json(), "available": not why, "reasons": [item.to_json() for item in why],
+                "proof": proofs[kernel.kernel_id],
+            }
             for kernel, why in found
-        ]
-        rows = [_row(kernel, why) for kernel, why in found]
-        columns = ("kernel", "here", "priority", "platforms", "dtypes")
+        ]  # fmt: skip
+        rows = [_row(kernel, why, proofs[kernel.kernel_id]) for kernel, why in found]
+        columns = ("kernel", "here", "proof", "priority", "platforms", "dtypes")
         usable = sum(not why for _, why in found)
         summary = Line(f"{len(found)} kernels, {usable} usable here", "dim")
-        return Answer(data, [Table(columns, rows, right=frozenset({2})), Line(), summary])
+        return Answer(data, [Table(columns, rows, right=frozenset({3})), Line(), summary])
 
 
 def _against(kernel: KernelSpec) -> list[Reason]:
@@ -60,12 +68,13 @@ def _against(kernel: KernelSpec) -> list[Reason]:
     return found + (problems[0] if all(problems) else [])
 
 
-def _row(kernel: KernelSpec, why: list[Reason]) -> tuple[Any, ...]:
+def _row(kernel: KernelSpec, why: list[Reason], proof: str | None) -> tuple[Any, ...]:
     here = Cell("yes", STYLES["ok"]) if not why else Cell(why[0].code.value, STYLES["skip"])
     platforms = sorted(item.value for item in kernel.platforms)
     shown = " ".join(platforms[:2]) + (f" +{len(platforms) - 2}" if len(platforms) > 2 else "")
     name = Cell(kernel.kernel_id, "bold" if not why else "dim")
-    return name, here, f"{kernel.priority:g}", shown, _dtypes(kernel.dtypes)
+    short = "–" if proof is None else proof.partition(" ")[0]  # kit, baseline, checked
+    return name, here, Cell(short, "dim"), f"{kernel.priority:g}", shown, _dtypes(kernel.dtypes)
 
 
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}

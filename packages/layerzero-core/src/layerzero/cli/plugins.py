@@ -1,7 +1,8 @@
-"""`lz plugin new | check | list`: for those who write backends, and those who wonder which are here."""
+"""`lz plugin new | check | prove | list`: for those who write backends, and those who wonder which are here."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,39 @@ def add(group: click.Group) -> None:
             rows.append((record.name, Cell(record.state, _STATE_STYLES[record.state]), kernels, package, told))
         table = Table(("plugin", "state", "kernels", "package", "why"), rows, right=frozenset({2}))
         return Answer([record.to_json() for record in records], [table])
+
+    @verb(plugin, "prove")
+    @click.argument("name")
+    @click.option("--family", help="Family of devices, where this machine pretends to be another one.")
+    @click.option("--dry-run", is_flag=True, help="Run the kit, write nothing.")
+    def prove(name: str, family: str | None, dry_run: bool) -> Answer:
+        """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs pytest).
+
+        Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
+        serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
+        """
+        command = [sys.executable, "-P", "-m", "layerzero.testing.proofs", name]
+        command += [] if family is None else ["--family", family]
+        with working("running the conformance kit …"):
+            done = subprocess.run(
+                [*command, *(["--dry-run"] if dry_run else [])],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        said = done.stdout[done.stdout.find("\n{\n") + 1 :]
+        try:
+            found: dict[str, Any] = json.loads(said)
+        except ValueError:
+            found = {"backends": {}, "failed": [], "said": (done.stdout + done.stderr).strip().splitlines()[-8:]}
+        blocks: list[Block] = [Line(line, STYLES["fail"]) for line in (*found["failed"], *found.get("said", ()))]
+        for backend, told in found["backends"].items():
+            families = ", ".join(told["families"])
+            blocks.append(Line(f"{backend}: {len(told['proven'])} kernels proven on {families}", STYLES["ok"]))
+            blocks += [Line(f"{told['path']}", indent=2)]
+            blocks += [Line(f"no proof: {kernel}", STYLES["skip"], indent=2) for kernel in told["unproven"]]
+        ok = done.returncode == 0
+        return Answer(
+            {**found, "ok": ok}, blocks or [Line("no kernel of it runs on this machine")], OK if ok else PROBLEM
+        )
 
     @verb(plugin, "check")
     @click.argument("name")

@@ -41,6 +41,7 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.device import DeviceSpec
 from layerzero.model.op import Call, OperationSpec
+from layerzero.model.proof import kind_of
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.runtime.current import opaque_ops, scope
 from layerzero.runtime.pressure import pressure
@@ -49,6 +50,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.engine import refuse, select
 from layerzero.selection.memory import device_name
+from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 from layerzero.telemetry.events import details, observed
 
@@ -287,6 +289,20 @@ def miss(
         world, near = current_world(), None
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng, args)
+    checked: set[str] = set()
+    while unchecked(spec, bound.kernel, ctx, world) and bound.kernel_id not in checked:
+        from layerzero.dispatch.first_use import BaselineFailed, check
+
+        checked.add(bound.kernel_id)
+        try:
+            served = check(spec, ctx, world, bound, args)
+        except BaselineFailed as failed:
+            return recover(spec, world, None, failed.bound, args, layout, backend, failed.error)
+        if served is not None:
+            _remember(bound, served.kernel_id)
+            return served.result
+        world, near = current_world(), None
+        bound = _bound(spec, ctx, world, rng, args)
     _insert(world, key, near, bound, tensors)
     if world.tally is not None:
         world.tally.met(world.hot, (key, near), ctx, bound, args)
@@ -299,8 +315,29 @@ def miss(
 
 
 def ready(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Bound:
-    """Select and bind for a call that will be made many times (`lz.plan`)."""
-    return _bound(spec, ctx, world, spec.random is not None and spec.random(args), args)
+    """Select and bind for a call that will be made many times (`lz.plan`): a kernel that is proven."""
+    rng = spec.random is not None and spec.random(args)
+    bound = _bound(spec, ctx, world, rng, args)
+    while unchecked(spec, bound.kernel, ctx, world):
+        from layerzero.dispatch.first_use import ahead
+
+        ahead(spec, ctx, world, bound)
+        world, before = current_world(), bound.kernel_id
+        bound = _bound(spec, ctx, world, rng, args)
+        if bound.kernel_id == before and unchecked(spec, bound.kernel, ctx, world):
+            return _proven(spec, ctx, world, bound)
+    return bound
+
+
+def _proven(spec: OperationSpec, ctx: Context, world: World, bound: Bound) -> Bound:
+    """The best candidate of a decision that is proven, where the chosen one could not be checked."""
+    for kernel_id in bound.decision.ranking:
+        if not unchecked(spec, world.registry.kernels[kernel_id], ctx, world):
+            return bind(spec, bound.decision, world, kernel_id, rng=bound.rng)
+    raise KernelExecutionError(
+        f"{bound.kernel_id} has no proof for such a call and cannot be checked before it is made",
+        reasons=(reason("FIRST_USE_UNCHECKED", kind_of(ctx)),),
+    )
 
 
 def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool, args: tuple[Any, ...]) -> Bound:
@@ -423,7 +460,10 @@ def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tupl
     # A table names one kernel a call, which has just raised: the others are for selection to rank.
     decision = decide(spec, ctx, world if world.table is None else world.changed(table=None))
     failures: list[tuple[str, Exception]] = [(failed.kernel_id, error)]
+    kernels = world.registry.kernels
     for kernel_id in to_try_after(decision, failed.kernel_id, world, error):
+        if kernel_id in kernels and unchecked(spec, kernels[kernel_id], ctx, world):
+            continue  # a call that has failed once is no place to try what nobody has checked
         try:
             bound = bind(spec, decision, world, kernel_id, rng=failed.rng)
             out = bound.run(*args)

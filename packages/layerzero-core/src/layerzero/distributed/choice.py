@@ -20,6 +20,7 @@ from layerzero.distributed.facts import digest
 from layerzero.errors import DistributedError
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
+from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, reason
 
 __all__ = ["RankChoices", "call_key"]
@@ -88,6 +89,25 @@ class RankChoices:
         if agreed is None or agreed == decision.chosen:
             return decision
         return self._follow(decision, agreed)
+
+    def verdicts(self, kernel: KernelSpec, kind: str, mine: str | None = None) -> list[str | None]:
+        """What each rank of the group says of a kernel's first use; None for one that has not spoken.
+
+        With `mine` this rank speaks first and waits `wait_s` for the others.
+        """
+        if self.store is None:
+            return [mine] * len(self.group)
+        about = digest([kernel.kernel_id, kernel.version, kind])
+        names = [f"{self.name}/first_use/{self.group[0]}/{about}/{rank}" for rank in self.group]
+        self.tally.count("asked")
+        try:
+            if mine is not None:
+                self.store.set(names[self.group.index(self.rank)], mine)
+                await_keys(self.store, names, self.wait_s)  # who is late is read at the next call
+            return [self.store.get(name).decode() if self.store.check([name]) else None for name in names]
+        except RuntimeError as error:
+            _log.warning("%s", reason("RANK_LOST", "?", f"{self.wait_s:g}", detail=str(error).splitlines()[0][:200]))
+            return [None] * len(self.group)
 
     def _ask(self, key: str, mine: str) -> str | None:
         assert self.store is not None

@@ -24,6 +24,7 @@ __all__ = [
     "ISOLATION_MODES",
     "JIT_MODES",
     "ON_FAULT",
+    "ON_FIRST_USE",
     "OPERATORS",
     "PREFER_BONUS",
     "BreakerSettings",
@@ -43,6 +44,7 @@ AVOID_BONUS: Final = -50.0
 OPERATORS: Final = ("==", "!=", ">", ">=", "<", "<=", "in", "glob")
 ORDERING: Final = frozenset((">", ">=", "<", "<="))
 ON_FAULT: Final = ("raise", "fallback")
+ON_FIRST_USE: Final = ("check", "off")
 ISOLATION_MODES: Final = ("in_process", "subprocess", "auto")
 JIT_MODES: Final = ("background", "block", "off")
 
@@ -235,6 +237,7 @@ class Policy:
     graph_whitelist: tuple[str, ...] = ()
     memory_headroom_mb: float | None = None
     on_fault: str = "raise"
+    on_first_use: str = "check"
     fallback_enabled: bool = True
     backend_isolation: tuple[tuple[str, str], ...] = ()
     isolation: FrozenMap = field(default_factory=FrozenMap)
@@ -259,6 +262,8 @@ class Policy:
             object.__setattr__(self, "boosts", tuple(self.boosts.items()))
         if self.on_fault not in ON_FAULT:
             raise ValueError(f"on_fault is {self.on_fault!r}, expected one of {', '.join(ON_FAULT)}")
+        if self.on_first_use not in ON_FIRST_USE:
+            raise ValueError(f"on_first_use is {self.on_first_use!r}, expected one of {', '.join(ON_FIRST_USE)}")
         if self.jit not in JIT_MODES:
             raise ValueError(f"jit is {self.jit!r}, expected one of {', '.join(JIT_MODES)}")
         if self.levels and not self._levels_agree():
@@ -303,6 +308,8 @@ class Policy:
         for item in fields(self):
             if item.name == "canary" and not self.canary:
                 continue  # a policy without one hashes as it did before there were any
+            if item.name == "on_first_use" and self.on_first_use == "check":
+                continue
             if item.name not in _IN_PROGRAM and item.name not in _PLACES:
                 data[item.name] = _canonical(getattr(self, item.name))
         data["graph_whitelist"] = sorted(self.graph_whitelist)

@@ -37,6 +37,8 @@ class Candidate:
     transforms: tuple[Transform, ...] = ()
     score_parts: tuple[tuple[str, float], ...] = ()
     flip: str = ""
+    # By what the kernel is proven for such calls: a kit, a check here, a measurement. Empty: by nothing, or not asked.
+    proof: str = ""
     # Estimated bytes besides inputs and result: scratch of the kernel, copies of adapted inputs.
     memory: tuple[int, int] = (0, 0)
     # Greater than 0: the policy prefers it, and the greater comes first whatever the scores.
@@ -60,6 +62,7 @@ class Candidate:
             "transforms": [step.to_json() for step in self.transforms],
             "transform_cost_us": round(self.transform_cost_us, 3),
             "flip": self.flip,
+            "proof": self.proof,
             "memory": {"workspace": self.memory[0], "temporaries": self.memory[1], "total": sum(self.memory)},
         }
 

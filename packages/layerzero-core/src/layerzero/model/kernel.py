@@ -441,6 +441,8 @@ class BackendSpec:
     # Versions of the vendor the adapters work with, and how the backend wants to be isolated when it is.
     vendor_range: str = ""
     isolation: FrozenMap = field(default_factory=FrozenMap)
+    # The file with what the conformance kit has shown of its kernels; empty: there is none.
+    proofs: str = ""
 
     def sees(self, device: DeviceSpec) -> DeviceSpec:
         """The device in the words of this backend's own generation map."""

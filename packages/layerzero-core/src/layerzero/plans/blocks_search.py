@@ -24,6 +24,7 @@ from layerzero.plans.blocks_rewrite import Stretch, stretches
 from layerzero.plans.blocks_run import arguments, glue, heads_first, op_layout, results
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
+from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 
 __all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
@@ -191,6 +192,8 @@ def _ways(
     for kernel_id in decision.ranking:
         if len(ready) == candidates:
             break
+        if kernel_id in world.registry.kernels and unchecked(spec, world.registry.kernels[kernel_id], ctx, world):
+            continue  # a block holds its kernels for good: only those that are proven
         try:
             bound = bind(spec, decision, world, kernel_id)
             with torch.no_grad():

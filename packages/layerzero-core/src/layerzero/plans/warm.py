@@ -28,6 +28,7 @@ from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
+from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 from layerzero.tuning.traffic import volume
 
@@ -186,6 +187,8 @@ def _warm(
             late = reason("JIT_TIMEOUT", None, f"{timeout_s:g}")
             result.unready += [Outcome(artifact, True, timeout_s or 0.0, late) for artifact in sorted(left)]
             break
+    for item in items:
+        _prove(item.context)
     result.bound = sum(_bind(item.context) for item in critical)
     result.seconds = time.monotonic() - started
     return result
@@ -281,6 +284,29 @@ def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
     result.outcomes.append(Outcome(artifact, job.critical, time.monotonic() - started, why))
     if told is not None:
         told(len(result.outcomes), len(result.asked))
+
+
+def _prove(ctx: Context) -> None:
+    """Hold the kernel a call would run against the baseline on a drawn example, so that no request waits for that."""
+    from layerzero.dispatch.bind import bind
+    from layerzero.dispatch.run import decide
+
+    checked: set[str] = set()
+    while True:  # ends: each kernel is checked once; one that is wrong makes way for the next
+        world = state.world
+        spec = world.ops[ctx.op]
+        decision = decide(spec, ctx, world)
+        kernel = world.registry.kernels.get(decision.chosen)
+        if kernel is None or kernel.kernel_id in checked or not unchecked(spec, kernel, ctx, world):
+            return
+        from layerzero.dispatch.first_use import ahead
+
+        checked.add(kernel.kernel_id)
+        try:
+            ahead(spec, ctx, world, bind(spec, decision, world))
+        except LayerZeroError as error:
+            _log.warning("%s cannot be checked ahead: %s", kernel.kernel_id, error)
+            return
 
 
 def _bind(ctx: Context) -> int:

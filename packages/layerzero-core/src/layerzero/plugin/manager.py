@@ -28,6 +28,7 @@ from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.kinds import body
+from layerzero.registry.proofs import beside
 
 __all__ = ["Loaded", "PluginRecord", "PluginState", "call_hook", "hook_names", "load_plugins"]
 
@@ -255,8 +256,17 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         generations=capabilities.generations,
         vendor_range=capabilities.vendor.version if capabilities.vendor else "",
         isolation=capabilities.isolation,
+        proofs=_proofs(capabilities),
     )
     return made, fix
+
+
+def _proofs(capabilities: Capabilities) -> str:
+    """The file beside the descriptor that holds what the kit has shown; read when a kernel is first asked for."""
+    if not capabilities.source:
+        return ""
+    found = beside(capabilities.source)
+    return str(found) if found.is_file() else ""
 
 
 def check_plugin(plugin: Any, name: str) -> HookView:

@@ -21,6 +21,7 @@ from layerzero.model.config import (
     ISOLATION_MODES,
     JIT_MODES,
     ON_FAULT,
+    ON_FIRST_USE,
     BreakerSettings,
     CacheSettings,
     FrozenMap,
@@ -151,6 +152,7 @@ SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
     "graph_whitelist": _texts,
     "memory_headroom_mb": _number(0, none=True),
     "on_fault": _one_of(*ON_FAULT),
+    "on_first_use": _one_of(*ON_FIRST_USE),
     "isolation": _isolation,
     "jit": _one_of(*JIT_MODES),
     "breaker": _submap(
@@ -298,6 +300,7 @@ def from_env(env: Env) -> PolicyLayer:
         "graph_strict_mode": env.graph_strict_mode,
         "fallback_enabled": env.fallback,
         "on_fault": env.on_fault,
+        "on_first_use": env.on_first_use,
         "plan_mode": env.plan_mode,
         "isolation": env.isolation,
         "jit": env.jit,

@@ -254,6 +254,8 @@ def _refuse_widening(parsed: Parsed) -> None:
                 raise _widens(parsed, (key, entry))
     if parsed.data.get("dispatch_table") is not None:
         raise _widens(parsed, ("dispatch_table",))
+    if parsed.data.get("on_first_use") not in (None, "check"):
+        raise _widens(parsed, ("on_first_use",))
     isolation = parsed.data.get("isolation") or {}
     for backend, entry in isolation.items() if isinstance(isolation, dict) else (("*", isolation),):
         if isinstance(entry, dict):  # variables, paths and hidden modules decide which code runs

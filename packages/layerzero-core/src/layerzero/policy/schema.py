@@ -210,6 +210,10 @@ class PolicyFile(_Strict):
     graph_whitelist: Patterns = Field(default_factory=list, description="kernels known to be safe in a capture")
     memory_headroom_mb: Points | None = Field(default=None, ge=0, description="MiB of device memory to keep free")
     on_fault: Literal["raise", "fallback"] = Field(default="raise", description="what a locked kernel's failure does")
+    on_first_use: Literal["check", "off"] = Field(
+        default="check",
+        description="a kernel without proof: hold its first answer against the baseline, or use it unchecked",
+    )
     isolation: Isolation = Field(
         default_factory=dict,
         description="where backends run: one mode for all, backend → mode, or backend → mode and surroundings",

@@ -169,6 +169,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     a wrong variable or a corrupt policy file is a finding, never an exception.
     """
     from layerzero.public.check_backends import clashes, plugins, unknown, vendors
+    from layerzero.public.check_first_use import first_use
     from layerzero.public.check_machine import health, libraries, platform, settings
     from layerzero.public.check_policy import table
     from layerzero.public.situation import look
@@ -177,8 +178,10 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     limit = (now.env.probe_timeout if timeout is None else timeout) if probe else None
     found = [*plugins(now, backend), *vendors(now, backend, limit)]
     if backend is not None:
+        found += first_use(now, backend) if found else []
         return DoctorReport(tuple(found or unknown(now, backend)))
-    checks = [*platform(now), *settings(now), table(now, now.world, "settings"), *found, *clashes(now), *health(now)]
+    plan = table(now, now.world, "settings")
+    checks = [*platform(now), *settings(now), plan, *found, *clashes(now), *first_use(now), *health(now)]
     return DoctorReport(tuple(checks), libraries())
 
 

@@ -24,7 +24,14 @@ def with_enclosures(world: World) -> World:
     if not world.policy.backend_isolation and not world.enclosed:
         return world
     found = enclosed(world.policy, world.registry.backends, _names(world), world.unbindable)
-    return world if found == world.enclosed else world.changed(enclosed=found)
+    if found == world.enclosed:
+        return world
+    changed = world.changed(enclosed=found)
+    if world.proofs is None:
+        return changed
+    from layerzero.runtime.proving import book
+
+    return changed.changed(proofs=book.of_world(changed))  # a process of its own may have other versions
 
 
 def _names(world: World) -> dict[str, str]:

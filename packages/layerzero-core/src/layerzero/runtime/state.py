@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -137,7 +138,12 @@ class Runtime:
             from layerzero.plans.jit_known import known
 
             compiled = known(loaded.registry)
-            world = World(registry=loaded.registry, ops=ops, policy=policy, table=table, **compiled)
+            from layerzero.runtime.proving import book
+
+            world = World(
+                registry=loaded.registry, ops=ops, policy=policy, table=table,
+                proofs=book.proofs(loaded.registry.backends, {}), **compiled,
+            )  # fmt: skip
             from layerzero.runtime.measuring import known_times
             from layerzero.runtime.recording import tally_from
 
@@ -169,9 +175,17 @@ class Runtime:
             return self.publish(table=table)
 
     def use(
-        self, registry: KernelRegistry, ops: Mapping[str, OperationSpec] | None = None, policy: Policy | None = None
+        self,
+        registry: KernelRegistry,
+        ops: Mapping[str, OperationSpec] | None = None,
+        policy: Policy | None = None,
+        *,
+        proven: bool = True,
     ) -> World:
-        """Replace registry and ops wholesale: for tests and tools that bring their own kernels."""
+        """Replace registry and ops wholesale: for tests and tools that bring their own kernels and vouch for them.
+
+        With `proven=False` nobody does: they are held against the baseline at their first use, as in `load`.
+        """
         with self._lock:
             policy = policy or self._policy_source()
             self._apply(policy)
@@ -179,7 +193,12 @@ class Runtime:
             from layerzero.plans.jit_known import known
 
             ops = ChainMap(builtin_ops, dict(ops or {}))
-            return self._install(World(registry=registry, ops=ops, policy=policy, **known(registry)))
+            world = World(registry=registry, ops=ops, policy=policy, **known(registry))
+            if not proven:
+                from layerzero.runtime.proving import book
+
+                world = world.changed(proofs=book.of_world(world))
+            return self._install(world)
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
         """Where the merged policy comes from; `refresh_policy` reads it again."""
@@ -292,6 +311,10 @@ class Runtime:
             self.counters.reset()
             self.health.reset()
             self.health.set_quarantined({})
+            if "layerzero.runtime.proving" in sys.modules:
+                from layerzero.runtime.proving import book
+
+                book.forget()
             for forget in tuple(self._forgetting):
                 forget()
 

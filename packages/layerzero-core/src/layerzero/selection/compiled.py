@@ -15,7 +15,9 @@ from dataclasses import replace
 from layerzero.model.decision import Candidate, Decision, Trace
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.proof import kind_of
 from layerzero.reasons import Reason, ReasonCode, reason
+from layerzero.selection.proven import unproven
 from layerzero.selection.world import World
 
 __all__ = ["FUSABLE", "in_graph"]
@@ -38,6 +40,8 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     Says in its notes what came of it: FUSED_IN_GRAPH, or OPAQUE_IN_GRAPH with the reason.
     """
     kernels = world.registry.kernels
+    if world.proofs is not None:
+        decision = _checked(decision, world)
     first = kernels.get(decision.chosen)
     if first is None or open_to(first):
         return decision
@@ -59,6 +63,39 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     if times is not None and times[0] * _CLEARLY < times[1]:
         return _opaque(decision, f"measured {times[0]:.1f} µs, compiled by itself {times[1]:.1f} µs")
     return _moved(decision, first, instead)
+
+
+def _checked(decision: Decision, world: World) -> Decision:
+    """The decision without kernels that nothing vouches for: a graph cannot check their first answer."""
+    kernels, ctx = world.registry.kernels, decision.context
+    out = [
+        name for name, _ in decision.steps
+        if name in kernels and name != world.ops[decision.op].fallback_id and unproven(kernels[name], ctx, world)
+    ]  # fmt: skip
+    if not out:
+        return decision
+    why = reason("FIRST_USE_UNCHECKED", kind_of(ctx))
+    steps = tuple(step for step in decision.steps if step[0] not in out)
+    before = decision.candidates
+
+    def written() -> tuple[Candidate, ...]:
+        kept = sorted((item for item in before if item.kernel_id not in out), key=lambda item: not item.accepted)
+        gone = [replace(item, accepted=False, score=None, reasons=(why,), flip=why.hint) for item in before
+                if item.kernel_id in out]  # fmt: skip
+        return (*kept, *gone)
+
+    chosen = steps[0][0] if steps else ""
+    winner = kernels.get(chosen)
+    return replace(
+        decision,
+        chosen=chosen,
+        candidates=Trace(written),
+        steps=steps,
+        fused_ops=() if winner is None else winner.fuses,
+        locked=decision.locked and bool(chosen),
+        refusal=decision.refusal if chosen else reason("NO_KERNEL", decision.op, detail=str(why)),
+        notes=(*decision.notes, why),
+    )
 
 
 def _measured(decision: Decision, world: World, first: KernelSpec) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,14 +15,16 @@ from layerzero.errors import (
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision, Trace, Transform
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.proof import kind_of
 from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.isolation import NAME as ISOLATED
 from layerzero.selection.memory import estimate
-from layerzero.selection.score import rank, score
-from layerzero.selection.world import World
+from layerzero.selection.score import UNMEASURED_STEP, measured_part, rank, score
+from layerzero.selection.world import Proofs, World
 
 __all__ = ["VALUES", "refuse", "select"]
 
@@ -54,11 +57,13 @@ def select(ctx: Context, world: World) -> Decision:
     if is_fallback:
         notes = (*notes, reason("FALLBACK_USED"))
     winner = world.registry.kernels.get(chosen)
+    # Written out late, and never with the World itself: a decision that is kept must not keep its hot table.
+    proofs = None if world.proofs is None or world.policy.on_first_use == "off" else world.proofs
     return Decision(
         op=ctx.op,
         context=canonical,
         chosen=chosen,
-        candidates=Trace(lambda: _written(ranked, standing, canonical, locked)),
+        candidates=Trace(lambda: _written(ranked, standing, canonical, locked, proofs)),
         steps=tuple((item.kernel_id, item.transforms) for item in ranked),
         is_fallback=is_fallback,
         locked=locked is not None and locked == chosen,
@@ -120,13 +125,15 @@ def _ranked(
     known = [value for value in times if value is not None]
     fastest = min(known) if known else None
     # Where there are measurements they decide, not the authors' expectations: all measured kernels start level.
-    level = 0.0
+    level, below = 0.0, math.inf
     if known:
         level = max(item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None)
+        # What an author expects of a kernel never outranks what was measured of another.
+        below = level + min(measured_part(t, fastest, noise) for t in known) - UNMEASURED_STEP
     order: list[tuple[tuple[int, float, bool, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
-        priority = kernel.prior(ctx) if measured is None else level
+        priority = min(kernel.prior(ctx), below) if measured is None else level
         total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
         entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred)
         order.append((rank(total, kernel.kernel_id, item.preferred), entry))
@@ -172,7 +179,11 @@ _SHADOW = ReasonCode.CANARY_SHADOW
 
 
 def _written(
-    ranked: list[_Ranked], standing: list[Filtered], ctx: Context, locked: str | None
+    ranked: list[_Ranked],
+    standing: list[Filtered],
+    ctx: Context,
+    locked: str | None,
+    proofs: Proofs | None = None,
 ) -> tuple[Candidate, ...]:
     """Every verdict in words: accepted ones by rank, then the rejected, those with fewest objections first."""
     accepted = {item.kernel_id for item in ranked}
@@ -180,9 +191,22 @@ def _written(
     rejected = [_rejected(item) for item in standing if item.kernel.kernel_id not in accepted]
     rejected.sort(key=lambda item: (len(item.reasons), item.kernel_id))
     written = (*(_accepted(item, ranked[0], locked) for item in ranked), *rejected)
+    kernels = {item.kernel.kernel_id: item.kernel for item in standing}
     return tuple(
-        replace(item, memory=(takes[item.kernel_id].workspace, takes[item.kernel_id].temporaries)) for item in written
+        replace(
+            item if proofs is None else _proven(item, kernels[item.kernel_id], ctx, proofs),
+            memory=(takes[item.kernel_id].workspace, takes[item.kernel_id].temporaries),
+        )
+        for item in written
     )
+
+
+def _proven(item: Candidate, kernel: KernelSpec, ctx: Context, proofs: Proofs) -> Candidate:
+    """The verdict with what vouches for the kernel; an accepted one that has nothing is checked when it runs."""
+    found = proofs.of(kernel, ctx, False) or ("measured" if item.measured_us is not None else "")
+    if found or not item.accepted:
+        return replace(item, proof=found)
+    return replace(item, reasons=(*item.reasons, reason("FIRST_USE_UNCHECKED", kind_of(ctx))))
 
 
 def _accepted(item: _Ranked, best: _Ranked, locked: str | None) -> Candidate:

@@ -17,6 +17,8 @@ from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.isolation import apart, passage
 from layerzero.selection.memory import objection
+from layerzero.selection.proven import closed
+from layerzero.selection.proven import objection as unchecked
 from layerzero.selection.transforms import adaptations
 from layerzero.selection.world import World
 
@@ -59,6 +61,7 @@ def examine(
     graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
     bounded = world.free_memory is not None
     trials = bool(policy.canary.get("kernels"))
+    shut = world.proofs is not None and closed(ctx)
     found: list[Filtered] = []
     for kernel, fixed in _fixed(ctx, world):
         if only is not None and kernel.kernel_id != only:
@@ -91,6 +94,9 @@ def examine(
                 against += () if short is None else (short,)
             if trials and kernel.kernel_id != fallback_id:
                 against += _on_trial(kernel, ctx, world, locked)
+            if shut and kernel.kernel_id != fallback_id:
+                missing = unchecked(kernel, ctx, world)
+                against += () if missing is None else (missing,)
             if kernel.jit:
                 against += _compiled(kernel, ctx, world)
             if graphs and not _whitelisted(kernel, policy.graph_whitelist):

@@ -1,6 +1,7 @@
 """Scores: priority + policy bonus + measured speed - price of transforms.
 
-priority     what the backend's author expects of such a call, 0 to 100; measured kernels all start from the highest
+priority     what the backend's author expects of such a call, 0 to 100; measured kernels all start from the highest,
+             and where there are any, one without a measurement stays below the slowest of them
 bonus        prefer, avoid and boosts of the policy; beyond its points a preferred kernel comes before all others
 measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; inside the noise band of the
              fastest it is 0, and the tie breaks by kernel id, reference kernels last. A measurement already holds
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 from layerzero.model.decision import Transform
 
-__all__ = ["rank", "score", "tie"]
+__all__ = ["UNMEASURED_STEP", "measured_part", "rank", "score", "tie"]
+
+UNMEASURED_STEP = 0.01
+"""So far below the slowest measured kernel an unmeasured one stands, whatever it says of itself."""
 
 _WORST_MEASURED = -30.0
 _MEASURED_WEIGHT = 10.0
@@ -32,12 +36,17 @@ def score(
     """The score of one accepted kernel, and the parts it is the sum of."""
     measured, price = 0.0, 0.0
     if measured_us is not None and fastest_us:
-        ratio = measured_us / fastest_us - 1.0
-        measured = 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
+        measured = measured_part(measured_us, fastest_us, noise)
     elif transforms:
         price = min(_WORST_TRANSFORM, _POINTS_PER_US * sum(step.cost_us for step in transforms))
     parts = (("priority", priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
     return priority + bonus + measured - price, parts
+
+
+def measured_part(measured_us: float, fastest_us: float | None, noise: float) -> float:
+    """What a measured time adds to a score."""
+    ratio = measured_us / fastest_us - 1.0 if fastest_us else 0.0
+    return 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
 
 
 def rank(total: float, kernel_id: str, preferred: int = 0) -> tuple[int, float, bool, str]:

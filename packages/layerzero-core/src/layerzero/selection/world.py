@@ -17,7 +17,7 @@ from layerzero.health.breaker import Health
 from layerzero.model.artifact import Artifact
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
-from layerzero.model.kernel import BackendSpec
+from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
@@ -46,6 +46,18 @@ class Measurements:
     refused: Callable[[str, Context], Reason | None] | None = None
 
 
+@dataclass(frozen=True)
+class Proofs:
+    """What is known of kernels before their first answer.
+
+    `of(kernel, ctx)` says in words by what a kernel is proven for such calls, None where it is not; `grouped` leaves
+    out what only this process knows: ranks that choose alike count that when all of them have it.
+    """
+
+    of: Callable[[KernelSpec, Context, bool], str | None]
+    fingerprint: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """Registry, ops, policy, health, measurements, memory and dispatch table, read by `select` and `follow`."""
@@ -55,6 +67,8 @@ class World:
     policy: Policy = field(default_factory=Policy)
     health: Health = field(default_factory=Health)
     measurements: Measurements = field(default_factory=Measurements)
+    # By what kernels are proven; None: whoever made this World vouches for them all.
+    proofs: Proofs | None = None
     # Free bytes, or free bytes by device ("cpu", "cuda:0"); None: memory plays no part.
     free_memory: int | Mapping[str, int] | None = None
     # Decisions made beforehand (`lz solve`), obeyed where they hold.
@@ -91,6 +105,7 @@ class World:
             repr(sorted(self.ready)) if self.ready else "",
             repr(sorted(map(repr, self.uncompilable))) if self.uncompilable else "",
             "" if self.ranks is None else self.ranks.fingerprint,
+            "" if self.proofs is None else self.proofs.fingerprint,
             repr(sorted(self.trials.items())) if self.trials else "",
         )
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -37,6 +37,14 @@ def _norm(
     return make
 
 
+def _reweighed(args: tuple[Any, ...], first: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The call with its weight and bias in another dtype than the activations."""
+    other = torch.float32 if dtype is not torch.float32 else torch.bfloat16
+    return tuple(
+        item.to(other) if place >= first and isinstance(item, Tensor) else item for place, item in enumerate(args)
+    )
+
+
 def _norm_groups(op: str) -> None:
     @group("result", op, every_dtype=True)
     def _plain(spec: KernelSpec) -> Pairs:
@@ -52,6 +60,11 @@ def _norm_groups(op: str) -> None:
     def _sizes(spec: KernelSpec) -> Pairs:
         for hidden in edges(spec, "hidden"):
             yield f"hidden_{hidden}", _norm(spec, (3,), hidden)
+
+    @group("mixed_weight", op, "mixed_weight", every_dtype=True)
+    def _other_dtype(spec: KernelSpec) -> Pairs:
+        make = _norm(spec, (4,), fit(spec, "hidden", 64))
+        yield "other_dtype", lambda draw: _reweighed(make(draw), 1 if op != "add_rms_norm" else 2, draw.dtype)
 
     @group("no_weight", op, "no_weight")
     def _bare(spec: KernelSpec) -> Pairs:
@@ -202,10 +215,36 @@ _DRAWN: dict[str, Maker] = {
 }
 
 
+def _by_row(make: Maker) -> Maker:
+    """The same call with each number as a tensor of one value a row."""
+
+    def wide(draw: Draw) -> tuple[Any, ...]:
+        args = make(draw)
+        rows = args[0].shape[0]
+
+        def row(value: Any) -> Any:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                return value
+            kind = torch.int64 if isinstance(value, int) else torch.float32
+            return torch.full((rows,), value, dtype=kind, device=draw.device)
+
+        return (args[0], *(row(item) for item in args[1:]))
+
+    return wide
+
+
 def _sampling_groups(op: str, *filters: str) -> None:
-    @group("result", op, *filters)
+    @group("result", op, *filters, every_dtype=True)
     def _greedy(spec: KernelSpec) -> Pairs:
         yield "greedy", _GREEDY[op]
+
+    @group("result", op, "tensor_params", "mixed_weight", *filters, every_dtype=True)
+    def _greedy_by_row(spec: KernelSpec) -> Pairs:
+        yield "greedy_by_row", _by_row(_GREEDY[op])
+
+    @group("sampling", op, "generator", "tensor_params", *filters)
+    def _drawn_by_row(spec: KernelSpec) -> Pairs:
+        yield "seeded_by_row", _by_row(_DRAWN[op])
 
     @group("sampling", op, "generator", *filters)
     def _drawn(spec: KernelSpec) -> Pairs:
@@ -215,6 +254,11 @@ def _sampling_groups(op: str, *filters: str) -> None:
 _sampling_groups("sample_topk")
 _sampling_groups("sample_topp")
 _sampling_groups("sample", "sample_top_k", "sample_top_p")
+
+
+@group("sampling", "sample", "generator", "sample_min_p", "sample_top_k", "sample_top_p")
+def _above_min_p(spec: KernelSpec) -> Pairs:
+    yield "min_p", lambda draw: (_logits(draw).repeat(400, 1), 6, 0.95, 0.3, _STEEPNESS, _generator(draw))
 
 
 # -- quantization ----------------------------------------------------------------------------------

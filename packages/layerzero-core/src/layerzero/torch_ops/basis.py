@@ -205,6 +205,7 @@ def _open(kernel: KernelSpec, world: World, known: Mapping[str, Any]) -> bool:
 
 def _written(decision: Decision, grad: bool, world: World, known: Mapping[str, Any]) -> str:
     """What can be written out: the kernel for a graph, or where a gradient is traced the best that can be."""
+    # Kernels without proof cannot be written out: those that can are all built in.
     for kernel_id in decision.ranking if grad else (compiled(decision, world, known).chosen,):
         kernel = world.registry.kernels.get(kernel_id)
         if kernel is None or not _open(kernel, world, known):

@@ -21,6 +21,7 @@ from layerzero.dispatch.hot import aside
 from layerzero.dispatch.late import current_world, recover
 from layerzero.dispatch.run import decide, describe
 from layerzero.runtime.current import now, scope
+from layerzero.selection.proven import unchecked
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.calls import CAUSAL, ordered
 from layerzero.torch_ops.functions import functions
@@ -139,7 +140,7 @@ def _keep(site: _Site, args: tuple[Any, ...], backend: str | None, result: Tenso
         return
     decision = decide(spec, ctx, world)
     bound = world.memo.get("bound", {}).get((decision.context, decision.chosen, _steps(decision), False))
-    if bound is not None and bound.decision is decision:
+    if bound is not None and bound.decision is decision and not unchecked(spec, bound.kernel, ctx, world):
         site.bound, site.strides, site.world = bound, tuple(result.stride()), world
 
 

@@ -25,6 +25,7 @@ from layerzero.errors import TuningError
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.runtime.proving import book
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
@@ -140,6 +141,8 @@ def trial(
             if not found.lost or tries == 1:
                 break
         busy = others(before, load())
+    if not ctx.needs_grad and here.registry is state.world.registry:
+        book.tuned(state, ctx, bench.errors)
     around = surroundings(ctx, found.stolen, busy)
     wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}

@@ -1,0 +1,459 @@
+"""The first answer of a kernel that nothing vouches for: held against the baseline before it is used.
+
+Called by a cold call whose kernel has no proof for such calls. The caller gets the result of the baseline, the torch
+code that somebody without LayerZero would run; the kernel runs beside it on copies and is compared, with one
+vector-Jacobian product where a gradient is asked for. Where they differ, the reference in float64 says who is wrong.
+A kernel that is right is remembered and runs the next call; one that is wrong goes into quarantine.
+
+Inputs that are zero, constant or not finite show nothing, and a baseline that would take long or much memory is not
+run: then a drawn example is checked instead, and the call goes on with whatever is proven afterwards. One check at a
+time; meanwhile other calls are served by what is proven already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerzero.device.memory import free_bytes
+from layerzero.dispatch import modes
+from layerzero.dispatch.bind import Bound, GuardFailed, bind
+from layerzero.dispatch.drawn import example
+from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory
+from layerzero.dispatch.price import price_us
+from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.model.proof import kind_of
+from layerzero.numerics import compare, tolerance
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.proving import BASELINES, book
+from layerzero.runtime.quarantining import put
+from layerzero.runtime.state import state
+from layerzero.selection.engine import select
+from layerzero.selection.memory import device_name, estimate
+from layerzero.selection.proven import unchecked
+from layerzero.selection.world import World
+
+__all__ = ["BaselineFailed", "Served", "ahead", "check"]
+
+_log = logging.getLogger("layerzero.health")
+
+LONGEST_US = 20_000.0
+"""A baseline that is estimated to take longer is not run for a check."""
+
+_MIB = 1 << 20
+_MOST_DECLARED = 0.25  # of the error a kernel declares itself no more is believed
+
+_one = threading.Lock()
+
+
+class Served(NamedTuple):
+    """What the caller gets, and which kernel computed it."""
+
+    result: Any
+    kernel_id: str
+
+
+class _Verdict(NamedTuple):
+    """Whether a kernel was right: None where nothing could be found out, and then why in words."""
+
+    ok: bool | None
+    error: float = 0.0
+    why: str = ""
+
+
+class BaselineFailed(Exception):
+    """The baseline raised: a fault like any other, for the dispatcher to deal with."""
+
+    def __init__(self, bound: Bound, error: Exception) -> None:
+        super().__init__(str(error))
+        self.bound, self.error = bound, error
+
+
+def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...]) -> Served | None:
+    """Check the kernel of a cold call. None: the World has changed, and the call is to be selected again."""
+    base = _baseline(spec, ctx, world, bound.kernel_id)
+    if not _one.acquire(blocking=False):
+        return _served(base, args)
+    try:
+        if world.ranks is not None and len(world.ranks.group) > 1:
+            return _together(spec, ctx, world, bound, args, base)
+        own, served = _own(spec, ctx, world, bound, args, base)
+        return _settled(spec, ctx, world, bound, own, served, base, args)
+    finally:
+        _one.release()
+
+
+def ahead(spec: OperationSpec, ctx: Context, world: World, bound: Bound) -> bool:
+    """Check a kernel on a drawn example, before any call is made (`lz.plan`, `lz.warmup`). False: it is not proven."""
+    with _one:
+        own = _on_example(spec, ctx, world, bound.kernel)
+        if world.ranks is not None and len(world.ranks.group) > 1:
+            own = _agreed(ctx, world, bound.kernel, own)
+        _settled(spec, ctx, world, bound, own, None, None, ())
+    return own.ok is True
+
+
+# -- who serves meanwhile ------------------------------------------------------------------------------------------
+class _Base(NamedTuple):
+    spec: OperationSpec
+    decision: Decision
+    world: World
+    kernel_id: str  # the baseline; empty: none may run
+    proven: str  # the best kernel that is proven; empty: none
+
+    def bound(self, kernel_id: str) -> Bound:
+        return bind(self.spec, self.decision, self.world, kernel_id)
+
+    def served(self, kernel_id: str, args: tuple[Any, ...]) -> Served:
+        bound = self.bound(kernel_id)
+        try:
+            return Served(bound.run(*args), kernel_id)
+        except Exception as error:
+            raise BaselineFailed(bound, error) from error
+
+
+def _baseline(spec: OperationSpec, ctx: Context, world: World, kernel_id: str) -> _Base:
+    """What may stand in: under no wish, lock or table, but never what the policy forbids."""
+    from layerzero.tuning.neutral import neutral
+
+    calm = neutral(world, jit="off")
+    decision = select(replace(ctx, backend=None), calm)
+    kernels = world.registry.kernels
+    others = [
+        name
+        for name in decision.ranking
+        if name != kernel_id and not unchecked(spec, kernels[name], ctx, world)
+    ]  # fmt: skip
+    base = next((name for name in others if name == spec.fallback_id or kernels[name].backend in BASELINES), "")
+    return _Base(spec, decision, calm, base, others[0] if others else "")
+
+
+def _served(base: _Base, args: tuple[Any, ...]) -> Served:
+    """The call as the best proven kernel answers it."""
+    if not base.proven:
+        why = reason("FIRST_USE_UNCHECKED", kind_of(base.decision.context))
+        raise KernelExecutionError(
+            f"{base.spec.op_id}: no kernel that may run is proven, and none can be checked on this call",
+            reasons=(why,),
+        )
+    return base.served(base.proven, args)
+
+
+# -- one check -----------------------------------------------------------------------------------------------------
+def _own(
+    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
+) -> tuple[_Verdict, Served | None]:
+    """This process's verdict; with it what the caller gets, where the call itself was compared."""
+    if base.kernel_id and _affordable(ctx, world, base, args) and _telling(ctx, args):
+        return _on_call(spec, ctx, world, bound, args, base)
+    own = _on_example(spec, ctx, world, bound.kernel)
+    if own.ok is None and base.kernel_id and _affordable(ctx, world, base, args):
+        return own, base.served(base.kernel_id, args)
+    return own, None
+
+
+def _on_call(
+    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
+) -> tuple[_Verdict, Served]:
+    """Run both on this very call and compare. What the baseline raises is the caller's own."""
+    writes = spec.mutates is not None and spec.mutates(args)
+    mine, theirs = _copied(args, ctx.needs_grad), _copied(args, ctx.needs_grad) if ctx.needs_grad else ()
+    before = _copied(args, ctx.needs_grad) if writes else args
+    served = base.served(base.kernel_id, args)
+    out = served.result
+    try:
+        with _undisturbed(ctx):
+            with Running(bound, world, ctx):
+                got = bound.run(*mine)
+            wrong, error = _differs(ctx, got, out, args)
+            if wrong is None and ctx.needs_grad:
+                from layerzero.tuning.truth import _gradients
+
+                wanted = _gradients(base.bound(base.kernel_id).run(*theirs), theirs)
+                wrong, _ = _differs(ctx, tuple(_gradients(got, mine)), tuple(wanted), args, gradient=True)
+            if wrong is None:
+                wrong = _left(mine, args, written=writes)
+                return _Verdict(wrong is None, error, wrong or ""), served
+            # Two results of sixteen bits may differ by the error of both: the reference in float64 says who is wrong.
+            judged = _judged(spec, ctx, bound, before)
+            return (judged if judged.ok is not None else _Verdict(False, error, wrong)), served
+    except Exception as raised:
+        return _raised(ctx, bound, raised, args), served
+
+
+def _on_example(spec: OperationSpec, ctx: Context, world: World, kernel: KernelSpec) -> _Verdict:
+    """Check the kernel on a call of this kind that was made up."""
+    try:
+        made = example(spec, ctx, world, kernel)
+    except (LayerZeroError, RuntimeError) as error:
+        return _Verdict(None, why=f"no example can be drawn: {error}")
+    if made is None:
+        return _Verdict(None, why="no example can be drawn")
+    bound, call, described = made
+    try:
+        with _undisturbed(ctx), Running(bound, world, described):
+            return _judged(spec, described, bound, call)
+    except Exception as raised:
+        return _raised(described, bound, raised, call)
+
+
+def _judged(spec: OperationSpec, ctx: Context, bound: Bound, args: tuple[Any, ...]) -> _Verdict:
+    """The kernel's answer against the reference in float64. Raises what the kernel raised."""
+    from layerzero.tuning.inputs import Call, conditions
+    from layerzero.tuning.truth import Gate
+
+    raised: list[Exception] = []
+
+    def run(*given: Any) -> Any:
+        try:
+            return bound.run(*given)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    layout = None if ctx.layout is None else ctx.layout.value
+    try:
+        with conditions(ctx):
+            gate = Gate(spec, ctx, lambda: Call(_copied(args, ctx.needs_grad), {}, layout))
+            found = gate.check(_modest(bound.kernel), run)
+    except Exception as error:  # the reference itself cannot, or not so much of it at once
+        return _Verdict(None, why=f"the reference cannot be asked: {error}")
+    if raised:
+        raise raised[0]
+    return _Verdict(found.ok, found.max_error, found.why)
+
+
+def _modest(kernel: KernelSpec) -> KernelSpec:
+    """The kernel, with no more than a moderate error declared: whoever declares a large one is not thereby right."""
+    declared = tuple((name, min(bound, _MOST_DECLARED)) for name, bound in kernel.error_bounds)
+    return replace(kernel, error_bounds=declared)
+
+
+def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...]) -> _Verdict:
+    """A kernel that raises is not proven; the breaker hears of it as of any other failure."""
+    if isinstance(error, GuardFailed):
+        return _Verdict(None, why="it does not fit this call after all")
+    if from_outside(error):
+        raise error  # a handler's or a hook's: the kernel has nothing to do with it
+    lost = lost_device(bound, modes.tensors_of(args), error)
+    if lost is not None:
+        raise lost from error
+    words = f"{type(error).__name__}: {error}"[:300]
+    _log.error("%s raised when it was checked: %s", bound.kernel_id, words, exc_info=error)
+    if out_of_memory(error):
+        charge_memory(bound.kernel_id, bound.kernel.backend, ctx)
+    else:
+        state.health.kernel_failed(bound.kernel_id, error, bound.kernel.backend)
+    return _Verdict(None, why=words)
+
+
+# -- the verdict ---------------------------------------------------------------------------------------------------
+def _settled(
+    spec: OperationSpec,
+    ctx: Context,
+    world: World,
+    bound: Bound,
+    own: _Verdict,
+    served: Served | None,
+    base: _Base | None,
+    args: tuple[Any, ...],
+) -> Served | None:
+    """Act on a verdict: remember, quarantine, or leave it open. Returns what the caller gets."""
+    grouped = world.ranks is not None and len(world.ranks.group) > 1
+    asked = (bound.decision.locked or ctx.backend is not None) and world.policy.on_fault != "fallback"
+    if own.ok:
+        _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
+        book.learn(state, bound.kernel, ctx, own.error, agreed=grouped)
+    elif own.ok is False:
+        why = _mismatch(own)
+        put(state, bound.kernel, ctx.device, why)
+        if asked and base is not None:
+            raise KernelExecutionError(
+                f"{bound.kernel_id} was asked for by name, and its first answer is wrong: {why.message}",
+                reasons=(why,),
+            )
+    elif asked and base is not None and served is not None and own.why and not own.why.startswith("no example"):
+        raise KernelExecutionError(
+            f"{bound.kernel_id} was asked for by name and could not be checked: {own.why}",
+            reasons=(reason("FIRST_USE_UNCHECKED", kind_of(ctx), detail=own.why),),
+        )
+    if served is not None or base is None:
+        return served
+    # Nothing was computed for the caller yet. Ranks go on with the kernel together, at their next call.
+    return None if own.ok is not None and not grouped else _served(base, args)
+
+
+def _mismatch(own: _Verdict) -> Reason:
+    allowed = own.why.partition("(allowed: ")[2].removesuffix(")")
+    return reason("NUMERICS_MISMATCH", f"{own.error:.3g}", allowed or "the tolerance of the op",
+                  detail="at its first use" if allowed else f"at its first use: {own.why}")  # fmt: skip
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+def _together(
+    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
+) -> Served | None:
+    """A kernel is trusted when every rank of the group found it right, and by none when one found it wrong."""
+    kernel = bound.kernel
+    known = _said(ctx, world, kernel)
+    served: Served | None = None
+    own = known
+    if own.ok is None:
+        error = book.error_of(kernel, ctx, state.world)
+        if error is not None or world.measurements.lookup(kernel.kernel_id, ctx) is not None:
+            own = _Verdict(True, error or 0.0)
+        else:
+            own, served = _own(spec, ctx, world, bound, args, base)
+        own = _agreed(ctx, world, kernel, own)
+    elif own.ok:  # all others went on with it at their last call
+        book.learn(state, kernel, ctx, own.error, agreed=True)
+        return None
+    return _settled(spec, ctx, world, bound, own, served, base, args)
+
+
+def _said(ctx: Context, world: World, kernel: KernelSpec) -> _Verdict:
+    """What the group has found already; open where someone has not spoken."""
+    words = world.ranks.verdicts(kernel, kind_of(ctx))
+    return _combined(words)
+
+
+def _agreed(ctx: Context, world: World, kernel: KernelSpec, own: _Verdict) -> _Verdict:
+    """Say what was found here and wait a little for the others."""
+    if own.ok is None:
+        return own
+    word = f"ok {own.error:.6g}" if own.ok else f"wrong {own.error:.6g} {own.why}"
+    return _combined(world.ranks.verdicts(kernel, kind_of(ctx), word), own)
+
+
+def _combined(words: list[str | None], own: _Verdict | None = None) -> _Verdict:
+    for rank, word in enumerate(words):
+        if word is not None and word.startswith("wrong"):
+            _, error, why = (*word.split(" ", 2), "")[:3]
+            return _Verdict(False, float(error), f"rank {rank}: {why}" if own is None or own.ok else own.why)
+    if any(word is None for word in words):
+        return _Verdict(None, why="no example: not every rank has checked it yet")
+    return _Verdict(True, max((float(word.split()[1]) for word in words if word), default=0.0))
+
+
+# -- what can be compared ------------------------------------------------------------------------------------------
+def _affordable(ctx: Context, world: World, base: _Base, args: tuple[Any, ...]) -> bool:
+    """Whether the baseline takes neither long nor more memory than the policy leaves free."""
+    times = 4 if ctx.needs_grad else 1
+    measured = world.measurements.lookup(base.kernel_id, ctx)
+    if (price_us(ctx, args) if measured is None else measured) * times > LONGEST_US:
+        return False
+    free = free_bytes(device_name(ctx))
+    if free is None:
+        return True
+    held = sum(item.numel() * item.element_size() for item in modes.tensors_of(args))
+    takes = estimate(world.registry.kernels[base.kernel_id], ctx, base.decision.transforms(base.kernel_id)).total
+    return takes + 4 * times * held <= free - int((world.policy.memory_headroom_mb or 0) * _MIB)
+
+
+def _telling(ctx: Context, args: tuple[Any, ...]) -> bool:
+    """Whether the numbers of a call would show a wrong kernel: zeros, constants and NaN do not."""
+    for item in modes.tensors_of(args):
+        if not item.is_floating_point() or item.numel() < 2:
+            continue
+        wide = item.detach().float() if item.element_size() < 4 else item.detach()
+        low, high = wide.aminmax()
+        if not bool(torch.isfinite(low) & torch.isfinite(high) & (low != high)):
+            return False
+    return True
+
+
+def _copied(args: tuple[Any, ...], grad: bool) -> tuple[Any, ...]:
+    """The arguments with tensors of their own that lie in memory as the given ones do; leaves where gradients are."""
+    made: dict[int, Any] = {}
+
+    def copy(item: Any) -> Any:
+        if type(item) not in (Tensor, torch.nn.Parameter):
+            return item  # what a call holds beside tensors (pages, packed weights) no kernel may write to
+        if id(item) not in made:
+            made[id(item)] = _as_it_lies(item).requires_grad_(grad and item.requires_grad)
+        return made[id(item)]
+
+    return tuple(copy(item) for item in args)
+
+
+def _as_it_lies(item: Tensor) -> Tensor:
+    plain = item.detach()
+    if item.numel() == 0 or any(step == 0 and size > 1 for size, step in zip(item.shape, item.stride(), strict=True)):
+        rows = tuple(slice(0, 1) if step == 0 else slice(None) for step in item.stride())
+        return plain[rows].clone().expand(item.shape) if item.numel() else plain.clone()
+    made = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+    return made.copy_(plain)
+
+
+def _differs(
+    ctx: Context, mine: Any, base: Any, args: tuple[Any, ...], *, gradient: bool = False
+) -> tuple[str | None, float]:
+    """What is wrong with a result, and how far it is off at most."""
+    from layerzero.tuning.truth import _reduction, flat
+
+    ours, theirs = flat(mine), flat(base)
+    if not theirs:  # text, lists of ids
+        return (None if mine == base else "another result"), 0.0
+    if len(ours) != len(theirs):
+        return f"{len(ours)} results, expected {len(theirs)}", 0.0
+    worst = 0.0
+    for left, right in zip(ours, theirs, strict=True):
+        left, right = left.detach(), right.detach()
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return f"{left.dtype} {list(left.shape)}, expected {right.dtype} {list(right.shape)}", worst
+        if not left.is_floating_point():
+            if not torch.equal(left, right):
+                return "other values", worst
+            continue
+        row = tolerance(ctx.op, left.dtype, k=_reduction(args))
+        if gradient and row.exact:
+            row = tolerance("gradient", left.dtype)
+        found = compare(left, right, row)
+        worst = max(worst, found.max_abs)
+        if not found.ok:
+            what = "gradient off" if gradient else "off"
+            return f"{what} by {found.max_abs:.3g}, {found.used:.3g} times what is allowed", worst
+    return None, worst
+
+
+def _left(mine: tuple[Any, ...], expected: tuple[Any, ...], *, written: bool) -> str | None:
+    """What is wrong with the inputs a kernel leaves behind: as they were, or written as the baseline writes them."""
+    for place, (ours, theirs) in enumerate(zip(mine, expected, strict=True)):
+        if type(ours) not in (Tensor, torch.nn.Parameter):
+            continue
+        ours, theirs = ours.detach(), theirs.detach()
+        if written and ours.is_floating_point():
+            if not compare(ours, theirs, tolerance("rope", ours.dtype)).ok:
+                return f"tensor argument {place} was written otherwise"
+        elif not torch.equal(ours, theirs):
+            return f"tensor argument {place} was changed"
+    return None
+
+
+@contextmanager
+def _undisturbed(ctx: Context) -> Iterator[None]:
+    """The generators are afterwards what they were: the caller's next draw does not depend on a check."""
+    on_gpu = ctx.device.device_type == "cuda"
+    with torch.random.fork_rng(devices=[ctx.device.index or 0] if on_gpu else [], device_type="cuda"):
+        yield
+
+
+def _after_fork() -> None:
+    global _one
+    _one = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

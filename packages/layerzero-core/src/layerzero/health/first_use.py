@@ -1,0 +1,120 @@
+"""Which kernels were held against the baseline on this machine, remembered across processes.
+
+One small file for each kernel, version and family of devices, in a folder beside the quarantine: mode 0700, ours alone.
+Whoever may write there could vouch for any kernel, so a folder or a file that is not ours, or that others may write to,
+is not believed. Files are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from layerzero.files import write_whole
+from layerzero.reasons import Reason, reason
+
+__all__ = ["FOLDER", "Checked", "FirstUses"]
+
+FOLDER = "first_use"
+_SCHEMA_VERSION = "1.0"
+_MAX_BYTES = 1 << 20
+_MAX_KINDS = 4096
+
+
+class Checked(NamedTuple):
+    """What was checked: one kernel, in these versions (package, vendor, torch), on one family of devices."""
+
+    kernel_id: str
+    version: str
+    family: str
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"{self.kernel_id}-{hashlib.sha256(chr(0).join(self).encode()).hexdigest()[:20]}.json"
+
+
+class FirstUses:
+    """The folder. Reading never raises; `problem` says why it is not believed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problem: Reason | None = None
+
+    def kinds(self, who: Checked) -> dict[str, float]:
+        """Kinds of call in which the kernel was right, and by how much it was off."""
+        try:
+            path = self.folder / who.file
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        except OSError:
+            return {}
+        with open(handle, "rb") as file:
+            if not self._ours(self.folder.stat(), self.folder) or not self._ours(os.fstat(file.fileno()), path):
+                return {}
+            raw = file.read(_MAX_BYTES + 1)
+        try:
+            return _parsed(raw, who)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return {}  # half a file of another program, or none of ours: checked once more, and written anew
+
+    def add(self, who: Checked, kind: str, error: float) -> bool:
+        """Remember that a kernel was right. False where it cannot be kept; what others added meanwhile is kept."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._ours(self.folder.stat(), self.folder):
+                return False
+            with _alone(self.folder):
+                known = self.kinds(who)
+                if len(known) >= _MAX_KINDS:
+                    known = {}
+                self._write(who, {**known, kind: error})
+        except OSError as problem:
+            self.problem = reason("CONFIG_INVALID", f"{self.folder}: {problem}", "a folder that can be written")
+            return False
+        return True
+
+    def _write(self, who: Checked, kinds: Mapping[str, float]) -> None:
+        data: dict[str, Any] = {
+            "schema_version": _SCHEMA_VERSION, **who._asdict(), "kinds": dict(sorted(kinds.items())),
+            "written": round(time.time()),
+        }  # fmt: skip
+        write_whole(self.folder / who.file, json.dumps(data, indent=1) + "\n")
+
+    def _ours(self, found: os.stat_result, what: Path) -> bool:
+        if os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            return True
+        shown = f"{what} with mode {stat.S_IMODE(found.st_mode):04o}"
+        self.problem = reason("CONFIG_INVALID", shown, "your own folder, mode 0700")
+        return False
+
+
+def _parsed(raw: bytes, who: Checked) -> dict[str, float]:
+    data = json.loads(raw)
+    if len(raw) > _MAX_BYTES or data["schema_version"] != _SCHEMA_VERSION:
+        raise ValueError("another format")
+    if Checked(data["kernel_id"], data["version"], data["family"]) != who:
+        raise ValueError("of another kernel")
+    return {str(kind): float(error) for kind, error in data["kinds"].items()}
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes that add at once both end up in the file."""
+    try:
+        import fcntl
+    except ImportError:  # no fcntl: the write stays whole, the last of two writers wins
+        yield
+        return
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

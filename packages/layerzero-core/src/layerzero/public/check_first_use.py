@@ -1,0 +1,74 @@
+"""Doctor's look at proofs: which kernels would be checked at their first call, and which were found wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from layerzero.model.kernel import KernelSpec
+from layerzero.public.checks import Check, Status
+from layerzero.public.situation import Situation
+from layerzero.reasons import ReasonCode, reason
+from layerzero.runtime.proving import book
+
+__all__ = ["first_use", "standing"]
+
+_GROUP = "proofs"
+_NAMED = 6
+
+
+def first_use(now: Situation, only: str | None = None) -> list[Check]:
+    """One check for each backend some kernel of which nothing vouches for here, or was found wrong."""
+    if now.world.policy.on_first_use == "off":
+        return [Check(_GROUP, "on_first_use", Status.OK, "off: kernels without proof are used unchecked")]
+    by_backend: dict[str, list[KernelSpec]] = {}
+    for kernel in now.world.registry.kernels.values():
+        if only in (None, kernel.backend) and _usable(kernel, now):
+            by_backend.setdefault(kernel.backend, []).append(kernel)
+    checks = [check for backend, kernels in sorted(by_backend.items()) for check in _backend(now, backend, kernels)]
+    if checks or only is not None:
+        return checks
+    return [Check(_GROUP, "kernels", Status.OK, "every kernel that can be used here is proven for it")]
+
+
+def standing(kernel: KernelSpec, now: Situation) -> str | None:
+    """By what a kernel is proven for some calls on a device of this machine; None where it is not."""
+    for device in now.devices:
+        if not kernel.check_device(device):
+            found = book.standing(kernel, now.world, device)
+            if found is not None:
+                return found
+    return None
+
+
+def _usable(kernel: KernelSpec, now: Situation) -> bool:
+    backend = now.world.enclosed.get(kernel.backend) or now.world.registry.backends.get(kernel.backend)
+    return (backend is None or backend.available) and any(not kernel.check_device(device) for device in now.devices)
+
+
+def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Iterator[Check]:
+    invalid = book.problems.get(backend)
+    blocked = now.world.health.quarantined
+    fallbacks = {spec.fallback_id for spec in now.world.ops.values()}
+    unproven = []
+    for kernel in kernels:
+        away = blocked.get(kernel.kernel_id, "")
+        if ReasonCode.NUMERICS_MISMATCH.value in away.partition(":")[0]:
+            message = f"{kernel.kernel_id} gave a wrong answer and is not used: {away}"
+            fix = f"upgrade or uninstall its package; lz quarantine clear {kernel.kernel_id} tries it again"
+            yield Check(_GROUP, backend, Status.FAIL, message, ReasonCode.NUMERICS_MISMATCH, fix)
+        elif not away and kernel.kernel_id not in fallbacks and standing(kernel, now) is None:
+            unproven.append(kernel.kernel_id)
+    invalid = book.problems.get(backend) or invalid  # looking has read the file
+    if invalid is not None:
+        yield Check.because(_GROUP, backend, Status.WARN, invalid)
+    if not unproven:
+        return
+    names = ", ".join(sorted(unproven)[:_NAMED]) + (
+        f" and {len(unproven) - _NAMED} more" if len(unproven) > _NAMED else ""
+    )
+    spec = now.world.registry.backends.get(backend)
+    if spec is not None and spec.builtin:
+        yield Check(_GROUP, backend, Status.OK, f"checked at their first call: {names}")
+    else:
+        why = reason("FIRST_USE_UNCHECKED", names, detail="each is held against the baseline at its first call")
+        yield Check.because(_GROUP, backend, Status.WARN, why)

@@ -1,0 +1,199 @@
+"""What vouches for a kernel before its first answer: a kit that came with it, or a check on this machine.
+
+Read when a kernel is about to run a kind of call that nobody has met; files are opened then, and only its own. `learn`
+adds what a check has shown and publishes a new World.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerzero.device.family import family_of
+from layerzero.errors import CapabilitiesError
+from layerzero.health.first_use import FOLDER, Checked, FirstUses
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import OpKind
+from layerzero.model.kernel import BackendSpec, KernelSpec
+from layerzero.model.proof import KitProof, kind_of
+from layerzero.plugin.discovery import normalized
+from layerzero.reasons import Reason, reason
+from layerzero.registry.proofs import load_proofs
+from layerzero.runtime.quarantining import place
+from layerzero.selection.world import Proofs, World
+
+if TYPE_CHECKING:
+    from layerzero.runtime.state import Runtime
+
+__all__ = ["BASELINES", "Book", "book"]
+
+_log = logging.getLogger("layerzero.health")
+
+BASELINES = frozenset({"reference", "torch", "sdpa"})
+"""Built-in backends made of torch's own functions: what somebody without LayerZero runs; others are held to it."""
+
+# Holds each library against the tokenizer's own on thousands of texts before it may serve it (its `predicate`s say so).
+_TOKENIZERS = "layerzero-tokenizers"
+_TEXT = frozenset({"text"})
+
+
+class Book:
+    """What is known of kernels in this process; what checks have shown is kept on disk as well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shipped: dict[tuple[str, str, str, str], Mapping[str, KitProof]] = {}
+        self._local: dict[Checked, dict[str, float]] = {}
+        self._agreed: set[tuple[Checked, str]] = set()
+        self._learnt = 0
+        self.problems: dict[str, Reason] = {}
+
+    def forget(self) -> None:
+        """Everything but what is on disk; for tests, and where the folder has changed."""
+        with self._lock:
+            self._shipped, self._local, self.problems = {}, {}, {}
+            self._agreed = set()
+            self._learnt = 0
+
+    def reinit_after_fork(self) -> None:
+        """A new lock in a forked child."""
+        self._lock = threading.Lock()
+
+    # -- reading -------------------------------------------------------------------------------------
+    def proofs(self, backends: Mapping[str, BackendSpec], enclosed: Mapping[str, BackendSpec]) -> Proofs:
+        """What a World is told. Backends in a process of their own have the versions found there."""
+
+        def of(kernel: KernelSpec, ctx: Context, grouped: bool) -> str | None:
+            return self.proof(kernel, _versions(kernel, backends, enclosed), ctx, grouped)
+
+        return Proofs(of, f"{self._learnt}")
+
+    def proof(self, kernel: KernelSpec, backend: BackendSpec | None, ctx: Context, grouped: bool) -> str | None:
+        """By what a kernel is proven for such calls, in words; None where it is not."""
+        family = family_of(ctx.device)
+        if backend is not None and backend.proofs:
+            shipped = self._kit(backend, family).get(kernel.kernel_id)
+            if shipped is not None and shipped.covers(ctx):
+                return shipped.source
+        if backend is not None and backend.builtin and backend.name in BASELINES:
+            return "baseline"
+        if ctx.kind is OpKind.TOKENIZATION and backend is not None and normalized(backend.dist) == _TOKENIZERS:
+            return "its own corpus"
+        who, kind = _who(kernel, backend, ctx.device), kind_of(ctx)
+        if grouped:
+            return "checked on every rank" if (who, kind) in self._agreed else None
+        return "checked here" if kind in self._known(who) else None
+
+    def _kit(self, backend: BackendSpec, family: str) -> Mapping[str, KitProof]:
+        vendor = f"{backend.vendor} {backend.vendor_version}" if backend.vendor else ""
+        key = (backend.proofs, backend.version, vendor, family)
+        found = self._shipped.get(key)
+        if found is None:
+            try:
+                found = load_proofs(Path(backend.proofs), backend.name, backend.version, vendor, family)
+            except CapabilitiesError as error:
+                found = {}
+                self.problems[backend.name] = reason("PROOF_INVALID", backend.name, str(error))
+                _log.warning("%s", self.problems[backend.name])
+            self._shipped[key] = found
+        return found
+
+    def _known(self, who: Checked) -> dict[str, float]:
+        found = self._local.get(who)
+        if found is None:
+            kept = _disk()
+            found = self._local[who] = {} if kept is None else kept.kinds(who)
+            if kept is not None and kept.problem is not None:
+                self.problems[FOLDER] = kept.problem
+                _log.warning("checks of earlier processes are not believed: %s", kept.problem)
+        return found
+
+    def standing(self, kernel: KernelSpec, world: World, device: DeviceSpec) -> str | None:
+        """By what a kernel is proven for some calls on a device, for lists; None where nothing vouches for it."""
+        backend = _versions(kernel, world.registry.backends, world.enclosed)
+        if backend is not None and backend.proofs:
+            shipped = self._kit(backend, family_of(device)).get(kernel.kernel_id)
+            if shipped is not None:
+                return shipped.source
+        if backend is not None and backend.builtin and backend.name in BASELINES:
+            return "baseline"
+        if backend is not None and kernel.dtypes == _TEXT and normalized(backend.dist) == _TOKENIZERS:
+            return "its own corpus"
+        return "checked here" if self._known(_who(kernel, backend, device)) else None
+
+    # -- learning ------------------------------------------------------------------------------------
+    def learn(self, runtime: Runtime, kernel: KernelSpec, ctx: Context, error: float, *, agreed: bool = False) -> None:
+        """A kernel was right for such a call: remembered here and on disk, and a new World says so."""
+        if self._remember(runtime.world, kernel, ctx, error, agreed):
+            self._publish(runtime)
+
+    def tuned(self, runtime: Runtime, ctx: Context, errors: Mapping[str, float]) -> None:
+        """Tuning has held these kernels against the reference: as good as a check of their first use."""
+        world = runtime.world
+        if world.proofs is None:
+            return
+        kernels = [world.registry.kernels[name] for name in errors if name in world.registry.kernels]
+        new = [kernel for kernel in kernels if world.proofs.of(kernel, ctx, False) is None]
+        if [kernel for kernel in new if self._remember(world, kernel, ctx, errors[kernel.kernel_id], False)]:
+            self._publish(runtime)
+
+    def _remember(self, world: World, kernel: KernelSpec, ctx: Context, error: float, agreed: bool) -> bool:
+        """Write it down; whether that changes anything."""
+        who = _who(kernel, _versions(kernel, world.registry.backends, world.enclosed), ctx.device)
+        kind = kind_of(ctx)
+        with self._lock:
+            known = self._known(who)
+            new, more = kind not in known, agreed and (who, kind) not in self._agreed
+            known[kind] = error
+            if agreed:
+                self._agreed.add((who, kind))
+            self._learnt += new or more
+        if new:
+            kept = _disk()
+            if kept is not None and not kept.add(who, kind, error) and kept.problem is not None:
+                _log.warning("%s was checked, which cannot be remembered: %s", kernel.kernel_id, kept.problem)
+        return new or more
+
+    def _publish(self, runtime: Runtime) -> None:
+        with runtime.changing():
+            if runtime.world.proofs is not None:
+                runtime.publish(proofs=self.of_world(runtime.world))
+
+    def of_world(self, world: World) -> Proofs:
+        """The proofs of a World with these backends."""
+        return self.proofs(world.registry.backends, world.enclosed)
+
+    def error_of(self, kernel: KernelSpec, ctx: Context, world: World) -> float | None:
+        """How far off the kernel was when it was checked here; None where it never was."""
+        who = _who(kernel, _versions(kernel, world.registry.backends, world.enclosed), ctx.device)
+        return self._known(who).get(kind_of(ctx))
+
+
+def _disk() -> FirstUses | None:
+    """The folder beside the quarantine; None where that is off."""
+    file = place()
+    return None if file is None else FirstUses(file.parent / FOLDER)
+
+
+def _versions(
+    kernel: KernelSpec, backends: Mapping[str, BackendSpec], enclosed: Mapping[str, BackendSpec]
+) -> BackendSpec | None:
+    return enclosed.get(kernel.backend) or backends.get(kernel.backend)
+
+
+def _who(kernel: KernelSpec, backend: BackendSpec | None, device: DeviceSpec) -> Checked:
+    """A kernel by all that its result may depend on: its package, the library it calls, torch, the kind of device."""
+    package = "" if backend is None else backend.version
+    vendor = "" if backend is None or not backend.vendor else f"{backend.vendor} {backend.vendor_version}"
+    version = " ".join(filter(None, (kernel.version, package, vendor, f"torch {device.torch_version}")))
+    return Checked(kernel.kernel_id, version, family_of(device))
+
+
+book = Book()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=book.reinit_after_fork)
