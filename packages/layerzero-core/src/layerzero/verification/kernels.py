@@ -128,7 +128,7 @@ class Bench:
 
     def locked(self) -> Any:
         """A block in which the op runs this kernel or raises."""
-        return scoped(locks={self.op.op_id: self.spec.kernel_id}, on_fault="raise", jit="block")
+        return scoped(locks={self.op.op_id: self.spec.kernel_id}, on_fault="raise", jit="block", on_first_use="off")
 
     def truth(self, args: tuple[Any, ...]) -> Any:
         """The result in float64; for a reference kernel by a formula of its own where there is one.
