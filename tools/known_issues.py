@@ -24,7 +24,10 @@ BLOCKING = ("P0", "P1")
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One entry: how bad, what, since which version, whom it hits, what to do; and once it is closed, how."""
+    """One entry: how bad, what, since which version, whom it hits, what to do; and once it is closed, how.
+
+    `fault` is the number that tests name: `pytest -m fault` runs them.
+    """
 
     id: str
     severity: str
@@ -33,6 +36,7 @@ class Issue:
     hits: str
     workaround: str
     fixed: str = ""
+    fault: int = 0
 
     @property
     def blocks(self) -> bool:
@@ -106,8 +110,10 @@ def render(ledger: Ledger) -> str:
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     closed = [item for item in ledger.issues if item.fixed]
     if closed:
-        lines += ["", "## Closed", "", "| id | severity | what | how |", "|---|---|---|---|"]
-        lines += [f"| `{item.id}` | {item.severity} | {_cell(item.what)} | {_cell(item.fixed)} |" for item in closed]
+        lines += ["", "## Closed", "", "| id | fault | severity | what | how |", "|---|---:|---|---|---|"]
+        for item in closed:
+            cells = (f"`{item.id}`", str(item.fault or ""), item.severity, item.what, item.fixed)
+            lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 

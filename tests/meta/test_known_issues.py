@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tools import gates, known_issues
 from tools.gates import main as gate
 from tools.known_issues import PAGE, Issue, Ledger, render
+from tools.requirements_doc import ROOT
 
 ENTRY = Issue("a", "P2", "0.1", "something is slow", "those who wait", "wait")
 
@@ -72,3 +75,26 @@ def test_an_entry_that_means_nothing_is_refused(tmp_path: Path, text: str, words
     file.write_text('[severity]\nP0 = "a"\n')
     with pytest.raises(ValueError, match="expected meanings of P0, P1, P2, P3"):
         Ledger.read(file)
+
+
+def test_every_numbered_fault_has_a_test_in_the_quick_lane() -> None:
+    """`@pytest.mark.fault(7)` on a test that `make test` runs; a number that the ledger does not have is a slip."""
+    named: set[int] = set()
+    for path in [*ROOT.glob("packages/*/tests/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "mark.fault(" in text else ():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith(("test", "Test")):
+                marks = {name: numbers for name, numbers in map(_mark, node.decorator_list)}
+                if not marks.keys() & {"slow", "stress", "benchmark", "memray", "gpu"}:
+                    named.update(marks.get("fault", ()))
+            elif isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0]):
+                named.update(int(number) for found in re.findall(r"mark\.fault\(([\d, ]+)\)", ast.unparse(node.value))
+                             for number in found.split(","))  # fmt: skip
+    assert named == {item.fault for item in Ledger.read().issues if item.fault}
+
+
+def _mark(node: ast.expr) -> tuple[str, list[int]]:
+    """The name of a mark, and its numbers."""
+    call = node.func if isinstance(node, ast.Call) else node
+    numbers = [item.value for item in node.args if isinstance(item, ast.Constant)] if isinstance(node, ast.Call) else []
+    return (call.attr if isinstance(call, ast.Attribute) else "", [item for item in numbers if type(item) is int])
