@@ -52,8 +52,9 @@ $(VENV)/.dev-stamp: $(VENV)/.run-stamp pyproject.toml
 	$(PIP) install -qq --no-deps $$($(PY) -m tools.workspace requirements bare)
 	@touch $@
 
-# the CPU kernels are compiled after the package is installed, and again when their text has changed; without a compiler they stay away
-$(VENV)/.native-stamp: $(VENV)/.run-stamp $(wildcard packages/layerzero-cpu/src/layerzero_cpu/native/*) packages/layerzero-cpu/src/layerzero_cpu/build.py
+# native code is compiled after the packages are installed, and again when its text has changed; without a compiler it stays away
+$(VENV)/.native-stamp: $(VENV)/.run-stamp $(wildcard packages/layerzero-cpu/src/layerzero_cpu/native/*) packages/layerzero-cpu/src/layerzero_cpu/build.py $(wildcard packages/layerzero-accel/src/layerzero_accel/native/*)
+	-$(PY) -m layerzero_accel.build --if-needed
 	-$(PY) -m layerzero_cpu.build --if-needed --cache build/native
 	@touch $@
 

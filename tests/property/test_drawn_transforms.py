@@ -95,11 +95,8 @@ def test_traced_by_make_fx(op: str) -> None:
         agree(call, graph(*others(call)), call.formula(*wide(others(call))))
 
 
-# Their kernels have a backward that is not differentiable itself: torch says so where a gradient of it is asked for.
-ONCE = frozenset({
-    "rms_norm", "add_rms_norm", "gemma_rms_norm", "gemma_add_rms_norm", "layer_norm", "silu_and_mul", "gelu_and_mul",
-    "relu_and_mul", "varlen_attention", "grouped_attention", "paged_attention",
-})  # fmt: skip
+# Torch's own attention kernels on the CPU, whose backward torch cannot derive: it says so where that is asked for.
+ONCE = frozenset({"attention", "varlen_attention", "grouped_attention", "paged_attention"})
 
 
 def twice(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -107,13 +104,14 @@ def twice(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> tuple[Te
     return gradients(lambda *given: tuple(g * g for g in gradients(function, given, create_graph=True)), tensors)
 
 
+@pytest.mark.fault(8)
 @CURVED
 def test_gradients_of_gradients_are_right_or_refused(op: str) -> None:
     for call in calls(op):
         try:
             found = twice(call.run, wanting(call.tensors))
         except RuntimeError as error:
-            if op not in ONCE or not ("does not require grad" in str(error) or "not implemented" in str(error)):
+            if op not in ONCE or "not implemented" not in str(error):
                 raise
             continue
         agree(call, found, twice(call.formula, wanting(wide(call.tensors))), loosely=200)

@@ -286,3 +286,43 @@ def test_a_gradient_of_a_gradient_is_that_of_the_plain_formula(name):
         expected = twice(call, inputs)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+class Vendor(torch.autograd.Function):
+    """A vendor's norm: its backward runs where autograd sees nothing."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = (item.detach().requires_grad_() for item in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+        return torch.autograd.grad(out, (x, weight), grad.detach())
+
+
+@pytest.mark.fault(8)
+def test_a_vendors_backward_that_cannot_be_derived_again_is_refused_and_not_taken_for_constant(lab):
+    lab.use(lab.kernel("vendor.rms_norm.own", lambda x, w, eps: Vendor.apply(x, w), priority=99.0))
+    x, w = rand(3, 8, seed=1).requires_grad_(), torch.ones(8, requires_grad=True)
+    with lz.scoped(locks={"rms_norm": "vendor.rms_norm.own"}):
+        lz.rms_norm(x, w).sum().backward()  # once is what it can do
+        grad, x.grad = x.grad, None
+        torch.testing.assert_close(grad, torch.autograd.grad(F.rms_norm(x, (8,), w, 1e-6).sum(), x)[0])
+        out = (lz.rms_norm(x, w) * x).sum()  # another way to x: nothing but us would notice
+        with pytest.raises(KernelExecutionError) as caught:
+            torch.autograd.grad(out, x, create_graph=True)
+    assert caught.value.code == "DOUBLE_BACKWARD_UNSUPPORTED" and "vendor.rms_norm.own" in str(caught.value)
+    assert not state.health.snapshot().kernels
+
+    def penalty(norm):
+        (grad,) = torch.autograd.grad((norm(x) * x).sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    with lz.scoped(prefer=["torch", "reference"]):  # what the hint says
+        torch.testing.assert_close(
+            penalty(lambda x: lz.rms_norm(x, w)), penalty(lambda x: F.rms_norm(x, (8,), w, 1e-6))
+        )

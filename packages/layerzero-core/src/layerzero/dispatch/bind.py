@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES, stream_capturing
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, from_outside
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, KernelExecutionError, from_outside
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
@@ -74,8 +74,9 @@ class Bound:
 _importing = threading.RLock()
 _OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
 _TRIES, _PAUSE_S = 4, 0.25
-# Backends of torch's own operations, and those that resolve negated views where they take pointers.
-_KNOW_SIGNS = frozenset({"reference", "torch", "sdpa", "inductor", "cpu"})
+# Backends that do as torch does: negated views are resolved where pointers are taken, and the gradient of a gradient
+# is right or an error. Of the others neither is known.
+_AS_TORCH = frozenset({"reference", "torch", "sdpa", "inductor", "cpu"})
 _NUMBERS_AND_WORDS = frozenset({type(None), float, int, bool, str})
 
 
@@ -170,8 +171,10 @@ def bind(
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
-    if kernel.backend not in _KNOW_SIGNS and kernel.backend not in world.enclosed:
+    if kernel.backend not in _AS_TORCH and kernel.backend not in world.enclosed:
         fn = _signed(fn, spec)
+        if decision.context.needs_grad and "double_backward" not in kernel.features:
+            fn = _derived_once(fn, kernel.kernel_id)
     run = adapt(fn, decision.context, plan.transforms, spec.autocast)
     if spec.mutates is not None and "inplace" in decision.context.needs:
         run = _apart(run)
@@ -287,6 +290,26 @@ def _signed(run: Callable[..., Any], spec: OperationSpec) -> Callable[..., Any]:
         return tuple(theirs.get(id(item), item) for item in out) if isinstance(out, tuple) else theirs.get(id(out), out)
 
     return resolving
+
+
+def _derived_once(run: Callable[..., Any], kernel_id: str) -> Callable[..., Any]:
+    """Refuse to derive a vendor's backward once more: its kernels are none of autograd's, and terms would be lost.
+
+    Who asks for such gradients (create_graph=True) is known only when the backward runs, with gradients recorded.
+    """
+
+    def refuse(grads: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise KernelExecutionError(code="DOUBLE_BACKWARD_UNSUPPORTED", value=kernel_id)
+
+    def recording(*args: Any, **words: Any) -> Any:
+        out = run(*args, **words)
+        for item in out if isinstance(out, tuple) else (out,):
+            if isinstance(item, Tensor) and item.grad_fn is not None:
+                item.grad_fn.register_prehook(refuse)
+        return out
+
+    return recording
 
 
 def _watched(run: Callable[..., Any], kernel: KernelSpec) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ FEATURES = frozenset({
     "mixed_weight",
     "gelu_none", "gelu_tanh", "activation_gelu", "activation_gelu_tanh", "activation_silu", "activation_relu",
     "sample_top_k", "sample_top_p", "sample_min_p", "greedy", "no_draft_probs", "paged_prefill", "batched_tables",
-    "no_key", "mixed_tables",
+    "no_key", "mixed_tables", "double_backward",
     "causal_square", "lse_backward", "gated", "split_gate", "ungated", "scoring_softmax", "scoring_sigmoid",
     "choice_bias", "expert_groups", "zero_point", "unquantized", "weight_only", "act_dynamic", "quant_native",
     "text_batch", "live_tokenizer", "offsets", "plain_special",

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from layerzero.model.grouped import GroupedBatch, Segment
 
@@ -96,8 +95,9 @@ class _Grouped(torch.autograd.Function):
         return out, shown
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as torch says it of its own attention, whose pieces these are
+            raise RuntimeError("derivative for the backward of grouped attention is not implemented")
         *given, lse = ctx.saved_tensors
         dtype = given[0].dtype
         q, k, v, out, grad = _computable(*given, grad.contiguous())
