@@ -67,10 +67,14 @@ _OBEYED = frozenset({"scale", "eps", "temperature"})
 
 
 def _fixed(public: PublicOp, options: dict[str, Any]) -> dict[str, Any]:
-    """The options a plan was bound with, defaults included; what it obeys, and tensors, are not among them."""
+    """The options a plan was bound with, defaults included.
+
+    Not among them: what has no default (a text, a batch: the data of the call), what a plan obeys, and tensors.
+    """
     defaults = {name: p.default for name, p in public.signature.parameters.items() if p.default is not p.empty}
     tensors = {"attn_mask", "alibi_slopes", "weight", "bias", "generator", "position_ids"}
-    found = {name: item for name, item in (defaults | options).items() if not modes.tensors_of((item,))}
+    chosen = {name: options.get(name, default) for name, default in defaults.items()}
+    found = {name: item for name, item in chosen.items() if not modes.tensors_of((item,))}
     return {name: item for name, item in found.items() if name not in _OBEYED and (name not in tensors or item)}
 
 
