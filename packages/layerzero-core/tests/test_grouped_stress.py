@@ -11,6 +11,7 @@ import gc
 import itertools
 import math
 import os
+import time
 import weakref
 from pathlib import Path
 
@@ -325,6 +326,13 @@ def test_imbalance_of_100_against_9900_tokens_with_gradients(kernel):
     assert all(grad.isfinite().all() for grad in grads)
 
 
+def settling():
+    """Bytes held, looked at several times: the thread of a backward lets go of its last tensors when it gets to it."""
+    for _ in range(20):
+        yield torch.cuda.memory_allocated()
+        time.sleep(0.005)
+
+
 @pytest.mark.gpu
 @pytest.mark.req("R-GRP-08")
 @pytest.mark.parametrize("kernel", blocked("cuda"))
@@ -337,5 +345,5 @@ def test_ten_calls_on_a_gpu_leave_nothing_behind(kernel):
         train(args, kernel, torch.ones_like(args[0]))
         torch.cuda.synchronize()
         gc.collect()  # what earlier tests left in cycles may be freed at any time
-        held.append(torch.cuda.memory_allocated())
+        held.append(min(settling()))
     assert len(set(held[1:])) == 1, held

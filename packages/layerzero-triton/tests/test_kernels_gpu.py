@@ -300,9 +300,10 @@ def test_the_second_launch_of_a_shape_does_not_go_through_triton():
     first = norm.rms_norm(x, w, 1e-6)
     before = plain_launches[0]
     other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())  # its inputs are made there
     with torch.cuda.stream(other):
         second = norm.rms_norm(x, w, 1e-6)
-    other.synchronize()
+    torch.cuda.synchronize()
     assert plain_launches[0] == before
     assert torch.equal(first, second)
 

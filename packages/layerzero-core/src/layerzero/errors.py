@@ -245,7 +245,10 @@ def _interrupts(frame: FrameType) -> bool:
     if code.co_flags & inspect.CO_VARARGS:
         rest = here.get(code.co_varnames[count])
         given.extend(rest if isinstance(rest, tuple) else ())
-    return any(item is caller for item in given)
+    found = any(item is caller for item in given)
+    if type(here) is dict:  # a copy that the frame would keep, and with it what a kernel held (before Python 3.13)
+        here.clear()
+    return found
 
 
 def _called_from_outside() -> set[CodeType]:

@@ -399,7 +399,7 @@ class KernelSpec:
         """Bytes of scratch memory the kernel takes for this context."""
         if self.workspace is None:
             return 0
-        return max(0, self.workspace(lambda name: ctx.dim(name) or 0))
+        return max(0, self.workspace(lambda name: ctx.dim(name) or int(name in ctx.needs)))
 
     def cuts(self, name: str) -> tuple[int, ...]:
         """Thresholds this kernel places on a size, for bucket boundaries."""

@@ -1,0 +1,132 @@
+"""What a call is, before anything is chosen for it: the op's own Context plus torch's modes at this moment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from layerzero.dispatch import modes
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.model.op import Call, OperationSpec
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
+
+__all__ = ["describe"]
+
+
+def describe(
+    spec: OperationSpec,
+    call_args: tuple[Any, ...],
+    layout: str | None,
+    backend: str | None,
+    world: World,
+    device: DeviceSpec | None = None,
+) -> Context:
+    """The full Context of a call: the op's own part plus torch's modes at this moment.
+
+    `device` describes the call as if its tensors (meta ones will do) lay on that device, which need not be here.
+    """
+    if backend is not None:
+        _check_backend(backend, world)
+    tensors = modes.tensors_of(call_args)
+    for item in tensors:
+        if item.is_nested:
+            raise InvalidInputError(code="RAGGED_UNSUPPORTED", value="nested tensor")
+        if item.layout is not torch.strided:
+            shown = str(item.layout).removeprefix("torch.")
+            raise InvalidInputError(code="TYPE_INVALID", value=f"a {shown} tensor", limit="a dense tensor")
+    if device is None:
+        device = modes.device_spec(tensors[0].device if tensors else torch.device("cpu"))
+    needs_grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
+    assert spec.describe is not None
+    ctx = spec.describe(Call(call_args, device, layout, backend, needs_grad))
+    return _with_modes(spec, ctx, tensors, world)
+
+
+def _check_backend(backend: str, world: World) -> None:
+    """Refuse a `backend=` that names nothing, and one whose plugin failed, with the plugin's own reasons."""
+    if not isinstance(backend, str):
+        raise InvalidInputError(
+            code="TYPE_INVALID", value=f"backend: {type(backend).__name__}", limit="a backend name or kernel id"
+        )
+    known = world.registry
+    if backend in known.kernels or backend in known.backends or known.by_backend(backend):
+        return
+    for record in state.records:
+        if backend in (record.name, *record.backends) and record.reasons:
+            raise BackendNotAvailableError(f"backend {backend!r} could not be loaded", reasons=record.reasons)
+    names = sorted({kernel.backend for kernel in known.kernels.values()})
+    raise UnknownNameError(f"unknown backend {backend!r}", code="BACKEND_UNKNOWN", value=backend, limit=names)
+
+
+def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world: World) -> Context:
+    """Fold autocast, determinism, capture, switches and alignment into a context."""
+    changes: dict[str, Any] = {}
+    autocast = modes.autocast_dtype(ctx.device.device_type)
+    if autocast is not None:
+        changes["autocast"] = autocast
+        if spec.autocast and ctx.dtype != "float64":
+            changes["dtype"] = autocast
+            # As in torch, autocast leaves float64 alone.
+            changes["dtypes"] = tuple(word if word == "float64" else autocast for word in ctx.dtypes)
+    if torch.are_deterministic_algorithms_enabled() or world.policy.deterministic:
+        changes["deterministic"] = True
+    if modes.capturing(ctx.device.device_type):
+        changes["capturing"] = True
+    guarded = _guards_of(world, spec.op_id)
+    if guarded:
+        off = modes.switched_off() & guarded
+        if off:
+            changes["switched_off"] = off
+    asked = _asked_alignment(world, spec.op_id)
+    if asked > 1 and not _aligned(tensors, asked):
+        changes["aligned_pointers"] = False
+    ctx = replace(ctx, **changes) if changes else ctx
+    strict = world.policy.strict_mode or not world.policy.allow_adaptation
+    if strict and spec.op_id == "attention" and len(set(ctx.dtypes)) > 1:
+        # As torch refuses it; elsewhere one of them is cast, which is an adaptation.
+        raise InvalidInputError(code="DTYPE_MIXED", value=", ".join(ctx.dtypes))
+    return ctx if world.ranks is None else world.ranks.requires(ctx)
+
+
+def _guards_of(world: World, op: str) -> frozenset[str]:
+    key = ("guards", op)
+    found: frozenset[str] | None = world.memo.get(key)
+    if found is None:
+        found = frozenset(g for kernel in world.registry.by_op(op) for g in kernel.guards)
+        world.memo[key] = found
+    return found
+
+
+def _asked_alignment(world: World, op: str) -> int:
+    """The strictest pointer alignment any kernel of the op asks for, in bytes; 1 when none does."""
+    key = ("alignment", op)
+    found: int | None = world.memo.get(key)
+    if found is None:
+        found = math.lcm(*(kernel.pointer_alignment or 1 for kernel in world.registry.by_op(op)))
+        world.memo[key] = found
+    return found
+
+
+def _aligned(tensors: list[Tensor], bytes_: int) -> bool:
+    try:
+        return all((_fake_address(item) if _is_fake(item) else item.data_ptr()) % bytes_ == 0 for item in tensors)
+    except RuntimeError:  # a tensor without storage, inside a transform: nothing to ask
+        return True
+
+
+def _is_fake(item: Tensor) -> bool:
+    return type(item) is not Tensor and isinstance(item, FakeTensor)
+
+
+def _fake_address(item: Tensor) -> int:
+    """Of a tensor that is only described: storage begins aligned, and what lies at an unknown place in it may be."""
+    offset = item.storage_offset()
+    return offset * item.element_size() if isinstance(offset, int) else 0
