@@ -276,6 +276,7 @@ def test_a_mode_left_on_at_load_is_refused_and_the_digest_quarantined(bench):
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("when", ["at import", "when called"])
+@pytest.mark.slow
 def test_a_kernel_that_fetches_another_one_by_itself(bench, when, monkeypatch):
     """Refused by name, without a question to the hub; one that is allowed and locked comes from the store."""
     other = bench.publish("other", extra="OTHER = 1\n")
@@ -317,6 +318,7 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.fault(21)
+@pytest.mark.slow
 def test_what_another_thread_imports_meanwhile_is_not_the_kernels(bench, tmp_path, monkeypatch):
     import threading
 

@@ -168,6 +168,7 @@ def _refusing() -> tuple[str, ...]:
 
 @pytest.mark.needs_tool("unshare")
 @pytest.mark.fault(19)
+@pytest.mark.slow
 def test_what_the_kernel_of_linux_refuses_is_said(bench, monkeypatch):
     """And what the code started is ended all the same, without a namespace that ends with it."""
     monkeypatch.setattr(Prober, "launcher", _refusing())

@@ -295,6 +295,7 @@ def test_folders_above_the_store_that_others_may_change(bench, tmp_path, how):
 
 
 @pytest.mark.fault(13)
+@pytest.mark.slow
 def test_a_sticky_folder_above_the_store_is_no_danger(bench, tmp_path):
     (tmp_path / "shared").mkdir()
     os.chmod(tmp_path / "shared", 0o1777)

@@ -45,6 +45,7 @@ def everywhere(extra: str = "") -> dict[str, bytes]:
 
 
 @pytest.mark.fault(24)
+@pytest.mark.slow
 def test_builds_for_several_machines_are_locked_from_one(bench, shell):
     bench.put("org/machines", everywhere())
     code, text = shell("lock", "org/machines@1", "--no-probe", "--variant", "*cpu*", "--variant", CUDA)

@@ -151,6 +151,7 @@ print(json.dumps({**found, "loaded_here": "_lz_isolated" in sys.modules, "pid": 
 
 
 @pytest.mark.fault(24)
+@pytest.mark.slow
 def test_a_hub_kernel_runs_in_a_process_of_its_own(bench):
     """It is verified and loaded there, and nothing of it comes into the caller's process."""
     mark = bench.folder / "pid"
@@ -164,6 +165,7 @@ def test_a_hub_kernel_runs_in_a_process_of_its_own(bench):
 
 
 @pytest.mark.fault(24)
+@pytest.mark.slow
 def test_a_chain_of_dependencies_is_probed_and_loaded(bench):
     """The middle one needs its own dependency while it is imported for the top one."""
     space = "import torch\n_lib = torch.library.Library({0!r}, 'DEF')\n_lib.define('f(Tensor x) -> Tensor')\n"

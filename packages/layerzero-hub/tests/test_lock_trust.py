@@ -160,6 +160,7 @@ def test_an_older_lock_that_still_holds_what_was_removed(bench, shell):
 
 
 @pytest.mark.fault(14)
+@pytest.mark.slow
 def test_the_newest_lock_may_return_to_an_older_build(bench):
     repo, files = bench.publish(id="_lz_returns_1"), []
     for extra in ("", "WORSE = True", ""):
@@ -187,6 +188,7 @@ def test_a_lock_that_fails_half_way_leaves_the_one_in_force(bench):
 
 
 @pytest.mark.fault(14)
+@pytest.mark.slow
 def test_an_install_that_fails_half_way_leaves_the_lock_before_in_force(bench):
     repo = bench.publish(extra="OLD = True")
     bench.lock(repo)
@@ -219,6 +221,7 @@ def test_a_lock_that_is_over(bench, shell):
 
 
 @pytest.mark.fault(14)
+@pytest.mark.slow
 def test_a_lock_of_version_1_is_read_and_the_next_lock_is_version_2(bench):
     repo = bench.publish()
     bench.lock(repo)
@@ -290,6 +293,7 @@ def test_no_entry_of_a_badly_signed_lock_is_kept(bench, shell, keys):
 
 
 @pytest.mark.fault(16)
+@pytest.mark.slow
 def test_sign_shows_what_changed_and_diff_does_too(bench, shell, keys):
     one, two = bench.publish("one"), bench.publish("two")
     bench.lock(one)
