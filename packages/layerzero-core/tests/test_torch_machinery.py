@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import layerzero as lz
 from layerzero.errors import KernelExecutionError
 from layerzero.ops.signature import PUBLIC
+from layerzero.plans.blocks import Block, Ref, Step
 from layerzero.runtime.state import state
 
 _spec = importlib.util.spec_from_file_location("torch_calls", Path(__file__).with_name("torch_calls.py"))
@@ -326,3 +327,32 @@ def test_a_vendors_backward_that_cannot_be_derived_again_is_refused_and_not_take
         torch.testing.assert_close(
             penalty(lambda x: lz.rms_norm(x, w)), penalty(lambda x: F.rms_norm(x, (8,), w, 1e-6))
         )
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("name", ["rms_norm", "attention", "silu_and_mul", "layer_norm", "rope"])
+def test_a_trace_before_dispatch_computes_for_new_inputs(name):
+    """Hot calls under make_fx(pre_dispatch=True), whose modes have a stack of their own; a default device is none."""
+    call, inputs = next(item[1:] for item in CALLS if item[0] == name)
+    heated(call, inputs)
+    graph = make_fx(lambda *given: results(call(*given)), pre_dispatch=True)(*inputs)
+    assert any("layerzero" in str(node.target) for node in graph.graph.nodes)
+    others = tuple(rand(*x.shape, seed=77) for x in inputs)
+    torch.testing.assert_close(graph(*others), results(call(*others)))
+    misses = lz.metrics()["layerzero_misses_total"]
+    with torch.device("cpu"):
+        call(*inputs)
+    assert lz.metrics()["layerzero_misses_total"] == misses  # still hot
+
+
+@pytest.mark.fault(1)
+def test_a_block_plan_refuses_a_tangent_instead_of_losing_it():
+    x, w = rand(2, 8, seed=1), torch.ones(8)
+    plan = lz.plan_block(
+        Block("one", ("x",), (Step("rms_norm", (Ref("x"), Ref("w"), 1e-6), ("out",)),), ("out",)), {"x": x, "w": w}
+    )
+    with forward_ad.dual_level():
+        with pytest.raises(KernelExecutionError) as caught:
+            plan(forward_ad.make_dual(x, torch.ones_like(x)))
+        plan(x)  # nothing to lose
+    assert caught.value.code == "TRANSFORM_UNSUPPORTED"

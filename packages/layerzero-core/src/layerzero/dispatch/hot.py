@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-__all__ = ["HOT_LIMIT", "aside", "describe_tensor", "generic_key", "mode_key", "traced", "watched"]
+__all__ = ["HOT_LIMIT", "aside", "before_dispatch", "describe_tensor", "generic_key", "mode_key", "traced", "watched"]
 
 # Entries of one World's table; beyond it the table starts afresh.
 HOT_LIMIT = 16_384
@@ -31,6 +31,7 @@ _AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 
 
 class _Aside(threading.local):
@@ -56,13 +57,26 @@ def traced() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def before_dispatch() -> bool:
+    """Whether ops are traced before dispatch (make_fx, pre_dispatch=True): those modes have a stack of their own.
+
+    Asked only where a torch function mode is active, as it is there: the question costs more than a hot call may.
+    """
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+
+
 def watched() -> bool:
-    """Whether torch wants to see this call: a dispatch mode, forward-mode AD or a profiler is active.
+    """Whether torch wants to see this call: a dispatch mode, a tracer before dispatch, forward-mode AD or a profiler.
 
     Hot ops write this out. Not asked here: the tracer of `torch.jit.trace`, under which every size is a tensor, so that
     no key is hot; and functorch, whose tensors have no storage. Both are met on the cold path (`modes.plain`).
     """
-    found = _dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
+    found = (
+        _dispatch_modes()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or (_function_modes() and before_dispatch())
+    )
     return bool(found) and not aside.quiet
 
 

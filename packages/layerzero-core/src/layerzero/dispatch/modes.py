@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from layerzero.dispatch.hot import aside
+from layerzero.dispatch.hot import aside, before_dispatch
 from layerzero.model.device import DeviceSpec
 
 __all__ = [
@@ -87,12 +87,7 @@ def plain(tensors: Iterable[Tensor]) -> bool:
 
 def followed() -> bool:
     """Whether a dispatch mode or the tracer of torch.jit.trace looks at every op."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None or _before_dispatch()
-
-
-def _before_dispatch() -> bool:
-    """Whether ops are traced before dispatch (make_fx, pre_dispatch=True): those modes have a stack of their own."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None or before_dispatch()
 
 
 def carries_tangent(tensors: Iterable[Tensor]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, describe_tensor, generic_key
+from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -40,6 +40,7 @@ _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _scope = scope.get
 
 
@@ -101,7 +102,12 @@ def attention(
         if type(scale) is not float:
             scale = plain_number(scale)
         check_scale(scale)
-    if (_dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled) and not aside.quiet:
+    if (
+        _dispatch_modes()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or (_function_modes() and before_dispatch())
+    ) and not aside.quiet:
         first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
         return _seen(*first, layout=layout, window=window, enable_gqa=enable_gqa, softcap=softcap,
                      alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend)  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import aside, autocast_key
+from layerzero.dispatch.hot import aside, autocast_key, before_dispatch
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -26,12 +26,18 @@ _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _scope = scope.get
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) over the last axis, times weight; computed in float32, returned in x's dtype."""
-    if (_dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled) and not aside.quiet:
+    if (
+        _dispatch_modes()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or (_function_modes() and before_dispatch())
+    ) and not aside.quiet:
         again = functools.partial(rms_norm, x, weight, eps, backend=backend)
         return seen(RMS_NORM, (expect_tensor(x, "x"), weight, eps), None, backend, again)  # type: ignore[no-any-return]
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import aside, generic_key
+from layerzero.dispatch.hot import aside, before_dispatch, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import OperationSpec
@@ -24,6 +24,7 @@ __all__ = ["PUBLIC", "PublicOp", "dispatch", "fx_node", "fx_proxy", "public_op",
 
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
 
 
@@ -106,7 +107,10 @@ def fx_node(proxy: Any, op: PublicOp, named: dict[str, Any]) -> Any:
 def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
     """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
     if (
-        _dispatch_modes() or forward_ad._current_level >= 0 or profiler._is_profiler_enabled
+        _dispatch_modes()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or (_function_modes() and before_dispatch())
     ) and not aside.quiet:  # `hot.watched`, written out
         return seen(spec, args, layout, backend, functools.partial(dispatch, spec, args, layout, backend))
     active = _scope()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from layerzero.dispatch.bind import Bound, bind
+from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, PlanMismatchError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, KernelExecutionError, PlanMismatchError
 from layerzero.plans.blocks import Block
 from layerzero.plans.blocks_code import written
 from layerzero.plans.blocks_run import arguments, glue
@@ -156,6 +158,10 @@ class BlockPlan:
             inputs = self._in_order(inputs, named)
         if self._wanted is not None:
             self._verify(inputs)
+        if forward_ad._current_level >= 0 and carries_tangent(tensors_of((*inputs, *self._weights.values()))):
+            raise KernelExecutionError(
+                code="TRANSFORM_UNSUPPORTED", value=f"the block plan {self.block.name}", limit="the ops one by one"
+            )
         return self._run(*inputs)
 
     def explain(self) -> BlockReport:
