@@ -176,6 +176,8 @@ def lse_of(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], out: Tensor
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_torch_takes_we_take_with_the_same_result_and_gradients(name: str) -> None:
+    if name == "no heads" and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 itself divides by zero here and ends the process")
     shapes, options = TAKEN[name]
     given = qkv(*shapes)
     wanted = F.scaled_dot_product_attention(*given, **options)
