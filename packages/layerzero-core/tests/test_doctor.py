@@ -342,6 +342,14 @@ def test_quarantined_kernels_and_a_corrupt_quarantine_are_shown() -> None:
     assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
 
 
+def test_a_corrupt_quarantine_that_was_set_aside_when_the_kernels_were_listed_is_still_shown() -> None:
+    quarantine_file().write_text("{", encoding="utf-8")
+    state.reset()
+    lz.list_kernels()
+    assert not quarantine_file().exists()
+    assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
+
+
 def test_a_kernel_that_could_not_be_bound_in_this_process_is_a_failure() -> None:
     lz.list_kernels()
     state.unbindable("sdpa.attention.math", reason("BACKEND_IMPORT_FAILED", "ImportError: no libc"))

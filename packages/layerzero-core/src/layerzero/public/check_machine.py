@@ -21,6 +21,7 @@ from layerzero.policy.load import discover, load_file
 from layerzero.policy.rules import evaluate, matches_any
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, quarantine_file
+from layerzero.runtime.quarantining import set_aside
 from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.state import state
 
@@ -204,7 +205,7 @@ def _quarantine(now: Situation, path: Path, policy: Policy) -> Iterable[Check]:
         why = reason("CACHE_CORRUPT", f"{path.name}: {error.strerror}")
         yield Check.because("health", "quarantine", Status.WARN, why, "make the file readable, or remove it")
         return
-    for problem in book.problems:
+    for problem in (*set_aside(path), *book.problems):
         yield Check.because("health", "quarantine", Status.WARN, problem)
     for entry in entries:
         what = f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip()

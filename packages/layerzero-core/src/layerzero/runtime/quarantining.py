@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layerzero.registry.kernels import KernelRegistry
     from layerzero.runtime.state import Runtime
 
-__all__ = ["child_crashed", "first_run", "place", "put", "take_up"]
+__all__ = ["child_crashed", "first_run", "place", "put", "set_aside", "take_up"]
 
 _log = logging.getLogger("layerzero.health")
 
@@ -34,6 +34,7 @@ _CHILD_CRASHES = 2
 
 _crumbs: Crumbs | None = None  # of this process, since the World was built; None: none are left
 _child_crashes: Counter[str] = Counter()
+_set_aside: dict[Path, tuple[Reason, ...]] = {}  # what was wrong with a file when the World was built
 
 
 def place() -> Path | None:
@@ -42,6 +43,11 @@ def place() -> Path | None:
         return default_file(env.read().quarantine)
     except LayerZeroError:  # a wrong variable is said elsewhere
         return default_file(None)
+
+
+def set_aside(file: Path) -> tuple[Reason, ...]:
+    """Why this quarantine file was set aside in this process, when the World was built; empty where it was not."""
+    return _set_aside.get(file, ())
 
 
 def _leave_crumbs(file: Path | None) -> None:
@@ -75,6 +81,8 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
         entries = ()
     for problem in book.problems:
         _log.warning("%s", problem)
+    if book.problems:
+        _set_aside[file] = book.problems
     versions = {kernel.kernel_id: kernel.version for kernel in registry.kernels.values()} if entries else {}
     meant = [entry for entry in entries if versions.get(entry.kernel_id) == entry.version]
     here = _signatures() if meant else set()  # devices are looked at only where it matters

@@ -41,13 +41,14 @@ def ticks(path: str = "/proc/stat") -> Ticks | None:
 
 def calmly(
     run: Callable[[], T],
-    read: Callable[[], Ticks | None] = ticks,
+    read: Callable[[], Ticks | None] | None = None,
     wait: Callable[[float], None] = time.sleep,
     *,
     patient: bool = True,
 ) -> tuple[T, float]:
     """What `run` gives, and what share of the time it wanted went to others; up to three tries until that is small, or
     the first one where nobody is `patient`."""
+    read = read or ticks
     kept, share, spent = _try(run, read)
     for pause in _PAUSES if patient else ():
         if share <= LIMIT:
