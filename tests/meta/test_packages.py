@@ -47,10 +47,13 @@ def test_a_package_is_whole(package: Package):
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
-def test_a_package_enters_by_the_plugin_door(package: Package):
-    entries = package.data["project"]["entry-points"]["layerzero.backends"]
+def test_a_package_enters_by_a_door_of_the_core(package: Package):
+    """Kernels and ops as a plugin, public names and verbs as entry points of their own groups; by no other way."""
+    groups = package.data["project"]["entry-points"]
+    doors = ("layerzero.backends", "layerzero.names", "layerzero.commands")
+    entries = [target for door in doors for target in groups.get(door, {}).values()]
     assert entries
-    for target in entries.values():
+    for target in entries:
         module = Path(*target.partition(":")[0].split("."))
         candidates = [package.path / "src" / module.with_suffix(".py"), package.path / "src" / module / "__init__.py"]
         assert any(c.exists() for c in candidates), f"{target} names no module of {package.name}"

@@ -246,8 +246,15 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
-        raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
-    found = getattr(importlib.import_module(module), name)
+        if name.startswith("_"):  # Python and tools look for dunder names; no package brings one
+            raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+        from layerzero.companions import Missing, public
+
+        found = public(name)
+        if isinstance(found, Missing):  # asked again: the package may be installed meanwhile
+            return found
+    else:
+        found = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found
 

@@ -15,6 +15,7 @@
      │   ├─ CapabilitiesError                a capabilities.json is wrong (key named)
      │   └─ DispatchTableError               a dispatch table is missing, damaged or edited
      ├─ PluginError                          a plugin broke the contract
+     ├─ PackageMissingError (ImportError)    a package beside the core is not installed
      ├─ PlanMismatchError                    a checked plan was called with other arguments
      ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
      ├─ TuningError                          a call cannot be measured here
@@ -51,6 +52,7 @@ __all__ = [
     "LayerZeroWarning",
     "LockedKernelError",
     "NoKernelFoundError",
+    "PackageMissingError",
     "PlanMismatchError",
     "PluginError",
     "PolicyValidationError",
@@ -172,6 +174,12 @@ class DispatchTableError(ConfigurationError):
     """A dispatch table cannot be read or does not hold here."""
 
     default_code = "PLAN_FILE_INVALID"
+
+
+class PackageMissingError(LayerZeroError, ImportError):
+    """A name or verb of a package beside the core that is not installed."""
+
+    default_code = "PACKAGE_MISSING"
 
 
 class PluginError(LayerZeroError):

@@ -333,4 +333,5 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "FIRST_USE_UNCHECKED": (_C.HEALTH, "no proof for such calls here: {value}", "call it once outside a capture or graph, run lz.warmup or lz tune, or ship a kit proof: lz plugin prove"),
     "PROOF_INVALID": (_C.HEALTH, "the proofs of {value} do not count: {limit}", "make them again: lz plugin prove"),
     "DOUBLE_BACKWARD_UNSUPPORTED": (_C.FEATURE, "the backward of {value} cannot be derived once more (create_graph=True)", "take torch's kernels where gradients of gradients are needed: with lz.scoped(prefer=[\"torch\", \"reference\"]); a kernel that can names the feature double_backward"),
+    "PACKAGE_MISSING": (_C.BACKEND, "{value} is not installed", "pip install {value}"),
 }

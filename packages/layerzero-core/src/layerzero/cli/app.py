@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from layerzero import companions
 from layerzero.cli import (
     benching,
     completing,
@@ -44,12 +45,16 @@ class Root(click.Group):
     """`lz`: verbs of the core, and those that plugins bring through `layerzero_commands`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Every verb, the core's first."""
-        return [*super().list_commands(ctx), *sorted(_foreign(ctx, self))]
+        """Every verb: the core's, those of packages beside it, those of plugins."""
+        own = super().list_commands(ctx)
+        return list(dict.fromkeys([*own, *sorted(companions.commands()), *sorted(_foreign(ctx, self))]))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A verb by name; plugins are asked only for names the core does not have."""
-        return super().get_command(ctx, cmd_name) or _foreign(ctx, self).get(cmd_name)
+        """A verb by name; plugins are asked only for names that neither the core nor a package beside it has."""
+        own = super().get_command(ctx, cmd_name) or _beside(cmd_name)
+        if own is None and companions.package_of(companions.COMMANDS, cmd_name):
+            companions.refuse(companions.COMMANDS, cmd_name)
+        return own or _foreign(ctx, self).get(cmd_name)
 
     def main(
         self,
@@ -82,6 +87,16 @@ class Root(click.Group):
         sys.exit(code if isinstance(code, int) else OK)
 
 
+def _beside(name: str) -> click.Command | None:
+    """A verb of a package beside the core: its entry point names the function that declares it, as for the core's."""
+    entry = companions.commands().get(name)
+    if entry is None:
+        return None
+    group = click.Group()
+    entry.load()(group)
+    return group.commands.get(name)
+
+
 def _foreign(ctx: click.Context, root: click.Group) -> dict[str, click.Command]:
     """The verbs of plugins, asked for once per run."""
     known: dict[str, click.Command] | None = ctx.meta.get("layerzero.foreign")
@@ -89,7 +104,7 @@ def _foreign(ctx: click.Context, root: click.Group) -> dict[str, click.Command]:
         from layerzero.cli.foreign import commands
 
         with contextlib.redirect_stdout(sys.stderr):
-            known, problems = commands(taken=frozenset(root.commands))
+            known, problems = commands(taken=frozenset({*root.commands, *companions.commands()}))
         for line in problems:
             click.echo(f"lz: {line}", err=True)
         ctx.meta["layerzero.foreign"] = known

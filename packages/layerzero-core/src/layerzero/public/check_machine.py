@@ -21,8 +21,8 @@ from layerzero.policy.load import discover, load_file
 from layerzero.policy.rules import evaluate, matches_any
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, quarantine_file
-from layerzero.runtime.quarantining import set_aside
 from layerzero.reasons import ReasonCode, reason
+from layerzero.runtime.quarantining import set_aside
 from layerzero.runtime.state import state
 
 __all__ = ["health", "libraries", "platform", "settings", "supported"]

@@ -1,0 +1,79 @@
+"""Public names and verbs that packages beside the core bring: `lz.tune`, `lz tune`, `lz.verify`, `lz.patch`.
+
+A package declares them as entry points, names in the group `layerzero.names`, verbs in `layerzero.commands`; nothing of
+it is imported before one of them is used. Where the package is missing, the name answers with what to install.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, NoReturn
+
+from layerzero.errors import PackageMissingError
+
+__all__ = ["COMMANDS", "NAMES", "Missing", "commands", "names", "package_of", "public", "refuse"]
+
+NAMES = "layerzero.names"
+COMMANDS = "layerzero.commands"
+
+# What our own packages bring, so that the core can say which one is missing.
+_OURS: dict[str, dict[str, tuple[str, ...]]] = {
+    "layerzero-models": {
+        NAMES: ("column_linear", "enable_transformers", "patch", "patched", "row_linear", "shard_weight", "unpatch"),
+        COMMANDS: (),
+    },
+    "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize"), COMMANDS: ()},
+    "layerzero-tune": {
+        NAMES: ("compile", "plan_block", "solve", "tune"),
+        COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"),
+    },
+    "layerzero-verify": {NAMES: ("verify",), COMMANDS: ("definitions", "verify")},
+}
+
+
+def package_of(kind: str, name: str) -> str | None:
+    """The package of ours that brings this public name (NAMES) or verb (COMMANDS), or None."""
+    return next((dist for dist, brings in _OURS.items() if name in brings[kind]), None)
+
+
+def refuse(kind: str, name: str) -> NoReturn:
+    """Say which package is missing."""
+    dist = package_of(kind, name)
+    called = f"lz.{name}" if kind == NAMES else f"lz {name}"
+    raise PackageMissingError(f"{called} needs {dist}", value=dist, hint=f"pip install {dist}")
+
+
+class Missing:
+    """Stands for a public name whose package is not installed: importing it is fine, using it says what to install."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        refuse(NAMES, self.__name__)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<lz.{self.__name__}: not installed, pip install {package_of(NAMES, self.__name__)}>"
+
+
+def names() -> dict[str, importlib.metadata.EntryPoint]:
+    """Every public name that an installed package brings."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=NAMES)}
+
+
+def commands() -> dict[str, importlib.metadata.EntryPoint]:
+    """Every verb that an installed package brings."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
+
+
+def public(name: str) -> Any:
+    """The object behind a public name of another package; raises AttributeError for a name that nobody brings."""
+    entry = names().get(name)
+    if entry is not None:
+        return entry.load()
+    if package_of(NAMES, name) is not None:
+        return Missing(name)
+    raise AttributeError(f"module 'layerzero' has no attribute {name!r}")

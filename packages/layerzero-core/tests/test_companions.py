@@ -1,0 +1,73 @@
+"""Names and verbs of packages beside the core: found by entry point, loaded at first use, and named where missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import layerzero as lz
+from layerzero import companions
+from layerzero.cli.app import cli
+from layerzero.errors import PackageMissingError
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A package `beside` that brings lz.shout and `lz shout`, as an installed distribution would."""
+    module = types.ModuleType("beside")
+
+    def add(group: click.Group) -> None:
+        @group.command("shout")
+        def shout() -> None:
+            """Say it."""
+            click.echo("HO")
+
+    module.shout, module.add = lambda: "ho", add
+    monkeypatch.setitem(sys.modules, "beside", module)
+    entries = [
+        importlib.metadata.EntryPoint("shout", "beside:shout", companions.NAMES),
+        importlib.metadata.EntryPoint("shout", "beside:add", companions.COMMANDS),
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [item for item in entries if item.group == group]
+    )
+    yield
+    vars(lz).pop("shout", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_beside_the_core_brings_names_and_verbs():
+    assert lz.shout() == "ho"
+    assert CliRunner().invoke(cli, ["shout"]).stdout == "HO\n"
+    assert "shout" in CliRunner().invoke(cli, ["--help"]).stdout
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "dist"),
+    [("tune", "layerzero-tune"), ("patch", "layerzero-models"), ("verify", "layerzero-verify")],
+)
+def test_a_name_whose_package_is_missing_says_what_to_install(name, dist):
+    found = companions.public(name)
+    assert not found and f"pip install {dist}" in repr(found)
+    with pytest.raises(PackageMissingError, match=rf"lz.{name} needs {dist} \[PACKAGE_MISSING\]; pip install {dist}"):
+        found(1, a=2)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_name_that_nobody_brings_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        lz.no_such_name  # noqa: B018
+
+
+def test_a_verb_whose_package_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(companions, "commands", dict)
+    monkeypatch.setattr(cli, "commands", {})
+    answer = CliRunner().invoke(cli, ["tune"])
+    assert answer.exit_code == 1 and "lz tune needs layerzero-tune" in answer.output
+    assert "pip install layerzero-tune" in answer.output

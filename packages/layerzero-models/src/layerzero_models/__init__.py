@@ -1,0 +1,1 @@
+"""transformers and diffusers models, tensor parallelism and speculative decoding on LayerZero."""

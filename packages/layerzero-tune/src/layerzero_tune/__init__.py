@@ -1,0 +1,1 @@
+"""Measures kernels here, writes dispatch tables, plans whole blocks, benchmarks and reports."""

@@ -1,0 +1,1 @@
+"""The conformance kit for kernels, the parity ladder for models and definitions for LayerZero."""
