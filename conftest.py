@@ -38,6 +38,8 @@ with contextlib.suppress(ImportError):
     )  # fmt: skip
     settings.load_profile("layerzero")
 
+pytest_plugins = ["tools.pytest_fixtures"]
+
 __all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_setup"]
 
 _TAKES_LONG = ("distributed", "integration", "timeout")

@@ -1,4 +1,5 @@
-"""A laboratory for dispatch tests: every kernel records that it ran, and raises when told to."""
+"""Fixtures that the tests of several packages share; above all a laboratory for dispatch tests: every kernel records
+that it ran, and raises when told to."""
 
 from __future__ import annotations
 
@@ -263,7 +264,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
     """Attention in float64, written apart from the reference (`attention_oracle.py`)."""
-    spec = importlib.util.spec_from_file_location("attention_oracle", Path(__file__).with_name("attention_oracle.py"))
+    file = Path(__file__).parents[1] / "packages/layerzero-core/tests/attention_oracle.py"
+    spec = importlib.util.spec_from_file_location("attention_oracle", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
