@@ -33,8 +33,9 @@ __all__ = [
 
 CORE_DIST = "layerzero-core"
 
-# The always-there backends. They are declared as entry points too, for all to see; this list is read instead of
-# them, so that a core running from its source tree has them as well, and says which plugins a wildcard never denies.
+# The always-there backends. They are declared as entry points like everybody's, and a test holds both lists equal; this
+# one is read at start-up, so that our own metadata need not be parsed and a core in its source tree has them as well.
+# It also says which plugins a wildcard never denies.
 BUILTINS: dict[str, str] = {
     "reference": "layerzero.backends.reference.plugin",
     "sdpa": "layerzero.backends.sdpa.plugin",
