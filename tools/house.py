@@ -54,7 +54,7 @@ class Import:
 
 
 def _room(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def sources(folder: Path) -> list[Path]:
