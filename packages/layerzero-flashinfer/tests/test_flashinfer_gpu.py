@@ -484,7 +484,7 @@ def test_one_plan_serves_all_layers_and_dropped_batches_give_their_wrapper_back(
             run(spec, (query, keys, values, batch, None, None, None, None, False, "NHD"))
         assert len(batch.plans) == 1
         (plan,) = batch.plans.values()
-        used.add(id(plan.plan._slot.wrapper))
+        used.add(id(plan._slot.wrapper))
         del batch, plan
     assert len(used) == 1
     assert all(len(slots) <= plans._SPARE for slots in plans._free.values())

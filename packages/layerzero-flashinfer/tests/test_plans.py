@@ -121,7 +121,7 @@ def test_graph_plans_do_not_share_scratch_memory(vendor):
     batches = [lz.paged_batch(tables, lens, capture=made) for made in (False, False, True, True)]
     for batch in batches:
         attend(paged.decode, query, caches, batch)
-    first, second, third, fourth = (next(iter(batch.plans.values())).plan.scratch for batch in batches)
+    first, second, third, fourth = (next(iter(batch.plans.values())).scratch for batch in batches)
     assert first is second and len({id(first), id(third), id(fourth)}) == 3
 
 

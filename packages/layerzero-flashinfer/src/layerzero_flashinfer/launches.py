@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from layerzero_flashinfer.options import Options
 from layerzero_flashinfer.vendor import starts_with
 
 __all__ = ["Launch", "decode_launch"]
@@ -43,7 +44,7 @@ def _dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def decode_launch(wrapper: Any, layout: str, window: int, softcap: float, scale: float) -> Launch | None:
+def decode_launch(wrapper: Any, layout: str, options: Options) -> Launch | None:
     """The launch of a decode wrapper that has just been planned; None where only its public door is known."""
     cores = getattr(wrapper, "use_tensor_cores", None)
     module = getattr(wrapper, "_cached_module", None)
@@ -57,13 +58,14 @@ def decode_launch(wrapper: Any, layout: str, window: int, softcap: float, scale:
         early, size = _dependent_launch(first[0].device), first[0].numel()
     except AttributeError:
         return None
-    shape = (_ORDER[layout], window, early)
+    shape = (_ORDER[layout], options.window, early)
+    numbers = (options.softcap, options.scale)
     if cores:
         rest: tuple[Any, ...] = (
-            0, *shape, None, None, None, None, None, None, softcap, scale, None, None, None, 1.0, 1e4, 0, size
+            0, *shape, None, None, None, None, None, None, *numbers, None, None, None, 1.0, 1e4, 0, size
         )  # fmt: skip
     else:
-        rest = (*shape, None, softcap, scale, 1.0, 1e4)
+        rest = (*shape, None, *numbers, 1.0, 1e4)
 
     def launch(query: Any, keys: Any, values: Any, out: Any, lse: Any) -> None:
         call(*first, query, keys, values, *ends, *pages, out, lse, *rest)

@@ -16,25 +16,26 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import CudaGraphUnsafeError
+from layerzero.model.kv_cache import PagedBatch
 from layerzero_flashinfer.launches import Launch, decode_launch
-from layerzero_flashinfer.options import LN2, bury, no_keys, unwritten
+from layerzero_flashinfer.options import LN2, Options, bury, no_keys, unwritten
 from layerzero_flashinfer.vendor import lib
 from layerzero_flashinfer.workspace import GRAPH, Workspace, workspace
 
 __all__ = [
+    "Buffer",
     "Lengths",
     "Plan",
     "Problem",
     "capturing",
-    "expect_launch",
-    "launch_of",
-    "mark",
-    "plan",
+    "plan_batch",
+    "problem_of",
     "refuse_planning",
     "starts_of",
 ]
 
 Place = tuple[int, int]  # device index, raw stream
+Buffer = Tensor | None  # where a graph keeps a part of its plan
 
 if torch.version.cuda is not None:
     capturing = torch.cuda.is_current_stream_capturing
@@ -48,7 +49,7 @@ else:  # torch without CUDA
 class Problem(NamedTuple):
     """Everything a plan depends on but the lengths; also its key."""
 
-    kind: str  # decode, decode_tc, paged_fa2, paged_fa3, ragged_fa2, ragged_fa3
+    kind: str  # decode, decode_tc, paged_fa2, paged_fa3, ragged_fa2, ragged_fa3, mla_fa2, mla_fa3
     heads: int
     kv_heads: int
     head_dim: int
@@ -56,10 +57,19 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     layout: str
-    causal: bool
-    window: int
-    softcap: float
-    scale: float
+    options: Options
+    rope_dim: int = 0  # of latent attention: the part of a key that carries the position
+
+
+def problem_of(
+    kind: str, query: Tensor, cache: Tensor, page_size: int, options: Options, layout: str = "NHD"
+) -> Problem:
+    """The problem of a call. One query sees its whole context: nothing is masked then, and the keys may be split."""
+    if kind[0] == "d" and options.causal:
+        options = options._replace(causal=False)
+    kv_heads = cache.shape[-2 if layout == "NHD" else -3]
+    *_, heads, head_dim = query.shape
+    return Problem(kind, heads, kv_heads, head_dim, page_size, query.dtype, cache.dtype, layout, options)
 
 
 class Lengths(NamedTuple):
@@ -90,57 +100,98 @@ _pool = threading.Lock()
 
 
 class Plan:
-    """One planned wrapper. `run` may be called by several threads; a fixed one belongs to a captured graph."""
+    """One planned wrapper. `run` may be called by several threads; a fixed one belongs to a captured graph.
+
+    `buffers` of a fixed one: query starts, page starts, pages, last page lengths (see `buffers_of`).
+    """
 
     __slots__ = ("_dead", "_key", "_launch", "_slot", "fixed", "problem", "scratch")
+    room: int | None = GRAPH  # scratch memory of a fixed one to begin with
+    grows = True  # whether the wrapper can be given more of it
 
     def __init__(
-        self, problem: Problem, where: Place, device: torch.device, buffers: tuple[Tensor, ...] | None
+        self,
+        problem: Problem,
+        where: Place,
+        device: torch.device,
+        lengths: Lengths,
+        buffers: tuple[Tensor, ...] | None = None,
     ) -> None:
         self.problem = problem
         self.fixed = buffers is not None
         self._key = (where, problem.kind, problem.layout)
-        self._dead: tuple[tuple[int, int], ...] = ()
         self._launch: Launch | None = None
-        self.scratch = Workspace(device, GRAPH) if self.fixed else workspace(where, device)
-        self._slot = None if self.fixed else take(self._key)
-        if self._slot is None:
-            self._slot = Slot(_wrapper(problem, self.scratch, buffers))
+        self.scratch = Workspace(device, self.room) if self.fixed else workspace(where, device)
+        self._slot = (None if self.fixed else take(self._key)) or Slot(self._wrapper(*(buffers or (None,) * 4)))
+        self.make(lengths)
 
     def __del__(self) -> None:
         slot = getattr(self, "_slot", None)
         if slot is not None and not self.fixed:
             give(self._key, slot)
 
+    def replan(self, batch: PagedBatch) -> None:
+        """The numbers of the batch have changed: plan into the same buffers."""
+        refuse_planning("batch.update")
+        self.make(lengths_of(batch, self.problem.page_size))
+
     def make(self, lengths: Lengths) -> None:
         """Plan for these lengths, after any earlier plan of the wrapper has been read."""
         slot, problem = self._slot, self.problem
-        assert slot is not None
         before = launch_of(slot.wrapper) if self.fixed else None
         with self.scratch.lock:
             if slot.copied is not None:
                 slot.copied.synchronize()
-            self._plan(slot.wrapper, lengths, may_grow=before is None)
+            self._plan_with_room(slot.wrapper, lengths, may_grow=before is None and self.grows)
             slot.copied = mark(self.scratch.device)
         expect_launch(slot.wrapper, before)
-        self._dead = no_keys(problem.causal, lengths.queries, lengths.contexts)
+        self._dead = no_keys(problem.options.causal, lengths.queries, lengths.contexts)
         if problem.kind[0] == "d":
-            self._launch = decode_launch(slot.wrapper, problem.layout, problem.window, problem.softcap, problem.scale)
+            self._launch = decode_launch(slot.wrapper, problem.layout, problem.options)
 
-    def _plan(self, wrapper: Any, lengths: Lengths, *, may_grow: bool) -> None:
+    def _plan_with_room(self, wrapper: Any, lengths: Lengths, *, may_grow: bool) -> None:
         """With more scratch memory, where the plan says that what there is does not suffice; never behind a graph."""
-        planner = _PLANNERS[self.problem.kind.partition("_")[0]]
         while True:
             try:
-                return planner(wrapper, self.problem, lengths)
+                return self._plan(wrapper, lengths)
             except RuntimeError as error:
                 if "AlignedAllocator" not in str(error) or not may_grow or not self.scratch.grow():
                     raise
                 wrapper.reset_workspace_buffer(self.scratch.batch, wrapper._int_workspace_buffer)
 
+    def _wrapper(self, starts_q: Buffer, starts: Buffer, pages: Buffer, last: Buffer) -> Any:
+        kind, _, backend = self.problem.kind.partition("_")
+        room, layout = self.scratch.batch, self.problem.layout
+        if kind == "decode":
+            return lib().BatchDecodeWithPagedKVCacheWrapper(
+                room, layout, use_cuda_graph=self.fixed, use_tensor_cores=backend == "tc",
+                paged_kv_indptr_buffer=starts, paged_kv_indices_buffer=pages, paged_kv_last_page_len_buffer=last,
+                backend="fa2",
+            )  # fmt: skip
+        if kind == "paged":
+            return lib().BatchPrefillWithPagedKVCacheWrapper(
+                room, layout, use_cuda_graph=self.fixed, qo_indptr_buf=starts_q, paged_kv_indptr_buf=starts,
+                paged_kv_indices_buf=pages, paged_kv_last_page_len_buf=last, backend=backend,
+            )  # fmt: skip
+        return lib().BatchPrefillWithRaggedKVCacheWrapper(room, layout, backend=backend)
+
+    def _plan(self, wrapper: Any, lengths: Lengths) -> None:
+        kind, heads, kv_heads, head_dim, page_size, dtype, kv_dtype, _, options, _ = self.problem
+        queries = () if kind[0] == "d" else (starts_of(lengths.queries),)
+        pages, size = ((), ()) if kind[0] == "r" else ((lengths.pages, lengths.last), (page_size,))
+        masked = {} if kind[0] == "d" else {"causal": options.causal}
+        wrapper.plan(
+            *queries, lengths.starts, *pages, heads, kv_heads, head_dim, *size, **masked, pos_encoding_mode="NONE",
+            window_left=options.window, logits_soft_cap=options.softcap, sm_scale=options.scale, q_data_type=dtype,
+            kv_data_type=kv_dtype, non_blocking=True,
+        )  # fmt: skip
+
     def run(self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> Any:
         """Packed queries [T, H, D] over pages, or over packed keys; (out, natural log-sum-exp [T, H]) when asked."""
-        launch = self._launch
+        launch, problem = self._launch, self.problem
+        turned = problem.options.turned
+        if turned != 1.0:
+            query = query * turned
         if launch is not None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
             lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if return_lse else None
@@ -149,7 +200,7 @@ class Plan:
             if lse is None and not self._dead:
                 return out
         else:
-            problem, wrapper = self.problem, self._slot.wrapper  # type: ignore[union-attr]
+            wrapper = self._slot.wrapper
             cache = (key, value) if problem.kind[0] == "r" else ((key, value),)
             if problem.kind[0] == "d" and not return_lse and not self._dead:
                 # Decode makes its result itself: what is handed in it looks over first, for some µs of the host. The
@@ -160,21 +211,36 @@ class Plan:
             lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if return_lse else None
             with self.scratch.lock:
                 wrapper.run(query, *cache, out=out, lse=lse, return_lse=return_lse)
+        return self._finished(out, None if lse is None else lse.mul_(LN2))
+
+    def _finished(self, out: Tensor, lse: Tensor | None) -> Any:
+        """The result, with rows that attend nothing as the op has them."""
         if self._dead and not self.fixed:
             bury(out, lse, self._dead)
         if lse is None:
             return out
-        lse.mul_(LN2)
         return out, unwritten(lse) if self.fixed else lse
 
 
-def plan(
-    problem: Problem, where: Place, device: torch.device, lengths: Lengths, buffers: tuple[Tensor, ...] | None = None
-) -> Plan:
-    """A plan for these lengths; with `buffers` (see `_wrapper`) one for a captured graph."""
-    made = Plan(problem, where, device, buffers)
-    made.make(lengths)
-    return made
+def plan_batch(problem: Problem, where: Place, batch: PagedBatch, kind: type[Plan] = Plan) -> Plan:
+    """A plan for a batch that has none for such calls yet; for a captured graph, where the batch is made for it."""
+    refuse_planning("this batch has no plan yet")
+    buffers = buffers_of(batch) if batch.capture else None
+    return kind(problem, where, batch.block_tables.device, lengths_of(batch, problem.page_size), buffers)
+
+
+def lengths_of(batch: PagedBatch, page_size: int) -> Lengths:
+    """A batch as a plan takes it. Only the page numbers are read on the device."""
+    starts, places, last = batch.page_places(page_size)
+    pages = batch.block_tables.reshape(-1).index_select(0, places).to(torch.int32)
+    return Lengths(batch.query_lens_host, batch.context_lens_host, starts, pages, last)
+
+
+def buffers_of(batch: PagedBatch) -> tuple[Tensor, ...]:
+    """Fixed room for a graph: query starts, page starts, as many pages as the tables can name, last page lengths."""
+    count, room = batch.batch_size, max(1, batch.block_tables.numel())
+    device = batch.block_tables.device
+    return tuple(torch.zeros(n, dtype=torch.int32, device=device) for n in (count + 1, count + 1, room, count))
 
 
 def launch_of(wrapper: Any) -> list[int] | None:
@@ -220,53 +286,6 @@ def give(key: Key, slot: Slot) -> None:
         free.append(slot)  # atomic; a lock here could wait for itself
 
 
-def _wrapper(problem: Problem, scratch: Workspace, buffers: tuple[Tensor, ...] | None) -> Any:
-    """The wrapper of a kind. `buffers` of a fixed one: query starts, page starts, pages, last page lengths."""
-    kind, _, backend = problem.kind.partition("_")
-    graph = buffers is not None
-    starts_q, starts, pages, last = buffers if buffers is not None else (None,) * 4
-    if kind == "decode":
-        return lib().BatchDecodeWithPagedKVCacheWrapper(
-            scratch.batch, problem.layout, use_cuda_graph=graph, use_tensor_cores=backend == "tc",
-            paged_kv_indptr_buffer=starts, paged_kv_indices_buffer=pages, paged_kv_last_page_len_buffer=last,
-            backend="fa2",
-        )  # fmt: skip
-    if kind == "paged":
-        return lib().BatchPrefillWithPagedKVCacheWrapper(
-            scratch.batch, problem.layout, use_cuda_graph=graph, qo_indptr_buf=starts_q, paged_kv_indptr_buf=starts,
-            paged_kv_indices_buf=pages, paged_kv_last_page_len_buf=last, backend=backend,
-        )  # fmt: skip
-    return lib().BatchPrefillWithRaggedKVCacheWrapper(scratch.batch, problem.layout, backend=backend)
-
-
 def starts_of(lengths: Sequence[int]) -> Tensor:
     """Offsets of packed sequences, int32 [B + 1], on the host."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def _plan_decode(wrapper: Any, problem: Problem, lengths: Lengths) -> None:
-    wrapper.plan(
-        lengths.starts, lengths.pages, lengths.last, problem.heads, problem.kv_heads, problem.head_dim,
-        problem.page_size, pos_encoding_mode="NONE", window_left=problem.window, logits_soft_cap=problem.softcap,
-        q_data_type=problem.dtype, kv_data_type=problem.kv_dtype, sm_scale=problem.scale, non_blocking=True,
-    )  # fmt: skip
-
-
-def _plan_paged(wrapper: Any, problem: Problem, lengths: Lengths) -> None:
-    wrapper.plan(
-        starts_of(lengths.queries), lengths.starts, lengths.pages, lengths.last, problem.heads, problem.kv_heads,
-        problem.head_dim, problem.page_size, causal=problem.causal, pos_encoding_mode="NONE", sm_scale=problem.scale,
-        window_left=problem.window, logits_soft_cap=problem.softcap, q_data_type=problem.dtype,
-        kv_data_type=problem.kv_dtype, non_blocking=True,
-    )  # fmt: skip
-
-
-def _plan_ragged(wrapper: Any, problem: Problem, lengths: Lengths) -> None:
-    wrapper.plan(
-        starts_of(lengths.queries), lengths.starts, problem.heads, problem.kv_heads, problem.head_dim,
-        causal=problem.causal, pos_encoding_mode="NONE", window_left=problem.window, logits_soft_cap=problem.softcap,
-        sm_scale=problem.scale, q_data_type=problem.dtype, kv_data_type=problem.kv_dtype, non_blocking=True,
-    )  # fmt: skip
-
-
-_PLANNERS = {"decode": _plan_decode, "paged": _plan_paged, "ragged": _plan_ragged}

@@ -10,13 +10,14 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero_flashinfer.options import live_rows, options
-from layerzero_flashinfer.plans import Lengths, Plan, Problem, plan, refuse_planning, starts_of
+from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning, starts_of
 from layerzero_flashinfer.workspace import place
 
 __all__ = ["varlen_fa2", "varlen_fa3"]
@@ -61,9 +62,9 @@ def _planned(problem: Problem, query: Tensor, offsets: tuple[Tensor, Tensor]) ->
     queries, contexts = (
         tuple(stop - start for start, stop in itertools.pairwise(starts)) for starts in (starts_q, starts_k)
     )
-    split_q, split_k = live_rows(problem.causal, queries, contexts)
+    split_q, split_k = live_rows(problem.options.causal, queries, contexts)
     lengths = Lengths(split_q, split_k, starts_of(split_k), None, None)
-    made = plan(problem, where, query.device, lengths)
+    made = Plan(problem, where, query.device, lengths)
     if counts is not None:
         with _guard:
             _plans[key] = _Kept(made, offsets, counts)
@@ -72,66 +73,33 @@ def _planned(problem: Problem, query: Tensor, offsets: tuple[Tensor, Tensor]) ->
     return made
 
 
-def _attend(
-    kind: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: tuple[Tensor, Tensor],
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    return_lse: bool,
-) -> Any:
-    asked = options(is_causal, window, softcap, scale, query.shape[-1])
-    if asked.turned != 1.0:
-        query = query * asked.turned
-    problem = Problem(
-        kind, query.shape[1], key.shape[1], query.shape[2], 1, query.dtype, key.dtype, "NHD", asked.causal,
-        asked.window, asked.softcap, asked.scale,
-    )  # fmt: skip
-    if key.shape[0] == 0:  # no sequence has a key
-        out = query.new_zeros((*query.shape[:2], value.shape[2]))
-        return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
-    return _planned(problem, query, offsets).run(query, key, value, return_lse)
+def _kernel(kind: str) -> Callable[..., Any]:
+    """The kernel of one template."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        is_causal: bool | str,
+        scale: float | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Any,
+        return_lse: bool,
+    ) -> Any:
+        if key.shape[0] == 0:  # no sequence has a key
+            out = query.new_zeros((*query.shape[:2], value.shape[2]))
+            return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+        asked = options(is_causal, window, softcap, scale, query.shape[-1])
+        problem = problem_of(kind, query, key, 1, asked)
+        return _planned(problem, query, (cu_seqlens_q, cu_seqlens_k)).run(query, key, value, return_lse)
+
+    return attend
 
 
-def varlen_fa2(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """Packed sequences on the FA2 template."""
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-    return _attend("ragged_fa2", query, key, value, offsets, is_causal, scale, window, softcap, return_lse)
-
-
-def varlen_fa3(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """Packed sequences on Hopper's FA3 template."""
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-    return _attend("ragged_fa3", query, key, value, offsets, is_causal, scale, window, softcap, return_lse)
+varlen_fa2 = _kernel("ragged_fa2")
+varlen_fa3 = _kernel("ragged_fa3")  # Hopper's template

@@ -37,21 +37,16 @@ _calls: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, Options]] = {}
 _MOST = 4096  # a scale that changes from call to call must not fill the memory
 
 
-def _prefill_module(backend: str, dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Any:
-    key = (backend, dtype, width, window, softcap)
+def _run(kind: str, dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Callable[..., Any] | None:
+    """The function of a module of FlashInfer's, for decode or for a template of prefill."""
+    key = (kind, dtype, width, window, softcap)
     if key not in _modules:
-        made = lib().prefill.get_single_prefill_module(
-            backend, dtype, dtype, dtype, width, width, 0, window, softcap, False
-        )
-        _modules[key] = made.run if starts_with(made.run, _PREFILL) else None
-    return _modules[key]
-
-
-def _decode_module(dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Any:
-    key = ("decode", dtype, width, window, softcap)
-    if key not in _modules:
-        made = lib().decode.get_single_decode_module(dtype, dtype, dtype, width, width, 0, window, softcap)
-        _modules[key] = made.run if starts_with(made.run, _DECODE) else None
+        sizes = (dtype, dtype, dtype, width, width, 0, window, softcap)
+        if kind == "decode":
+            run = lib().decode.get_single_decode_module(*sizes).run
+        else:
+            run = lib().prefill.get_single_prefill_module(kind, *sizes, False).run
+        _modules[key] = run if starts_with(run, _DECODE if kind == "decode" else _PREFILL) else None
     return _modules[key]
 
 
@@ -59,101 +54,63 @@ def _bind(known: tuple[Any, ...]) -> tuple[Callable[..., Any] | None, Options]:
     """The function and the options of calls like this one, kept for the next."""
     kind, dtype, width, causal, scale, window, softcap = known
     asked = options(causal, window, softcap, scale, width)
-    flags = asked.window >= 0, asked.softcap > 0.0
-    run = _decode_module(dtype, width, *flags) if kind == "decode" else _prefill_module(kind, dtype, width, *flags)
+    run = _run(kind, dtype, width, asked.window >= 0, asked.softcap > 0.0)
     if len(_calls) >= _MOST:
         _calls.clear()
     found = _calls[known] = (run, asked)
     return found
 
 
-def prefill_fa2(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """The FA2 template, for every SM from 7.5."""
-    return _prefill("fa2", query, key, value, is_causal, scale, window, softcap, return_lse)
+def _prefill(backend: str, *, one_query: bool = False) -> Callable[..., Any]:
+    """The kernel of one template."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any,
+        dropout_p: float,
+        is_causal: bool | str,
+        scale: float | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Any,
+        return_lse: bool,
+    ) -> Any:
+        if one_query:  # a causal mask hides nothing then; without it the kernel may split the keys
+            is_causal = False
+        shape = query.shape
+        known = (backend, query.dtype, shape[3], is_causal, scale, window, softcap)
+        run, asked = _calls.get(known) or _bind(known)
+        rows, cols = shape[1], key.shape[1]
+        if asked.causal and rows > cols:  # it refuses rows without a key
+            seen = query[:, rows - cols :]
+            live = attend(seen, key, value, None, 0.0, is_causal, scale, window, softcap, None, return_lse)
+            return behind(live, rows - cols)
+        if asked.turned != 1.0:
+            query = query * asked.turned
+        q, k, v = query[0], key[0], value[0]
+        if run is None:
+            out, lse = _public_prefill(backend, q, k, v, asked, return_lse)
+        else:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the price of naming size and device
+            lse = torch.empty((rows, shape[2]), dtype=torch.float32, device=query.device) if return_lse else None
+            scratch = workspace(place(query), query.device)
+            with scratch.lock:
+                run(
+                    q, k, v, scratch.single, out, lse, int(asked.causal), _NHD, asked.window, None, None,
+                    asked.softcap, asked.scale, None, None, None, 1.0, 1e4,
+                )  # fmt: skip
+        if lse is None:
+            return out[None]
+        return out[None], lse.mul_(LN2).transpose(0, 1)[None]
+
+    return attend
 
 
-def prefill_fa3(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """The FA3 template: Hopper's wgmma and TMA, hence 16-byte strides."""
-    return _prefill("fa3", query, key, value, is_causal, scale, window, softcap, return_lse)
-
-
-def decode_tc(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """One query on tensor cores: the heads of a GQA group are rows of one tile."""
-    # A causal mask over one query hides nothing; without it the kernel may split the keys.
-    return _prefill("fa2", query, key, value, False, scale, window, softcap, return_lse)
-
-
-def _prefill(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    return_lse: bool,
-) -> Any:
-    shape = query.shape
-    known = (backend, query.dtype, shape[3], is_causal, scale, window, softcap)
-    run, asked = _calls.get(known) or _bind(known)
-    rows, cols = shape[1], key.shape[1]
-    if asked.causal and rows > cols:  # it refuses rows without a key
-        live = _prefill(backend, query[:, rows - cols :], key, value, is_causal, scale, window, softcap, return_lse)
-        return behind(live, rows - cols)
-    if asked.turned != 1.0:
-        query = query * asked.turned
-    q, k, v = query[0], key[0], value[0]
-    if run is None:
-        out, lse = _public_prefill(backend, q, k, v, asked, return_lse)
-    else:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the price of naming size and device
-        lse = torch.empty((rows, shape[2]), dtype=torch.float32, device=query.device) if return_lse else None
-        scratch = workspace(place(query), query.device)
-        with scratch.lock:
-            run(
-                q, k, v, scratch.single, out, lse, int(asked.causal), _NHD, asked.window, None, None, asked.softcap,
-                asked.scale, None, None, None, 1.0, 1e4,
-            )  # fmt: skip
-    if lse is None:
-        return out[None]
-    return out[None], lse.mul_(LN2).transpose(0, 1)[None]
+prefill_fa2 = _prefill("fa2")  # for every SM from 7.5
+prefill_fa3 = _prefill("fa3")  # Hopper's wgmma and TMA, hence 16-byte strides
+decode_tc = _prefill("fa2", one_query=True)  # on tensor cores: the heads of a GQA group are rows of one tile
 
 
 def decode(
