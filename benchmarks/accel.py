@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.accel import accelerator
-from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.state import state
 
 SHAPE_NS = 140.0  # of the server the budget was written for

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
+from layerzero._ops.signature import dispatch, public_op
 from layerzero.cli.calls import context
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import compare
 from layerzero.numerics.tolerances import tolerance
-from layerzero.ops.signature import dispatch, public_op
 from layerzero.testing.cases import Draw, fit
 from layerzero.testing.weights import weight_for
 from layerzero.tuning.inputs import build

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.dispatch.bind import resolve
 from layerzero.model.enums import Layout, Platform
 from layerzero.model.kernel import KernelSpec
-from layerzero.ops.signature import public_op
 from layerzero.plugin.manager import load_plugins
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.runtime.state import state

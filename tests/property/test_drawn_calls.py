@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.runtime.state import state
 from tests.property.drawn import agree, flat, gradients, laid_out, negated, others, wanting, wide

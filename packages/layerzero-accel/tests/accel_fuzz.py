@@ -26,8 +26,8 @@ def main(library: str, calls: int) -> None:
     import torch
 
     import layerzero as lz
+    from layerzero._ops.signature import PUBLIC
     from layerzero.dispatch.accel import accelerator
-    from layerzero.ops.signature import PUBLIC
     from layerzero.runtime.state import state
 
     assert accelerator.native is native

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import layerzero as lz
+from layerzero._ops.accelerated import KINDS
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.accel import accelerator
-from layerzero.ops.accelerated import KINDS
-from layerzero.ops.signature import PUBLIC
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero._ops.accelerated import attention_key
 from layerzero.errors import InvalidInputError
-from layerzero.ops.accelerated import attention_key
 from layerzero.runtime.state import state
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 
 import layerzero as lz
 from layerzero import attention as by_name
-from layerzero.ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC
 
 X, W = torch.randn(2, 8), torch.ones(8)
 Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.errors import KernelExecutionError
-from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.current import now
 from layerzero.runtime.recording import Tally
 from layerzero.runtime.state import state

@@ -274,7 +274,7 @@ STANDING_IN = "twisted"
 _OP = """
 from layerzero.model.op import OperationSpec
 from layerzero.model.enums import OpKind
-from layerzero.ops.positional import ROPE
+from layerzero._ops.positional import ROPE
 from dataclasses import replace
 
 def describe(call):

@@ -17,10 +17,10 @@ import torch
 
 import layerzero as lz
 import layerzero.dispatch.accel as seam
+from layerzero._ops.accelerated import KINDS, _find, accelerated, attention_key, rms_norm_key
+from layerzero._ops.near import bucket_ends, near_key
+from layerzero._ops.signature import PUBLIC
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
-from layerzero.ops.accelerated import KINDS, _find, accelerated, attention_key, rms_norm_key
-from layerzero.ops.near import bucket_ends, near_key
-from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.state import state
 
 X, W = torch.randn(2, 8), torch.ones(8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layerzero._ops.signature import public_op
 from layerzero.cli.calls import context
 from layerzero.numerics import assert_close, tolerance
-from layerzero.ops.signature import public_op
 from layerzero.tuning.baselines import torch_default
 from layerzero.tuning.inputs import build
 

@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner, Result
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC
 from layerzero.cli.app import cli
 from layerzero.cli.calls import BUILDERS
-from layerzero.ops.signature import PUBLIC
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import layerzero as lz
-from layerzero.ops.attention import ATTENTION
+from layerzero._ops.attention import ATTENTION
 from layerzero.torch_ops import basis
 
 pytestmark = pytest.mark.gpu

@@ -439,7 +439,7 @@ def test_a_cache_that_becomes_full_inside_its_bucket_is_another_case(lab: Any) -
 
 @pytest.mark.req("R-CACHE-09")
 def test_the_table_is_bounded(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("dispatch.run", "dispatch.bind", "ops.attention"):
+    for name in ("dispatch.run", "dispatch.bind", "_ops.attention"):
         monkeypatch.setattr(sys.modules[f"layerzero.{name}"], "HOT_LIMIT", 100)
     query, cache = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 512, 8)
     for length in range(1, 513):

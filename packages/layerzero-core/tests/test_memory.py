@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.bind import resolve
 from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import KernelExecutionError, NoKernelFoundError
 from layerzero.health.breaker import BreakerPhase
 from layerzero.model.formula import Formula
-from layerzero.ops.signature import public_op
 from layerzero.runtime import pressure as pressing
 from layerzero.runtime.pressure import Levels, level, pressure
 from layerzero.runtime.state import state

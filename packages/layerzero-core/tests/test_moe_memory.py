@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.dispatch.bind import resolve
 from layerzero.dispatch.run import current_world, describe
 from layerzero.numerics import assert_close, tolerance
-from layerzero.ops.signature import public_op
 from layerzero.selection.engine import select
 
 # torch says so once, on a CPU without bfloat16 instructions

@@ -13,8 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC
 from layerzero.errors import from_outside
-from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.state import state
 
 _spec = importlib.util.spec_from_file_location("torch_calls", Path(__file__).with_name("torch_calls.py"))

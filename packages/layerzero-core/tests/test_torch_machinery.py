@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC
 from layerzero.errors import KernelExecutionError
-from layerzero.ops.signature import PUBLIC
 from layerzero.plans.blocks import Block, Ref, Step
 from layerzero.runtime.state import state
 

@@ -68,7 +68,7 @@ def test_nothing_is_loaded_before_it_is_needed():
         assert torch.ops.layerzero.rms_norm(q, None, 1e-6).shape == q.shape
         assert "torch._dynamo" not in sys.modules
 
-        from layerzero.ops.signature import PUBLIC
+        from layerzero._ops.signature import PUBLIC
         from layerzero.torch_ops import install
         before = set(sys.modules)
         install(PUBLIC)  # what `import layerzero` does: tables only

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import layerzero as lz
-from layerzero.ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import OPAQUE
 from layerzero.torch_ops.library import OPS

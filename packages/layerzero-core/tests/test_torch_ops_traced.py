@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.bias import causal_lower_right
 
 import layerzero as lz
-from layerzero.ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops.traced import TWINS
 

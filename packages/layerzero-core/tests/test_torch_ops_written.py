@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
 from layerzero.torch_ops.more import more_twins

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.model.enums import Layout
 from layerzero.model.kernel import Limit
 from layerzero.numerics import assert_close, tolerance
-from layerzero.ops.signature import public_op
 from layerzero.runtime.state import state
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 import layerzero as lz
+from layerzero._ops.tokenize_measured import time_of
 from layerzero.errors import LayerZeroError, LockedKernelError, NoKernelFoundError, UnknownNameError
 from layerzero.model.config import Rule
-from layerzero.ops.tokenize_measured import time_of
 from layerzero.runtime.state import state
 from layerzero_tokenizers import load, small, verdicts
 from layerzero_tokenizers.candidates import compare

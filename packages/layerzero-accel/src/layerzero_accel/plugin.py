@@ -30,8 +30,8 @@ def layerzero_health(backend: str) -> HealthReport:
     import torch
 
     import layerzero as lz
+    from layerzero._ops.signature import PUBLIC
     from layerzero.dispatch.accel import accelerator
-    from layerzero.ops.signature import PUBLIC
 
     native = accelerator.native
     if native is None:

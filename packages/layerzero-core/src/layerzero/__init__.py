@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from layerzero._ops.paged import paged_batch
+from layerzero._ops.positional import alibi_slopes
+from layerzero._ops.signature import PUBLIC as _PUBLIC
 from layerzero.ops import (
     add_rms_norm,
-    alibi_slopes,
     attention,
     dequantize,
     embedding,
@@ -20,7 +22,6 @@ from layerzero.ops import (
     layer_norm,
     linear,
     paged_attention,
-    paged_batch,
     quantize,
     relu_and_mul,
     rms_norm,
@@ -30,7 +31,6 @@ from layerzero.ops import (
     sample_topp,
     silu_and_mul,
 )
-from layerzero.ops.signature import PUBLIC as _PUBLIC
 from layerzero.runtime.current import collector_paused as _collector_paused
 from layerzero.runtime.late_ops import LATE_OPS as _LATE_OPS
 from layerzero.torch_ops import install as _install
@@ -38,6 +38,20 @@ from layerzero.torch_ops.functions import functions as _functions
 from layerzero.version import __version__
 
 if TYPE_CHECKING:
+    from layerzero._ops.conversion import cast
+    from layerzero._ops.feed_forward import mlp
+    from layerzero._ops.gemma import gemma_add_rms_norm, gemma_rms_norm
+    from layerzero._ops.grouped import grouped_attention, grouped_batch
+    from layerzero._ops.kv_cache import kv_cache
+    from layerzero._ops.loss import cross_entropy
+    from layerzero._ops.mla import mla_paged_attention
+    from layerzero._ops.moe import grouped_gemm, moe, topk_gate
+    from layerzero._ops.packing import pack_weight
+    from layerzero._ops.rotary import xpos
+    from layerzero._ops.speculative import sample_speculative, sample_tree, sampling_probs
+    from layerzero._ops.tokenize import detokenize, tokenize
+    from layerzero._ops.trees import tree_mask, tree_positions
+    from layerzero._ops.varlen import varlen_attention
     from layerzero.distributed.agreement import agree
     from layerzero.integrations.tensor_parallel import column_linear, row_linear, shard_weight
     from layerzero.integrations.transformers_models import enable_transformers
@@ -46,20 +60,6 @@ if TYPE_CHECKING:
     from layerzero.model.device import DeviceSpec
     from layerzero.model.masks import block_mask, chunk_mask
     from layerzero.model.rope_tables import rope_tables
-    from layerzero.ops.conversion import cast
-    from layerzero.ops.feed_forward import mlp
-    from layerzero.ops.gemma import gemma_add_rms_norm, gemma_rms_norm
-    from layerzero.ops.grouped import grouped_attention, grouped_batch
-    from layerzero.ops.kv_cache import kv_cache
-    from layerzero.ops.loss import cross_entropy
-    from layerzero.ops.mla import mla_paged_attention
-    from layerzero.ops.moe import grouped_gemm, moe, topk_gate
-    from layerzero.ops.packing import pack_weight
-    from layerzero.ops.rotary import xpos
-    from layerzero.ops.speculative import sample_speculative, sample_tree, sampling_probs
-    from layerzero.ops.tokenize import detokenize, tokenize
-    from layerzero.ops.trees import tree_mask, tree_positions
-    from layerzero.ops.varlen import varlen_attention
     from layerzero.public.blocks import plan_block
     from layerzero.public.checks import doctor, readiness_check
     from layerzero.public.control import (
@@ -93,7 +93,7 @@ with _collector_paused():
         importlib.import_module(_name)
     _accelerator = importlib.import_module("layerzero.dispatch.accel").accelerator
     if _accelerator.native is not None:  # layerzero-accel: the same functions, their hot path in C
-        _fast = importlib.import_module("layerzero.ops.accelerated")
+        _fast = importlib.import_module("layerzero._ops.accelerated")
         globals().update(_functions.accelerate(_fast.accelerated(_accelerator.native)))
         _fast.put_in_place(_functions.accelerated)
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
@@ -202,9 +202,9 @@ _LAZY = {
     "chunk_mask": "layerzero.model.masks",
     "doctor": "layerzero.public.checks",
     "enable_transformers": "layerzero.integrations.transformers_models",
-    "grouped_batch": "layerzero.ops.grouped",
-    "kv_cache": "layerzero.ops.kv_cache",
-    "pack_weight": "layerzero.ops.packing",
+    "grouped_batch": "layerzero._ops.grouped",
+    "kv_cache": "layerzero._ops.kv_cache",
+    "pack_weight": "layerzero._ops.packing",
     **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.public.graphing"),
     **dict.fromkeys(("patch", "patched", "unpatch"), "layerzero.public.patching"),
     "plan": "layerzero.public.planning",
@@ -217,8 +217,8 @@ _LAZY = {
     "warmup": "layerzero.public.warming",
     "relative_bias": "layerzero.model.bias",
     "rope_tables": "layerzero.model.rope_tables",
-    "tree_mask": "layerzero.ops.trees",
-    "tree_positions": "layerzero.ops.trees",
+    "tree_mask": "layerzero._ops.trees",
+    "tree_positions": "layerzero._ops.trees",
     **dict.fromkeys(
         (
             "configure",

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.errors import UnknownNameError
 from layerzero.model.enums import Layout
 from layerzero.numerics import definition_tolerance
-from layerzero.ops.signature import public_op
 from layerzero.verification.definitions import (
     Options,
     Report,

@@ -1,6 +1,6 @@
 /* Near keys of attention: the key with the KV length replaced by its bucket, and the strides by their class.
  *
- * The same coarsening as layerzero/ops/near.py, of which a test compares every case: a decode loop meets a new exact
+ * The same coarsening as layerzero/_ops/near.py, of which a test compares every case: a decode loop meets a new exact
  * key at each step, its near key stays until a bucket ends.
  */
 #ifndef LAYERZERO_NEAR_H

@@ -14,6 +14,7 @@ import click
 import torch
 from torch import Tensor
 
+from layerzero._ops.signature import public_op
 from layerzero.cli import calls_more
 from layerzero.cli.words import device as device_of
 from layerzero.cli.words import dtype as dtype_of
@@ -22,7 +23,6 @@ from layerzero.dispatch.run import current_world, describe
 from layerzero.model.context import Context
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits, resolve_granularity
-from layerzero.ops.signature import public_op
 
 __all__ = ["BUILDERS", "context"]
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
+from layerzero._ops.signature import public_op
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
-from layerzero.ops.signature import public_op
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.tuning.baselines import TORCH_DEFAULT, torch_default

@@ -153,8 +153,8 @@ def _progress() -> Any:
 
 def _op(definition: Definition) -> tuple[str, str]:
     """The op of ours for a definition, or why there is none."""
+    from layerzero._ops.signature import public_op
     from layerzero.errors import LayerZeroError
-    from layerzero.ops.signature import public_op
     from layerzero.verification.definitions.adapters import adapter_for
 
     try:

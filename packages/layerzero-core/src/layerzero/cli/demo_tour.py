@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero._ops.signature import public_op
 from layerzero.cli.demo_block import (
     SEED,
     Call,
@@ -32,7 +33,6 @@ from layerzero.cli.demo_stations import DECODE, PREFILL, Check, DecodeStep, Stat
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.model.device import DeviceSpec
 from layerzero.numerics import compare, tolerance
-from layerzero.ops.signature import public_op
 from layerzero.runtime.state import state
 
 __all__ = ["TICKS", "take"]

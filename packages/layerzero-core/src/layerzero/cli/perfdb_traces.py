@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero._ops.signature import public_op
 from layerzero.device import named_device
 from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import LayerZeroError
 from layerzero.model.context import Context
-from layerzero.ops.signature import public_op
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement, Platform
 from layerzero.tuning.measured import mode_of, versions_of

@@ -92,7 +92,7 @@ def backends(name: str) -> None:
 
 def complete_op(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Ops that begin so."""
-    from layerzero.ops.signature import PUBLIC
+    from layerzero._ops.signature import PUBLIC
 
     return [name for name in sorted(PUBLIC) if name.startswith(incomplete)]
 

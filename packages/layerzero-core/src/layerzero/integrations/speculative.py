@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from layerzero._ops.sampling import check_filters, check_param, sample
+from layerzero._ops.speculative import sample_speculative, sampling_probs
 from layerzero.errors import InvalidInputError
 from layerzero.integrations.roles import Role
 from layerzero.integrations.speculative_stats import Clock, SpeculativeStats
-from layerzero.ops.sampling import check_filters, check_param, sample
-from layerzero.ops.speculative import sample_speculative, sampling_probs
 from layerzero.public.inspection import explain
 from layerzero.telemetry.report import SelectionReport
 

@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from layerzero._ops.sampling import sample
+from layerzero._ops.speculative import sample_tree
 from layerzero.errors import InvalidInputError
 from layerzero.integrations.speculative import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
 from layerzero.integrations.speculative_stats import Clock
-from layerzero.ops.sampling import sample
-from layerzero.ops.speculative import sample_tree
 
 __all__ = ["TreeDecoder", "TreeModel", "tree_of"]
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero._ops.describe import expect_shape, expect_tensor
+from layerzero._ops.linear import linear
 from layerzero.errors import InvalidInputError
-from layerzero.ops.describe import expect_shape, expect_tensor
-from layerzero.ops.linear import linear
 
 __all__ = ["column_linear", "row_linear", "shard_weight"]
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero._ops.grouped import grouped_attention
+from layerzero._ops.varlen import varlen_attention
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
-from layerzero.ops.grouped import grouped_attention
-from layerzero.ops.varlen import varlen_attention
 
 __all__ = ["ZigzagPlan", "zigzag_attention", "zigzag_attention_gathered", "zigzag_plan"]
 

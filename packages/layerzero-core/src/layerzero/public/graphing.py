@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from layerzero._ops.signature import PUBLIC, public_op
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.graphs.capture import GraphedCall, Settings, capture
@@ -18,7 +19,6 @@ from layerzero.graphs.report import CaptureReport
 from layerzero.model.context import Context
 from layerzero.numerics.compare import compare
 from layerzero.numerics.tolerances import dtype_name, tolerance
-from layerzero.ops.signature import PUBLIC, public_op
 from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from layerzero._ops.signature import public_op
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.ops.signature import public_op
 from layerzero.reasons import Reason
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse

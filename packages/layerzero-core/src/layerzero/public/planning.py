@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from layerzero._ops.signature import PublicOp, public_op
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import bypass, current_world, describe, ready, recover
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.describe import parse_window
-from layerzero.ops.signature import PublicOp, public_op
 
 if TYPE_CHECKING:
     from layerzero.model.decision import Decision

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from layerzero import env as environment
+from layerzero._ops.signature import PUBLIC
 from layerzero.device import probe_devices
 from layerzero.dispatch.run import current_world
 from layerzero.env import Env
 from layerzero.errors import LayerZeroError
 from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
-from layerzero.ops.signature import PUBLIC
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.policy.layers import from_env, merge
 from layerzero.policy.load import from_mapping, load_file

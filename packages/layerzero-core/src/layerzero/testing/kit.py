@@ -37,7 +37,7 @@ def import_string(path: str) -> Any:
 def operation(op: str) -> OperationSpec | None:
     """A built-in op by name."""
     import layerzero.ops  # noqa: F401 (importing it is what registers the built-in ops)
-    from layerzero.ops.signature import PUBLIC
+    from layerzero._ops.signature import PUBLIC
 
     found = PUBLIC.get(op)
     return None if found is None else found.spec

@@ -18,8 +18,8 @@ __all__ = ["register"]
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
 # `dispatch` only what adapts the inputs of a kernel that is written out.
-_SKIPPED = ("ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry", "registry",
-            "device", "plans")  # fmt: skip
+_SKIPPED = ("ops", "_ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
+            "registry", "device", "plans")  # fmt: skip
 _TRACED = ("adapt",)
 
 

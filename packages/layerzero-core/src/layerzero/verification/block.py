@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.ops.paged import paged_batch
+from layerzero._ops.paged import paged_batch
 from layerzero.verification.caller import Caller
 from layerzero.verification.truth import causal_scores
 from layerzero.verification.weights import LayerWeights

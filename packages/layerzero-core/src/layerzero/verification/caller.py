@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero._ops.signature import dispatch, public_op
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import LayerZeroError
 from layerzero.model.op import OperationSpec
-from layerzero.ops.signature import dispatch, public_op
 from layerzero.selection.engine import refuse
 from layerzero.verification.lineup import LineUp
 

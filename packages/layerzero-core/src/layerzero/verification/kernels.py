@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.signature import dispatch
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -22,7 +23,6 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.quant import QuantizedTensor
 from layerzero.numerics import Tolerance, compare
 from layerzero.numerics.tolerances import dtype_name
-from layerzero.ops.signature import dispatch
 from layerzero.public.control import scoped
 from layerzero.testing.cases import Case, Draw, Group, cases_of, dtypes_of, load_cases
 from layerzero.verification.oracles import ORACLES

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from layerzero._ops.signature import public_op
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
 from layerzero.errors import UnknownNameError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
-from layerzero.ops.signature import public_op
 from layerzero.plugin.vendor import hardware_reasons
 from layerzero.public.control import scoped
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.bind import resolve
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import LayerZeroError
 from layerzero.model.context import Context
 from layerzero.model.enums import Layout
 from layerzero.model.kernel import KernelSpec
-from layerzero.ops.signature import PUBLIC
 from layerzero.testing.cases import Group, cases_of, dtypes_of, load_cases
 from layerzero.verification.kernels import Bench
 from layerzero.verification.report import Check, Status, failed, skipped

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.ops.signature import public_op
+from layerzero._ops.signature import public_op
 from layerzero.verification.weights import LayerWeights
 
 __all__ = ["Truth", "rms_norm", "rope_tables", "rotate_half"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero.ops.tokenize_results import Tokens
+from layerzero._ops.tokenize_results import Tokens
 from layerzero_tokenizers.engines import in_threads
 
 __all__ = ["TiktokenEngine", "spans"]

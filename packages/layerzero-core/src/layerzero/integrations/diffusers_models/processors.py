@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from layerzero._ops.attention import attention
+from layerzero._ops.positional import rope
 from layerzero.integrations.diffusers_models.dispatcher import attend
-from layerzero.ops.attention import attention
-from layerzero.ops.positional import rope
 
 __all__ = ["FluxProcessor", "JointProcessor", "PlainProcessor", "known"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.attention import attention as _attention
 from layerzero.integrations.transformers_models.masking import Note, noted
 from layerzero.integrations.transformers_models.static_cache import decode
-from layerzero.ops.attention import attention as _attention
 from layerzero.torch_ops.functions import functions
 
 __all__ = ["attend", "biased"]

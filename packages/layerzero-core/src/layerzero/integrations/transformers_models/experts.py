@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from layerzero._ops.moe import moe
 from layerzero.integrations.transformers_models.probes import activation_of
-from layerzero.ops.moe import moe
 
 __all__ = ["WORD", "experts", "unfit"]
 

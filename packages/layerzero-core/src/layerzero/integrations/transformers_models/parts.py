@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero._ops.gemma import gemma_rms_norm
+from layerzero._ops.norm import rms_norm as public_rms_norm
 from layerzero.integrations.transformers_models import quick
 from layerzero.integrations.transformers_models.neighbours import Neighbours
 from layerzero.integrations.transformers_models.probes import Rules
-from layerzero.ops.gemma import gemma_rms_norm
-from layerzero.ops.norm import rms_norm as public_rms_norm
 
 __all__ = [
     "STATE",

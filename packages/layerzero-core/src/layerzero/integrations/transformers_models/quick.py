@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.gemma import GEMMA_ADD_RMS_NORM, GEMMA_RMS_NORM, gemma_add_rms_norm, gemma_rms_norm
+from layerzero._ops.linear import linear
+from layerzero._ops.mlp import GELU_AND_MUL, RELU_AND_MUL, SILU_AND_MUL
+from layerzero._ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, add_rms_norm, layer_norm, rms_norm
+from layerzero._ops.positional import ROPE, rope
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import autocast_key, describe_tensor
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.model.op import OperationSpec
-from layerzero.ops.gemma import GEMMA_ADD_RMS_NORM, GEMMA_RMS_NORM, gemma_add_rms_norm, gemma_rms_norm
-from layerzero.ops.linear import linear
-from layerzero.ops.mlp import GELU_AND_MUL, RELU_AND_MUL, SILU_AND_MUL
-from layerzero.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, add_rms_norm, layer_norm, rms_norm
-from layerzero.ops.positional import ROPE, rope
-from layerzero.ops.signature import PUBLIC
 from layerzero.runtime.current import now, scope
 from layerzero.torch_ops.functions import functions
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.signature import public_op
+from layerzero._ops.signature import public_op
 from layerzero.verification.definitions.adapters_attention import gqa_paged, gqa_ragged, mla_paged
 from layerzero.verification.definitions.adapting import (
     Adapter,

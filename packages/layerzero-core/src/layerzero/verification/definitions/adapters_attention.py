@@ -44,7 +44,7 @@ def block_tables(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _paged_batch(inputs: Inputs, page_size: int) -> Any:
-    from layerzero.ops.paged import paged_batch
+    from layerzero._ops.paged import paged_batch
 
     tables, tokens = block_tables(inputs, page_size)
     queries = lengths_of(inputs["qo_indptr"]) if "qo_indptr" in inputs else None

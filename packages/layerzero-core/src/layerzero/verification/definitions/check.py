@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from layerzero._ops.signature import public_op
 from layerzero.errors import LayerZeroError, UnknownNameError
-from layerzero.ops.signature import public_op
 from layerzero.public.control import scoped
 from layerzero.reasons import Reason, reason
 from layerzero.verification.definitions import draws

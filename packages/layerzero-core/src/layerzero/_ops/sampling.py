@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_tensor, simple_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.dispatch import modes
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["check_filters", "check_generator", "check_param", "sample", "sample_topk", "sample_topp"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerzero._ops.quantize import dequantize, quantize
 from layerzero.errors import InvalidInputError
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
-from layerzero.ops.quantize import dequantize, quantize
 
 __all__ = ["Codec", "Plane", "make_codec"]
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.attention import attention
+from layerzero._ops.describe import expect_tensor
+from layerzero._ops.kv_storage import Chunked, Paged
+from layerzero._ops.kv_tokens import pack, unpack, whole_numbers
+from layerzero._ops.paged import paged_attention
 from layerzero.dispatch.late import current_world
 from layerzero.dispatch.pages import pages_in_use
 from layerzero.errors import InvalidInputError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
-from layerzero.ops.attention import attention
-from layerzero.ops.describe import expect_tensor
-from layerzero.ops.kv_storage import Chunked, Paged
-from layerzero.ops.kv_tokens import pack, unpack, whole_numbers
-from layerzero.ops.paged import paged_attention
 from layerzero.reasons import Reason, reason
 
 if TYPE_CHECKING:
-    from layerzero.ops.kv_cache import KVCache
+    from layerzero._ops.kv_cache import KVCache
 
 __all__ = ["CacheCall", "attend", "attention_calls"]
 

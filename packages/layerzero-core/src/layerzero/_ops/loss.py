@@ -7,13 +7,13 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_below, expect_shape, expect_tensor, simple_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_softcap, dtype_name
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_below, expect_shape, expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["CROSS_ENTROPY", "cross_entropy"]
 

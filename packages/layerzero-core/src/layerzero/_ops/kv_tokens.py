@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_tensor
 from layerzero.errors import InvalidInputError
 from layerzero.model.describe import dtype_name
-from layerzero.ops.describe import expect_tensor
 
 __all__ = ["pack", "packed_tokens", "unpack", "whole_numbers"]
 

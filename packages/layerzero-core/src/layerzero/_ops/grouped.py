@@ -10,6 +10,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_tensor
+from layerzero._ops.signature import PublicOp, reference, register
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
@@ -18,8 +20,6 @@ from layerzero.model.describe import check_devices, check_floating, check_scale,
 from layerzero.model.enums import Causal, OpKind
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor
-from layerzero.ops.signature import PublicOp, reference, register
 
 __all__ = ["GROUPED_ATTENTION", "grouped_attention", "grouped_batch"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_tensor, simple_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerzero._ops.kv_codec import Plane
+from layerzero._ops.kv_pages import PageTable
 from layerzero.errors import InvalidInputError
-from layerzero.ops.kv_codec import Plane
-from layerzero.ops.kv_pages import PageTable
 
 __all__ = ["Chunked", "Contiguous", "Frame", "Paged", "Spot", "Storage"]
 

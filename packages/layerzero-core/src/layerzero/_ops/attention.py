@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from layerzero._ops.near import near_key, remember_edges
+from layerzero._ops.signature import PUBLIC, PublicOp, fx_node, fx_proxy, reference, register
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
@@ -27,8 +29,6 @@ from layerzero.model.enums import Causal, Layout, OpKind, Platform
 from layerzero.model.folding import fold
 from layerzero.model.masks import MASK_VALUES, ChunkMask
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.near import near_key, remember_edges
-from layerzero.ops.signature import PUBLIC, PublicOp, fx_node, fx_proxy, reference, register
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         if not isinstance(item, Tensor):
             raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(item).__name__}", limit="a torch.Tensor")
     if query.is_nested or key.is_nested or value.is_nested:
-        from layerzero.ops.varlen import varlen_attention
+        from layerzero._ops.varlen import varlen_attention
         from layerzero.torch_ops.nested import nested_attention
 
         return nested_attention(varlen_attention, given, layout, backend)

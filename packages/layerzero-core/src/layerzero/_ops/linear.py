@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 if TYPE_CHECKING:
     from layerzero.model.packed import PackedWeight

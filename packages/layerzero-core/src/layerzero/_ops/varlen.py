@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from layerzero._ops.describe import expect_rank, expect_tensor
+from layerzero._ops.signature import PublicOp, reference, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
@@ -29,8 +31,6 @@ from layerzero.model.describe import (
 )
 from layerzero.model.enums import Causal, OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor
-from layerzero.ops.signature import PublicOp, reference, register
 
 __all__ = ["VARLEN_ATTENTION", "varlen_attention"]
 

@@ -6,11 +6,11 @@ import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from layerzero._ops.linear import LINEAR
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError, NoKernelFoundError
 from layerzero.model.packed import PLAIN, PackedWeight, Packer, activation_scheme
 from layerzero.model.quant import QuantizedTensor
-from layerzero.ops.linear import LINEAR
 from layerzero.runtime.state import state
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from layerzero._ops.describe import expect_shape, expect_tensor, simple_context
+from layerzero._ops.signature import PublicOp, dispatch, fx_proxy, reference, register
 from layerzero.dispatch.hot import aside, autocast_key, before_dispatch
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_shape, expect_tensor, simple_context
-from layerzero.ops.signature import PublicOp, dispatch, fx_proxy, reference, register
 from layerzero.runtime.current import now, scope
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]

@@ -8,6 +8,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_below, expect_rank, expect_tensor
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import InvalidInputError
@@ -16,8 +18,6 @@ from layerzero.model.describe import check_devices, check_floating, dtype_name, 
 from layerzero.model.enums import Layout, OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.model.overlap import overlapping
-from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
 

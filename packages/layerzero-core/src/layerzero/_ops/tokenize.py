@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.tokenize_results import TokenBatch, Tokens, cut, pad
+from layerzero._ops.tokenize_sources import canonical_ids, check_text, handle_of
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.signature import PublicOp, reference, register
-from layerzero.ops.tokenize_results import TokenBatch, Tokens, cut, pad
-from layerzero.ops.tokenize_sources import canonical_ids, check_text, handle_of
 from layerzero.runtime.current import now, scope
 
 __all__ = ["DETOKENIZE", "TOKENIZE", "TokenBatch", "Tokens", "detokenize", "tokenize"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_below, expect_rank, expect_tensor
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_below, expect_rank, expect_tensor
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["EMBEDDING", "embedding"]
 

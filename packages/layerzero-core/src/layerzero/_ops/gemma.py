@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_tensor
+from layerzero._ops.norm import norm_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_tensor
-from layerzero.ops.norm import norm_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero._ops.feed_forward import check_activation, gating
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero.ops.feed_forward import check_activation, gating
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["GROUPED_GEMM", "MOE", "TOPK_GATE", "grouped_gemm", "moe", "topk_gate"]
 

@@ -7,12 +7,12 @@ from typing import overload
 
 from torch import Tensor
 
+from layerzero._ops.positional import rotary_context
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.positional import rotary_context
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
 
 __all__ = ["XPOS", "xpos"]
 

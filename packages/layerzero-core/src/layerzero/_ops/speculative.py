@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero._ops.sampling import Number, check_filters, check_generator, check_param
+from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.trees import checked_parents
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_floating
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero.ops.sampling import Number, check_filters, check_generator, check_param
-from layerzero.ops.signature import PublicOp, dispatch, reference, register
-from layerzero.ops.trees import checked_parents
 
 __all__ = ["sample_speculative", "sample_tree", "sampling_probs"]
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero._ops.near import bucket_ends, near_key
+from layerzero._ops.signature import PUBLIC, PublicOp
 from layerzero.dispatch.hot import describe_tensor, generic_key, mode_key
 from layerzero.dispatch.late import recover
 from layerzero.errors import from_outside
 from layerzero.model.op import OperationSpec
-from layerzero.ops.near import bucket_ends, near_key
-from layerzero.ops.signature import PUBLIC, PublicOp
 
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound

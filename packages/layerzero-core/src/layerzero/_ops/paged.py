@@ -10,6 +10,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from layerzero._ops.describe import expect_rank, expect_tensor
+from layerzero._ops.signature import PublicOp, reference, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
@@ -28,8 +30,6 @@ from layerzero.model.describe import (
 from layerzero.model.enums import Causal, Layout, OpKind
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.op import Call, OperationSpec
-from layerzero.ops.describe import expect_rank, expect_tensor
-from layerzero.ops.signature import PublicOp, reference, register
 
 __all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
 
