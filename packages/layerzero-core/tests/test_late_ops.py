@@ -15,9 +15,7 @@ from layerzero.torch_ops.more import more_ops, more_twins
 
 
 def test_import_layerzero_imports_no_late_op():
-    script = (
-        "import sys, json, layerzero; print(json.dumps([name for name in sys.modules if '._ops' in name]))"
-    )
+    script = "import sys, json, layerzero; print(json.dumps([name for name in sys.modules if '._ops' in name]))"
     loaded = json.loads(subprocess.check_output([sys.executable, "-c", script], text=True))
     assert "layerzero._ops.attention" in loaded
     assert set(LATE_OPS.values()).isdisjoint(loaded)
