@@ -135,7 +135,7 @@ prove-faults: setup ## every failure of the checklist injected for real: signals
 	$(PROVE) faults-cost -- $(PY) benchmarks/faults.py --machine prove --json build/prove/faults.json
 
 prove-warmup: setup ## real compilers counted: nothing compiles after warm-up; every inductor program against the reference
-	$(PROVE) warmup -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_jit.py packages/layerzero-core/tests/test_warmup.py packages/layerzero-core/tests/test_inductor.py packages/layerzero-core/tests/test_kit_builtins.py -k "not built_in_backend" --junitxml=build/prove/warmup.xml
+	$(PROVE) warmup -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_jit.py packages/layerzero-core/tests/test_warmup.py packages/layerzero-core/tests/test_inductor.py packages/layerzero-verify/tests/testing/test_kit_builtins.py -k "not built_in_backend" --junitxml=build/prove/warmup.xml
 
 prove-liger: setup ## the conformance kit over Liger's real kernels, run on the CPU by Triton's interpreter
 	$(PROVE) liger -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-liger/tests --junitxml=build/prove/liger.xml
@@ -151,7 +151,7 @@ prove-tuned: setup ## tuned choice against the oracle, torch and each library; w
 	$(BIN)/lz report build/prove/tuned.json --out build/prove/tuned.html
 
 prove-long: setup ## what the quick lane shortens, whole: examples as programs of their own, the kit's mistakes, policies
-	$(PROVE) long -- env LAYERZERO_PROVE=1 $(PY) -m pytest tests/meta/test_examples.py packages/layerzero-core/tests/test_kit_meta.py packages/layerzero-core/tests/test_policy_properties.py packages/layerzero-core/tests/test_leaks.py --junitxml=build/prove/long.xml
+	$(PROVE) long -- env LAYERZERO_PROVE=1 $(PY) -m pytest tests/meta/test_examples.py packages/layerzero-verify/tests/testing/test_kit_meta.py packages/layerzero-core/tests/test_policy_properties.py packages/layerzero-core/tests/test_leaks.py --junitxml=build/prove/long.xml
 
 prove-compile: setup ## every op under Inductor with and without gradients, opcheck in full; a Llama block against plain torch
 	$(PROVE) compile -- env LAYERZERO_PROVE=1 $(PY) -m pytest -s packages/layerzero-core/tests/test_torch_ops_written.py packages/layerzero-core/tests/test_torch_ops_attention_forms.py packages/layerzero-core/tests/test_torch_ops_library.py packages/layerzero-core/tests/test_torch_ops_traced.py packages/layerzero-core/tests/test_torch_ops_export.py packages/layerzero-core/tests/test_graphs.py -m "slow or not slow" --junitxml=build/prove/compile.xml

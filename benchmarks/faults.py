@@ -35,7 +35,7 @@ import layerzero as lz
 from layerzero.health.crumbs import Crumbs
 from layerzero.runtime.quarantining import take_up
 from layerzero.runtime.state import state
-from layerzero.testing.storm import Storm
+from layerzero_verify.testing.storm import Storm
 
 BREAKER_NS = 60.0
 P99_ABOVE_IDLE_US = 10.0

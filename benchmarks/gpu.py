@@ -146,7 +146,7 @@ def kit(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str:
     end = time.monotonic() + limit
     folder = given.work / "kit"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "test_kit.py").write_text("from layerzero.testing.suite import *  # noqa: F403\n")
+    (folder / "test_kit.py").write_text("from layerzero_verify.testing.suite import *  # noqa: F403\n")
     (folder / "pytest.ini").write_text("[pytest]\n")
     kept = KitFile(given.work / "results" / "kit.jsonl")
     names = (
@@ -155,8 +155,8 @@ def kit(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str:
     asked = subprocess.run([sys.executable, "-c", names], env=dict(env), capture_output=True, text=True, check=False)
     backends = given.backend or asked.stdout.split()
     for backend in backends:
-        base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "layerzero.testing.pytest_plugin",
-                "--lz-plugin", backend, "--rootdir", str(folder)]  # fmt: skip
+        base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p",
+                "layerzero_verify.testing.pytest_plugin", "--lz-plugin", backend, "--rootdir", str(folder)]  # fmt: skip
         listing = subprocess.run(
             [*base, "--collect-only", "-q", "test_kit.py"], cwd=folder, env=dict(env), capture_output=True, text=True,
             check=False, timeout=120,

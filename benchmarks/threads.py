@@ -34,11 +34,11 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import compare
 from layerzero.numerics.tolerances import tolerance
-from layerzero.testing.cases import Draw, fit
-from layerzero.testing.weights import weight_for
 from layerzero.tuning.inputs import build
-from layerzero.verification.kernels import flat
-from layerzero.verification.lineup import resolve
+from layerzero_verify.kernels import flat
+from layerzero_verify.lineup import resolve
+from layerzero_verify.testing.cases import Draw, fit
+from layerzero_verify.testing.weights import weight_for
 
 __all__ = ["BACKENDS", "covered", "main", "run"]
 

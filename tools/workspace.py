@@ -4,7 +4,7 @@ Read straight from the pyproject files with the standard library alone, so that 
 
     python -m tools.workspace packages             folders of all packages, core first
     python -m tools.workspace requirements run     what the packages and their build need, torch left out
-    python -m tools.workspace requirements dev     the root's dependency group `dev` and core's extras
+    python -m tools.workspace requirements dev     the root's dependency group `dev` and the extras that no kernel needs
     python -m tools.workspace requirements bare    what is installed without its own dependencies
     python -m tools.workspace requirements tools   the root's dependency group `tools`, for an environment of its own
 """
@@ -102,9 +102,10 @@ def run_requirements(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def dev_requirements(root: Path = ROOT) -> tuple[str, ...]:
-    """What tests, lint, types, docs and locks need on top: the group `dev` and core's extras."""
-    core = packages(root)[0]
-    return _merged((*group("dev", root), *(line for extra in core.extras.values() for line in extra)))
+    """What tests, lint, types, docs and locks need on top: the group `dev`, and extras that no kernel needs."""
+    ours = [p for p in packages(root) if p.short in ("core", "models", "tune", "verify")]
+    extras = [line for p in ours for lines in p.extras.values() for line in lines if not is_ours(line)]
+    return _merged((*group("dev", root), *extras))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import torch
 
 import layerzero as lz
 from layerzero.runtime.state import state
-from layerzero.testing.storm import Storm
+from layerzero_verify.testing.storm import Storm
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 

@@ -161,7 +161,11 @@ THROUGH = {
     "sympy": "of torch: the sizes of a traced graph are expressions of it",
 }
 FOUND_ONLY = {  # used where they happen to be installed, and in no extra since no test environment should get them
-    "layerzero-core": {"flashinfer", "sglang", "layerzero_accel"},  # other truths for definitions; our own hot path
+    "layerzero-core": {
+        "layerzero_accel",
+        "layerzero_verify",
+    },  # our hot path; types of names of entry points
+    "layerzero-verify": {"flashinfer", "sglang"},  # other truths for definitions
     "layerzero-cpu": {"zentorch"},  # AMD's kernels
     "layerzero-flashattn": {"flash_attn_interface"},  # FlashAttention 3 is on no index
 }

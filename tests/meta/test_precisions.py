@@ -26,12 +26,12 @@ from layerzero.model.quant import FORMATS, QuantizedTensor, QuantScheme
 from layerzero.numerics import compare, full_float32
 from layerzero.numerics.tolerances import tolerance
 from layerzero.runtime.state import state
-from layerzero.testing import weights
-from layerzero.testing.cases import Case, cases_of, load_cases
-from layerzero.verification.kernels import Bench, flat
-from layerzero.verification.ladder import verify
-from layerzero.verification.lineup import resolve as under_test
-from layerzero.verification.thresholds import kernel as bound_of
+from layerzero_verify.kernels import Bench, flat
+from layerzero_verify.ladder import verify
+from layerzero_verify.lineup import resolve as under_test
+from layerzero_verify.testing import weights
+from layerzero_verify.testing.cases import Case, cases_of, load_cases
+from layerzero_verify.thresholds import kernel as bound_of
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
@@ -106,7 +106,7 @@ def test_every_precision_of_the_checklist_has_cases_and_they_pass(fresh: None) -
 def test_a_precision_that_is_dropped_is_missed(fresh: None, dropped: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weights.schemes_of
     monkeypatch.setattr(weights, "schemes_of", lambda *a, **k: [s for s in whole(*a, **k) if s.fmt.value != dropped])
-    for module in [m for name, m in sys.modules.items() if name.startswith("layerzero.testing.cases_")]:
+    for module in [m for name, m in sys.modules.items() if name.startswith("layerzero_verify.testing.cases_")]:
         if getattr(module, "schemes_of", None) is whole:
             monkeypatch.setattr(module, "schemes_of", weights.schemes_of)
     assert not_computed(exercised(("torch",))) == {dropped.upper().replace("_", " ")}

@@ -17,8 +17,8 @@ import layerzero as lz
 from layerzero.dispatch.bind import resolve
 from layerzero.dispatch.run import current_world
 from layerzero.runtime.state import state
-from layerzero.verification.ladder import verify
-from layerzero.verification.lineup import resolve as under_test
+from layerzero_verify.ladder import verify
+from layerzero_verify.lineup import resolve as under_test
 from tools import regressions as gate
 from tools.regressions import Key, Outcome, Removal, baselines, device_name, regressions, removals, spent
 

@@ -191,7 +191,7 @@ def test_installed_packages_that_break_in_every_way_cost_only_themselves(place: 
     before = place.ask()
     script = f"""
         from pathlib import Path
-        from layerzero.testing import faults
+        from layerzero_verify.testing import faults
         for kind in faults.SOURCES:
             faults.install(Path({str(place.folder / "faulty")!r}), kind)
     """
@@ -203,7 +203,7 @@ def test_installed_packages_that_break_in_every_way_cost_only_themselves(place: 
         broken = place.ask()
     finally:
         extra.unlink()
-    from layerzero.testing.faults import EXPECTED, SOURCES
+    from layerzero_verify.testing.faults import EXPECTED, SOURCES
 
     for kind in SOURCES:
         state, codes, _, _ = broken["records"][kind]

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import entry_points
 
 from layerzero.plugin.manager import load_plugins
-from layerzero.testing.kit import Kit
+from layerzero_verify.testing.kit import Kit
 
 
 def test_the_installed_metadata_names_the_plugin():

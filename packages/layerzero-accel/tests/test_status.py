@@ -11,8 +11,8 @@ import layerzero as lz
 import layerzero.dispatch.accel as seam
 from layerzero.plugin.probing import probe
 from layerzero.reasons import reason
-from layerzero.testing import fakes
 from layerzero_accel.plugin import layerzero_capabilities, layerzero_health
+from layerzero_verify.testing import fakes
 
 
 @pytest.mark.parametrize("device", [fakes.cpu(), fakes.gpu(90)], ids=["cpu", "cuda"])

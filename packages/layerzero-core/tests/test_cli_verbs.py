@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.cli import output
 from layerzero.cli.app import cli
 from layerzero.cli.output import Cell, Line, Table
-from layerzero.testing import faults
+from layerzero_verify.testing import faults
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -175,7 +175,7 @@ def test_list_shows_each_kernel_once_and_says_which_can_be_used_here() -> None:
 
 
 def test_list_names_the_reason_of_a_kernel_that_cannot_be_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerzero.testing.fakes import capabilities
+    from layerzero_verify.testing.fakes import capabilities
 
     faults.install(site, "healthy", "bare", descriptor=capabilities("bare", vendor={"dist": "no-such-dist"}))
     monkeypatch.setenv("LAYERZERO_PLUGINS", "bare")

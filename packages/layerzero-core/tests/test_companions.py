@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 import types
@@ -71,3 +72,16 @@ def test_a_verb_whose_package_is_missing_says_what_to_install(monkeypatch):
     answer = CliRunner().invoke(cli, ["tune"])
     assert answer.exit_code == 1 and "lz tune needs layerzero-tune" in answer.output
     assert "pip install layerzero-tune" in answer.output
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_kit_and_trace_import_say_what_to_install_where_they_are_missing(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "layerzero.testing", raising=False)
+    with pytest.raises(PackageMissingError, match=r"layerzero.testing needs layerzero-verify \[.*pip install"):
+        importlib.import_module("layerzero.testing")
+    for words in (["plugin", "prove", "sdpa"], ["plugin", "check", "sdpa", "--kit"]):
+        answer = CliRunner().invoke(cli, words)
+        assert answer.exit_code == 1 and "pip install layerzero-verify" in answer.output
+    traces = tmp_path / "traces.jsonl"
+    answer = CliRunner().invoke(cli, ["perfdb", "import", str(traces), "--database", str(tmp_path / "perf.db")])
+    assert answer.exit_code == 1 and "flashinfer-bench.traces needs layerzero-verify" in answer.output

@@ -31,7 +31,7 @@ from layerzero.model.kernel import BackendSpec, KernelSpec, Limit
 from layerzero.model.op import OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
-from layerzero.testing.fakes import cpu, gpu
+from layerzero_verify.testing.fakes import cpu, gpu
 
 
 def kernel(**given: Any) -> KernelSpec:

@@ -28,8 +28,8 @@ from layerzero.public.checks import Check
 from layerzero.public.situation import look, quarantine_file, tolerant_env
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
-from layerzero.testing import fakes, faults
-from layerzero.testing.fakes import capabilities
+from layerzero_verify.testing import fakes, faults
+from layerzero_verify.testing.fakes import capabilities
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -26,7 +26,7 @@ from layerzero.reasons import ReasonCode
 from layerzero.registry.proofs import beside, load_proofs, sealed
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
-from layerzero.testing.fakes import FakeDist, FakeEntryPoint, capabilities, plugin
+from layerzero_verify.testing.fakes import FakeDist, FakeEntryPoint, capabilities, plugin
 
 pytestmark = pytest.mark.fault(25)
 

@@ -12,7 +12,7 @@ from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.current import builtin_ops
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
-from layerzero.testing import fakes
+from layerzero_verify.testing import fakes
 
 
 def kernel(**more):

@@ -23,10 +23,10 @@ from layerzero.runtime.pressure import Levels, level, pressure
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.memory import estimate, leaner
-from layerzero.testing.cases import GROUPS, cases_of, load_cases
-from layerzero.testing.kit import Kit
-from layerzero.testing.peak import measured_peak, result_bytes
-from layerzero.testing.run import call, context
+from layerzero_verify.testing.cases import GROUPS, cases_of, load_cases
+from layerzero_verify.testing.kit import Kit
+from layerzero_verify.testing.peak import measured_peak, result_bytes
+from layerzero_verify.testing.run import call, context
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from layerzero.plugin import probing
 from layerzero.plugin.manager import load_plugins
 from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult, probe
-from layerzero.testing import fakes, faults
+from layerzero_verify.testing import fakes, faults
 
 CPU = fakes.cpu()
 

@@ -27,6 +27,7 @@ from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import FORMATS, QuantScheme, native_reason
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
+from tools import planted_faults
 
 NEON = "neon" in DeviceSpec.detect(torch.device("cpu")).cpu_features
 
@@ -38,7 +39,7 @@ def neighbour(name):
     return module
 
 
-oracle, planted_faults = neighbour("quant_oracle"), neighbour("planted_faults")
+oracle = neighbour("quant_oracle")
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 ALL = [fmt.value for fmt in QuantFormat]

@@ -18,8 +18,8 @@ from layerzero.plans.jit_index import Index
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_policy
 from layerzero.runtime.state import state
-from layerzero.testing import faults
-from layerzero.testing.fakes import capabilities
+from layerzero_verify.testing import faults
+from layerzero_verify.testing.fakes import capabilities
 
 pytestmark = pytest.mark.usefixtures("clean")
 

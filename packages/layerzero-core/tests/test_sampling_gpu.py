@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from layerzero.numerics import assert_close, tolerance
-from layerzero.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
-from layerzero.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 INF, NAN = math.inf, math.nan
 BACKENDS = ("reference", "torch")

@@ -74,8 +74,8 @@ def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_the_new_plugin_registers_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerzero.testing.fakes import FakeDist, FakeEntryPoint
-    from layerzero.testing.kit import import_string
+    from layerzero_verify.testing.fakes import FakeDist, FakeEntryPoint
+    from layerzero_verify.testing.kit import import_string
 
     target = write_plugin("fresh", tmp_path)
     monkeypatch.syspath_prepend(target / "src")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.backends.reference.speculative import judge_chain, judge_tree
 from layerzero.errors import InvalidInputError
-from layerzero.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 V = 3

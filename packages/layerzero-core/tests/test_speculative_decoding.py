@@ -16,7 +16,7 @@ from layerzero.integrations.speculative import SpeculativeConfig, SpeculativeDec
 from layerzero.integrations.speculative_stats import compare
 from layerzero.integrations.speculative_tree import TreeDecoder, tree_of
 from layerzero.model.kernel import Limit
-from layerzero.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 

@@ -12,7 +12,7 @@ import torch
 
 import layerzero as lz
 from layerzero.integrations.transformers_models import attending, masking
-from layerzero.verification.thresholds import LOGITS
+from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),
@@ -162,7 +162,7 @@ def test_attention_sinks_take_their_share(side: str | None) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = t.GptOssForCausalLM(config).eval()
-    from layerzero.verification.models import _lively
+    from layerzero_verify.models import _lively
 
     _lively(model, "gpt_oss", 0)
     given = zoo.inputs(model, side)

@@ -16,7 +16,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.integrations.transformers_models.linears import Linears
 from layerzero.model.kernel import Limit
-from layerzero.verification.thresholds import LOGITS
+from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),

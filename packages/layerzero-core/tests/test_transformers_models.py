@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.verification.thresholds import LOGITS
+from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),

@@ -17,7 +17,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.errors import BackendNotAvailableError, InvalidInputError
 from layerzero.integrations.transformers_models import parts, patching, quick
-from layerzero.verification.thresholds import LOGITS
+from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),

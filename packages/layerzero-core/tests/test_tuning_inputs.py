@@ -13,8 +13,8 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.dispatch_table import situation
 from layerzero.runtime.state import state
 from layerzero.selection.buckets import bucketed
-from layerzero.testing.cases import cases_of, load_cases
 from layerzero.tuning.inputs import build, buildable, conditions, strides_of
+from layerzero_verify.testing.cases import cases_of, load_cases
 
 OPS = sorted({group.op for groups in load_cases().values() for group in groups} - {"tokenize", "detokenize"})
 

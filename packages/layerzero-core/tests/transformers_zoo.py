@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layerzero.verification import models
+from layerzero_verify import models
 
 VOCAB = 131
 SMALL: dict[str, Any] = {

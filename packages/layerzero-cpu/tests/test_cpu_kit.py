@@ -18,13 +18,13 @@ PROVING = os.environ.get("LAYERZERO_PROVE") == "1"
 @pytest.mark.req("R-BK-CPU-04")
 @pytest.mark.parametrize("isa", native.isas_here() if PROVING else [native.isa()])
 def test_the_backend_passes_the_kit(isa: str, tmp_path: Path) -> None:
-    (tmp_path / "test_kit.py").write_text("from layerzero.testing.suite import *\n", encoding="utf-8")
+    (tmp_path / "test_kit.py").write_text("from layerzero_verify.testing.suite import *\n", encoding="utf-8")
     # Where the processor has no bf16, torch's own product says so once: the reference's words, not a kernel's.
     settings = "[pytest]\nfilterwarnings =\n    error\n    ignore:mkldnn_matmul failed\n"
     (tmp_path / "pytest.ini").write_text(settings, encoding="utf-8")
     command = [
         sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider",
-        "-p", "layerzero.testing.pytest_plugin", "--lz-plugin", "layerzero_cpu.plugin", str(tmp_path),
+        "-p", "layerzero_verify.testing.pytest_plugin", "--lz-plugin", "layerzero_cpu.plugin", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(
         command,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.verification.thresholds import LOGITS
+from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs_package("transformers")]
 VOCAB = 211

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from layerzero.plugin.probing import probe
-from layerzero.testing import fakes
-from layerzero.testing.vendors import pretend
 from layerzero_cpu import plugin
 from layerzero_cpu.plugin import layerzero_capabilities, layerzero_health
+from layerzero_verify.testing import fakes
+from layerzero_verify.testing.vendors import pretend
 
 NOTHING = {"zentorch": None, "intel-extension-for-pytorch": None}
 

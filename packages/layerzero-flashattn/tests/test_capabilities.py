@@ -9,8 +9,8 @@ import pytest
 from layerzero.model.context import Context, Strides
 from layerzero.model.enums import Causal, Layout
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.testing import fakes
 from layerzero_flashattn import plugin
+from layerzero_verify.testing import fakes
 
 
 @lru_cache

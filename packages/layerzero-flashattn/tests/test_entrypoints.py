@@ -6,8 +6,8 @@ import sys
 from importlib.metadata import entry_points
 
 from layerzero.plugin.manager import load_plugins
-from layerzero.testing.kit import Kit
-from layerzero.testing.vendors import pretend
+from layerzero_verify.testing.kit import Kit
+from layerzero_verify.testing.vendors import pretend
 
 BACKENDS = ("flashattn2", "flashattn3", "flashattn4", "quack")
 

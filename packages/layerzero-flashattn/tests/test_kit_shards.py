@@ -15,12 +15,12 @@ import pytest
 # The plugin as it is on an H200 with all its libraries: calls are described there, nothing is run.
 SCRIPT = """
 import json, torch
-from layerzero.testing.pytest_plugin import GROUPS, Kit
+from layerzero_verify.testing.pytest_plugin import GROUPS, Kit
 from layerzero.device.catalogue import named_device
 from layerzero.plugin.vendor import hardware_reasons
-from layerzero.testing.cases import cases_of, dtypes_of
-from layerzero.testing.run import context
-from layerzero.testing.suite.shards import shard
+from layerzero_verify.testing.cases import cases_of, dtypes_of
+from layerzero_verify.testing.run import context
+from layerzero_verify.testing.suite.shards import shard
 
 h200, cpu = named_device("h200"), torch.device("cpu")
 kit = Kit.open("layerzero_flashattn.plugin")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from layerzero.plugin.probing import probe
-from layerzero.testing import fakes
-from layerzero.testing.vendors import pretend
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
+from layerzero_verify.testing import fakes
+from layerzero_verify.testing.vendors import pretend
 
 DEVICE = fakes.gpu(90)
 ALL = ("flash-attn", "flash_attn_3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")

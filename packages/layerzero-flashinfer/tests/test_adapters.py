@@ -10,11 +10,11 @@ import torch
 
 from layerzero.numerics import assert_close
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.testing.cases import Draw, cases_of, load_cases
-from layerzero.testing.kit import import_string, operation
-from layerzero.testing.run import bounds
 from layerzero_flashinfer import plugin, rope, selection
 from layerzero_flashinfer.vendor_calls import CALLS
+from layerzero_verify.testing.cases import Draw, cases_of, load_cases
+from layerzero_verify.testing.kit import import_string, operation
+from layerzero_verify.testing.run import bounds
 
 KERNELS = {
     spec.kernel_id: spec
@@ -42,7 +42,7 @@ def cases(spec):
 
 def described(case, args):
     from layerzero.model.op import Call
-    from layerzero.testing import fakes
+    from layerzero_verify.testing import fakes
 
     op = operation(case.spec.op)
     layout = (

@@ -16,12 +16,12 @@ from layerzero.errors import CudaGraphUnsafeError
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.testing.cases import Draw
-from layerzero.testing.cases_attention import attention_call
-from layerzero.testing.cases_grouped import mla_call
-from layerzero.testing.cases_varlen import varlen_call
-from layerzero.testing.kit import import_string, operation
 from layerzero_flashinfer import plugin
+from layerzero_verify.testing.cases import Draw
+from layerzero_verify.testing.cases_attention import attention_call
+from layerzero_verify.testing.cases_grouped import mla_call
+from layerzero_verify.testing.cases_varlen import varlen_call
+from layerzero_verify.testing.kit import import_string, operation
 
 # What the vendor warns of at its import is not ours to mend.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]

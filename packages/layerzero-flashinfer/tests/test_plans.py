@@ -8,8 +8,8 @@ import torch
 import layerzero as lz
 from layerzero.errors import CudaGraphUnsafeError
 from layerzero.numerics import assert_close, tolerance
-from layerzero.testing.kit import operation
 from layerzero_flashinfer import batched, mla, paged, plans, ragged, workspace
+from layerzero_verify.testing.kit import operation
 
 DECODE = "flashinfer.BatchDecodeWithPagedKVCacheWrapper"
 PAGED = "flashinfer.BatchPrefillWithPagedKVCacheWrapper"

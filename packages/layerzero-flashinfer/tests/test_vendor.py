@@ -11,12 +11,12 @@ import torch
 from layerzero.errors import BackendNotAvailableError
 from layerzero.model.op import Call
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.testing import fakes
-from layerzero.testing.kit import import_string, operation
-from layerzero.testing.vendors import pretend
 from layerzero_flashinfer import modules, plugin
 from layerzero_flashinfer.options import Options, options
 from layerzero_flashinfer.vendor import cache_base, prepare, starts_with
+from layerzero_verify.testing import fakes
+from layerzero_verify.testing.kit import import_string, operation
+from layerzero_verify.testing.vendors import pretend
 
 KERNELS = {spec.kernel_id: spec for spec in load_capabilities(plugin.CAPABILITIES).kernels}
 

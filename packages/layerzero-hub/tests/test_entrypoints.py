@@ -6,8 +6,8 @@ import sys
 from importlib.metadata import entry_points
 
 from layerzero.plugin.manager import load_plugins
-from layerzero.testing.kit import Kit
-from layerzero.testing.vendors import pretend
+from layerzero_verify.testing.kit import Kit
+from layerzero_verify.testing.vendors import pretend
 
 
 def test_the_installed_metadata_names_the_plugin():

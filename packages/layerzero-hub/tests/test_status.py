@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from layerzero.cli.app import cli
 from layerzero.plugin.probing import probe
-from layerzero.testing import fakes
-from layerzero.testing.vendors import pretend
 from layerzero_hub.plugin import DEFAULT_LOCK, layerzero_capabilities, layerzero_health
 from layerzero_hub.policy import HubPolicy
+from layerzero_verify.testing import fakes
+from layerzero_verify.testing.vendors import pretend
 
 DEVICE = fakes.cpu()
 

@@ -42,7 +42,14 @@ def test_every_adapter_is_right_over_the_real_library():
 def test_the_conformance_kit_passes_over_the_real_library():
     """But for its test with threads: the interpreter knows no two kernels at a time."""
     kit = str(FOLDER / "kit")
-    options = ("-p", "layerzero.testing.pytest_plugin", "--lz-plugin", "liger_on_cpu.plugin", "-k", "not thread_safe")
+    options = (
+        "-p",
+        "layerzero_verify.testing.pytest_plugin",
+        "--lz-plugin",
+        "liger_on_cpu.plugin",
+        "-k",
+        "not thread_safe",
+    )
     count = passed(*options, kit, PYTHONPATH=os.pathsep.join((kit, *sys.path[1:])), LIGER_KIT="liger_on_cpu")
     print(f"{count} tests of the conformance kit passed")
     assert count >= 150

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from layerzero.errors import LayerZeroError
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
-from layerzero.testing import fakes
+from layerzero_verify.testing import fakes
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from layerzero.plugin.manager import load_plugins
 from layerzero.plugin.probing import probe
 from layerzero.plugin.vendor import presence_in
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.testing import fakes
-from layerzero.testing.vendors import pretend
+from layerzero_verify.testing import fakes
+from layerzero_verify.testing.vendors import pretend
 from layerzero_xformers.plugin import CAPABILITIES, layerzero_capabilities, layerzero_health
 
 ALONE = {"xformers": "0.0.35", "flash-attn": None, "flash-attn-4": None}

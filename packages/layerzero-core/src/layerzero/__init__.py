@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from layerzero.public.tuning import record, solve, tune
     from layerzero.public.warming import warmup
     from layerzero.runtime.observation import metrics, observe, structured_logs
-    from layerzero.verification.ladder import verify
+    from layerzero_verify.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
 # call. Both have a budget, and this split keeps both.
@@ -213,7 +213,6 @@ _LAZY = {
     "readiness_check": "layerzero.public.checks",
     **dict.fromkeys(("metrics", "observe", "structured_logs"), "layerzero.runtime.observation"),
     **dict.fromkeys(("record", "solve", "tune"), "layerzero.public.tuning"),
-    "verify": "layerzero.verification.ladder",
     "warmup": "layerzero.public.warming",
     "relative_bias": "layerzero.model.bias",
     "rope_tables": "layerzero.model.rope_tables",

@@ -1,7 +1,8 @@
 """Public names and verbs that packages beside the core bring: `lz.tune`, `lz tune`, `lz.verify`, `lz.patch`.
 
-A package declares them as entry points, names in the group `layerzero.names`, verbs in `layerzero.commands`; nothing of
-it is imported before one of them is used. Where the package is missing, the name answers with what to install.
+A package declares them as entry points, names in the group `layerzero.names`, verbs in `layerzero.commands`; what the
+core asks for by itself, such as the conformance kit behind `layerzero.testing`, in `layerzero.parts`. Nothing of it is
+imported before it is used. Where the package is missing, the answer is what to install.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any, NoReturn
 
 from layerzero.errors import PackageMissingError
 
-__all__ = ["COMMANDS", "NAMES", "Missing", "commands", "names", "package_of", "public", "refuse"]
+__all__ = ["COMMANDS", "NAMES", "PARTS", "Missing", "commands", "names", "package_of", "part", "public", "refuse"]
 
 NAMES = "layerzero.names"
 COMMANDS = "layerzero.commands"
+PARTS = "layerzero.parts"
 
 # What our own packages bring, so that the core can say which one is missing.
 _OURS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -27,19 +29,23 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
         NAMES: ("compile", "plan_block", "solve", "tune"),
         COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"),
     },
-    "layerzero-verify": {NAMES: ("verify",), COMMANDS: ("definitions", "verify")},
+    "layerzero-verify": {
+        NAMES: ("verify",),
+        COMMANDS: ("definitions", "verify"),
+        PARTS: ("layerzero.testing", "flashinfer-bench.traces"),
+    },
 }
 
 
 def package_of(kind: str, name: str) -> str | None:
-    """The package of ours that brings this public name (NAMES) or verb (COMMANDS), or None."""
-    return next((dist for dist, brings in _OURS.items() if name in brings[kind]), None)
+    """The package of ours that brings this public name (NAMES), verb (COMMANDS) or part (PARTS), or None."""
+    return next((dist for dist, brings in _OURS.items() if name in brings.get(kind, ())), None)
 
 
 def refuse(kind: str, name: str) -> NoReturn:
     """Say which package is missing."""
     dist = package_of(kind, name)
-    called = f"lz.{name}" if kind == NAMES else f"lz {name}"
+    called = {NAMES: f"lz.{name}", COMMANDS: f"lz {name}"}.get(kind, name)
     raise PackageMissingError(f"{called} needs {dist}", value=dist, hint=f"pip install {dist}")
 
 
@@ -77,3 +83,11 @@ def public(name: str) -> Any:
     if package_of(NAMES, name) is not None:
         return Missing(name)
     raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
+
+
+def part(name: str) -> Any:
+    """What a package brings for the core to use (PARTS); raises PackageMissingError where it is not installed."""
+    for entry in importlib.metadata.entry_points(group=PARTS):
+        if entry.name == name:
+            return entry.load()
+    refuse(PARTS, name)

@@ -16,7 +16,6 @@ from layerzero import companions
 from layerzero.cli import (
     benching,
     completing,
-    definitions,
     doctor,
     explaining,
     exporting,
@@ -33,7 +32,6 @@ from layerzero.cli import (
     touring,
     tracing,
     tuning,
-    verifying,
     warming,
 )
 from layerzero.cli.verbs import OK, USAGE, failed
@@ -150,7 +148,6 @@ _VERBS = (
     perfdb,
     benching,
     reporting,
-    verifying,
     policies,
     plugins,
     quarantine,
@@ -159,7 +156,6 @@ _VERBS = (
     tracing,
     warming,
     planning,
-    definitions,
     touring,
     completing,
 )

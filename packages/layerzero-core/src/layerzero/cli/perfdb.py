@@ -77,9 +77,11 @@ def add(group: click.Group) -> None:
         """
         db = _opened(database, must_exist=False)
         if file.suffix == ".jsonl" or file.is_dir():
-            from layerzero.cli.perfdb_traces import import_traces
+            from layerzero.companions import part
+            from layerzero.perfdb.exchange import add_newer
 
-            count, problems = import_traces(db, file, dataset)
+            rows, problems = part("flashinfer-bench.traces")(file, dataset)
+            count = add_newer(db, rows)
             data: dict[str, Any] = {"kind": "flashinfer-bench", "rows": count, "problems": problems}
             blocks: list[Block] = [Line(f"{count} measurements from {file}", "bold")]
             blocks += [Line(item, STYLES["warn"], indent=2, hang=2) for item in problems[:20]]

@@ -14,11 +14,11 @@ import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, working
 from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero.companions import part
 
 __all__ = ["add"]
 
 _STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
-_SUITE = "from layerzero.testing.suite import *  # noqa: F403\n"
 
 
 def add(group: click.Group) -> None:
@@ -63,12 +63,12 @@ def add(group: click.Group) -> None:
     @click.option("--family", help="Family of devices, where this machine pretends to be another one.")
     @click.option("--dry-run", is_flag=True, help="Run the kit, write nothing.")
     def prove(name: str, family: str | None, dry_run: bool) -> Answer:
-        """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs pytest).
+        """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs layerzero-verify).
 
         Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
         serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
         """
-        command = [sys.executable, "-P", "-m", "layerzero.testing.proofs", name]
+        command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name]
         command += [] if family is None else ["--family", family]
         with working("running the conformance kit …"):
             done = subprocess.run(
@@ -94,7 +94,7 @@ def add(group: click.Group) -> None:
     @verb(plugin, "check")
     @click.argument("name")
     @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds the probe may take.")
-    @click.option("--kit", is_flag=True, help="Also run the conformance kit (needs pytest).")
+    @click.option("--kit", is_flag=True, help="Also run the conformance kit (needs layerzero-verify).")
     def check(name: str, timeout: float | None, kit: bool) -> Answer:
         """Check one plugin: does it load, what does its probe say, and does it pass the conformance kit.
 
@@ -120,11 +120,12 @@ def add(group: click.Group) -> None:
 
 def _run_kit(name: str) -> tuple[dict[str, Any], list[str]]:
     """Run the suite on an installed plugin in a process of its own; (outcome, the lines worth reading)."""
+    kit = part("layerzero.testing").__name__
     with tempfile.TemporaryDirectory(prefix="lz-kit-") as folder:
-        Path(folder, "test_conformance.py").write_text(_SUITE, encoding="utf-8")
+        Path(folder, "test_conformance.py").write_text(f"from {kit}.suite import *\n", encoding="utf-8")
         command = [
             sys.executable, "-P", "-m", "pytest", "-q", "-rf", "--tb=line", "--color=no", "--import-mode=importlib",
-            "-p", "no:cacheprovider", "-p", "layerzero.testing.pytest_plugin", "--lz-plugin", name,
+            "-p", "no:cacheprovider", "-p", f"{kit}.pytest_plugin", "--lz-plugin", name,
             "--rootdir", folder, "-c", os.devnull, folder,
         ]  # fmt: skip
         done = subprocess.run(

@@ -13,7 +13,7 @@ from layerzero.files import write_whole
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 
-__all__ = ["FORMAT", "export_json", "import_json", "merge"]
+__all__ = ["FORMAT", "add_newer", "export_json", "import_json", "merge"]
 
 FORMAT = "layerzero-perfdb/2"
 _READABLE = ("layerzero-perfdb/1", FORMAT)  # 1: without the number of threads
@@ -56,15 +56,16 @@ def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
             raise ConfigurationError(
                 f"{name.name}: measurements[{index}]: {error}", code="SCHEMA_INVALID", value=f"measurements[{index}]"
             ) from None
-    return _add_newer(db, items)
+    return add_newer(db, items)
 
 
 def merge(target: PerfDB, sources: Iterable[PerfDB]) -> int:
-    """Bring the measurements of other databases in; of two with one key the newer stays. Says how many came in."""
-    return sum(_add_newer(target, source.all()) for source in sources)
+    """Bring the measurements of other databases in, as `add_newer` does."""
+    return sum(add_newer(target, source.all()) for source in sources)
 
 
-def _add_newer(db: PerfDB, items: Iterable[Measurement]) -> int:
+def add_newer(db: PerfDB, items: Iterable[Measurement]) -> int:
+    """Keep these measurements; of two with one key the newer stays. Says how many came in."""
     newest: dict[bytes, Measurement] = {item.key: item for item in db.all()}
     coming: dict[bytes, Measurement] = {}
     for item in items:

@@ -34,7 +34,7 @@ Rules that keep everybody safe:
 - a plugin that raises, exits or breaks a rule costs only itself; `lz doctor` shows the reason and the fix;
 - import only from `layerzero.plugin`, `layerzero.model`, `layerzero.reasons` and `layerzero.errors`.
 
-`lz plugin new NAME` writes a complete package; `from layerzero.testing.suite import *` is its whole test file.
+`lz plugin new NAME` writes a complete package; `from layerzero_verify.testing.suite import *` is its whole test file.
 """
 
 from layerzero.errors import BackendNotAvailableError, CapabilitiesError, InvalidInputError, PluginError

@@ -1,3 +1,3 @@
 """The conformance kit over Liger's real kernels."""
 
-from layerzero.testing.suite import *  # noqa: F403 # the kit's tests are taken in by name, all of them
+from layerzero_verify.testing.suite import *  # noqa: F403 # the kit's tests are taken in by name, all of them

@@ -1,0 +1,138 @@
+"""A transformer layer made of LayerZero's ops, stage by stage: prefill, and decode over a contiguous or paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero._ops.paged import paged_batch
+from layerzero_verify.caller import Caller
+from layerzero_verify.truth import causal_scores
+from layerzero_verify.weights import LayerWeights
+
+__all__ = ["Tables", "decode", "forward"]
+
+Tables = tuple[Tensor, Tensor] | None
+Stages = dict[str, Tensor]
+
+
+def forward(call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prefix: str = "") -> Stages:
+    """Every stage of a causal layer on x [B, S, H]; `prefix` goes before the stage names in the caller's notes."""
+    found, (q, k, v) = _before(call, w, x, tables, prefix)
+    found["scores"] = causal_scores(q, k)
+    out = call(f"{prefix}attn_out", "attention", q, k, v, is_causal=True)
+    call.stages[f"{prefix}scores"] = call.stages[f"{prefix}attn_out"]
+    found["attn_out"] = out.transpose(1, 2).reshape(*x.shape[:2], -1)
+    return {**found, **_after(call, w, x, found["attn_out"], prefix)}
+
+
+def decode(
+    call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prompt: int, *, paged: str | None = None
+) -> Tensor:
+    """The layer's output on x [B, S, H], made as a server makes it: `prompt` tokens at once, then one by one.
+
+    `paged` is None for a contiguous cache that grows, or the layout (NHD, HND) of a paged one.
+    """
+    length = x.shape[1]
+    cache = _Contiguous(call) if paged is None else _Paged(call, w, x, paged)
+    steps = [(0, prompt), *((start, start + 1) for start in range(prompt, length))]
+    outs = []
+    for start, stop in steps:
+        part = None if tables is None else (tables[0][start:stop], tables[1][start:stop])
+        name = "prefill" if start == 0 else f"decode token {start}"
+        _, (q, k, v) = _before(call, w, x[:, start:stop], part, f"{name} ")
+        attended = cache.attend(f"{name} attn_out", q, k, v)
+        outs.append(_after(call, w, x[:, start:stop], attended, f"{name} ")["output"])
+    return torch.cat(outs, dim=1)
+
+
+def _before(
+    call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prefix: str
+) -> tuple[Stages, tuple[Tensor, Tensor, Tensor]]:
+    batch, length, _ = x.shape
+    found: Stages = {}
+    found["ln1_out"] = normed = call(f"{prefix}ln1_out", "rms_norm", x, w.ln1, w.eps)
+    for name, weight, bias in (("q_proj", w.wq, w.bq), ("k_proj", w.wk, w.bk), ("v_proj", w.wv, w.bv)):
+        found[name] = call(f"{prefix}{name}", "linear", normed, weight, bias)
+    q = found["q_proj"].view(batch, length, w.heads, w.head_dim).transpose(1, 2)
+    k, v = (found[name].view(batch, length, w.kv_heads, w.head_dim).transpose(1, 2) for name in ("k_proj", "v_proj"))
+    if tables is not None:
+        q, k = call(f"{prefix}q_rope", "rope", q, k, *tables)
+        call.stages[f"{prefix}k_rope"] = call.stages[f"{prefix}q_rope"]
+        found["q_rope"], found["k_rope"] = q, k
+    return found, (q, k, v)
+
+
+def _after(call: Caller, w: LayerWeights, x: Tensor, attended: Tensor, prefix: str) -> Stages:
+    found: Stages = {}
+    found["proj_out"] = projected = call(f"{prefix}proj_out", "linear", attended, w.wo)
+    normed, stream = call(f"{prefix}ln2_out", "add_rms_norm", projected, x, w.ln2, w.eps)
+    call.stages[f"{prefix}residual"] = call.stages[f"{prefix}ln2_out"]
+    # a fused kernel keeps the norm's share of the sum's gradient to itself: what is compared is what comes from outside
+    stream = stream.view_as(stream)
+    found["residual"], found["ln2_out"] = stream, normed
+    found["fc1_out"] = wide = call(f"{prefix}fc1_out", "linear", normed, w.w1)
+    found["swiglu_out"] = gated = call(f"{prefix}swiglu_out", "silu_and_mul", wide)
+    found["mlp_out"] = down = call(f"{prefix}mlp_out", "linear", gated, w.w2)
+    found["output"] = stream + down
+    return found
+
+
+class _Contiguous:
+    """Keys and values of all tokens so far, one tensor each."""
+
+    def __init__(self, call: Caller) -> None:
+        self.call = call
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def attend(self, stage: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append, then attend from the last positions: the triangle is aligned to the bottom right."""
+        self.keys = k if self.keys is None else torch.cat((self.keys, k), dim=2)
+        self.values = v if self.values is None else torch.cat((self.values, v), dim=2)
+        out = self.call(stage, "attention", q, self.keys, self.values, is_causal="bottom_right")
+        return _packed(out)
+
+
+class _Paged:
+    """A paged cache with shuffled pages; a page holds as many tokens as there are KV heads, so that a layout read
+    the wrong way round gives numbers and no error."""
+
+    def __init__(self, call: Caller, w: LayerWeights, x: Tensor, layout: str) -> None:
+        self.call = call
+        self.layout = layout
+        batch, length = x.shape[:2]
+        self.page = max(w.kv_heads, 2)
+        per_row = -(-length // self.page)
+        blocks = batch * per_row
+        shape = (
+            (blocks, self.page, w.kv_heads, w.head_dim)
+            if layout == "NHD"
+            else (blocks, w.kv_heads, self.page, w.head_dim)
+        )
+        self.keys, self.values = x.new_zeros(shape), x.new_zeros(shape)
+        order = torch.arange(blocks, dtype=torch.int32).flip(0).reshape(batch, per_row)
+        self.tables = order.to(x.device)
+        self.seen = 0
+
+    def attend(self, stage: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the new tokens into their pages, then attend over the pages."""
+        batch, heads, new, dim = q.shape
+        for token in range(new):
+            position = self.seen + token
+            pages = self.tables[:, position // self.page].long()
+            slot = position % self.page
+            for cache, fresh in ((self.keys, k), (self.values, v)):
+                where = cache[:, slot] if self.layout == "NHD" else cache[:, :, slot]
+                where[pages] = fresh[:, :, token]
+        self.seen += new
+        lens = torch.full((batch,), self.seen, dtype=torch.int32, device=q.device)
+        news = torch.full((batch,), new, dtype=torch.int32, device=q.device)
+        plan = paged_batch(self.tables, lens, query_lens=news)
+        query = q.transpose(1, 2).reshape(batch * new, heads, dim)
+        out: Tensor = self.call(stage, "paged_attention", query, self.keys, self.values, plan, layout=self.layout)
+        return out.reshape(batch, new, heads * dim)
+
+
+def _packed(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1)

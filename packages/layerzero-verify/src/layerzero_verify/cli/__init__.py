@@ -1,0 +1,1 @@
+"""The verbs `lz verify` and `lz definitions`."""

@@ -1,0 +1,168 @@
+"""From a definition's inputs to a call of one of our ops, and back: which op an op_type is, and how it is spelled.
+
+An adapter holds the op's name and a function that makes the call with whatever implementation of the op it is given;
+so the very same spelling serves every kernel. What no op of ours computes raises `Unsupported`, which becomes a skip
+with that reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero._ops.signature import public_op
+from layerzero_verify.definitions.adapters_attention import gqa_paged, gqa_ragged, mla_paged
+from layerzero_verify.definitions.adapting import (
+    Adapter,
+    Inputs,
+    Op,
+    Unsupported,
+    epsilon,
+    first_of,
+    takes,
+    widened,
+)
+from layerzero_verify.definitions.schema import Definition
+
+__all__ = ["ADAPTERS", "adapter_for"]
+
+_LOGITS = ("routing_logits", "gating_output", "router_logits")
+_ROUTING = (*_LOGITS, "routing_bias", "routed_scaling_factor", "local_expert_offset", "topk_ids", "topk_weights")
+
+
+def adapter_for(definition: Definition) -> Adapter:
+    """The adapter of a definition; raises Unsupported with the reason where there is none."""
+    make = ADAPTERS.get(definition.op_type)
+    if make is None:
+        raise Unsupported(
+            f"no op of ours stands for op_type {definition.op_type!r}",
+            code="OP_UNKNOWN",
+            value=definition.op_type,
+            limit=", ".join(ADAPTERS),
+        )
+    return make(definition)
+
+
+# -- norms, positions, products, draws --------------------------------------------------------
+def _norm(definition: Definition) -> Adapter:
+    gemma = "gemma_" if "gemma" in definition.name else ""
+    main = first_of(definition, "hidden_states", "input", "x")
+    takes(definition, (main, "weight"), ("residual", "eps"))
+    if "residual" not in definition.inputs:
+        return Adapter(f"{gemma}rms_norm", lambda op, i: op(i[main], i["weight"], epsilon(definition, i)))
+
+    def added(op: Op, i: Inputs) -> Any:
+        return op(i[main], i["residual"], i["weight"], epsilon(definition, i))[: len(definition.outputs)]
+
+    return Adapter(f"{gemma}add_rms_norm", added)
+
+
+def _rope(definition: Definition) -> Adapter:
+    interleaved = bool(re.search(r"gpt_?j|interleave", definition.name))
+    if "cos_sin_cache" in definition.inputs:
+        takes(definition, ("q", "k", "cos_sin_cache", "positions"), ("is_neox",))
+
+        def cached(op: Op, i: Inputs) -> Any:
+            cos, sin = i["cos_sin_cache"].chunk(2, dim=-1)
+            pairs = not i["is_neox"] if "is_neox" in i else interleaved
+            q, k = op(
+                i["q"][None], i["k"][None], cos, sin,
+                interleaved=pairs, layout="BSHD", position_ids=i["positions"][None],
+            )  # fmt: skip
+            return q[0], k[0]
+
+        return Adapter("rope", cached)
+    takes(definition, ("q", "k", "cos", "sin"))
+
+    def tabled(op: Op, i: Inputs) -> Any:
+        q, cos, sin = i["q"], i["cos"], i["sin"]
+        if cos.shape[-1] == q.shape[-1] and cos.ndim == 2:  # one angle per element: the form with a batch axis
+            cos, sin = (table[None].expand(q.shape[0], *table.shape) for table in (cos, sin))
+        return op(q, i["k"], cos, sin, interleaved=interleaved, layout="BHSD")
+
+    return Adapter("rope", tabled)
+
+
+def _gemm(definition: Definition) -> Adapter:
+    takes(definition, ("A", "B"), ("A_scale", "B_scale"))
+    return Adapter("linear", lambda op, i: op(widened(definition, "A", i), widened(definition, "B", i)))
+
+
+def _sampling(definition: Definition) -> Adapter:
+    takes(definition, ("probs",), ("top_k", "top_p", "min_p"))
+
+    def call(op: Op, i: Inputs, generator: torch.Generator | None = None) -> Any:
+        given = {name: i[name] for name in ("top_k", "top_p", "min_p") if name in i}
+        return op(i["probs"].log(), **given, generator=generator)
+
+    return Adapter("sample", call, draws=True)
+
+
+# -- experts -------------------------------------------------------------------------------------
+def _moe(definition: Definition) -> Adapter:
+    first = first_of(definition, "w1", "w13", "gemm1_weights", "gate_up_proj")
+    second = first_of(definition, "w2", "gemm2_weights", "down_proj")
+    scales = [f"{name}_scale" for name in ("hidden_states", first, second)]
+    takes(definition, ("hidden_states", first, second), (*scales, *_ROUTING))
+    route = _router(definition)
+    # TensorRT-LLM's experts, which FlashInfer's fused kernels follow, hold the up half before the gate.
+    up_first = any(tag.startswith("fi_api:") and "trtllm" in tag for tag in definition.tags)
+
+    def call(op: Op, i: Inputs) -> Any:
+        x, gate_up, down = (widened(definition, name, i) for name in ("hidden_states", first, second))
+        if up_first:
+            gate_up = torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1)
+        weights, ids = route(i)
+        return op(x, gate_up, down, weights, ids, expert_offset=int(i.get("local_expert_offset", 0)))
+
+    return Adapter("moe", call)
+
+
+def _router(definition: Definition) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """How the experts of a token are found: given, by DeepSeek's groups with a bias, or by the renormalised best k."""
+    if {"topk_ids", "topk_weights"} <= set(definition.inputs):
+        return lambda i: (i["topk_weights"], i["topk_ids"])
+    logits = first_of(definition, *_LOGITS)
+    grouped, plain = "ds_routing" in definition.name, "renorm" in definition.name
+    if not (grouped or plain):
+        raise Unsupported(
+            f"{definition.name}: the way tokens are routed is not known",
+            value="its routing",
+            hint="topk_ids and topk_weights as inputs, or ds_routing or renorm in the name",
+        )
+    k = _count(definition, "top_k", "topk")
+    gate = public_op("topk_gate").function
+    if plain:
+        return lambda i: gate(i[logits].float(), k, scoring="softmax", renormalize=True)
+    groups, best = _count(definition, "n_group", "ng"), _count(definition, "topk_group", "kg")
+    return lambda i: gate(
+        i[logits].float(), k, scoring="sigmoid", renormalize=True, bias=i["routing_bias"].float(),
+        num_groups=groups, top_groups=best, scale=float(i.get("routed_scaling_factor", 1.0)),
+    )  # fmt: skip
+
+
+def _count(definition: Definition, constant: str, word: str) -> int:
+    """A whole number the definition fixes: as an axis, in its code, or in its name (topk8, ng8)."""
+    found = definition.constant(constant)
+    named = re.search(rf"(?<![a-z]){word}(\d+)", definition.name)
+    if found is None and named is None:
+        raise Unsupported(f"{definition.name} does not say {constant}", code="CONTEXT_FIELD_MISSING", value=constant)
+    return int(found if found is not None else named[1])  # type: ignore[index]
+
+
+ADAPTERS: Mapping[str, Callable[[Definition], Adapter]] = {
+    "rmsnorm": _norm,
+    "fused_add_rmsnorm": _norm,
+    "gqa_paged": gqa_paged,
+    "gqa_ragged": gqa_ragged,
+    "mla_ragged": gqa_ragged,
+    "mla_paged": mla_paged,
+    "moe": _moe,
+    "gemm": _gemm,
+    "sampling": _sampling,
+    "rope": _rope,
+}

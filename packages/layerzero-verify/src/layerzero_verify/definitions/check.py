@@ -1,0 +1,222 @@
+"""Check one definition: its own code, the ground truths against it, and every kernel of ours against it.
+
+Everything is an Outcome. What a solution is compared with is the definition's code where that may run and is sound,
+else the first ground truth; where there is neither, kernels are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerzero._ops.signature import public_op
+from layerzero.errors import LayerZeroError, UnknownNameError
+from layerzero.public.control import scoped
+from layerzero.reasons import Reason, reason
+from layerzero_verify.definitions import draws
+from layerzero_verify.definitions.adapters import adapter_for
+from layerzero_verify.definitions.adapting import Adapter, Unsupported
+from layerzero_verify.definitions.bench import Bench, Outputs, Started
+from layerzero_verify.definitions.inputs import copied, make_inputs
+from layerzero_verify.definitions.kernels import Kernel, kernels_for
+from layerzero_verify.definitions.outcome import REFERENCE, Options, Outcome
+from layerzero_verify.definitions.reference import CompileError, NotTrustedError, compile_reference, in_order
+from layerzero_verify.definitions.schema import Definition
+from layerzero_verify.definitions.trace import Status, Workload
+from layerzero_verify.definitions.trust import Trust
+from layerzero_verify.definitions.truths import Truth, find_truths
+
+__all__ = ["Started", "check_workloads", "default_device"]
+
+# A definition's `run`, or why there is none.
+Code = Callable[..., Any] | NotTrustedError | CompileError
+Draw = Callable[..., Any]
+
+
+def default_device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_workloads(
+    definition: Definition, workloads: Iterable[Workload], options: Options, root: Path | None = None
+) -> Iterator[Started | Outcome]:
+    """Check every solution on each workload, one after the other, saying when each begins.
+
+    What cannot be tried for any workload (a library that is not here, a kernel of another device) is said once.
+    """
+    device = torch.device(options.device) if options.device else default_device()
+    subject = _Subject.of(definition, options, device)
+    said = False
+    for workload in workloads:
+        blank = Outcome(definition.name, workload, "")
+        if not said:
+            yield from (replace(blank, solution=name, reason=why) for name, why in subject.unused.items())
+            said = True
+        try:
+            inputs = make_inputs(definition, workload, device, root=root)
+        except LayerZeroError as error:
+            yield replace(blank, solution="inputs", reason=error.reasons[0], log=str(error))
+            continue
+        bench = Bench(definition, workload, inputs, options)
+        yield from (_check_draws if definition.op_type == "sampling" else _check_values)(bench, subject)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What there is to try for a definition, and the reason against everything else."""
+
+    code: Code
+    truths: list[Truth]
+    adapter: Adapter | None
+    kernels: list[Kernel]
+    unused: dict[str, Reason]
+
+    @staticmethod
+    def of(definition: Definition, options: Options, device: torch.device) -> _Subject:
+        try:
+            code: Code = compile_reference(definition, Trust.of(options.trust))
+        except (NotTrustedError, CompileError) as error:
+            code = error
+        truths, missing = find_truths(definition, device) if options.truths else ([], {})
+        try:
+            adapter = adapter_for(definition)
+            kernels, unused = kernels_for(adapter.op, options.backends, device)
+        except (Unsupported, UnknownNameError) as error:
+            return _Subject(code, truths, None, [], {**missing, "layerzero": error.reasons[0]})
+        return _Subject(code, truths, adapter, kernels, {**missing, **unused})
+
+    def op(self, kernel: Kernel) -> Callable[..., Any]:
+        """The op as this kernel computes it, right or wrong: the public function, asked for the kernel by name."""
+        assert self.adapter is not None
+        function = public_op(self.adapter.op).function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with scoped(on_first_use="off"):  # judging it is the work of this very check
+                return function(*args, backend=kernel.kernel_id, **kwargs)
+
+        return run
+
+
+def _check_values(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]:
+    """Solutions whose numbers are compared one by one."""
+    yield bench.start(REFERENCE)
+    own, reference = _reference(bench, subject.code)
+    yield own
+    results: dict[str, Outputs] = {}
+    for truth in subject.truths:
+        yield bench.start(truth.source)
+        found = bench.run(truth.source, truth.run, partial=truth.partial)
+        if isinstance(found, Outcome):
+            yield replace(found, against=REFERENCE)
+            continue
+        results[truth.source] = found.outputs
+        if reference is None:
+            yield bench.outcome(truth.source, against=REFERENCE, reason=own.reason or _unsound(own))
+            continue
+        # The ground truth is what the reference is measured by, so it stands on the side of the expected.
+        kept = {name: tensor for name, tensor in reference.items() if name in found.outputs}
+        yield bench.judge(truth.source, REFERENCE, kept, found.outputs, latency_ms=found.milliseconds)
+    for one, other in itertools.combinations(results, 2):
+        yield bench.judge(other, one, results[other], results[one])
+    against, expected = (REFERENCE, reference) if reference is not None else next(iter(results.items()), ("", None))
+    for kernel in subject.kernels:
+        if expected is None:
+            yield bench.outcome(kernel.kernel_id, reason=own.reason or _unsound(own), log=own.log)
+            continue
+        yield bench.start(kernel.kernel_id)
+        assert subject.adapter is not None
+        found = bench.run(kernel.kernel_id, functools.partial(subject.adapter.call, subject.op(kernel)))
+        if isinstance(found, Outcome):
+            yield replace(found, against=against)
+            continue
+        outcome = bench.judge(kernel.kernel_id, against, found.outputs, expected, latency_ms=found.milliseconds)
+        yield bench.steady(outcome, found) if kernel.deterministic else outcome
+
+
+def _reference(bench: Bench, code: Code) -> tuple[Outcome, Outputs | None]:
+    """The definition's own code: what it says of itself, and its result if that can be relied on."""
+    if isinstance(code, LayerZeroError):
+        return _not_run(bench, code), None
+    found = bench.run(REFERENCE, lambda inputs: code(**inputs))
+    if isinstance(found, Outcome):
+        return found, None
+    bench.reference_ms = found.milliseconds
+    outcome = bench.judge(REFERENCE, "", found.outputs, None, latency_ms=found.milliseconds)
+    outcome = bench.steady(outcome, found)
+    return outcome, found.outputs if outcome.passed else None
+
+
+def _not_run(bench: Bench, error: LayerZeroError) -> Outcome:
+    """A definition's code that does not compile has failed; one that may not run is skipped."""
+    if isinstance(error, CompileError):
+        return bench.outcome(REFERENCE, status=Status.COMPILE_ERROR, log=str(error))
+    return bench.outcome(REFERENCE, reason=error.reasons[0], log=str(error))
+
+
+def _check_draws(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]:
+    """Samplers: each is judged by the exact distribution, so none of them has to be right for the others to be."""
+    if "probs" not in bench.inputs:
+        yield bench.outcome(REFERENCE, reason=reason("FEATURE_UNSUPPORTED", "sampling from anything but probs"))
+        return
+    if isinstance(subject.code, LayerZeroError):
+        yield _not_run(bench, subject.code)
+    else:
+        yield bench.start(REFERENCE)
+        run = subject.code
+        yield _judged(bench, REFERENCE, _unseeded(lambda inputs: run(**inputs)))
+    for truth in subject.truths:
+        yield bench.start(truth.source)
+        yield _judged(bench, truth.source, _unseeded(truth.run))
+    for kernel in subject.kernels:
+        yield bench.start(kernel.kernel_id)
+        assert subject.adapter is not None
+        draw = functools.partial(subject.adapter.call, subject.op(kernel))
+        yield _judged(bench, kernel.kernel_id, draw, steady=kernel.deterministic)
+
+
+def _judged(bench: Bench, solution: str, draw: Draw, *, steady: bool = True) -> Outcome:
+    """Shape and dtype as for any solution, then many draws; `steady` ones have to draw the same from the same seed."""
+
+    def seeded(inputs: dict[str, Any]) -> Any:
+        return draw(inputs, generator=torch.Generator(device=bench.device).manual_seed(1))
+
+    found = bench.run(solution, seeded)
+    if isinstance(found, Outcome):
+        return replace(found, against="distribution")
+    outcome = bench.judge(solution, "distribution", found.outputs, None, latency_ms=found.milliseconds)
+    if not outcome.passed:
+        return outcome
+    name = next(iter(bench.definition.outputs))
+    try:
+        with torch.no_grad():
+            verdict = draws.judge(
+                lambda i, g: in_order(bench.definition, draw(copied(i), generator=g), bench.device)[name], bench.inputs
+            )
+    except Exception as error:
+        return replace(bench.raised(solution, error), against="distribution")
+    good = verdict.ok and (verdict.deterministic or not steady)
+    status = Status.PASSED if good else Status.INCORRECT_NUMERICAL
+    return replace(outcome, status=status, extra=asdict(verdict), log=str(verdict))
+
+
+def _unseeded(run: Callable[[dict[str, Any]], Any]) -> Draw:
+    """Code that draws from torch's own generators, made to follow one of ours; afterwards they are as they were."""
+
+    def draw(inputs: dict[str, Any], *, generator: torch.Generator) -> Any:
+        seed = int(torch.randint(0, 2**62, (), generator=generator, device=generator.device))
+        with torch.random.fork_rng([generator.device] if generator.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return run(inputs)
+
+    return draw
+
+
+def _unsound(own: Outcome) -> Reason:
+    return reason("HEALTH_CHECK_FAILED", f"the definition's own code ended with {own.status}")

@@ -1,0 +1,192 @@
+"""A folder of definitions, workloads and traces, laid out as flashinfer-bench lays it out.
+
+definitions/<op_type>/<name>.json     workloads/<op_type>/<name>.jsonl     traces/<op_type>/<name>.jsonl
+
+Folders and names of files are a habit, not a rule: as in flashinfer-bench every *.json and *.jsonl below the three
+folders is read, and the lines themselves say which definition they are of.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from layerzero.errors import ConfigurationError, InvalidInputError, UnknownNameError
+from layerzero_verify.definitions.schema import Definition, load_definition
+from layerzero_verify.definitions.trace import Trace, Workload, read_traces
+
+__all__ = ["Dataset", "Problem", "open_dataset"]
+
+# Another project's variable; the data it names is read, never run, so it decides nothing about trust.
+_ROOT_VARIABLE = "FIB_DATASET_PATH"
+_ROOT_DEFAULT = Path("~/.cache/flashinfer_bench/dataset")  # where that project looks without the variable
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A file, or a line of one, that had to be left out."""
+
+    path: Path
+    error: ConfigurationError
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """The lines of one file by the definition they name, and what cannot be read."""
+
+    by_name: Mapping[str, list[Trace]]
+    problems: tuple[Problem, ...]
+
+    @staticmethod
+    def read(path: Path) -> _Lines:
+        try:
+            good, bad = read_traces(path)
+        except ConfigurationError as error:
+            good, bad = [], [error]
+        by_name: dict[str, list[Trace]] = {}
+        for trace in good:
+            by_name.setdefault(trace.definition, []).append(trace)
+        return _Lines(by_name, tuple(Problem(path, error) for error in bad))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a folder holds. Definitions that cannot be read are in `problems`, the others by name."""
+
+    root: Path
+    definitions: Mapping[str, Definition]
+    problems: tuple[Problem, ...] = ()
+    # What was read of a file, with the time and size it had then.
+    _known: dict[Path, tuple[tuple[int, int], _Lines]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def op_types(self) -> tuple[str, ...]:
+        """Kinds of definitions here."""
+        return tuple(sorted({definition.op_type for definition in self.definitions.values()}))
+
+    def select(
+        self, names: Iterable[str] = (), op_types: Iterable[str] = (), *, everything: bool = False
+    ) -> list[Definition]:
+        """Definitions by name, by op_type, or all; in the order of their names."""
+        names, op_types = tuple(names), tuple(op_types)
+        if not (names or op_types or everything):
+            raise InvalidInputError(
+                "nothing is selected", code="VALUE_INVALID", value="nothing", limit="a name, an op_type, or all"
+            )
+        for given, known, what in ((names, self.definitions, "definition"), (op_types, self.op_types, "op_type")):
+            for name in given:
+                if name not in known:
+                    raise self._unknown(name, list(known), what)
+        return [
+            definition
+            for _, definition in sorted(self.definitions.items())
+            if everything or definition.name in names or definition.op_type in op_types
+        ]
+
+    def workloads(self, definition: Definition) -> tuple[list[Workload], list[Problem]]:
+        """The workloads that come with a definition, and the lines that cannot be read; both empty without any."""
+        good, bad = self._own("workloads", definition)
+        return [trace.workload for _, trace in good], bad
+
+    def traces(self, definition: Definition) -> tuple[list[Trace], list[Problem]]:
+        """What was recorded about a definition before."""
+        good, bad = self._own("traces", definition)
+        return [trace for _, trace in good], bad
+
+    def traces_path(self, definition: Definition) -> Path:
+        """The file that new traces of a definition belong in."""
+        return self.root / "traces" / definition.op_type / f"{definition.name}.jsonl"
+
+    def strays(self) -> tuple[list[str], list[Problem]]:
+        """What belongs to no definition here: names that lines speak of, and bad lines in files of nobody's."""
+        names: set[str] = set()
+        problems: list[Problem] = []
+        for path, lines in (item for folder in ("workloads", "traces") for item in self._files(folder)):
+            names.update(set(lines.by_name) - set(self.definitions))
+            if path.stem not in self.definitions and not set(lines.by_name) & set(self.definitions):
+                problems += lines.problems
+        return sorted(names), problems
+
+    def tested(self, definition: Definition) -> str | None:
+        """Where a test of this definition is already written down, if it is: such ones are left out unless forced."""
+        word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(definition.name)}(?![A-Za-z0-9_])")
+        for path in sorted((self.root / "tests" / "references").glob("test_*.py")):
+            if word.search(path.read_text(encoding="utf-8", errors="replace")):
+                return str(path.relative_to(self.root))
+        for path, trace in self._own("traces", definition)[0]:
+            if trace.evaluation is not None:
+                return str(path.relative_to(self.root))
+        return None
+
+    def _own(self, folder: str, definition: Definition) -> tuple[list[tuple[Path, Trace]], list[Problem]]:
+        """The lines of a definition with their files; bad ones of a file that holds some, or that bears its name."""
+        good: list[tuple[Path, Trace]] = []
+        bad: list[Problem] = []
+        for path, lines in self._files(folder):
+            mine = lines.by_name.get(definition.name, [])
+            good += [(path, trace) for trace in mine]
+            if mine or path.stem == definition.name:
+                bad += lines.problems
+        return good, bad
+
+    def _files(self, folder: str) -> Iterator[tuple[Path, _Lines]]:
+        """Every file of lines, read anew when it was written since."""
+        for path in sorted((self.root / folder).rglob("*.jsonl")):
+            try:
+                found = path.stat()
+                stamp = (found.st_mtime_ns, found.st_size)
+                known = self._known.get(path)
+                if known is None or known[0] != stamp:
+                    known = self._known[path] = stamp, _Lines.read(path)
+                yield path, known[1]
+            except OSError:  # removed while we look
+                continue
+
+    def _unknown(self, name: str, known: list[str], what: str) -> UnknownNameError:
+        near = ", ".join(difflib.get_close_matches(name, known, 3) or sorted(known)[:8]) or "nothing: it is empty"
+        return UnknownNameError(
+            f"{self.root} holds no {what} {name!r}",
+            code="VALUE_INVALID",
+            value=name,
+            limit=near,
+            hint=f"it holds {near}",
+        )
+
+
+def open_dataset(root: str | Path | None = None) -> Dataset:
+    """Read every definition under `root`, else where flashinfer-bench looks. Bad files are reported, not raised."""
+    given = root if root is not None else os.environ.get(_ROOT_VARIABLE)
+    if not given and _ROOT_DEFAULT.expanduser().is_dir():
+        given = _ROOT_DEFAULT
+    if not given:
+        raise ConfigurationError(
+            "no dataset is named", code="CONFIG_FILE_MISSING", value="", hint=f"give --root or set {_ROOT_VARIABLE}"
+        )
+    folder = Path(given).expanduser()
+    if not (folder / "definitions").is_dir():
+        raise ConfigurationError(
+            f"{folder} is no dataset: it has no folder definitions", code="CONFIG_FILE_MISSING", value=str(folder)
+        )
+    found: dict[str, Definition] = {}
+    problems: list[Problem] = []
+    for path in sorted((folder / "definitions").rglob("*.json")):
+        try:
+            definition = load_definition(path)
+            if definition.name in found:
+                raise ConfigurationError(
+                    f"{definition.name} is defined twice",
+                    code="SCHEMA_INVALID",
+                    value=definition.name,
+                    limit=str(found[definition.name].source),
+                )
+            found[definition.name] = definition
+        except ConfigurationError as error:
+            problems.append(Problem(path, error))
+    return Dataset(folder, found, tuple(problems))

@@ -1,0 +1,198 @@
+"""What checking a definition found: one Outcome for each solution and workload, and the report over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.numerics import ErrorReport
+from layerzero.reasons import Reason
+from layerzero_verify.definitions.trace import Evaluation, Status, Trace, Workload
+
+__all__ = ["REFERENCE", "Counts", "Options", "Outcome", "Report"]
+
+# The solution name of a definition's own code.
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to check.
+
+    backends   kernel ids or backends to try; empty means every kernel of the op
+    device     "cuda", "cpu", …; None takes the GPU where there is one, else the CPU
+    trust      paths whose definitions may run their code, besides those of the environment
+    truths     whether ground truths are looked for
+    repeats    how often a solution is run for its time
+    """
+
+    backends: tuple[str, ...] = ()
+    device: str | None = None
+    trust: tuple[str, ...] = ()
+    rtol: float | None = None
+    atol: float | None = None
+    truths: bool = True
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One solution on one workload: passed, failed in one of the format's ways, or skipped (status None, a reason)."""
+
+    definition: str
+    workload: Workload
+    solution: str
+    against: str = ""
+    status: Status | None = None
+    reason: Reason | None = None
+    log: str = ""
+    errors: Mapping[str, ErrorReport] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    latency_ms: float = 0.0
+    reference_latency_ms: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything was right."""
+        return self.status is Status.PASSED
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was tried; `reason` says why."""
+        return self.status is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong."""
+        return not self.passed and not self.skipped
+
+    def trace(self, hardware: str, libs: Mapping[str, str], timestamp: str) -> Trace:
+        """As a line for flashinfer-bench; a skip has none."""
+        assert self.status is not None, "a skipped check leaves no trace"
+        worst_abs = max(
+            (report.max_abs for report in self.errors.values()), default=float(self.extra.get("max_abs", 0.0))
+        )
+        worst_rel = max(
+            (report.max_rel for report in self.errors.values()), default=float(self.extra.get("max_rel", 0.0))
+        )
+        evaluation = Evaluation(
+            self.status,
+            hardware,
+            libs,
+            timestamp,
+            self.log,
+            worst_rel,
+            worst_abs,
+            {"compared_with": self.against, **self.metrics()},
+            self.latency_ms,
+            self.reference_latency_ms,
+        )
+        return Trace(self.definition, self.workload, self.solution, evaluation)
+
+    def metrics(self) -> dict[str, Any]:
+        """The numbers of each output: errors, cosine, mse, hit ratio, and the worst places."""
+        found: dict[str, Any] = {
+            name: value for name, value in self.extra.items() if name not in ("max_abs", "max_rel")
+        }
+        for output, report in self.errors.items():
+            found[output] = {
+                "max_abs": _plain(report.max_abs),
+                "mean_abs": _plain(report.mean_abs),
+                "max_rel": _plain(report.max_rel),
+                "mean_rel": _plain(report.mean_rel),
+                "cosine": report.cosine,
+                "mse": _plain(report.mse),
+                "hit_ratio": report.hit_ratio,
+                "worst": [
+                    {"index": list(spot.index), "actual": _plain(spot.actual), "expected": _plain(spot.expected)}
+                    for spot in report.worst
+                ],
+            }
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "definition": self.definition,
+            "workload": self.workload.to_json(),
+            "solution": self.solution,
+            "against": self.against,
+            "status": "SKIPPED" if self.status is None else self.status.value,
+            "reason": None if self.reason is None else self.reason.to_json(),
+            "log": self.log,
+            "metrics": self.metrics(),
+            "latency_ms": self.latency_ms,
+            "reference_latency_ms": self.reference_latency_ms,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How the checks of one source went."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        tried = self.passed + self.failed
+        return f"{self.passed}/{tried} passed" + (f", {self.skipped} skipped" if self.skipped else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every outcome, what was left out, which files could not be read, and what was looked for and not found."""
+
+    outcomes: tuple[Outcome, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    device: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed. Skips are no failure, but a report of skips alone shows nothing: see `counts`."""
+        return not any(outcome.failed for outcome in self.outcomes) and not self.problems
+
+    @property
+    def failures(self) -> tuple[Outcome, ...]:
+        """What is wrong."""
+        return tuple(outcome for outcome in self.outcomes if outcome.failed)
+
+    def counts(self) -> dict[str, Counts]:
+        """Passed, failed and skipped by source: a kernel, a ground truth, a pair of truths, a definition's code."""
+        found: dict[str, list[Outcome]] = {}
+        for outcome in self.outcomes:
+            found.setdefault(_source(outcome), []).append(outcome)
+        return {source: _count(items) for source, items in sorted(found.items())}
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "ok": self.ok,
+            "device": self.device,
+            "counts": {
+                source: {"passed": count.passed, "failed": count.failed, "skipped": count.skipped}
+                for source, count in self.counts().items()
+            },
+            "left_out": dict(self.left_out),
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "outcomes": [outcome.to_json() for outcome in self.outcomes],
+        }
+
+
+def _source(outcome: Outcome) -> str:
+    return f"{outcome.solution} against {outcome.against}" if outcome.against else outcome.solution
+
+
+def _count(outcomes: Iterable[Outcome]) -> Counts:
+    items = list(outcomes)
+    return Counts(
+        sum(item.passed for item in items), sum(item.failed for item in items), sum(item.skipped for item in items)
+    )
+
+
+def _plain(value: float) -> float | str:
+    return value if value == value and abs(value) != float("inf") else str(value)

@@ -1,0 +1,121 @@
+"""Check many definitions and put everything into one report; write it down as traces."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from layerzero_verify.definitions.bench import Started
+from layerzero_verify.definitions.check import check_workloads, default_device
+from layerzero_verify.definitions.dataset import Dataset
+from layerzero_verify.definitions.isolated import check_isolated
+from layerzero_verify.definitions.kernels import known_backends
+from layerzero_verify.definitions.outcome import Options, Outcome, Report
+from layerzero_verify.definitions.schema import Definition
+from layerzero_verify.definitions.sizes import DEFAULT, workloads_for
+from layerzero_verify.definitions.trace import Trace, Workload, append_traces
+
+__all__ = ["check", "check_definition", "environment", "traces_of", "write_traces"]
+
+_LIBRARIES = ("torch", "layerzero-core", "flashinfer-python", "sgl-kernel", "sglang", "triton")
+
+
+def check(
+    dataset: Dataset,
+    definitions: Iterable[Definition],
+    options: Options | None = None,
+    *,
+    sizes: Iterable[str] = DEFAULT,
+    stored: bool = True,
+    force: bool = False,
+    seed: int = 0,
+    timeout: float | None = None,
+    watch: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Check definitions of a dataset: on the workloads that come with them (`stored`), and on made-up ones of `sizes`.
+
+    Those with a test already (see `Dataset.tested`) are left out unless forced. With a `timeout` every workload runs
+    in a process of its own that is ended after so many seconds. `watch` hears what is being done.
+    """
+    options = options or Options()
+    known_backends(options.backends)
+    chosen = list(definitions)
+    kinds = {definition.op_type for definition in chosen}
+    outcomes: list[Outcome] = []
+    left_out: dict[str, str] = {}
+    notes: list[str] = [] if chosen else [f"no definition of those asked for is in {dataset.root / 'definitions'}"]
+    # A file that cannot be read concerns those who asked for its kind, which its folder tells; without one, everybody.
+    folders = {"definitions", *kinds}
+    problems = [str(problem) for problem in dataset.problems if problem.path.parent.name in folders]
+    for definition in chosen:
+        where = None if force else dataset.tested(definition)
+        if where is not None:
+            left_out[definition.name] = f"already tested, see {where}"
+            continue
+        given, bad = dataset.workloads(definition) if stored else ([], [])
+        problems += [str(problem) for problem in bad]
+        work = [*given, *workloads_for(definition, sizes, seed=seed)]
+        if stored and not given:
+            instead = f"checked on {len(work)} made-up sizes" if work else "and no sizes were asked for: not checked"
+            place = dataset.root / "workloads" / "**" / "*.jsonl"
+            notes.append(f"{definition.name}: no workload of it in {place}, {instead}")
+        outcomes += check_definition(definition, work, options, root=dataset.root, timeout=timeout, watch=watch)
+    return Report(tuple(outcomes), left_out, tuple(problems), str(options.device or default_device()), tuple(notes))
+
+
+def check_definition(
+    definition: Definition,
+    workloads: Iterable[Workload],
+    options: Options | None = None,
+    *,
+    root: Path | None = None,
+    timeout: float | None = None,
+    watch: Callable[[str], None] = lambda line: None,
+) -> list[Outcome]:
+    """Check one definition on these workloads."""
+    options = options or Options()
+    run = check_workloads if timeout is None else check_isolated(timeout)
+    outcomes = []
+    for event in run(definition, workloads, options, root):
+        if isinstance(event, Started):
+            watch(f"{definition.name} {_words(event.workload)}: {event.solution}")
+        else:
+            outcomes.append(event)
+    return outcomes
+
+
+def traces_of(outcomes: Iterable[Outcome], device: str | torch.device) -> list[Trace]:
+    """Everything that was tried, as traces; a skip leaves none."""
+    hardware, libs = environment(torch.device(device))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return [outcome.trace(hardware, libs, now) for outcome in outcomes if not outcome.skipped]
+
+
+def write_traces(report: Report, out: Path) -> int:
+    """Append the report's traces to a file; returns how many."""
+    return append_traces(out, traces_of(report.outcomes, report.device or "cpu"))
+
+
+def environment(device: torch.device) -> tuple[str, dict[str, str]]:
+    """The hardware by name, and the versions of the libraries that may have computed."""
+    libs = {}
+    for name in _LIBRARIES:
+        try:
+            libs[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    libs["torch"] = torch.__version__
+    if torch.version.cuda:
+        libs["cuda"] = torch.version.cuda
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), libs
+    return platform.processor() or platform.machine() or device.type, libs
+
+
+def _words(workload: Workload) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in workload.axes.items())

@@ -1,0 +1,241 @@
+"""Workloads and traces: one line of JSON each, as flashinfer-bench reads and writes them.
+
+A workload gives the variable axes of a definition and says where each input comes from. A trace adds who computed it
+(`solution`, here a kernel id or a ground truth) and how that went.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from layerzero.errors import ConfigurationError
+from layerzero_verify.definitions.files import at, json_lines, take, take_map
+
+__all__ = ["Evaluation", "InputSource", "Status", "Trace", "Workload", "append_traces", "parse_trace", "read_traces"]
+
+
+class Status(enum.StrEnum):
+    """How an evaluation ended; the words are the format's. A skip is not among them: it leaves no trace."""
+
+    PASSED = "PASSED"
+    INCORRECT_SHAPE = "INCORRECT_SHAPE"
+    INCORRECT_NUMERICAL = "INCORRECT_NUMERICAL"
+    INCORRECT_DTYPE = "INCORRECT_DTYPE"
+    RUNTIME_ERROR = "RUNTIME_ERROR"
+    COMPILE_ERROR = "COMPILE_ERROR"
+    TIMEOUT = "TIMEOUT"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSource:
+    """Where an input comes from: "random", "scalar" with its value, or "safetensors" with path and key."""
+
+    kind: str = "random"
+    value: int | float | bool | None = None
+    path: str = ""
+    key: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        match self.kind:
+            case "scalar":
+                return {"type": "scalar", "value": self.value}
+            case "safetensors":
+                return {"type": "safetensors", "path": self.path, "tensor_key": self.key}
+        return {"type": "random"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One concrete case: sizes of the variable axes and the source of each input. Random data follows from the uuid."""
+
+    uuid: str
+    axes: Mapping[str, int]
+    inputs: Mapping[str, InputSource] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        inputs = {name: source.to_json() for name, source in self.inputs.items()}
+        return {"uuid": self.uuid, "axes": dict(self.axes), "inputs": inputs}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a solution did. Errors are kept for PASSED and INCORRECT_NUMERICAL, times for PASSED: so the format rules."""
+
+    status: Status
+    hardware: str
+    libs: Mapping[str, str]
+    timestamp: str
+    log: str = ""
+    max_relative_error: float = 0.0
+    max_absolute_error: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    latency_ms: float = 0.0
+    reference_latency_ms: float = 0.0
+
+    @property
+    def speedup_factor(self) -> float:
+        """How much faster than the definition's own code; 0 where that was not run."""
+        return self.reference_latency_ms / self.latency_ms if self.latency_ms > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        correctness = performance = None
+        if self.status in (Status.PASSED, Status.INCORRECT_NUMERICAL):
+            correctness = {
+                "max_relative_error": _number(self.max_relative_error),
+                "max_absolute_error": _number(self.max_absolute_error),
+                "extra": {name: _number(value) for name, value in self.extra.items()} or None,
+            }
+        if self.status is Status.PASSED:
+            performance = {
+                "latency_ms": self.latency_ms,
+                "reference_latency_ms": self.reference_latency_ms,
+                "speedup_factor": self.speedup_factor,
+            }
+        return {
+            "status": self.status.value,
+            "environment": {"hardware": self.hardware, "libs": dict(self.libs)},
+            "timestamp": self.timestamp,
+            "log": self.log,
+            "correctness": correctness,
+            "performance": performance,
+        }
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A definition's workload, and what became of it. Without solution and evaluation it is a workload to be done."""
+
+    definition: str
+    workload: Workload
+    solution: str | None = None
+    evaluation: Evaluation | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the file."""
+        return {
+            "definition": self.definition,
+            "workload": self.workload.to_json(),
+            "solution": self.solution,
+            "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
+        }
+
+    def line(self) -> str:
+        """One line of JSONL, without the line break."""
+        return json.dumps(self.to_json(), allow_nan=False)
+
+
+def read_traces(path: Path) -> tuple[list[Trace], list[ConfigurationError]]:
+    """Every good line of a workload or trace file, and what is wrong with the others."""
+    good: list[Trace] = []
+    bad: list[ConfigurationError] = []
+    for number, data in json_lines(path):
+        try:
+            if isinstance(data, ConfigurationError):
+                raise data
+            good.append(parse_trace(data, f"{path.name}, line {number}"))
+        except ConfigurationError as error:
+            bad.append(error)
+    return good, bad
+
+
+def append_traces(path: Path, traces: Iterable[Trace]) -> int:
+    """Add lines at the end of a file in one write, so that two writers never mix their lines. Returns how many."""
+    lines = [trace.line() for trace in traces]
+    if not lines:
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    with open(handle, "rb+", buffering=0) as out:
+        if out.seek(0, os.SEEK_END) > 0:
+            out.seek(-1, os.SEEK_END)
+            if out.read(1) != b"\n":  # somebody's last line was left open
+                lines[0] = "\n" + lines[0]
+        out.write(("\n".join(lines) + "\n").encode())
+    return len(lines)
+
+
+def parse_trace(data: Any, where: str = "trace") -> Trace:
+    """A Trace from its JSON."""
+    solution = take(data, "solution", str, where, None)
+    evaluation = take(data, "evaluation", dict, where, None)
+    if (solution is None) != (evaluation is None):
+        raise at(where, "solution and evaluation belong together")
+    return Trace(
+        take(data, "definition", str, where),
+        _workload(take_map(data, "workload", where), f"{where}: workload"),
+        solution,
+        None if evaluation is None else _evaluation(evaluation, f"{where}: evaluation"),
+    )
+
+
+def _workload(data: Any, where: str) -> Workload:
+    axes = take_map(data, "axes", where)
+    for name in axes:
+        if take(axes, name, int, f"{where}: axes") < 0:
+            raise at(f"{where}: axes.{name}", f"{axes[name]} is negative", value=axes[name], limit="0 or more")
+    inputs = {name: _source(item, f"{where}: inputs.{name}") for name, item in take_map(data, "inputs", where).items()}
+    return Workload(take(data, "uuid", str, where), axes, inputs)
+
+
+def _source(data: Any, where: str) -> InputSource:
+    given = data if isinstance(data, dict) else {}
+    plain = "scalar" if "value" in given else "safetensors" if "path" in given else "random"
+    match take(data, "type", str, where, plain):
+        case "random":
+            return InputSource()
+        case "scalar":
+            return InputSource("scalar", take(data, "value", (int, float, bool), where))
+        case "safetensors":
+            return InputSource(
+                "safetensors", None, take(data, "path", str, where), take(data, "tensor_key", str, where)
+            )
+        case other:
+            raise at(f"{where}: type", f"{other!r} is unknown", value=other, limit="random, scalar or safetensors")
+
+
+def _evaluation(data: Any, where: str) -> Evaluation:
+    word = take(data, "status", str, where)
+    if word not in Status.__members__:
+        raise at(f"{where}: status", f"{word!r} is unknown", value=word, limit=", ".join(Status))
+    environment = take(data, "environment", dict, where)
+    correctness = take(data, "correctness", dict, where, None) or {}
+    performance = take(data, "performance", dict, where, None) or {}
+    extra = take(correctness, "extra", dict, where, {})
+    return Evaluation(
+        Status(word),
+        take(environment, "hardware", str, where),
+        {name: str(version) for name, version in take(environment, "libs", dict, where, {}).items()},
+        take(data, "timestamp", str, where),
+        take(data, "log", str, where, ""),
+        _float(correctness, "max_relative_error", where),
+        _float(correctness, "max_absolute_error", where),
+        extra,
+        _float(performance, "latency_ms", where),
+        _float(performance, "reference_latency_ms", where),
+    )
+
+
+def _float(data: Any, name: str, where: str) -> float:
+    """A number, or one of the words JSON has no number for."""
+    found: Any = take(data, name, (int, float, str), where, 0.0)
+    try:
+        return float(found)
+    except ValueError:
+        raise at(f"{where}: {name}", f"{found!r} is no number", value=found) from None
+
+
+def _number(value: Any) -> Any:
+    """JSON has no infinity and no NaN; the format writes them as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,267 @@
+"""Level 4: whole models. Logits and top-1, in transformers' own computation and on LayerZero's ops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.numerics import ErrorReport, compare
+from layerzero_verify import models
+from layerzero_verify.caller import IDLE, Caller, StageError
+from layerzero_verify.capture import Events, hooked, ran
+from layerzero_verify.lineup import LineUp
+from layerzero_verify.models import Model
+from layerzero_verify.patching import applied, watched
+from layerzero_verify.report import Check, StageDiff, Status, failed, of_error, skipped
+from layerzero_verify.stages import localise, red_flags
+from layerzero_verify.thresholds import LAYER, LOGITS, limit
+
+__all__ = ["check_model", "placed"]
+
+
+def placed(model: Model, device: torch.device, dtype: str) -> Model:
+    """The model on a device in a dtype; a copy, unless it is there already."""
+    kind: torch.dtype = getattr(torch, dtype)
+    here = next(model.module.parameters())
+    if here.device == device and here.dtype == kind:
+        return model
+    key = f"on {device} in {dtype}"
+    if key in model.memo:
+        kept: Model = model.memo[key]
+        return kept
+
+    def moved(inputs: dict[str, Tensor] | None) -> Any:
+        if inputs is None:
+            return None
+        return {
+            name: item.to(device, kind) if item.is_floating_point() else item.to(device)
+            for name, item in inputs.items()
+        }
+
+    module = copy.deepcopy(model.module).to(device, kind)
+    found = replace(model, module=module, inputs=moved(model.inputs), padded=moved(model.padded), memo={})
+    model.memo[key] = found
+    return found
+
+
+def check_model(
+    name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str = "float32", *, cached: bool = False
+) -> Iterator[Check]:
+    """Plain inputs, padded ones, and (asked for) prefill with a cache followed by single tokens."""
+    truth = placed(model, device, "float32")
+    subject = placed(model, device, dtype)
+    where = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
+    for label, inputs in (("full forward", subject.inputs), ("padded batch", subject.padded)):
+        if inputs is None:
+            continue
+        exact = truth.inputs if label == "full forward" else truth.padded
+        assert exact is not None
+        yield _compared(label, truth, subject, exact, inputs, line_up, where)
+    if cached and subject.decoder and not getattr(subject.module.config, "is_encoder_decoder", False):
+        yield _cached(truth, subject, line_up, where)
+
+
+@contextmanager
+def _eager(module: Any) -> Iterator[None]:
+    """The unmodified model with its plainest attention."""
+    before = module.config._attn_implementation
+    module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(before)
+
+
+def _plain_logits(model: Model, inputs: dict[str, Tensor]) -> Tensor:
+    label = "padded" if inputs is model.padded else "plain"
+    if label not in model.memo:
+        with _eager(model.module):
+            model.memo[label] = model.logits(inputs)
+    logits: Tensor = model.memo[label]
+    return logits
+
+
+def _compared(
+    label: str,
+    truth: Model,
+    subject: Model,
+    exact: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    line_up: LineUp,
+    where: dict[str, str],
+) -> Check:
+    want = _plain_logits(truth, exact)
+    own = 0.0 if subject is truth else (_plain_logits(subject, inputs).double() - want.double()).abs().max().item()
+    call = Caller(line_up)
+    try:
+        with line_up.entered(), applied(subject.module, call):
+            got = subject.logits(inputs)
+    except StageError as error:
+        return failed(4, label, str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where)
+    if call.idle:
+        return skipped(4, label, IDLE, **where)
+    kept = _kept(inputs, got)
+    check = _judge(label, got, want, kept, own, call, where)
+    return check if check.status is not Status.FAIL else _explained(check, subject, inputs, line_up, call)
+
+
+def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller) -> Check:
+    """A failed comparison of logits, told by the first stage inside the model that differs."""
+    rows, reports = _located(model, inputs, line_up, call)
+    finding = localise(rows)
+    if finding is None:
+        return check
+    guilty = next(row for row in rows if not row.ok)
+    spot = check.first
+    logits = "" if spot is None else f"the logits first differ at {list(spot.index)}"
+    words = (finding.rule, logits, check.detail)
+    return replace(
+        check,
+        component=finding.component,
+        op=guilty.op,
+        kernel=guilty.kernel,
+        stage=guilty.stage,
+        first=reports[guilty.stage].first,
+        detail="; ".join(word for word in words if word),
+        stages=tuple(rows),
+        flags=red_flags(rows),
+    )
+
+
+def _kept(inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
+    """Positions that count: not the padding, whose rows attend nothing."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape != logits.shape[:-1] or "decoder_input_ids" in inputs:
+        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    return mask.bool()
+
+
+def _judge(
+    label: str, got: Tensor, want: Tensor, kept: Tensor, own: float, call: Caller, where: dict[str, str]
+) -> Check:
+    bound = limit(LOGITS, own)
+    report = compare(
+        torch.where(kept.unsqueeze(-1), got.float(), 0.0), torch.where(kept.unsqueeze(-1), want, 0.0), bound
+    )
+    kernel = call.kernels.get("linear", "")
+    check = of_error(4, label, report, op="linear", kernel=kernel, stage="logits", served=call.served, **where)
+    top = got.argmax(-1) == want.argmax(-1)
+    # Rounding may turn a tie; only a lead above the bound has to be kept.
+    best = want.topk(min(2, want.shape[-1])).values
+    clear = (best[..., 0] - best[..., -1]) > 2 * bound.atol * (1 + best[..., 0].abs())
+    wrong = (~top & kept & clear).nonzero().tolist()
+    figures = (("top1_agreement", (top & kept).sum().item() / kept.sum().item()),)
+    if wrong and check.status is Status.OK:
+        place = wrong[0]
+        text = (
+            f"top-1 at position {place}: got {int(got[tuple(place)].argmax())}, want {int(want[tuple(place)].argmax())}"
+        )
+        return replace(check, status=Status.FAIL, detail=text, figures=figures)
+    if wrong:
+        detail = f"top-1 differs at {len(wrong)} of {int(kept.sum())} positions, first at {wrong[0]}"
+        return replace(check, detail=f"{check.detail}; {detail}".strip("; "), figures=figures)
+    return replace(check, figures=figures)
+
+
+def _located(
+    model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller
+) -> tuple[list[StageDiff], dict[str, ErrorReport]]:
+    """Run both again with every module watched, and find where they part."""
+    want: Events = {}
+    got: Events = {}
+    with hooked(model.module, want) as observe, watched(model.module, observe):
+        model.logits(inputs)
+    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
+        model.logits(inputs)
+    mask = inputs.get("attention_mask")
+    kept = None if mask is None or "decoder_input_ids" in inputs else mask.bool()
+    rows: list[StageDiff] = []
+    reports: dict[str, ErrorReport] = {}
+    for name, value in want.items():
+        if name not in got:
+            continue
+        left, right = got[name], value
+        if kept is not None:
+            left, right = _without_padding(left, kept), _without_padding(right, kept)
+        report = compare(left, right, limit(LAYER, _coarse(left)))
+        op, kernel = ran(name, call)
+        stage = name.partition("#")[0]
+        reports.setdefault(stage, report)
+        if not report.ok and reports[stage].ok:  # the second time a module runs, and the first time it is wrong
+            reports[stage] = report
+        rows.append(StageDiff(stage, op, kernel, report.max_abs, report.tolerance.atol, report.ok))
+    return rows, reports
+
+
+def _coarse(value: Tensor) -> float:
+    """The spacing of a narrow dtype, which a comparison inside a model has to allow."""
+    return 0.0 if value.dtype in (torch.float32, torch.float64) else 8 * torch.finfo(value.dtype).eps
+
+
+def _without_padding(value: Tensor, kept: Tensor) -> Tensor:
+    """Zeros in place of padding, so that an index still means what it says."""
+    if value.shape[:2] == kept.shape:
+        return value.masked_fill(~kept.reshape(*kept.shape, *(1,) * (value.ndim - 2)), 0.0)
+    if value.ndim == 4 and (value.shape[0], value.shape[2]) == kept.shape:
+        return value.masked_fill(~kept[:, None, :, None], 0.0)
+    return value
+
+
+def _cached(truth: Model, subject: Model, line_up: LineUp, where: dict[str, str]) -> Check:
+    """A prompt at once, then one token at a time over transformers' own cache."""
+    ids = subject.inputs["input_ids"]
+    want = _plain_logits(truth, truth.inputs)
+    own = 0.0
+    if subject is not truth:
+        own = (_plain_logits(subject, subject.inputs).double() - want.double()).abs().max().item()
+    call = Caller(line_up)
+    prompt = ids.shape[1] // 2
+    label = "prefill + decode with cache"
+    try:
+        with torch.no_grad(), line_up.entered(), applied(subject.module, call):
+            found = subject.module(input_ids=ids[:, :prompt], use_cache=True)
+            parts = [found.logits]
+            for position in range(prompt, ids.shape[1]):
+                found = subject.module(
+                    input_ids=ids[:, position : position + 1], past_key_values=found.past_key_values, use_cache=True
+                )
+                parts.append(found.logits)
+    except StageError as error:
+        return failed(4, label, str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where)
+    if call.idle:
+        return skipped(4, label, IDLE, **where)
+    got = torch.cat(parts, dim=1)
+    kept = torch.ones(got.shape[:-1], dtype=torch.bool, device=got.device)
+    check = _judge(label, got, want, kept, own, call, where)
+    if check.status is Status.FAIL:
+        return replace(
+            check,
+            op="attention",
+            kernel=call.kernels.get("attention", ""),
+            component="attention over a cache, or RoPE's positions",
+        )
+    return check
+
+
+def matrix(line_up: LineUp, device: torch.device, seed: int) -> Iterator[Check]:
+    """The preflight's three models: do they run at all on these kernels, and give finite logits of the right shape?"""
+    for name in models.MATRIX:
+        model = placed(models.made(name, seed), device, "float32")
+        where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]"}
+        call = Caller(line_up)
+        try:
+            with line_up.entered(), applied(model.module, call):
+                logits = model.logits(model.inputs)
+        except Exception as error:
+            stage = (error.op, error.kernel, error.stage) if isinstance(error, StageError) else ("", "", "")
+            yield failed(0, "model runs", error, op=stage[0], kernel=stage[1], stage=stage[2], **where)
+            continue
+        finite = bool(logits.isfinite().all())
+        detail = "" if finite else "the logits are not finite"
+        yield Check(0, "model runs", Status.OK if finite else Status.FAIL, detail=detail, stage="logits", **where)

@@ -1,0 +1,161 @@
+"""Level 4's models: real architectures of transformers, tiny, with weights made on the spot from a seed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero_verify.weights import generator
+
+__all__ = ["MODELS", "Model", "available", "from_folder", "made", "missing"]
+
+_VOCAB = 131
+_SMALL: dict[str, Any] = {
+    "vocab_size": _VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its inputs; `padded` are inputs of unequal lengths, None where the architecture has none."""
+
+    name: str
+    module: Any
+    inputs: dict[str, Tensor]
+    padded: dict[str, Tensor] | None = None
+    decoder: bool = True
+    # Logits of the unmodified model by the kind of input, and copies on other devices and in other dtypes: a run
+    # compares several line-ups with the same ones.
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def logits(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits of a forward pass without gradients or cache."""
+        with torch.no_grad():
+            found = self.module(**inputs, **({"use_cache": False} if self.decoder else {}))
+        logits: Tensor = found.logits
+        return logits
+
+
+def missing() -> str:
+    """Why level 4 cannot run here; empty when it can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed: pip install 'layerzero-verify[models]'"
+    return ""
+
+
+def _llama(name: str, prefix: str, **changes: Any) -> Callable[[Any], Any]:
+    def build(transformers: Any) -> Any:
+        config = getattr(transformers, f"{prefix}Config")(**{**_SMALL, **changes})
+        return getattr(transformers, f"{prefix}ForCausalLM")(config)
+
+    return build
+
+
+def _gpt2(transformers: Any) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=_VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _t5(transformers: Any) -> Any:
+    config = transformers.T5Config(
+        vocab_size=_VOCAB, d_model=64, d_kv=16, d_ff=112, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit(transformers: Any) -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=112, image_size=32, patch_size=8,
+        num_labels=11,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+# A sliding window shorter than the sequences, so that it matters; Gemma with wide heads, Qwen with biases.
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "llama": _llama("llama", "Llama"),
+    "mistral": _llama("mistral", "Mistral", sliding_window=5),
+    "qwen": _llama("qwen", "Qwen2"),
+    "gemma": _llama("gemma", "Gemma", head_dim=32, hidden_act="gelu_pytorch_tanh"),
+    "gpt2": _gpt2,
+    "t5": _t5,
+    "vit": _vit,
+    "gemma2": _llama("gemma2", "Gemma2", head_dim=32, sliding_window=5, query_pre_attn_scalar=32),
+    "qwen3": _llama("qwen3", "Qwen3", head_dim=16),
+}
+MODELS = tuple(_BUILDERS)
+MATRIX = ("llama", "gpt2", "t5")  # the three of the preflight: rotary decoder, learned positions, encoder-decoder
+
+
+def available() -> tuple[str, ...]:
+    """The models that can be made here; all, or none without transformers."""
+    return () if missing() else MODELS
+
+
+@lru_cache(maxsize=32)
+def made(name: str, seed: int = 0, length: int = 12) -> Model:
+    """A model by name, in float32 on the CPU; the same numbers for the same seed."""
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed + 1)
+        module = _BUILDERS[name](transformers).eval()
+    _lively(module, name, seed)
+    draw = generator("tokens", name, seed)
+    if name == "vit":
+        return Model(name, module, {"pixel_values": torch.randn(2, 3, 32, 32, generator=draw)}, decoder=False)
+    return _with_tokens(name, module, draw, length)
+
+
+def _with_tokens(name: str, module: Any, draw: torch.Generator, length: int) -> Model:
+    vocab = module.config.vocab_size
+    ids = torch.randint(1, vocab, (2, length), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[1, : length // 3] = 0  # a shorter prompt, padded on the left
+    inputs, padded = {"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}
+    if getattr(module.config, "is_encoder_decoder", False):
+        targets = torch.randint(1, vocab, (2, length - 3), generator=draw)
+        inputs, padded = {**inputs, "decoder_input_ids": targets}, {**padded, "decoder_input_ids": targets}
+    return Model(name, module, inputs, padded)
+
+
+def _lively(module: torch.nn.Module, name: str, seed: int) -> None:
+    """Weights of the size a trained model has: transformers' own initial ones are so small that faults hardly show."""
+    draw = generator("weights", name, seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.1 * noise)
+
+
+def from_folder(folder: str, seed: int = 0, length: int = 12) -> Model:
+    """A causal language model saved in a local folder, with its real weights; nothing is fetched from anywhere."""
+    import transformers
+
+    if not Path(folder).is_dir():
+        raise InvalidInputError(
+            f"no folder {folder!r}", code="VALUE_INVALID", value=folder, limit="a folder written by save_pretrained"
+        )
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    module.train(False)
+    return _with_tokens(Path(folder).name, module, generator("tokens", seed), length)

@@ -1,0 +1,270 @@
+"""What the kernels compute, one declared capability at a time, against the reference in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.numerics import assert_close, tolerance
+from layerzero_verify.testing.cases import Case
+from layerzero_verify.testing.kit import Kit, operation
+from layerzero_verify.testing.run import call, check, place, tensors
+from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+
+__all__: list[str] = []
+
+
+@pytest.mark.lz_group("result")
+def test_result_matches_the_reference(lz_kit: Kit, lz_case: Case) -> None:
+    """Plain calls, in every declared dtype."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("result")
+def test_result_has_the_dtype_and_shape_of_the_op(lz_kit: Kit, lz_case: Case) -> None:
+    """The result's dtype is the reference's for the same inputs; nothing is quietly widened or narrowed."""
+    args = lz_case.arguments(place(lz_kit, lz_case.spec))
+    op = lz_kit.operation(lz_case.spec.op)
+    assert op is not None and op.fallback_impl is not None
+    with torch.no_grad():
+        got, want = call(lz_kit, lz_case, args), op.fallback_impl(*args)
+    pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+    for index, (left, right) in enumerate(pairs):
+        if isinstance(right, Tensor):
+            assert (left.dtype, tuple(left.shape)) == (right.dtype, tuple(right.shape)), f"result {index}"
+
+
+@pytest.mark.lz_group("scale")
+def test_scale_is_applied(lz_kit: Kit, lz_case: Case) -> None:
+    """An explicit scale, and 1/sqrt(head_dim) without one."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("gqa")
+def test_gqa_maps_query_heads_to_their_kv_head(lz_kit: Kit, lz_case: Case) -> None:
+    """Query head h uses KV head h // (Hq / Hkv)."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("mask_bool")
+def test_bool_mask_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
+    """True means attend."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("dead_row")
+def test_fully_masked_row_gives_zeros(lz_kit: Kit, lz_case: Case) -> None:
+    """A query that may attend nothing gives zeros, not NaN."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("mask_float")
+def test_float_mask_is_added(lz_kit: Kit, lz_case: Case) -> None:
+    """A float mask is added to the scaled scores; -inf masks."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("causal_top_left")
+def test_causal_top_left_is_as_declared(lz_kit: Kit, lz_case: Case) -> None:
+    """is_causal=True aligns the triangle to the top left, also when the lengths differ."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("causal_square")
+def test_causal_on_equal_lengths_is_right(lz_kit: Kit, lz_case: Case) -> None:
+    """On equal lengths both alignments are the same triangle."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("causal_bottom_right")
+def test_causal_bottom_right_is_as_declared(lz_kit: Kit, lz_case: Case) -> None:
+    """is_causal="bottom_right" aligns the triangle to the bottom right, also when the lengths differ."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("window")
+def test_window_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
+    """(left, right) keys around the query's position, -1 for unlimited."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("block_mask")
+def test_block_mask_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
+    """A block-sparse mask taken as it is, partial blocks at the ends included."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("chunk_mask")
+def test_chunks_are_attended_by_themselves(lz_kit: Kit, lz_case: Case) -> None:
+    """Causal within chunks counted from the first key, queries aligned to the end."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("softcap")
+def test_softcap_is_applied(lz_kit: Kit, lz_case: Case) -> None:
+    """Scores become cap * tanh(score / cap), after the scale."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("alibi")
+def test_alibi_bias_is_right(lz_kit: Kit, lz_case: Case) -> None:
+    """-slope * distance, positions aligned to the end."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("lse")
+def test_lse_is_the_natural_logarithm(lz_kit: Kit, lz_case: Case) -> None:
+    """The log-sum-exp is natural, float32, one per query and head."""
+    check(lz_kit, lz_case)
+    args = lz_case.arguments(place(lz_kit, lz_case.spec))
+    with torch.no_grad():
+        result = call(lz_kit, lz_case, args)
+    assert isinstance(result, tuple) and result[1].dtype is torch.float32, "expected (out, lse) with lse in float32"
+
+
+@pytest.mark.lz_group("dropout")
+def test_dropout_keeps_the_expectation(lz_kit: Kit, lz_case: Case) -> None:
+    """With value all ones the mean stays near one, and something was dropped; torch's seed decides what."""
+    args = list(lz_case.arguments(place(lz_kit, lz_case.spec)))
+    args[2] = torch.ones_like(args[2])
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            results.append(call(lz_kit, lz_case, tuple(args)).float())
+    assert abs(results[0].mean().item() - 1.0) < 0.05
+    assert (results[0] - 1.0).abs().max().item() > 0.05, "nothing was dropped"
+    assert torch.equal(results[0], results[1]), "equal seeds gave different results"
+    assert not torch.equal(results[0], results[2]), "the seed does not matter"
+
+
+@pytest.mark.lz_group("sizes")
+def test_sizes_hold_up_to_the_declared_limits(lz_kit: Kit, lz_case: Case) -> None:
+    """Every declared minimum, maximum and listed size, as far as it can be tried quickly."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("eps")
+def test_eps_stands_inside_the_root(lz_kit: Kit, lz_case: Case) -> None:
+    """sqrt(mean + eps), not sqrt(mean) + eps."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("no_weight")
+def test_missing_weight_means_one(lz_kit: Kit, lz_case: Case) -> None:
+    """weight=None is allowed and scales by one."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("rope_options")
+def test_rope_options_are_right(lz_kit: Kit, lz_case: Case) -> None:
+    """Partial rotation and explicit positions."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("mixed_weight")
+def test_weights_may_be_of_another_dtype(lz_kit: Kit, lz_case: Case) -> None:
+    """A weight of another dtype counts in full, and the result keeps the dtype of the activations."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("loss_options")
+def test_loss_options_are_right(lz_kit: Kit, lz_case: Case) -> None:
+    """Label smoothing, softcap, z-loss and the log-sum-exp, alone and together."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("cast_options")
+def test_casts_round_clamp_and_wrap_as_defined(lz_kit: Kit, lz_case: Case) -> None:
+    """Every pair of dtypes the kernel declares, bit for bit, with numbers that do not fit."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("activation")
+def test_activation_is_applied(lz_kit: Kit, lz_case: Case) -> None:
+    """Each activation of linear."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("quantized_weight")
+def test_quantized_weights_count_as_the_numbers_they_stand_for(lz_kit: Kit, lz_case: Case) -> None:
+    """Every declared format and granularity of a weight, zero points and quantized activations."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("accumulation")
+def test_long_sums_are_kept_in_a_wide_type(lz_kit: Kit, lz_case: Case) -> None:
+    """Sums over hundreds of numbers of one sign, in every declared dtype."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("sampling")
+def test_sampling_is_seeded_and_stays_inside_the_filter(lz_kit: Kit, lz_case: Case) -> None:
+    """Equal seeds give equal tokens; no token outside what the filter leaves; each as often as it should be."""
+    device = place(lz_kit, lz_case.spec)
+    args = lz_case.arguments(device)
+    first, again = call(lz_kit, lz_case, args), call(lz_kit, lz_case, lz_case.arguments(device))
+    assert first.dtype is torch.int64 and first.shape == args[0].shape[:1]
+    assert torch.equal(first, again), "equal seeds gave different tokens"
+    assert first.unique().numel() > 1, "only one token was ever drawn"
+    probs = _probabilities(lz_case.spec.op, args)[0].cpu()  # the rows are alike
+    drawn = set(first.tolist())
+    assert not drawn - set(probs.nonzero().flatten().tolist()), f"drew {sorted(drawn)} from outside the filter"
+    chance = chi_square(counts_of(first, probs.numel()), probs)
+    assert chance > UNLIKELY, f"the draws do not follow the distribution: chi-square probability {chance:.1e}"
+
+
+def _probabilities(op: str, args: tuple[Any, ...]) -> Tensor:
+    """What the reference draws with for these arguments, in float64."""
+    reference = operation("sampling_probs")
+    assert reference is not None and reference.fallback_impl is not None
+    *filters, temperature, _ = args[1:]
+    alone = {"sample_topk": (*filters, None, None), "sample_topp": (None, *filters, None)}
+    top_k, top_p, min_p = alone.get(op, filters)
+    out: Tensor = reference.fallback_impl(args[0].double(), top_k, top_p, min_p, temperature)
+    return out
+
+
+@pytest.mark.lz_group("speculation")
+def test_speculation_keeps_the_distribution_of_the_target(lz_kit: Kit, lz_case: Case) -> None:
+    """Equal seeds give equal tokens, and at each place the tokens follow the target, whatever the draft was."""
+    device = place(lz_kit, lz_case.spec)
+    args = lz_case.arguments(device)
+    tokens = call(lz_kit, lz_case, args)[0]
+    assert torch.equal(tokens, call(lz_kit, lz_case, lz_case.arguments(device))[0]), "equal seeds gave different tokens"
+    # Rows are alike and the target looks at the depth alone: node 0 is always at depth 1, the last place deepest.
+    target = args[2][0]
+    for depth, probs in enumerate((target[0], target[1], target[-1])):
+        drawn = tokens[:, depth][tokens[:, depth] >= 0]
+        chance = chi_square(counts_of(drawn, probs.numel()), probs)
+        assert chance > UNLIKELY, f"place {depth}: {drawn.numel()} tokens, chi-square probability {chance:.1e}"
+
+
+@pytest.mark.lz_group("dequantized")
+def test_dequantized_values_match_the_reference(lz_kit: Kit, lz_case: Case) -> None:
+    """What the codes of every declared format stand for, in every declared dtype."""
+    check(lz_kit, lz_case)
+
+
+@pytest.mark.lz_group("quantized")
+def test_quantized_values_match_the_reference(lz_kit: Kit, lz_case: Case) -> None:
+    """What the codes stand for is within the declared bound (one step of the format by default) of the reference."""
+    args = lz_case.arguments(place(lz_kit, lz_case.spec))
+    dequantize = lz_kit.operation("dequantize")
+    assert dequantize is not None and dequantize.fallback_impl is not None
+    op = lz_kit.operation("quantize")
+    assert op is not None and op.fallback_impl is not None
+    got, want = call(lz_kit, lz_case, args), op.fallback_impl(*args)
+    assert (got.fmt, got.granularity, got.shape) == (want.fmt, want.granularity, want.shape)
+    assert tensors(args)[0].dtype == got.dtype
+    left, right = (dequantize.fallback_impl(item, torch.float32) for item in (got, want))
+    declared = dict(lz_case.spec.error_bounds).get(args[1].fmt.value)
+    if declared is None:
+        assert_close(left, right, tolerance("quantize", "float16"))
+        return
+    original = args[0].float()
+    error = (left - original).abs().max().item() / original.abs().max().item()
+    assert error <= declared, f"error {error:.3g} exceeds the declared bound {declared:.3g} of {args[1].fmt}"
