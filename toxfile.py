@@ -28,6 +28,7 @@ def _settings(core: Package, package: Package) -> dict[str, object]:
     pip = ["python", "-m", "pip", "install", "-q"]
     wanted = [core] if package.name == core.name else [core, package]
     kit = package.path.parent / "layerzero-verify"  # every package's tests use the conformance kit
+    models = package.path.parent / "layerzero-models"  # the kit's level 4 patches models
     return {
         "description": f"{package.name} in an environment of its own",
         "labels": {"packages"},
@@ -35,7 +36,7 @@ def _settings(core: Package, package: Package) -> dict[str, object]:
             Command([*pip, "torch"]),  # at the version PIP_CONSTRAINT names; a CPU build where the machine offers one
             Command([*pip, *(str(p.path) for p in wanted)]),
             Command(["python", "-m", "tools.installed_only", *(p.name for p in wanted)]),
-            Command([*pip, str(kit), *group("test")]),
+            Command([*pip, str(kit), str(models), *group("test")]),
         ],
         "commands": [Command(["python", "-m", "pytest", str(package.path / "tests"), "-m", "not slow and not stress"])],
     }

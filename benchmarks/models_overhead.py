@@ -13,8 +13,8 @@ __all__ = ["overheads"]
 
 def overheads(model: Any) -> dict[str, float]:
     """µs of each kind of call of a patched Llama beyond its kernel, the kernels being empty."""
-    from layerzero.integrations.transformers_models import parts, quick
     from layerzero.runtime.current import now
+    from layerzero_models.transformers import parts, quick
 
     device = model.device
     layer = model.model.layers[0]

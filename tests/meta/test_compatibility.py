@@ -30,7 +30,7 @@ def vendors(project: dict[str, object]) -> dict[str, str]:
     extras = project.get("optional-dependencies", {})
     assert isinstance(extras, dict)
     found = [Requirement(line) for name, lines in extras.items() if name not in OURS for line in lines]
-    return {item.name: str(item.specifier) for item in found}
+    return {item.name: str(item.specifier) for item in found if item.name not in PROJECTS}
 
 
 def same(one: str, other: str) -> bool:

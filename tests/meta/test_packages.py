@@ -161,10 +161,8 @@ THROUGH = {
     "sympy": "of torch: the sizes of a traced graph are expressions of it",
 }
 FOUND_ONLY = {  # used where they happen to be installed, and in no extra since no test environment should get them
-    "layerzero-core": {
-        "layerzero_accel",
-        "layerzero_verify",
-    },  # our hot path; types of names of entry points
+    # our hot path; types of names of entry points
+    "layerzero-core": {"layerzero_accel", "layerzero_models", "layerzero_verify"},
     "layerzero-verify": {"flashinfer", "sglang"},  # other truths for definitions
     "layerzero-cpu": {"zentorch"},  # AMD's kernels
     "layerzero-flashattn": {"flash_attn_interface"},  # FlashAttention 3 is on no index

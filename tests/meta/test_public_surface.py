@@ -196,12 +196,12 @@ def test_lazy_names_resolve_in_a_fresh_interpreter():
 
 # -- what a type checker sees --------------------------------------------------------------------------------------
 SOURCES = ROOT / "packages" / "layerzero-core" / "src"
-BESIDE = {"layerzero_verify": ROOT / "packages" / "layerzero-verify" / "src"}
 
 
 def definitions(name: str, module: str) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     """Every definition of a public name in its module: the overloads and the function, or the class."""
-    file = BESIDE.get(module.partition(".")[0], SOURCES).joinpath(*module.split("."))
+    package, *path = module.split(".")
+    file = next(ROOT.glob(f"packages/*/src/{package}")).joinpath(*path)
     tree = ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and any((item.asname or item.name) == name for item in node.names):

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from layerzero._ops.trees import tree_mask, tree_positions
     from layerzero._ops.varlen import varlen_attention
     from layerzero.distributed.agreement import agree
-    from layerzero.integrations.tensor_parallel import column_linear, row_linear, shard_weight
-    from layerzero.integrations.transformers_models import enable_transformers
     from layerzero.model.bias import relative_bias
     from layerzero.model.context import Context
     from layerzero.model.device import DeviceSpec
@@ -79,11 +77,13 @@ if TYPE_CHECKING:
     from layerzero.public.freezing import compile
     from layerzero.public.graphing import capture_graph, is_graph_safe, validate_graph_capture
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
-    from layerzero.public.patching import patch, patched, unpatch
     from layerzero.public.planning import plan
     from layerzero.public.tuning import record, solve, tune
     from layerzero.public.warming import warmup
     from layerzero.runtime.observation import metrics, observe, structured_logs
+    from layerzero_models.patching import patch, patched, unpatch
+    from layerzero_models.tensor_parallel import column_linear, row_linear, shard_weight
+    from layerzero_models.transformers import enable_transformers
     from layerzero_verify.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
@@ -194,19 +194,16 @@ __all__ = [
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
 _LAZY = {
     **_LATE_OPS,
-    **dict.fromkeys(("column_linear", "row_linear", "shard_weight"), "layerzero.integrations.tensor_parallel"),
     "Context": "layerzero.model.context",
     "DeviceSpec": "layerzero.model.device",
     "agree": "layerzero.distributed.agreement",
     "block_mask": "layerzero.model.masks",
     "chunk_mask": "layerzero.model.masks",
     "doctor": "layerzero.public.checks",
-    "enable_transformers": "layerzero.integrations.transformers_models",
     "grouped_batch": "layerzero._ops.grouped",
     "kv_cache": "layerzero._ops.kv_cache",
     "pack_weight": "layerzero._ops.packing",
     **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.public.graphing"),
-    **dict.fromkeys(("patch", "patched", "unpatch"), "layerzero.public.patching"),
     "plan": "layerzero.public.planning",
     "plan_block": "layerzero.public.blocks",
     "compile": "layerzero.public.freezing",

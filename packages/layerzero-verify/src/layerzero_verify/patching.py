@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerzero.integrations.transformers_models.attending import biased
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero_verify.caller import Caller
 
@@ -70,6 +69,8 @@ def attention_function(call: Caller) -> Callable[..., tuple[Tensor, None]]:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
         options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
         if position_bias is not None:
+            from layerzero_models.transformers.attending import biased  # of the extra `models`
+
             options["attn_mask"] = biased(position_bias, attention_mask, causal, query, key)
         elif attention_mask is not None:
             options["attn_mask"] = attention_mask

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from layerzero.integrations.transformers_models.linears import Linears
 from layerzero.model.kernel import Limit
+from layerzero_models.transformers.linears import Linears
 from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
@@ -172,7 +172,7 @@ def test_a_compiled_model_is_still_one_graph(few: Any) -> None:
 def test_worth_is_asked_once_for_a_size_and_not_where_there_is_no_cpu(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerzero.integrations.transformers_models import linears
+    from layerzero_models.transformers import linears
 
     asked = []
     own = linears.which

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from layerzero.errors import InvalidInputError
-from layerzero.integrations.changes import Changes
-from layerzero.integrations.transformers_models import experts, layers, parts, probes, quick, rewriting
-from layerzero.integrations.transformers_models.choosing import choose_attention, choose_experts
-from layerzero.integrations.transformers_models.enabling import NAME, enable_transformers
-from layerzero.integrations.transformers_models.linears import Linears
-from layerzero.integrations.transformers_models.neighbours import Neighbours, unfit
-from layerzero.model.patches import Left, Patched, PatchReport
+from layerzero_models.changes import Changes
+from layerzero_models.report import Left, Patched, PatchReport
+from layerzero_models.transformers import experts, layers, parts, probes, quick, rewriting
+from layerzero_models.transformers.choosing import choose_attention, choose_experts
+from layerzero_models.transformers.enabling import NAME, enable_transformers
+from layerzero_models.transformers.linears import Linears
+from layerzero_models.transformers.neighbours import Neighbours, unfit
 
 __all__ = ["KINDS", "patch", "patched", "unpatch"]
 

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.errors import BackendNotAvailableError, InvalidInputError
 from layerzero.numerics.compare import assert_close
 from layerzero.numerics.tolerances import tolerance
-from layerzero.public.patching import patch, patched, unpatch
+from layerzero_models.patching import patch, patched, unpatch
 
 pytestmark = [
     pytest.mark.usefixtures("clean"),
@@ -193,7 +193,7 @@ def test_a_deep_copy_of_a_patched_model_is_its_own() -> None:
 
 
 def test_a_patch_that_fails_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerzero.integrations.diffusers_models import walk
+    from layerzero_models.diffusers import walk
 
     model, _ = made("dit")
     before, count = holdings(model), 0
@@ -279,7 +279,7 @@ def test_a_model_split_over_devices_by_the_library_keeps_its_processors() -> Non
 def test_layerzero_is_a_backend_of_the_librarys_dispatcher_by_name() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    from layerzero.integrations.diffusers_models.dispatcher import backend
+    from layerzero_models.diffusers.dispatcher import backend
 
     member = backend()
     assert backend() is member and isinstance(member, AttentionBackendName)
@@ -298,7 +298,7 @@ def test_layerzero_is_a_backend_of_the_librarys_dispatcher_by_name() -> None:
 
 
 def test_the_dispatcher_passes_masks_scale_and_lse_on() -> None:
-    from layerzero.integrations.diffusers_models.dispatcher import attend
+    from layerzero_models.diffusers.dispatcher import attend
 
     q, k, v = (torch.randn(2, size, 3, 8) for size in (5, 7, 7))
     keep = torch.arange(7) < torch.tensor([[4], [7]])
@@ -339,7 +339,7 @@ def _tensors(item: Any) -> list[torch.Tensor]:
 def test_an_old_or_missing_diffusers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from layerzero.integrations import diffusers_models
+    from layerzero_models import diffusers as diffusers_models
 
     assert diffusers_models.version() == importlib.metadata.version("diffusers")
     model, _ = made("dit")

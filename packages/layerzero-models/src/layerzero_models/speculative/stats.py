@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerzero.integrations.speculative import SpeculativeDecoder
+    from layerzero_models.speculative.decoder import SpeculativeDecoder
 
 __all__ = ["Clock", "SpeculativeReport", "SpeculativeStats", "compare"]
 
@@ -137,7 +137,7 @@ def compare(
 
     `generator` makes a fresh generator for each run.
     """
-    from layerzero.integrations.speculative import decode
+    from layerzero_models.speculative.decoder import decode
 
     fresh = generator if generator is not None else lambda: None
     clock = Clock(prompt.device)

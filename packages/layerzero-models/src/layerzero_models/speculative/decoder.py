@@ -26,10 +26,10 @@ from torch import Tensor
 from layerzero._ops.sampling import check_filters, check_param, sample
 from layerzero._ops.speculative import sample_speculative, sampling_probs
 from layerzero.errors import InvalidInputError
-from layerzero.integrations.roles import Role
-from layerzero.integrations.speculative_stats import Clock, SpeculativeStats
 from layerzero.public.inspection import explain
 from layerzero.telemetry.report import SelectionReport
+from layerzero_models.speculative.roles import Role
+from layerzero_models.speculative.stats import Clock, SpeculativeStats
 
 __all__ = ["CachedModel", "Generation", "SpeculativeConfig", "SpeculativeDecoder", "decode", "last_tokens"]
 

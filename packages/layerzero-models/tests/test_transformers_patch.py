@@ -16,7 +16,7 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.errors import BackendNotAvailableError, InvalidInputError
-from layerzero.integrations.transformers_models import parts, patching, quick
+from layerzero_models.transformers import parts, patching, quick
 from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [

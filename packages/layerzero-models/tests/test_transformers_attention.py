@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.integrations.transformers_models import attending, masking
+from layerzero_models.transformers import attending, masking
 from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
@@ -45,7 +45,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return real(q, k, v, mask, p, causal, *a, **kw)
 
     monkeypatch.setattr(attending, "attention", listening)
-    from layerzero.integrations.transformers_models import static_cache
+    from layerzero_models.transformers import static_cache
 
     monkeypatch.setattr(static_cache, "attention", listening)
     return calls

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.integrations.changes import Changes
-from layerzero.integrations.diffusers_models.borrowed import borrow
-from layerzero.integrations.diffusers_models.dispatcher import backend
-from layerzero.integrations.diffusers_models.parts import feed_forward_of, norm_of
-from layerzero.integrations.diffusers_models.processors import known
-from layerzero.model.patches import Left, Patched
+from layerzero_models.changes import Changes
+from layerzero_models.diffusers.borrowed import borrow
+from layerzero_models.diffusers.dispatcher import backend
+from layerzero_models.diffusers.parts import feed_forward_of, norm_of
+from layerzero_models.diffusers.processors import known
+from layerzero_models.report import Left, Patched
 
 __all__ = ["apply"]
 

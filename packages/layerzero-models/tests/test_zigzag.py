@@ -1,6 +1,6 @@
 """Zigzag context parallelism: simulated worlds in this process, real ones over gloo, grouped against two calls.
 
-Also runs under torchrun: `torchrun --nproc_per_node=8 packages/layerzero-core/tests/test_zigzag.py`.
+Also runs under torchrun: `torchrun --nproc_per_node=8 packages/layerzero-models/tests/test_zigzag.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from layerzero.errors import InvalidInputError
-from layerzero.integrations import zigzag
-from layerzero.integrations.zigzag import zigzag_attention, zigzag_attention_gathered, zigzag_plan
 from layerzero.numerics import Tolerance, assert_close, tolerance
+from layerzero_models import zigzag
+from layerzero_models.zigzag import zigzag_attention, zigzag_attention_gathered, zigzag_plan
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 WORLDS = (1, 2, 4, 8)

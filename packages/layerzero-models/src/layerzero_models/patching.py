@@ -6,7 +6,7 @@ import importlib
 from typing import Any, TypeVar
 
 from layerzero.errors import InvalidInputError
-from layerzero.model.patches import PatchReport
+from layerzero_models.report import PatchReport
 
 __all__ = ["PATCHERS", "patch", "patched", "patcher_of", "unpatch"]
 
@@ -14,8 +14,8 @@ __all__ = ["PATCHERS", "patch", "patched", "patcher_of", "unpatch"]
 # name at first use. Such a module has three functions: `patch(model, **options)`, `unpatch(model)` and
 # `patched(model)`, the last two returning a PatchReport or None.
 PATCHERS: dict[str, str] = {
-    "diffusers": "layerzero.integrations.diffusers_models",
-    "transformers": "layerzero.integrations.transformers_models",
+    "diffusers": "layerzero_models.diffusers",
+    "transformers": "layerzero_models.transformers",
 }
 
 Model = TypeVar("Model")

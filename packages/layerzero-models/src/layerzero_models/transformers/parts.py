@@ -12,9 +12,9 @@ from torch import Tensor
 
 from layerzero._ops.gemma import gemma_rms_norm
 from layerzero._ops.norm import rms_norm as public_rms_norm
-from layerzero.integrations.transformers_models import quick
-from layerzero.integrations.transformers_models.neighbours import Neighbours
-from layerzero.integrations.transformers_models.probes import Rules
+from layerzero_models.transformers import quick
+from layerzero_models.transformers.neighbours import Neighbours
+from layerzero_models.transformers.probes import Rules
 
 __all__ = [
     "STATE",

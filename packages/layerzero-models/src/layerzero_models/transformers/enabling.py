@@ -44,8 +44,8 @@ def enable_transformers(*, auto_patch: bool | None = None) -> str:
     found = version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from layerzero.integrations.transformers_models.attending import attend
-    from layerzero.integrations.transformers_models.masking import mask
+    from layerzero_models.transformers.attending import attend
+    from layerzero_models.transformers.masking import mask
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
@@ -60,7 +60,7 @@ def _register_experts() -> None:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError:  # an early 5.x
         return
-    from layerzero.integrations.transformers_models.experts import experts
+    from layerzero_models.transformers.experts import experts
 
     ExpertsInterface.register(NAME, experts)
 
@@ -80,7 +80,7 @@ def _auto_patch(on: bool) -> None:
 
     @functools.wraps(present.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from layerzero.integrations.transformers_models.patching import patch
+        from layerzero_models.transformers.patching import patch
 
         loaded = present.__func__(cls, *args, **kwargs)
         # With output_loading_info it is a pair.

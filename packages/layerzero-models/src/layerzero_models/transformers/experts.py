@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.moe import moe
-from layerzero.integrations.transformers_models.probes import activation_of
+from layerzero_models.transformers.probes import activation_of
 
 __all__ = ["WORD", "experts", "unfit"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.integrations.transformers_models import parts, rewriting
+from layerzero_models.transformers import parts, rewriting
 
 __all__ = ["first_norm", "is_rms", "other_inputs", "stacks"]
 

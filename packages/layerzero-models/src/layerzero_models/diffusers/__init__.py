@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from layerzero.errors import BackendNotAvailableError, InvalidInputError
-from layerzero.integrations.changes import Changes
-from layerzero.model.patches import Left, Patched, PatchReport
-from layerzero.public.patching import patcher_of
+from layerzero_models.changes import Changes
+from layerzero_models.patching import patcher_of
+from layerzero_models.report import Left, Patched, PatchReport
 
 __all__ = ["MINIMUM", "patch", "patched", "unpatch", "version"]
 
@@ -31,7 +31,7 @@ def version() -> str:
         found = importlib.metadata.version("diffusers")
     except importlib.metadata.PackageNotFoundError:
         raise BackendNotAvailableError(
-            code="BACKEND_NOT_INSTALLED", value="diffusers", limit="'layerzero-core[diffusers]'"
+            code="BACKEND_NOT_INSTALLED", value="diffusers", limit="'layerzero-models[diffusers]'"
         ) from None
     parts = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if parts < MINIMUM:
@@ -132,7 +132,7 @@ def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _patch_module(model: nn.Module, release: str, attention: bool, norms: bool, feed_forward: bool) -> None:
-    walk = importlib.import_module("layerzero.integrations.diffusers_models.walk")
+    walk = importlib.import_module("layerzero_models.diffusers.walk")
     changes = Changes()
     try:
         done, left = walk.apply(model, changes, attention=attention, norms=norms, feed_forward=feed_forward)

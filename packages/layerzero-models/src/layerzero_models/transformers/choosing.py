@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from layerzero.integrations.changes import Changes
-from layerzero.integrations.transformers_models.enabling import NAME
+from layerzero_models.changes import Changes
+from layerzero_models.transformers.enabling import NAME
 
 __all__ = ["choose_attention", "choose_experts"]
 

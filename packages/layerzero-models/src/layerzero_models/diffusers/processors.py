@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero._ops.attention import attention
 from layerzero._ops.positional import rope
-from layerzero.integrations.diffusers_models.dispatcher import attend
+from layerzero_models.diffusers.dispatcher import attend
 
 __all__ = ["FluxProcessor", "JointProcessor", "PlainProcessor", "known"]
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.errors import ConfigurationError, InvalidInputError
-from layerzero.integrations.speculative import SpeculativeConfig, SpeculativeDecoder, decode
-from layerzero.integrations.speculative_stats import compare
-from layerzero.integrations.speculative_tree import TreeDecoder, tree_of
 from layerzero.model.kernel import Limit
+from layerzero_models.speculative import SpeculativeConfig, SpeculativeDecoder, decode
+from layerzero_models.speculative.stats import compare
+from layerzero_models.speculative.tree import TreeDecoder, tree_of
 from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"

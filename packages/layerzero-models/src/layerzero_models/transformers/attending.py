@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.attention import attention as _attention
-from layerzero.integrations.transformers_models.masking import Note, noted
-from layerzero.integrations.transformers_models.static_cache import decode
 from layerzero.torch_ops.functions import functions
+from layerzero_models.transformers.masking import Note, noted
+from layerzero_models.transformers.static_cache import decode
 
 __all__ = ["attend", "biased"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.errors import LayerZeroError
-from layerzero.integrations.transformers_models.neighbours import Neighbours, unfit
 from layerzero.public.inspection import which
+from layerzero_models.transformers.neighbours import Neighbours, unfit
 
 __all__ = ["Linears"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from layerzero._ops.sampling import sample
 from layerzero._ops.speculative import sample_tree
 from layerzero.errors import InvalidInputError
-from layerzero.integrations.speculative import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
-from layerzero.integrations.speculative_stats import Clock
+from layerzero_models.speculative.decoder import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
+from layerzero_models.speculative.stats import Clock
 
 __all__ = ["TreeDecoder", "TreeModel", "tree_of"]
 

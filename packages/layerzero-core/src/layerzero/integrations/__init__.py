@@ -1,1 +1,0 @@
-"""LayerZero in other libraries and schemes of running a model: what stands on the public ops."""
