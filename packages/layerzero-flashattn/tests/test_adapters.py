@@ -10,6 +10,7 @@ from layerzero.backends.reference.attention import attention as reference
 from layerzero.backends.reference.paged import paged_attention
 from layerzero.backends.reference.varlen import varlen_attention
 from layerzero.model.kv_cache import make_paged_batch
+from layerzero_flashattn.interface import dense
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -106,7 +107,7 @@ def test_alibi_slopes_reach_flash_attention_2_in_float32(generation):
     assert generation.library.calls[-1][1]["alibi_slopes"].dtype is torch.float32
 
 
-def test_an_early_build_of_flash_attention_3_returns_the_lse_unasked(generation, monkeypatch):
+def test_an_early_build_of_flash_attention_3_returns_the_lse_unasked(generation):
     if generation.name != "fa3":
         pytest.skip("about FlashAttention 3")
     q, k, v = (randn(1, 4, 2, 8, seed=seed) for seed in range(3))
@@ -115,18 +116,16 @@ def test_an_early_build_of_flash_attention_3_returns_the_lse_unasked(generation,
     def early(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False):
         return new
 
-    monkeypatch.setattr(generation.kernels, "_func", early)
-    monkeypatch.setattr(generation.kernels, "_func_lse", generation.kernels._with_lse(early))
-    out, lse = generation.kernels.attention(q, k, v, None, 0.0, False, None, None, None, None, True)
+    attention = dense(early)
+    out, lse = attention(q, k, v, None, 0.0, False, None, None, None, None, True)
     assert out is new[0] and lse is new[1]
-    assert generation.kernels.attention(q, k, v, None, 0.0, False, None, None, None, None, False) is new[0]
+    assert attention(q, k, v, None, 0.0, False, None, None, None, None, False) is new[0]
 
 
-def test_a_build_of_flash_attention_3_that_cannot_give_the_lse_says_so(generation, monkeypatch):
+def test_a_build_of_flash_attention_3_that_cannot_give_the_lse_says_so(generation):
     """Its bare tensor must not be taken for a pair: the first sequence of the batch would pass for the result."""
     if generation.name != "fa3":
         pytest.skip("about FlashAttention 3")
     q, k, v = (randn(2, 4, 2, 8, seed=seed) for seed in range(3))
-    monkeypatch.setattr(generation.kernels, "_func_lse", lambda q, k, v, **options: q)
     with pytest.raises(RuntimeError, match="no log-sum-exp"):
-        generation.kernels.attention(q, k, v, None, 0.0, False, None, None, None, None, True)
+        dense(lambda q, k, v, **options: q)(q, k, v, None, 0.0, False, None, None, None, None, True)

@@ -1,4 +1,4 @@
-"""Adapters over `flash_attn`, version 2. Causal and window are aligned to the bottom right, as in the library.
+"""Adapters over `flash_attn`, version 2.
 
 The `deterministic_` twins ask for the backward that adds up in a fixed order; the forward always does.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.variants import GradientVariant
-from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows, no_keys, packed_offsets, upright
+from layerzero_flashattn.interface import dense, float32, varlen
+from layerzero_flashattn.shared import NO_WINDOW, dead_rows, packed_offsets, upright
 
 __all__ = [
     "attention",
@@ -26,91 +27,11 @@ __all__ = [
 
 # Not `import flash_attn`: FlashAttention 4 may own that name without bringing this library.
 _library: Any = importlib.import_module("flash_attn.flash_attn_interface")
-_func = _library.flash_attn_func
 _varlen_func = _library.flash_attn_varlen_func
 _with_kvcache = _library.flash_attn_with_kvcache
 
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None,
-    dropout_p: float,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    *,
-    deterministic: bool = False,
-) -> Any:
-    """`flash_attn_func` on [B, S, H, D]."""
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    found = _func(
-        query,
-        key,
-        value,
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=bool(is_causal),
-        window_size=window or NO_WINDOW,
-        softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes),
-        deterministic=deterministic,
-        return_attn_probs=return_lse,
-    )
-    if not return_lse:
-        return found
-    out, lse = found[0], found[1]
-    dead = may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window)
-    return out, dead_rows(lse) if dead else lse
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    *,
-    deterministic: bool = False,
-) -> Any:
-    """`flash_attn_varlen_func` on packed tokens; the host reads no offset."""
-    if max_seqlen_k == 0:
-        return no_keys(query, value, return_lse)
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    found = _varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q.to(torch.int32),
-        cu_seqlens_k.to(torch.int32),
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale=scale,
-        causal=bool(is_causal),
-        window_size=window or NO_WINDOW,
-        softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes),
-        deterministic=deterministic,
-        return_attn_probs=return_lse,
-    )
-    # Any sequence may be without keys, and that is not known here.
-    return (found[0], dead_rows(found[1]).transpose(0, 1)) if return_lse else found
-
-
+attention = dense(_library.flash_attn_func)
+varlen_attention = varlen(_varlen_func)
 deterministic_attention = GradientVariant(attention, deterministic=True)
 deterministic_varlen_attention = GradientVariant(varlen_attention, deterministic=True)
 
@@ -140,7 +61,7 @@ def paged_decode(
         causal=True,
         window_size=window or NO_WINDOW,
         softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes),
+        alibi_slopes=float32(alibi_slopes),
         return_softmax_lse=return_lse,
     )
     return (found[0].squeeze(1), found[1].squeeze(-1)) if return_lse else found.squeeze(1)
@@ -174,13 +95,8 @@ def paged_prefill(
         causal=True,
         window_size=window or NO_WINDOW,
         softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes),
+        alibi_slopes=float32(alibi_slopes),
         return_attn_probs=return_lse,
         block_table=batch.block_tables.to(torch.int32),
     )
     return (found[0], dead_rows(found[1]).transpose(0, 1)) if return_lse else found
-
-
-def _slopes(slopes: Tensor) -> Tensor:
-    """The library takes float32 slopes with a contiguous last axis."""
-    return slopes.to(torch.float32).contiguous()

@@ -68,10 +68,10 @@ def attention(
         query, scale = upright(query, scale)
     causal = bool(is_causal)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        out, lse = _with_gradient(query, key, value, scale, causal, window, softcap, return_lse, deterministic)
+        options = {"deterministic": deterministic, **_softcap(softcap)}
+        out, lse = _with_gradient(_func, query, key, value, scale, causal, window, return_lse, **options)
     elif softcap is not None or not key.shape[1]:
-        options = {} if softcap is None else _softcap(softcap)
-        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **options)
+        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **_softcap(softcap))
     else:
         out, lse = _remembered(query, key, value, scale, causal, window, return_lse)
     if not return_lse:
@@ -165,32 +165,34 @@ def plain_forward(
 
 
 def _with_gradient(
+    function: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
     causal: bool,
     window: tuple[int, int] | None,
-    softcap: float | None,
     return_lse: bool,
-    deterministic: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    found: tuple[Tensor, Tensor | None] = _func(
+    """The library's autograd function."""
+    found: tuple[Tensor, Tensor | None] = function(
         query,
         key,
         value,
         softmax_scale=scale,
         causal=causal,
         window_size=sides(window),
-        deterministic=deterministic,
         return_lse=return_lse,
-        **({} if softcap is None else _softcap(softcap)),
+        **options,
     )
     hush_backward(*found)
     return found
 
 
-def _softcap(cap: float) -> dict[str, Any]:
+def _softcap(cap: float | None) -> dict[str, Any]:
+    if cap is None:
+        return {}
     scores = importlib.import_module("layerzero_flashattn.fa4.scores")  # late: most processes never need it
     return {
         "score_mod": scores.SOFTCAP,
@@ -253,22 +255,11 @@ def varlen_attention(
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
-    options = {} if softcap is None else _softcap(softcap)
+    options = _softcap(softcap)
     causal = bool(is_causal)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        out, lse = _varlen_func(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=sides(window),
-            deterministic=deterministic,
-            return_lse=return_lse,
-            **lengths,
-            **options,
-        )
-        hush_backward(out, lse)
+        options.update(lengths, deterministic=deterministic)
+        out, lse = _with_gradient(_varlen_func, query, key, value, scale, causal, window, return_lse, **options)
     else:
         out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **lengths, **options)
 

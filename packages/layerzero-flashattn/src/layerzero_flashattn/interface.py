@@ -1,0 +1,137 @@
+"""Adapters over the functions that FlashAttention 2 and 3 both have. Causal and window: bottom right, as in both.
+
+Only version 2 knows dropout and ALiBi. Under one and the same version, 3.0.0b1, functions came to return the
+log-sum-exp always, then never, then by a flag. So the flag is given where a function takes it, and the result is
+looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows, no_keys, upright
+
+__all__ = ["dense", "float32", "varlen"]
+
+Kernel = Callable[..., Any]
+
+
+def dense(function: Kernel) -> Kernel:
+    """An adapter over `flash_attn_func`, on [B, S, H, D]."""
+    function_lse = _with_lse(function)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: None,
+        dropout_p: float,
+        is_causal: bool | str,
+        scale: float | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        return_lse: bool,
+        *,
+        deterministic: bool = False,
+    ) -> Any:
+        if scale is not None and scale <= 0.0:
+            query, scale = upright(query, scale)
+        run = function_lse if return_lse else function
+        if dropout_p or alibi_slopes is not None:
+            run = functools.partial(run, dropout_p=dropout_p, alibi_slopes=float32(alibi_slopes))
+        found = run(
+            query,
+            key,
+            value,
+            softmax_scale=scale,
+            causal=bool(is_causal),
+            window_size=window or NO_WINDOW,
+            softcap=softcap or 0.0,
+            deterministic=deterministic,
+        )
+        if not return_lse:
+            return found[0] if type(found) is tuple else found
+        out, lse = _pair(found)
+        dead = may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window)
+        return out, dead_rows(lse) if dead else lse
+
+    return attention
+
+
+def varlen(function: Kernel) -> Kernel:
+    """An adapter over `flash_attn_varlen_func`, on packed tokens; the host reads no offset."""
+    function_lse = _with_lse(function)
+
+    def varlen_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        is_causal: bool | str,
+        scale: float | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        return_lse: bool,
+        *,
+        deterministic: bool = False,
+    ) -> Any:
+        if max_seqlen_k == 0:
+            return no_keys(query, value, return_lse)
+        if scale is not None and scale <= 0.0:
+            query, scale = upright(query, scale)
+        run = function_lse if return_lse else function
+        if alibi_slopes is not None:
+            run = functools.partial(run, alibi_slopes=float32(alibi_slopes))
+        found = run(
+            query,
+            key,
+            value,
+            cu_seqlens_q.to(torch.int32),
+            cu_seqlens_k.to(torch.int32),
+            max_seqlen_q,
+            max_seqlen_k,
+            softmax_scale=scale,
+            causal=bool(is_causal),
+            window_size=window or NO_WINDOW,
+            softcap=softcap or 0.0,
+            deterministic=deterministic,
+        )
+        if not return_lse:
+            return found[0] if type(found) is tuple else found
+        out, lse = _pair(found)  # any sequence may be without keys, and that is not known here
+        return out, dead_rows(lse).transpose(0, 1)
+
+    return varlen_attention
+
+
+def float32(slopes: Tensor | None) -> Tensor | None:
+    """ALiBi slopes as the library takes them, with a contiguous last axis."""
+    return None if slopes is None else slopes.to(torch.float32).contiguous()
+
+
+def _with_lse(function: Kernel) -> Kernel:
+    """The function, asked for its log-sum-exp in the way this build knows."""
+    if "return_attn_probs" in inspect.signature(function).parameters:
+        return functools.partial(function, return_attn_probs=True)
+    return function
+
+
+def _pair(found: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse), which some builds cannot give."""
+    if not isinstance(found, tuple):
+        raise RuntimeError(
+            "this build of flash_attn_interface returns no log-sum-exp; "
+            "build flash-attention/hopper as of 2025-08-29 or later"
+        )
+    return found[0], found[1]
