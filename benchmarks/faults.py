@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
@@ -35,7 +36,7 @@ import layerzero as lz
 from layerzero.health.crumbs import Crumbs
 from layerzero.runtime.quarantining import take_up
 from layerzero.runtime.state import state
-from layerzero_verify.testing.storm import Storm
+from tools.load import Load
 
 BREAKER_NS = 60.0
 P99_ABOVE_IDLE_US = 10.0
@@ -92,16 +93,16 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     logging.getLogger("layerzero").addHandler(logging.NullHandler())
     logging.getLogger("layerzero").propagate = False
-    storm = Storm()
+    load = Load()
     cost = breaker_cost(given.rounds, 200)  # short turns: a preempted one is an outlier, not the median
     breaker = cost["on"] - cost["off"]
     crumbs = Crumbs(Path(os.environ["LAYERZERO_QUARANTINE"]).parent / "measured")
     crumb = each(lambda: crumbs.leave(crumbs.enter("a.rms_norm.b", "1", "signature", "rms_norm")), 30, 200)
     crumbs.close()
     start = each(lambda: take_up(state, state.world.registry), 20, 20)
-    idle = storm.blow(1, 100_000, quiet=True)
-    loaded = storm.blow(given.threads, given.calls)
-    again = storm.blow(1, 100_000, quiet=True)
+    idle = load.run(1, 100_000, quiet=True)
+    loaded = load.run(given.threads, given.calls)
+    again = load.run(1, 100_000, quiet=True)
     quiet = min(idle.percentile(0.99), again.percentile(0.99))
     above = loaded.percentile(0.99) - quiet
     print(f"hot call, breakers on           {cost['on']:>10.1f} ns")
@@ -135,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         },
     }  # fmt: skip
     write_json(given.json or RESULTS / given.machine / "faults.json", data)
-    Storm.end()
+    Load.end()
     good = not loaded.errors and not loaded.stale and loaded.calls == given.threads * given.calls
     within = breaker <= BREAKER_NS and above <= P99_ABOVE_IDLE_US
     return 0 if good and within else 1

@@ -24,7 +24,7 @@ from layerzero.model.config import Policy
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse, select
 from layerzero_verify.testing import faults
-from layerzero_verify.testing.processes import run_with_kernel
+from tools.kernel_process import run_with_kernel
 
 PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-faults")
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)

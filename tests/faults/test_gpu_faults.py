@@ -22,7 +22,7 @@ from layerzero.dispatch.isolate.settings import Settings
 from layerzero.dispatch.isolate.worker import Worker
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
-from layerzero_verify.testing.processes import run_with_kernel
+from tools.kernel_process import run_with_kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -11,25 +11,25 @@ import torch
 
 import layerzero as lz
 from layerzero.runtime.state import state
-from layerzero_verify.testing.storm import Storm
+from tools.load import Load
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 
 
 @pytest.fixture
-def storm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storm]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    yield Storm()
-    Storm.end()
+    yield Load()
+    Load.end()
 
 
 @pytest.mark.req("R-CONC-01", "R-CACHE-03")
-def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(storm: Storm) -> None:
+def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(load: Load) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
         for calls in (2_000, 8_000, 32_000):  # a quick machine is done before much has changed
-            found = storm.blow(20, calls, change_every_s=0.005)
+            found = load.run(20, calls, change_every_s=0.005)
             assert not found.errors, found.errors[:3]
             assert found.calls == 20 * calls and found.stale == 0
             if found.swaps > 5:
@@ -42,10 +42,10 @@ def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(storm: S
 @pytest.mark.stress
 @pytest.mark.timeout(0)
 @pytest.mark.req("R-CONC-01", "R-CACHE-03", "R-CACHE-07")
-def test_a_hundred_threads_times_a_hundred_thousand_calls(storm: Storm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_threads_times_a_hundred_thousand_calls(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     calls = 100_000 if PROVE else 500
-    idle = storm.blow(1, 20_000, quiet=True)
-    found = storm.blow(100, calls, change_every_s=0.02)
+    idle = load.run(1, 20_000, quiet=True)
+    found = load.run(100, calls, change_every_s=0.02)
     with capsys.disabled():
         print(
             f"\n100 threads x {calls} calls in {found.seconds:.0f} s, {found.swaps} changes, {found.failures} failed, "
@@ -60,20 +60,20 @@ def test_a_hundred_threads_times_a_hundred_thousand_calls(storm: Storm, capsys: 
 @pytest.mark.req("R-CONC-03")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(storm: Storm) -> None:
+def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(load: Load) -> None:
     """Timers armed, a breaker open, crumbs, memory watched: the child has all of it anew and can fail over itself."""
     x, w = torch.ones(3, 8), torch.ones(8)
     lz.configure(memory_headroom_mb=0, breaker={"cooldown_s": 0.2, "deadline_s": 20.0})
-    storm.failing.add("storm0.rms_norm.tagged")
+    load.failing.add("load0.rms_norm.tagged")
     lz.rms_norm(x, w)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         said = "failed"
         try:
-            storm.failing.add("storm1.rms_norm.tagged")
+            load.failing.add("load1.rms_norm.tagged")
             outs = [float(lz.rms_norm(torch.ones(rows, 8), w)[0]) for rows in (3, 4, 40)]
-            storm.failing.clear()
+            load.failing.clear()
             import time
 
             end = time.monotonic() + 60
@@ -89,4 +89,4 @@ def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(storm: Storm) -> N
     with os.fdopen(read) as pipe:
         assert pipe.read() == "[2.0, 2.0, 2.0] 0.0"
     assert float(lz.rms_norm(x, w)[0]) == 1.0  # the parent knows nothing of the child's failures
-    assert "storm1.rms_norm.tagged" not in state.health.snapshot().kernels
+    assert "load1.rms_norm.tagged" not in state.health.snapshot().kernels

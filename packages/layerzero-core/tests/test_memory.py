@@ -25,8 +25,8 @@ from layerzero.selection.engine import select
 from layerzero.selection.memory import estimate, leaner
 from layerzero_verify.testing.cases import GROUPS, cases_of, load_cases
 from layerzero_verify.testing.kit import Kit
-from layerzero_verify.testing.peak import measured_peak, result_bytes
 from layerzero_verify.testing.run import call, context
+from tools.peak_memory import measured_peak, result_bytes
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 MIB = 1 << 20

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from layerzero._ops.paged import paged_batch
-from layerzero_verify.caller import Caller
-from layerzero_verify.truth import causal_scores
 from layerzero_verify.weights import LayerWeights
 
-__all__ = ["Tables", "decode", "forward"]
+__all__ = ["Calls", "Tables", "decode", "forward"]
 
 Tables = tuple[Tensor, Tensor] | None
 Stages = dict[str, Tensor]
 
 
-def forward(call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prefix: str = "") -> Stages:
+class Calls(Protocol):
+    """Computes ops, by kernels (`Caller`) or by formulas (`Truth`), and notes op and kernel of each stage."""
+
+    stages: dict[str, tuple[str, str]]
+
+    def __call__(self, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of the op on public arguments."""
+
+
+def forward(call: Calls, w: LayerWeights, x: Tensor, tables: Tables, prefix: str = "") -> Stages:
     """Every stage of a causal layer on x [B, S, H]; `prefix` goes before the stage names in the caller's notes."""
     found, (q, k, v) = _before(call, w, x, tables, prefix)
     found["scores"] = causal_scores(q, k)
@@ -26,9 +36,7 @@ def forward(call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prefix: st
     return {**found, **_after(call, w, x, found["attn_out"], prefix)}
 
 
-def decode(
-    call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prompt: int, *, paged: str | None = None
-) -> Tensor:
+def decode(call: Calls, w: LayerWeights, x: Tensor, tables: Tables, prompt: int, *, paged: str | None = None) -> Tensor:
     """The layer's output on x [B, S, H], made as a server makes it: `prompt` tokens at once, then one by one.
 
     `paged` is None for a contiguous cache that grows, or the layout (NHD, HND) of a paged one.
@@ -47,7 +55,7 @@ def decode(
 
 
 def _before(
-    call: Caller, w: LayerWeights, x: Tensor, tables: Tables, prefix: str
+    call: Calls, w: LayerWeights, x: Tensor, tables: Tables, prefix: str
 ) -> tuple[Stages, tuple[Tensor, Tensor, Tensor]]:
     batch, length, _ = x.shape
     found: Stages = {}
@@ -63,7 +71,7 @@ def _before(
     return found, (q, k, v)
 
 
-def _after(call: Caller, w: LayerWeights, x: Tensor, attended: Tensor, prefix: str) -> Stages:
+def _after(call: Calls, w: LayerWeights, x: Tensor, attended: Tensor, prefix: str) -> Stages:
     found: Stages = {}
     found["proj_out"] = projected = call(f"{prefix}proj_out", "linear", attended, w.wo)
     normed, stream = call(f"{prefix}ln2_out", "add_rms_norm", projected, x, w.ln2, w.eps)
@@ -81,7 +89,7 @@ def _after(call: Caller, w: LayerWeights, x: Tensor, attended: Tensor, prefix: s
 class _Contiguous:
     """Keys and values of all tokens so far, one tensor each."""
 
-    def __init__(self, call: Caller) -> None:
+    def __init__(self, call: Calls) -> None:
         self.call = call
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -98,7 +106,7 @@ class _Paged:
     """A paged cache with shuffled pages; a page holds as many tokens as there are KV heads, so that a layout read
     the wrong way round gives numbers and no error."""
 
-    def __init__(self, call: Caller, w: LayerWeights, x: Tensor, layout: str) -> None:
+    def __init__(self, call: Calls, w: LayerWeights, x: Tensor, layout: str) -> None:
         self.call = call
         self.layout = layout
         batch, length = x.shape[:2]
@@ -132,6 +140,13 @@ class _Paged:
         query = q.transpose(1, 2).reshape(batch * new, heads, dim)
         out: Tensor = self.call(stage, "paged_attention", query, self.keys, self.values, plan, layout=self.layout)
         return out.reshape(batch, new, heads * dim)
+
+
+def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled scores of every query with the keys up to its own, zero elsewhere; what a kernel keeps to itself."""
+    groups = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(groups, dim=1)
+    return torch.tril(q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1]), diagonal=k.shape[2] - q.shape[2])
 
 
 def _packed(out: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Formulas of the basic ops, written apart from the reference: the truth that the reference itself is held against.
 
-Each takes the canonical arguments of its op, in float64. They are made to be read, not to be fast.
+Each takes the canonical arguments of its op, as a rule in float64. They are made to be read, not to be fast.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def _attention(
         seen, scores = (
             (seen & attn_mask, scores) if attn_mask.dtype is torch.bool else (seen, scores + attn_mask.double())
         )
-    powers = torch.where(seen, scores, -math.inf)
-    top = powers.amax(-1, keepdim=True).clamp_min(-1e300)
+    # sums are kept in float32 at least, as softmax keeps them
+    powers = torch.where(seen, scores, -math.inf).to(torch.promote_types(scores.dtype, torch.float32))
+    limits = torch.finfo(powers.dtype)
+    top = powers.amax(-1, keepdim=True).clamp_min(limits.min)
     parts = torch.exp(powers - top)
     total = parts.sum(-1, keepdim=True)
-    out = torch.einsum("bhij,bhjd->bhid", parts / total.clamp_min(1e-300), values)
+    out = torch.einsum("bhij,bhjd->bhid", (parts / total.clamp_min(limits.tiny)).to(values.dtype), values)
     if not return_lse:
         return out
     return out, (torch.log(total) + top).squeeze(-1).masked_fill(total.squeeze(-1) == 0, -math.inf)
@@ -170,7 +172,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "gelu": lambda x: _gelu(x, "none"),
     "gelu_tanh": lambda x: _gelu(x, "tanh"),
-    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "silu": lambda x: x * torch.sigmoid(x),
     "relu": lambda x: x.clamp_min(0),
 }
 

@@ -8,18 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.numerics import ErrorReport, compare
-from layerzero.runtime.late_ops import LATE_OPS
 from layerzero_verify import block
 from layerzero_verify.caller import IDLE, Caller, StageError
 from layerzero_verify.configs import Config
 from layerzero_verify.lineup import LineUp
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
 from layerzero_verify.thresholds import BUG, EMBEDDING_GRAD, GRADS, TRAINING, limit
-from layerzero_verify.truth import Truth, rms_norm, rope_tables
+from layerzero_verify.truth import Truth, rope_tables
 from layerzero_verify.weights import generator, made
 
 __all__ = ["check_training", "grows_exponentially"]
@@ -30,7 +28,7 @@ Parameters = dict[str, Tensor]
 
 
 class _Model:
-    """A small decoder whose parameters are leaves; `loss` computes with ops or in plain torch."""
+    """A small decoder whose parameters are leaves; `loss` computes with kernels or with formulas."""
 
     def __init__(self, config: Config, device: torch.device, seed: int) -> None:
         self.config = config
@@ -54,8 +52,8 @@ class _Model:
             found |= {f"layer {number} {name}": value for name, value in layer.named().items()}
         return {**found, "norm": self.others["norm"], "head": self.others["head"]}
 
-    def on_ops(self, call: Caller, ids: Tensor, targets: Tensor) -> Tensor:
-        """The loss, every step an op of LayerZero."""
+    def loss(self, call: block.Calls, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss, every step an op."""
         x = call("embedding", "embedding", ids, self.others["embedding"])
         if self.tables is None:
             x = x + self.others["positions"]
@@ -63,20 +61,8 @@ class _Model:
             x = block.forward(call, layer, x, self.tables, f"layer {number} ")["output"]
         normed = call("norm", "rms_norm", x, self.others["norm"], 1e-6)
         logits = call("head", "linear", normed, self.others["head"])
-        if "cross_entropy" in LATE_OPS:
-            loss: Tensor = call("loss", "cross_entropy", logits.flatten(0, 1), targets.flatten())
-            return loss
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def in_torch(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The same loss in plain torch."""
-        x = F.embedding(ids, self.others["embedding"])
-        if self.tables is None:
-            x = x + self.others["positions"]
-        for layer in self.layers:
-            x = Truth().layer(layer, x, self.tables)["output"]
-        logits = F.linear(rms_norm(x, self.others["norm"], 1e-6), self.others["head"])
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: Tensor = call("loss", "cross_entropy", logits.flatten(0, 1), targets.flatten())
+        return loss
 
     def step(self, gradients: Parameters) -> None:
         """One step of plain SGD."""
@@ -94,7 +80,7 @@ def check_training(
         yield skipped(5, "training", "a plugin's own op stands in: its convention is the question of level 4", **where)
         return
     ours, theirs = _Model(config, device, seed), _Model(config, device, seed)
-    call = Caller(line_up)
+    call, truth = Caller(line_up), Truth()
     gaps: list[float] = []
     curves: list[tuple[float, float]] = []
     with line_up.entered():
@@ -104,12 +90,12 @@ def check_training(
             tokens = torch.randint(config.vocab, (_BATCH, _LENGTH + 1), generator=draw).to(device)
             ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             try:
-                loss, gradients = _gradients(ours, ours.on_ops(call, ids, targets))
+                loss, gradients = _gradients(ours, ours.loss(call, ids, targets))
             except (StageError, RuntimeError) as error:
                 named = (error.op, error.kernel, error.stage) if isinstance(error, StageError) else ("", "", "")
                 yield failed(5, f"step {step}", error, op=named[0], kernel=named[1], stage=named[2], **where)
                 return
-            want_loss, want = _gradients(theirs, theirs.in_torch(ids, targets))
+            want_loss, want = _gradients(theirs, theirs.loss(truth, ids, targets))
             if step == 1:
                 if call.idle:
                     yield skipped(5, "training", IDLE, **where)

@@ -15,8 +15,6 @@ from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.manager import call_hook
 from layerzero_verify.testing.kit import Kit
 
-__all__: list[str] = []
-
 # Libraries that take long to import or start a device; registration has no business with any of them.
 _HEAVY = (
     "flash_attn",

@@ -20,8 +20,6 @@ from layerzero_verify.testing.cases import GROUPS, Case, cases_of, dtypes_of
 from layerzero_verify.testing.kit import Kit, import_string
 from layerzero_verify.testing.run import bounds, call, context, expected, place, tensors
 
-__all__: list[str] = []
-
 
 def _plain_case(kit: Kit, spec: KernelSpec) -> Case:
     """The first plain case of a kernel; skips where the kit has none."""

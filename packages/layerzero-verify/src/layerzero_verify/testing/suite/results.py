@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +15,19 @@ from layerzero_verify.testing.kit import Kit, operation
 from layerzero_verify.testing.run import call, check, place, tensors
 from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
-__all__: list[str] = []
+
+def _checks(group: str, doc: str) -> Callable[[Kit, Case], None]:
+    """The test that every case of a group is accepted and gives the reference's result."""
+
+    @pytest.mark.lz_group(group)
+    def test(lz_kit: Kit, lz_case: Case) -> None:
+        check(lz_kit, lz_case)
+
+    test.__doc__ = doc
+    return test
 
 
-@pytest.mark.lz_group("result")
-def test_result_matches_the_reference(lz_kit: Kit, lz_case: Case) -> None:
-    """Plain calls, in every declared dtype."""
-    check(lz_kit, lz_case)
+test_result_matches_the_reference = _checks("result", "Plain calls, in every declared dtype.")
 
 
 @pytest.mark.lz_group("result")
@@ -37,82 +44,30 @@ def test_result_has_the_dtype_and_shape_of_the_op(lz_kit: Kit, lz_case: Case) ->
             assert (left.dtype, tuple(left.shape)) == (right.dtype, tuple(right.shape)), f"result {index}"
 
 
-@pytest.mark.lz_group("scale")
-def test_scale_is_applied(lz_kit: Kit, lz_case: Case) -> None:
-    """An explicit scale, and 1/sqrt(head_dim) without one."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("gqa")
-def test_gqa_maps_query_heads_to_their_kv_head(lz_kit: Kit, lz_case: Case) -> None:
-    """Query head h uses KV head h // (Hq / Hkv)."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("mask_bool")
-def test_bool_mask_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
-    """True means attend."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("dead_row")
-def test_fully_masked_row_gives_zeros(lz_kit: Kit, lz_case: Case) -> None:
-    """A query that may attend nothing gives zeros, not NaN."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("mask_float")
-def test_float_mask_is_added(lz_kit: Kit, lz_case: Case) -> None:
-    """A float mask is added to the scaled scores; -inf masks."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("causal_top_left")
-def test_causal_top_left_is_as_declared(lz_kit: Kit, lz_case: Case) -> None:
-    """is_causal=True aligns the triangle to the top left, also when the lengths differ."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("causal_square")
-def test_causal_on_equal_lengths_is_right(lz_kit: Kit, lz_case: Case) -> None:
-    """On equal lengths both alignments are the same triangle."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("causal_bottom_right")
-def test_causal_bottom_right_is_as_declared(lz_kit: Kit, lz_case: Case) -> None:
-    """is_causal="bottom_right" aligns the triangle to the bottom right, also when the lengths differ."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("window")
-def test_window_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
-    """(left, right) keys around the query's position, -1 for unlimited."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("block_mask")
-def test_block_mask_is_honoured(lz_kit: Kit, lz_case: Case) -> None:
-    """A block-sparse mask taken as it is, partial blocks at the ends included."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("chunk_mask")
-def test_chunks_are_attended_by_themselves(lz_kit: Kit, lz_case: Case) -> None:
-    """Causal within chunks counted from the first key, queries aligned to the end."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("softcap")
-def test_softcap_is_applied(lz_kit: Kit, lz_case: Case) -> None:
-    """Scores become cap * tanh(score / cap), after the scale."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("alibi")
-def test_alibi_bias_is_right(lz_kit: Kit, lz_case: Case) -> None:
-    """-slope * distance, positions aligned to the end."""
-    check(lz_kit, lz_case)
+test_scale_is_applied = _checks("scale", "An explicit scale, and 1/sqrt(head_dim) without one.")
+test_gqa_maps_query_heads_to_their_kv_head = _checks("gqa", "Query head h uses KV head h // (Hq / Hkv).")
+test_bool_mask_is_honoured = _checks("mask_bool", "True means attend.")
+test_fully_masked_row_gives_zeros = _checks("dead_row", "A query that may attend nothing gives zeros, not NaN.")
+test_float_mask_is_added = _checks("mask_float", "A float mask is added to the scaled scores; -inf masks.")
+test_causal_top_left_is_as_declared = _checks(
+    "causal_top_left", "is_causal=True aligns the triangle to the top left, also when the lengths differ."
+)
+test_causal_on_equal_lengths_is_right = _checks(
+    "causal_square", "On equal lengths both alignments are the same triangle."
+)
+test_causal_bottom_right_is_as_declared = _checks(
+    "causal_bottom_right",
+    'is_causal="bottom_right" aligns the triangle to the bottom right, also when the lengths differ.',
+)
+test_window_is_honoured = _checks("window", "(left, right) keys around the query's position, -1 for unlimited.")
+test_block_mask_is_honoured = _checks(
+    "block_mask", "A block-sparse mask taken as it is, partial blocks at the ends included."
+)
+test_chunks_are_attended_by_themselves = _checks(
+    "chunk_mask", "Causal within chunks counted from the first key, queries aligned to the end."
+)
+test_softcap_is_applied = _checks("softcap", "Scores become cap * tanh(score / cap), after the scale.")
+test_alibi_bias_is_right = _checks("alibi", "-slope * distance, positions aligned to the end.")
 
 
 @pytest.mark.lz_group("lse")
@@ -141,64 +96,28 @@ def test_dropout_keeps_the_expectation(lz_kit: Kit, lz_case: Case) -> None:
     assert not torch.equal(results[0], results[2]), "the seed does not matter"
 
 
-@pytest.mark.lz_group("sizes")
-def test_sizes_hold_up_to_the_declared_limits(lz_kit: Kit, lz_case: Case) -> None:
-    """Every declared minimum, maximum and listed size, as far as it can be tried quickly."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("eps")
-def test_eps_stands_inside_the_root(lz_kit: Kit, lz_case: Case) -> None:
-    """sqrt(mean + eps), not sqrt(mean) + eps."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("no_weight")
-def test_missing_weight_means_one(lz_kit: Kit, lz_case: Case) -> None:
-    """weight=None is allowed and scales by one."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("rope_options")
-def test_rope_options_are_right(lz_kit: Kit, lz_case: Case) -> None:
-    """Partial rotation and explicit positions."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("mixed_weight")
-def test_weights_may_be_of_another_dtype(lz_kit: Kit, lz_case: Case) -> None:
-    """A weight of another dtype counts in full, and the result keeps the dtype of the activations."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("loss_options")
-def test_loss_options_are_right(lz_kit: Kit, lz_case: Case) -> None:
-    """Label smoothing, softcap, z-loss and the log-sum-exp, alone and together."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("cast_options")
-def test_casts_round_clamp_and_wrap_as_defined(lz_kit: Kit, lz_case: Case) -> None:
-    """Every pair of dtypes the kernel declares, bit for bit, with numbers that do not fit."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("activation")
-def test_activation_is_applied(lz_kit: Kit, lz_case: Case) -> None:
-    """Each activation of linear."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("quantized_weight")
-def test_quantized_weights_count_as_the_numbers_they_stand_for(lz_kit: Kit, lz_case: Case) -> None:
-    """Every declared format and granularity of a weight, zero points and quantized activations."""
-    check(lz_kit, lz_case)
-
-
-@pytest.mark.lz_group("accumulation")
-def test_long_sums_are_kept_in_a_wide_type(lz_kit: Kit, lz_case: Case) -> None:
-    """Sums over hundreds of numbers of one sign, in every declared dtype."""
-    check(lz_kit, lz_case)
+test_sizes_hold_up_to_the_declared_limits = _checks(
+    "sizes", "Every declared minimum, maximum and listed size, as far as it can be tried quickly."
+)
+test_eps_stands_inside_the_root = _checks("eps", "sqrt(mean + eps), not sqrt(mean) + eps.")
+test_missing_weight_means_one = _checks("no_weight", "weight=None is allowed and scales by one.")
+test_rope_options_are_right = _checks("rope_options", "Partial rotation and explicit positions.")
+test_weights_may_be_of_another_dtype = _checks(
+    "mixed_weight", "A weight of another dtype counts in full, and the result keeps the dtype of the activations."
+)
+test_loss_options_are_right = _checks(
+    "loss_options", "Label smoothing, softcap, z-loss and the log-sum-exp, alone and together."
+)
+test_casts_round_clamp_and_wrap_as_defined = _checks(
+    "cast_options", "Every pair of dtypes the kernel declares, bit for bit, with numbers that do not fit."
+)
+test_activation_is_applied = _checks("activation", "Each activation of linear.")
+test_quantized_weights_count_as_the_numbers_they_stand_for = _checks(
+    "quantized_weight", "Every declared format and granularity of a weight, zero points and quantized activations."
+)
+test_long_sums_are_kept_in_a_wide_type = _checks(
+    "accumulation", "Sums over hundreds of numbers of one sign, in every declared dtype."
+)
 
 
 @pytest.mark.lz_group("sampling")
@@ -243,10 +162,9 @@ def test_speculation_keeps_the_distribution_of_the_target(lz_kit: Kit, lz_case: 
         assert chance > UNLIKELY, f"place {depth}: {drawn.numel()} tokens, chi-square probability {chance:.1e}"
 
 
-@pytest.mark.lz_group("dequantized")
-def test_dequantized_values_match_the_reference(lz_kit: Kit, lz_case: Case) -> None:
-    """What the codes of every declared format stand for, in every declared dtype."""
-    check(lz_kit, lz_case)
+test_dequantized_values_match_the_reference = _checks(
+    "dequantized", "What the codes of every declared format stand for, in every declared dtype."
+)
 
 
 @pytest.mark.lz_group("quantized")

@@ -27,16 +27,16 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
 
-__all__ = ["Outcome", "Storm"]
+__all__ = ["Load", "Outcome"]
 
-_MODULE = "layerzero_storm_kernels"
+_MODULE = "layerzero_load_kernels"
 _numbers = itertools.count()
-_NAMES = tuple(f"storm{index}.rms_norm.tagged" for index in range(4))
+_NAMES = tuple(f"load{index}.rms_norm.tagged" for index in range(4))
 
 
 @dataclass
 class Outcome:
-    """What a storm saw. Latencies are of every `every`-th call, in ns, by thread."""
+    """What the threads saw. Latencies are of every `every`-th call, in ns, by thread."""
 
     calls: int = 0
     swaps: int = 0
@@ -52,8 +52,8 @@ class Outcome:
         return found[min(len(found) - 1, int(share * len(found)))] / 1e3 if found else 0.0
 
 
-class Storm:
-    """Four tagged kernels of rms_norm in a World of their own; `blow` lets threads loose on them."""
+class Load:
+    """Four tagged kernels of rms_norm in a World of their own; `run` has threads call them."""
 
     def __init__(self) -> None:
         self.tags = {name: torch.full((1,), float(index)) for index, name in enumerate(_NAMES)}
@@ -87,7 +87,7 @@ class Storm:
 
         return tagged
 
-    def blow(
+    def run(
         self, threads: int, calls: int, *, change_every_s: float = 0.02, every: int = 16, quiet: bool = False
     ) -> Outcome:
         """Each thread makes so many calls. `quiet`: no policy changes and no failures."""
