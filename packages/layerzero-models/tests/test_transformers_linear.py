@@ -159,6 +159,39 @@ def test_a_forward_somebody_else_put_on_a_layer_is_left_alone(few: Any) -> None:
     assert step(model).unique().numel() == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_everything_takes_in_every_linear_layer_and_embedding(name: str, joined: bool) -> None:
+    model = zoo.made(name)
+    linear = [n for n, m in model.named_modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
+    want = zoo.logits(model, zoo.inputs(model))
+    report = lz.patched(lz.patch(model, everything=True, joined=joined))
+    assert report is not None
+    patched = {op: {item.name for item in report.patched if item.op == op} for op in ("linear", "embedding")}
+    embeddings = {n for n, m in model.named_modules() if type(m) is nn.Embedding and "relative" not in n}
+    assert embeddings <= patched["embedding"]
+    alone = {
+        n for n in linear if not n.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "wi_0", "wi_1"))
+    }
+    assert (alone if joined else set(linear)) <= patched["linear"]
+    assert (zoo.logits(model, zoo.inputs(model)) - want).abs().max().item() < LOGITS / 10
+    assert joined or not [item for item in report.patched if "+" in item.op or item.op == "add_rms_norm"]
+
+
+def test_unjoined_parts_are_seen_by_hooks_and_still_run_on_the_ops(lab: Any) -> None:
+    model = zoo.made("llama")
+    lz.patch(model, everything=True, joined=False)
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            module.register_forward_hook(lambda module, args, out, name=name: seen.append(name))
+    lab.clear()
+    zoo.logits(model, zoo.inputs(model))
+    assert len(seen) == sum(type(module) is nn.Linear for module in model.modules())
+    assert sum(".linear." in kernel for kernel in lab.ran()) == len(seen)
+    assert sum(".silu_and_mul." in kernel for kernel in lab.ran()) == model.config.num_hidden_layers
+
+
 def test_a_compiled_model_is_still_one_graph(few: Any) -> None:
     model = zoo.made("llama", num_hidden_layers=1)
     want = step(model)

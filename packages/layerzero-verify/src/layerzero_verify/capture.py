@@ -82,9 +82,9 @@ def ran(event: str, call: Caller) -> tuple[str, str]:
     name, _, stage = event.partition("#")[0].rpartition(" ")
     keys = [f"{name} {word}" for word in ("norm", "linear", "embedding")]
     if stage in ("q_rope", "k_rope"):
-        keys = ["q_rope"]
+        keys = [f"{name} q_rope"]
     elif stage == "attn_out":
-        keys = ["attn_out"]
+        keys = [event.partition("#")[0]]
     elif stage == "swiglu_out":
         keys = [f"{name.rpartition('.')[0]} swiglu_out"]
     return next((call.stages[key] for key in keys if key in call.stages), ("", ""))

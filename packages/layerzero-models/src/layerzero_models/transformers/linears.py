@@ -26,11 +26,14 @@ _TORCH = ("torch.", "reference.")  # products that `F.linear` makes without a se
 class Linears:
     """What one patch asked about products, by size, dtype, device and bias."""
 
-    def __init__(self) -> None:
+    def __init__(self, everything: bool = False) -> None:
+        self._everything = everything
         self._known: dict[Any, bool] = {}
 
     def worth(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether one row times this weight would run on something else than torch's own product."""
+        """Whether one row times this weight would run on something else than torch's own product, or all are asked."""
+        if self._everything:
+            return True
         if weight.device.type != "cpu":  # elsewhere a vendor's product is what torch calls too
             return False
         case = (weight.shape, weight.dtype, bias is None)

@@ -10,22 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero._ops.gemma import gemma_rms_norm
-from layerzero._ops.norm import rms_norm as public_rms_norm
 from layerzero_models.transformers import quick
 from layerzero_models.transformers.neighbours import Neighbours
 from layerzero_models.transformers.probes import Rules
 
 __all__ = [
     "STATE",
+    "Apart",
     "Gated",
     "Projected",
     "Rms",
     "Single",
     "add_norm",
+    "conv1d",
+    "embedding",
     "end",
     "first",
     "gated",
+    "gated_apart",
     "layer_norm",
     "linear",
     "rms_norm",
@@ -67,8 +69,8 @@ def rms_norm(self: Any, x: Tensor) -> Tensor:
     result = state.rules.get((x.dtype, weight.dtype))
     if result is None:  # dtypes in which it was not recognised
         return type(self).forward(self, x)  # type: ignore[no-any-return]
-    found = (gemma_rms_norm if state.gemma else public_rms_norm)(x.float(), weight.float(), state.eps)
-    return found.to(result)
+    op = "gemma_rms_norm" if state.gemma else "rms_norm"
+    return quick.public(op, x.float(), weight.float(), state.eps).to(result)  # type: ignore[no-any-return]
 
 
 def layer_norm(self: Any, x: Tensor) -> Tensor:
@@ -179,6 +181,42 @@ def linear(self: Any, x: Tensor) -> Tensor:
     if _grad_enabled() or _compiling() or x.dtype is not weight.dtype:
         return F.linear(x, weight, own["bias"])
     return quick.product(x, weight, own["bias"])  # type: ignore[no-any-return]
+
+
+def conv1d(self: Any, x: Tensor) -> Tensor:
+    """A patched Conv1D of GPT-2, which is a linear layer with its weight turned; as `linear` otherwise."""
+    own = self._parameters
+    weight = own["weight"]
+    if _grad_enabled() or _compiling() or x.dtype is not weight.dtype:
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    return quick.product(x, weight.t(), own["bias"])  # type: ignore[no-any-return]
+
+
+def embedding(self: Any, ids: Tensor) -> Tensor:
+    """A patched embedding; as `linear` otherwise."""
+    if _grad_enabled() or _compiling():
+        return F.embedding(ids, self.weight, self.padding_idx)
+    return quick.public("embedding", ids, self._parameters["weight"], self.padding_idx)  # type: ignore[no-any-return]
+
+
+class Apart:
+    """State of a gated MLP whose projections stay two products: names of the three, the op between and its rest."""
+
+    __slots__ = ("names", "op", "rest")
+
+    def __init__(self, names: tuple[str, ...], op: str, rest: tuple[str, ...]) -> None:
+        self.names, self.op, self.rest = names, op, rest
+
+
+def gated_apart(self: Any, x: Tensor) -> Tensor:
+    """A patched SwiGLU or GeGLU that calls its own projections, whose hooks and replacements run."""
+    state: Apart = self._layerzero
+    gate, up, down = (self._modules[name] for name in state.names)
+    mixed = getattr(down, "weight", gate.weight).dtype is not gate.weight.dtype
+    if self.training or _grad_enabled() or _compiling() or mixed:
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    out: Tensor = down(quick.activate(state.op, torch.cat((gate(x), up(x)), -1), state.rest))
+    return out
 
 
 class Gated:

@@ -23,7 +23,7 @@ __all__ = ["KINDS", "patch", "patched", "unpatch"]
 _log = logging.getLogger("layerzero.transformers")
 
 # What can be left out with `skip=`.
-KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear")
+KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear", "embedding")
 _RECORD = "_layerzero_patch"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
 _QKV = (("q_proj", "k_proj", "v_proj"),)
@@ -32,7 +32,8 @@ _QKV = (("q_proj", "k_proj", "v_proj"),)
 class _Record:
     """One patched model: what was changed, and the report."""
 
-    def __init__(self) -> None:
+    def __init__(self, everything: bool, joined: bool) -> None:
+        self.everything, self.joined = everything, joined
         self.changes = Changes()
         self.neighbours: list[tuple[str, Any, Neighbours]] = []  # with the part they are of, and its name
         self.patched: list[Patched] = []
@@ -46,8 +47,13 @@ class _Record:
         self.left.append(Left(name, type(module).__name__, why))
 
 
-def patch(model: Any, *, skip: Collection[str] = ()) -> PatchReport:
-    """Let a model (or pipeline) of transformers compute with LayerZero's ops; `skip` leaves kinds of parts alone."""
+def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, joined: bool = True) -> PatchReport:
+    """Let a model (or pipeline) of transformers compute with LayerZero's ops.
+
+    skip        kinds of parts that are left alone, see KINDS
+    everything  also linear layers and embeddings that selection would give to torch anyway
+    joined      False: one op a part; no products of several layers in one, no sum together with its norm
+    """
     wrong = set(skip) - set(KINDS) if not isinstance(skip, str) else {skip}
     if wrong:
         raise InvalidInputError(
@@ -61,14 +67,14 @@ def patch(model: Any, *, skip: Collection[str] = ()) -> PatchReport:
     if known is not None:
         return known
     version = enable_transformers()
-    record = _Record()
+    record = _Record(everything, joined)
     steps = {
         "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
-        "projections": _projections, "residual": _residual, "linear": _linears,
+        "projections": _projections, "residual": _residual, "linear": _linears, "embedding": _embeddings,
     }  # fmt: skip
     try:
         for kind, step in steps.items():
-            if kind not in skip:
+            if kind not in skip and (joined or kind not in ("projections", "residual")):
                 step(model, record)
     except BaseException:
         _undo(record)
@@ -248,11 +254,14 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     if why or found is None:
         record.leave(name, module, why)
         return
+    record.did(name, module, found[0])
+    if not record.joined:
+        _forward(record, module, parts.gated_apart, parts.Apart(names[:3], *found[:2]))
+        return
     casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
     _forward(record, module, parts.gated, parts.Gated(both, names[2], *found[:2], casts=casts))
-    record.did(name, module, found[0])
 
 
 def _projections(model: Any, record: _Record) -> None:
@@ -274,7 +283,7 @@ def _projections(model: Any, record: _Record) -> None:
 
 # -- products: last, since it asks what was joined ----------------------------------------------------
 def _linears(model: Any, record: _Record) -> None:
-    found = Linears()
+    found = Linears(record.everything)
     for name, module, neighbours in record.neighbours:
         if found.worth(neighbours.weight, neighbours.bias):
             neighbours.product = quick.product
@@ -283,6 +292,18 @@ def _linears(model: Any, record: _Record) -> None:
         if _free(record, name, module):
             _forward(record, module, parts.linear, parts.Single())
             record.did(name, module, "linear")
+    if record.everything:
+        for name, module in model.named_modules():
+            if type(module).__name__ == "Conv1D" and _free(record, name, module):
+                _forward(record, module, parts.conv1d, parts.Single())
+                record.did(name, module, "linear")
+
+
+def _embeddings(model: Any, record: _Record) -> None:
+    for name, module in model.named_modules() if record.everything else ():
+        if type(module) is nn.Embedding and module.max_norm is None and _free(record, name, module):
+            _forward(record, module, parts.embedding, parts.Single())
+            record.did(name, module, "embedding")
 
 
 # -- the residual stream -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import now, scope
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "rotate", "rotation"]
+__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "public", "rotate", "rotation"]
 
 _GATED = {spec.op_id: spec for spec in (SILU_AND_MUL, GELU_AND_MUL, RELU_AND_MUL)}
 
@@ -65,6 +65,11 @@ class Facts:
             self._number = _numbers.setdefault(parts, len(_numbers))
             self._known, self._bias, self._place = weight, bias, place
         return self._number
+
+
+def public(op: str, *args: Any, **kwargs: Any) -> Any:
+    """An op as everybody calls it, where its work is long against a general key."""
+    return PUBLIC[op].function(*args, **kwargs)
 
 
 def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Facts) -> Tensor:
