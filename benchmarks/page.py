@@ -36,7 +36,7 @@ kernel in place, whose own code and data push the interpreter out of the caches.
 which reading `tensor.shape` takes 140 ns; each machine's own reading stands above its table, and the last column
 divides by the ratio of the two, to compare like with like.
 
-Make them again with `make prove-overhead` (or `python benchmarks/overhead.py --machine NAME`) on an idle machine.
+Make them again with `make prove NAME=overhead` (or `python benchmarks/overhead.py --machine NAME`) on an idle machine.
 """
 
 BUDGET_SHAPE_NS = 140.0

@@ -373,7 +373,7 @@ def _write_figures(path: Path, names: Iterable[str]) -> None:
             rows.append({key: value for key, value in data.items() if key not in ("inputs", "reached")})
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
-        "benchmark": "fuzz", "command": "make prove-fuzz", "commit": current_commit(), "machine": machine(),
+        "benchmark": "fuzz", "command": "make prove NAME=fuzz", "commit": current_commit(), "machine": machine(),
         "targets": rows,
     }  # fmt: skip
     path.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,7 @@
-"""What a test says it needs (a GPU, two, a program, a package, more time), checked in one place.
+"""Lanes, and what a test says it needs (a GPU, two, a program, a package, more time), in one place.
+
+Every test has one lane: `long` where its marks say so (slow, stress, benchmark, memray), `check` where tests/lanes.toml
+names it, else `short`. `pytest -m short` is what `make test` runs, `pytest -m "short or check"` what `make check` does.
 
 A test whose tool is missing is skipped by name. Where the tools are meant to be there (LAYERZERO_REQUIRE=1, as in
 `.ci/run`) the same situation is a failure, so that nothing is skipped unseen. Absent hardware is never a failure.
@@ -6,14 +9,25 @@ A test whose tool is missing is skipped by name. Where the tools are meant to be
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
 
 import pytest
 
-__all__ = ["missing_packages", "missing_tools", "pytest_collection_modifyitems", "pytest_runtest_setup"]
+from tools.lanes import Lanes
 
+__all__ = [
+    "lane",
+    "missing_packages",
+    "missing_tools",
+    "pytest_collection_modifyitems",
+    "pytest_itemcollected",
+    "pytest_runtest_setup",
+]
+
+_LONG = ("slow", "stress", "benchmark", "memray")
 _TIMEOUTS = {"stress": 1800, "slow": 600}
 
 # a tool may go by several names
@@ -42,6 +56,26 @@ def _gpu_count() -> int:
     import torch  # only when a test asks: importing torch takes seconds
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def lane(item: pytest.Item) -> str:
+    """The lane of a test: short, check or long."""
+    if any(item.get_closest_marker(name) is not None for name in _LONG):
+        return "long"
+    names = [part.name for part in item.listchain() if isinstance(part, pytest.Class)]
+    own = getattr(item, "originalname", item.name)
+    return "check" if "::".join((item.path.name, *names, own)) in _check() else "short"
+
+
+@functools.cache
+def _check() -> frozenset[str]:
+    return frozenset(Lanes.read().check)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the test with its lane, and tell the junit file which faults it watches."""
+    item.add_marker(lane(item))
+    item.user_properties += [("fault", str(number)) for mark in item.iter_markers("fault") for number in mark.args]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """`make requirements`: how many lines of docs/requirements.md are shown, by section, and which are open.
 
-A line counts as shown here when a test of the last `make test` bears its id and passed, and none that bears it failed.
+A line counts as shown here when a test of the last `make check` bears its id and passed, and none that bears it failed.
 What long lanes showed, and what the H200 did, is read from kept junit files (benchmarks/results/*/junit.xml) with the
 commits they were made from: `python -m tools.requirements --machine NAME --keep build/prove/*.xml` puts newer outcomes
 in the place of older ones. Exit code 1 on an unknown id.
@@ -80,7 +80,7 @@ def keep(sources: Sequence[Path], target: Path) -> None:
             copy.extend(suite.findall("properties"))
             ran = [case for case in suite.iterfind("testcase") if _named(case) not in seen]
             for case in ran:
-                if case.find("properties") is None:
+                if case.find("properties/property[@name='req']") is None:
                     continue
                 row = ET.SubElement(copy, "testcase", case.attrib)
                 row.extend(case.findall("properties"))
@@ -158,7 +158,7 @@ def render(checklist: Checklist, result: Status, found: Mapping[str, Evidence], 
         lines.append(_row(section, count))
         totals = {state: totals[state] + count[state] for state in STATES}
     lines += ["-" * 65, _row("all", totals), ""]
-    absent = {"here": "no junit file under build/junit, run `make test` first"}
+    absent = {"here": "no junit file under build/junit, run `make check` first"}
     for where, item in found.items():
         lines.append(f"{where}: {', '.join(item.commits) or absent.get(where, 'no kept junit file')}")
     lines += [f"elsewhere: {rid}: {why}" for rid, why in checklist.elsewhere.items()]
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make requirements", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--open", nargs="*", default=[], metavar="SECTION", help="print the open lines; 'all' for all")
-    parser.add_argument("--here", type=Path, default=HERE, help="folder of junit files of the last `make test`")
+    parser.add_argument("--here", type=Path, default=HERE, help="folder of junit files of the last `make check`")
     parser.add_argument("--kept", type=Path, default=RESULTS, help="folder of a folder for each machine")
     parser.add_argument("--keep", type=Path, nargs="+", metavar="JUNIT", help="first store these junit files")
     parser.add_argument("--machine", default="h200", help="the machine they were made on (h200)")

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not soak.faults and soak.calls > 100_000:
         found["problems"].append("no fault was injected")
     figures = {
-        "benchmark": "soak", "command": f"make soak MINUTES={args.minutes:g}", "commit": current_commit(),
+        "benchmark": "soak", "command": f"make prove NAME=soak MINUTES={args.minutes:g}", "commit": current_commit(),
         "machine": machine(), "minutes": args.minutes, "workers": args.workers,
         "calls": soak.calls, "calls_per_s": round(soak.calls / max(1e-9, samples[-1].at)), "changes": soak.changes,
         "faults": soak.faults, "failovers": lz.metrics()["layerzero_failovers_total"],

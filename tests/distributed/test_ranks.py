@@ -1,5 +1,5 @@
 """`lz.agree` under torchrun: real processes, real differences between them. Two ranks here; four and eight in
-`make prove-ranks`."""
+`make prove NAME=ranks`."""
 
 from __future__ import annotations
 

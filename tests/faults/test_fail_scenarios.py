@@ -26,7 +26,7 @@ from layerzero.selection.engine import refuse, select
 from layerzero_verify.testing import faults
 from tools.kernel_process import run_with_kernel
 
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-faults")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=faults")
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 Q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
 

@@ -1,6 +1,6 @@
 """Isolated backends through the ordinary call: a hang is answered and got over, two versions of a library live at once.
 
-Each test starts several processes that import torch: the long lane, make prove-faults.
+Each test starts several processes that import torch: the long lane, make prove NAME=faults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from layerzero.dispatch.isolate.settings import Settings
 from layerzero.dispatch.isolate.worker import Worker
 from layerzero.runtime.state import state
 
-pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-faults")
+pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=faults")
 
 ROOT = Path(__file__).resolve().parents[2]
 Q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A hundred threads, changing policies, failing kernels, forks: no error, no stale choice (make prove-stress)."""
+"""A hundred threads, changing policies, failing kernels, forks: no error, no stale choice (make prove NAME=stress)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Everything that reads bytes from outside meets mutated ones; only our own exceptions come out.
 
-The quick lane plays about a thousand a target; `make prove-fuzz` plays 1 000 000, resumable.
+`make check` plays about a thousand a target; `make prove NAME=fuzz` plays 1 000 000, resumable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_every_corpus_has_a_target_and_is_small() -> None:
 
 
 @pytest.mark.req("R-FUZZ-02")
-@pytest.mark.skipif(not env.read().prove, reason="make prove-fuzz plays them; this looks at its figures")
+@pytest.mark.skipif(not env.read().prove, reason="make prove NAME=fuzz plays them; this looks at its figures")
 def test_a_million_inputs_a_target_were_played_on_this_very_code() -> None:
     data = json.loads(FIGURES.read_bytes())
     rows = {row["target"]: row for row in data["targets"]}

@@ -40,7 +40,7 @@ HERE = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name not in 
 
 
 # A process that has loaded torch and nothing of ours, and runs each program it is asked for in a child: loading torch
-# takes longer than most of them. `make prove-long` starts an interpreter for each.
+# takes longer than most of them. `make prove NAME=long` starts an interpreter for each.
 _STAGE = """
 import json, os, runpy, sys, traceback, warnings
 import torch

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools import check_docs, installed_only
+from tools import check_docs, installed_only, prove
 from tools.workspace import ROOT, Package, dev_requirements, group, packages, project_name, run_requirements
 
 PACKAGES = packages()
@@ -255,6 +255,27 @@ def test_every_make_target_the_pages_name_exists():
             re.findall(r"(?:^|`)make ([a-z][a-z-]*[a-z])", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
         )
         assert named <= targets, page.name
+
+
+def test_every_long_lane_that_is_named_exists_and_its_files_do():
+    known = prove.lanes()
+    for lane in known.values():
+        assert all(command for command in lane.commands({"PATH": ""}))
+    kinds = ("*.md", "*.py", "*.toml")
+    files = (
+        file
+        for folder in ("docs", "packages", "tests", "tools")
+        for kind in kinds
+        for file in (ROOT / folder).rglob(kind)
+    )
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files):
+        named = set(re.findall(r"make prove NAME=([a-z]+)", file.read_text(encoding="utf-8")))
+        assert named <= set(known), file.name
+
+
+def test_at_most_ten_make_targets_are_documented():
+    shown = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(shown) == sorted("demo test check lint format docs wheels lock prove clean".split())
 
 
 def test_declared_markers_cover_the_lanes():

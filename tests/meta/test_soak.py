@@ -105,8 +105,8 @@ def soaked(out: Path, minutes: str, looks: str) -> dict[str, Any]:
 def test_a_few_seconds_of_soak_run_clean(tmp_path: Path) -> None:
     """The real program: its load runs, changes and meets its faults, and no thread of it ends with an error.
 
-    That nothing grows is for the longer run below and for `make soak` to say. A machine that is too busy to do
-    anything in a few seconds is given more of them.
+    That nothing grows is for the longer run below and for `make prove NAME=soak` to say. A machine that is too busy to
+    do anything in a few seconds is given more of them.
     """
     for minutes in ("0.06", "0.2", "0.6", "2"):
         data = soaked(tmp_path / "soak.json", minutes, "6")

@@ -1,6 +1,6 @@
 """Every op, drawn: as it is, with views that stand for their negative, with gradients, under vmap and compiled.
 
-A few calls of each in the quick lane, always the same ones; with LAYERZERO_PROVE=1 many (`make prove-correctness`).
+A few calls of each, always the same ones; with LAYERZERO_PROVE=1 many (`make prove NAME=correctness`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_vmap(op: str) -> None:
             agree(call, [item[at] for item in flat(found)], call.formula(*wide([pair[at] for pair in pairs])))
 
 
-# Of these the quick lane compiles one call each: tracing takes a second.
+# Of these `make check` compiles one call each: tracing takes a second.
 COMPILED = frozenset({"rope", "topk_gate"})
 
 

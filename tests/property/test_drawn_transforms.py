@@ -1,6 +1,6 @@
 """Every op, drawn, under torch's other machinery: forward mode, checkpoints, tracers, gradients of gradients.
 
-A few calls of each in the quick lane, always the same ones; with LAYERZERO_PROVE=1 many (`make prove-correctness`).
+A few calls of each, always the same ones; with LAYERZERO_PROVE=1 many (`make prove NAME=correctness`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collected by `make prove-tools` only: the tools live in an environment of their own, see docs/tooling.md."""
+"""Collected by `make prove NAME=tools` only: the tools live in an environment of their own, see docs/tooling.md."""
 
 import importlib.util
 

@@ -41,7 +41,7 @@ def test_ruff_and_mypy_pass_and_see_what_is_wrong(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "ruff", "check", f"{CORE}/layerzero/numerics", "tools")
     assert done.returncode == 0, done.stdout
     done = run(sys.executable, "-m", "mypy", "--strict", "tools/workspace.py", "--cache-dir", str(tmp_path))
-    assert done.returncode == 0, done.stdout  # the core as a whole: `make type`
+    assert done.returncode == 0, done.stdout  # the core as a whole: `make check`
     wrong = tmp_path / "wrong.py"
     wrong.write_text('"""Wrong."""\nimport os\nx: int = "a"\n')
     assert "F401" in run(sys.executable, "-m", "ruff", "check", str(wrong)).stdout

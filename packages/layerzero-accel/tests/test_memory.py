@@ -42,7 +42,7 @@ def runtime_library(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.skipif(not PROVE, reason="make prove-accel: torch takes its time under a sanitizer")
+@pytest.mark.skipif(not PROVE, reason="make prove NAME=accel: torch takes its time under a sanitizer")
 @pytest.mark.needs_tool("gcc")
 @pytest.mark.timeout(1800)
 def test_the_sanitizers_find_nothing(native: Any, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_the_keys_told_to_c_are_those_of_the_other_ops(lab: Any) -> None:
 # -- the same tests without it ---------------------------------------------------------------------------------------
 @pytest.mark.timeout(300)
 def test_the_dispatch_tests_pass_with_the_other_setting() -> None:
-    """A quick part; `make prove-accel` runs all of them both ways."""
+    """A quick part; `make prove NAME=accel` runs all of them both ways."""
     other = "off" if seam.accelerator.native is not None else "on"
     if other == "on" and seam.accelerator.wanted is not False:
         pytest.skip(f"layerzero-accel cannot be used here: {seam.accelerator.why}")

@@ -1,6 +1,6 @@
 """Properties of the values selection is made of: contexts, keys, reasons, kernels, layouts, tolerances.
 
-A few hundred examples in the quick lane; with LAYERZERO_PROVE=1 more than ten thousand.
+A few hundred examples in `make check`; with LAYERZERO_PROVE=1 more than ten thousand.
 """
 
 from __future__ import annotations

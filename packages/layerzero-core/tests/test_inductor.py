@@ -150,7 +150,7 @@ def test_code_is_not_loaded_from_a_folder_others_can_write_to(cache: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PROVE, reason="eleven programs in two dtypes take ten minutes: make prove-warmup")
+@pytest.mark.skipif(not PROVE, reason="eleven programs in two dtypes take ten minutes: make prove NAME=warmup")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_programs_agree_with_the_reference_for_any_rows(cache: Path, dtype: torch.dtype) -> None:
     with lz.scoped(jit="block"):

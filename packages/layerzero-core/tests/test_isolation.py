@@ -30,7 +30,7 @@ Q = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
 EXPECTED = F.scaled_dot_product_attention(Q, Q, Q)
 
 # Each costs the start of some more processes.
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-isolation")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=isolation")
 
 
 def toy_module() -> ModuleType:

@@ -1,6 +1,6 @@
 """The long lane of isolation: 500 faults injected into real children, each answered in time, nothing left behind.
 
-make prove-isolation
+make prove NAME=isolation
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerzero.dispatch.isolate.process import uncollected
 from layerzero.dispatch.isolate.settings import Settings
 from layerzero.dispatch.isolate.worker import Worker
 
-pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-isolation")
+pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=isolation")
 
 COUNT = 500
 DEADLINE_S = 1.0

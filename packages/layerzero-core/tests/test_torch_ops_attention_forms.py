@@ -159,7 +159,7 @@ def test_what_adapts_the_inputs_is_written_out_with_the_kernel(kernel, options):
     assert ("flash_attention_for_cpu" if kernel == "flash_cpu" else "attention_math") in found
 
 
-@pytest.mark.skipif(not os.environ.get("LAYERZERO_PROVE"), reason="long: run by make prove-compile")
+@pytest.mark.skipif(not os.environ.get("LAYERZERO_PROVE"), reason="long: run by make prove NAME=compile")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.req("R-PT-02", "R-PT-04")
 @pytest.mark.parametrize("grad", [False, True])

@@ -43,7 +43,7 @@ def samples(grad=True):
 
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for i, (name, _) in enumerate(samples(False))]
 FIRST = {name: i for i, (name, _) in reversed(list(enumerate(samples(False))))}
-# With gradients over symbolic shapes a check takes seconds, so the quick lane checks each op once, without.
+# With gradients over symbolic shapes a check takes seconds, so `make check` checks each op once, without.
 CHECKS = [
     pytest.param(name, i, grad, id=f"{name}-{i}-{grad}", marks=[pytest.mark.slow] if grad or i != FIRST[name] else [])
     for i, (name, _) in enumerate(samples(False))

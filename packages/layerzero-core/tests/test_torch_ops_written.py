@@ -359,7 +359,7 @@ def test_inductor_fuses_across_what_is_written_out():
     assert sources[0].count('extern "C"') == 1  # two ops of ours and what stands around them: one function
 
 
-@pytest.mark.skipif(not os.environ.get("LAYERZERO_PROVE"), reason="long: run by make prove-compile")
+@pytest.mark.skipif(not os.environ.get("LAYERZERO_PROVE"), reason="long: run by make prove NAME=compile")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.req("R-PT-02")
 @pytest.mark.parametrize("grad", [False, True])

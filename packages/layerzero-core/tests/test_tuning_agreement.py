@@ -1,4 +1,4 @@
-"""Two tuning runs choose alike (`make prove-tune`): on at least 98 % of calls, and where not, within 2 % of each other.
+"""Two tuning runs choose alike (`make prove NAME=tune`): on 98 % of calls or more, else within 2 % of each other.
 
 A race is only as steady as its machine, so this runs in the prove lane alone, on an idle one.
 """
@@ -24,7 +24,7 @@ CONFIG = {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not env.read().prove, reason="a matter of timing: make prove-tune runs it")
+pytestmark = pytest.mark.skipif(not env.read().prove, reason="a matter of timing: make prove NAME=tune runs it")
 
 
 @pytest.mark.req("R-TUNE-04", "R-TUNE-05")

@@ -32,7 +32,7 @@ from layerzero_cpu import build
 HERE = Path(__file__).parent
 ACTIVATIONS = (None, "silu", "relu", "gelu", "gelu_tanh")
 GIVEN = os.environ.get("LAYERZERO_TEST_EMULATED")  # a library made beforehand: the sanitized run names it
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-cpu")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=cpu")
 
 pytestmark = [
     pytest.mark.needs_tool("g++"),

@@ -17,7 +17,7 @@ import pytest
 from layerzero_cpu import build, library
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-cpu")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=cpu")
 
 
 def test_the_library_is_of_these_sources():

@@ -15,7 +15,7 @@ import pytest
 from layerzero_cpu import build
 
 HERE = Path(__file__).parent
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-cpu")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=cpu")
 CROSS = "x86_64-linux-gnu-g++"
 ROWS = ("gated", "norm", "norm_grad", "quant", "rope", "sampling")
 

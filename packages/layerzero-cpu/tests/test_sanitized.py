@@ -15,7 +15,7 @@ from layerzero_cpu.library import native
 
 FUZZ = Path(__file__).parent / "fuzz" / "run.py"
 PROVING = os.environ.get("LAYERZERO_PROVE") == "1"
-PROVE = pytest.mark.skipif(not PROVING, reason="long lane: make prove-cpu")
+PROVE = pytest.mark.skipif(not PROVING, reason="long lane: make prove NAME=cpu")
 
 
 def library_of(compiler: list[str], name: str) -> str | None:

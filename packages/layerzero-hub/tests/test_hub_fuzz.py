@@ -1,6 +1,6 @@
 """Lockfile and policy meet whatever bytes there are: our exceptions only.
 
-The quick lane plays a few thousand; `make prove-hub` plays 1 000 000 each.
+`make check` plays a few thousand; `make prove NAME=hub` plays 1 000 000 each.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_lockfiles():
         except LayerZeroError:
             refused += 1
     assert refused > COUNT * 0.6
-    print(f"prove-hub: lockfile fuzz {COUNT} iterations, {refused} refused, no other exception")
+    print(f"hub: lockfile fuzz {COUNT} iterations, {refused} refused, no other exception")
 
 
 @pytest.mark.timeout(3600)
@@ -125,7 +125,7 @@ def test_policies():
         except LayerZeroError:
             refused += 1
     assert refused > COUNT * 0.3
-    print(f"prove-hub: policy fuzz {COUNT} iterations, {refused} refused, no other exception")
+    print(f"hub: policy fuzz {COUNT} iterations, {refused} refused, no other exception")
 
 
 def test_metadata_and_names():

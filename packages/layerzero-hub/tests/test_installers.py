@@ -1,6 +1,6 @@
 """Six installers at once, killed at random points: only whole, verified folders remain.
 
-The quick lane plays a few rounds; `make prove-hub` plays 200 and counts.
+`make check` plays a few rounds; `make prove NAME=hub` plays 200 and counts.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_only_whole_builds_remain(bench, tmp_path):
         assert left == []
     forge.close()
     assert killed > 0 and whole > 0
-    print(f"prove-hub: {ROUNDS} rounds, {INSTALLERS} installers each, {killed} killed, {whole} whole builds, 0 partial")
+    print(f"hub: {ROUNDS} rounds, {INSTALLERS} installers each, {killed} killed, {whole} whole builds, 0 partial")
 
 
 def test_installed_builds_of_another_process_are_used_as_they_are(bench):

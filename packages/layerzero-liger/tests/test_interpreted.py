@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
-PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove-liger")
+PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=liger")
 
 pytestmark = [pytest.mark.needs_package("liger_kernel"), pytest.mark.needs_package("triton")]
 

@@ -1,6 +1,6 @@
 """Our kernels compiled for GPUs that are not here: NVIDIA's from SM 8.0 to 10.0, and ROCm's; and how well.
 
-Triton brings its own assemblers, so this needs no GPU. Compiling takes seconds a kernel: the quick lane takes a few,
+Triton brings its own assemblers, so this needs no GPU. Compiling takes seconds a kernel: `make check` takes a few,
 LAYERZERO_PROVE=1 all.
 """
 

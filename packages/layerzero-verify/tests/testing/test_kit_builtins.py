@@ -51,7 +51,9 @@ def test_a_built_in_backend_passes_the_kit(name: str, kit: tuple[dict[str, int],
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not PROVE, reason="each of the kit's shapes is half a minute of TorchInductor: make prove-warmup")
+@pytest.mark.skipif(
+    not PROVE, reason="each of the kit's shapes is half a minute of TorchInductor: make prove NAME=warmup"
+)
 def test_the_compiled_backend_passes_the_kit(tmp_path: Path) -> None:
     _passes("inductor", tmp_path, 3500)
 

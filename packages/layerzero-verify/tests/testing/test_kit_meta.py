@@ -60,7 +60,7 @@ def _broken_backends() -> ModuleType:
 broken_backends = _broken_backends()
 NAMES = sorted(broken_backends.BROKEN)
 # These go through the whole kit, to see that it points at one place; the others only meet their catcher. Two of them in
-# the quick lane, all in `make prove-long`.
+# `make check`, all in `make prove NAME=long`.
 WHOLE = ("ignores_scale", "health_always_fails")
 if env.read().prove:
     WHOLE += ("wrong_lse_base", "eps_outside_the_root", "wrong_head_dim_limit")
