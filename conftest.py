@@ -22,6 +22,9 @@ if "LAYERZERO_QUARANTINE" not in os.environ:
     _quarantine = tempfile.mkdtemp(prefix="layerzero-tests-")
     os.environ["LAYERZERO_QUARANTINE"] = os.path.join(_quarantine, "quarantine.json")
     atexit.register(shutil.rmtree, _quarantine, ignore_errors=True)
+elif _worker := os.environ.get("PYTEST_XDIST_WORKER"):  # nor what a test of another worker writes there
+    _shared = os.path.dirname(os.environ["LAYERZERO_QUARANTINE"])
+    os.environ["LAYERZERO_QUARANTINE"] = os.path.join(_shared, _worker, "quarantine.json")
 # Nor what somebody has compiled: the run gets an empty folder, which its worker processes share.
 if "LAYERZERO_JIT_CACHE_DIR" not in os.environ:
     os.environ["LAYERZERO_JIT_CACHE_DIR"] = _compiled = tempfile.mkdtemp(prefix="layerzero-tests-")
