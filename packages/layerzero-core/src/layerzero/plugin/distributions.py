@@ -10,8 +10,8 @@ from layerzero.plugin.discovery import dist_version, normalized
 
 __all__ = ["OURS", "VENDORS", "install_hint", "is_known", "quoted"]
 
-_PACKAGES = ("accel", "core", "cpu", "flashattn", "flashinfer", "hub", "liger", "tokenizers", "triton", "xformers")
-OURS = frozenset(f"layerzero-{name}" for name in _PACKAGES)
+_BACKENDS = ("accel", "cpu", "flashattn", "flashinfer", "hub", "liger", "tokenizers", "triton", "xformers")
+OURS = frozenset(f"layerzero-{name}" for name in ("core", "models", "tune", "verify", *_BACKENDS))
 # What the packages above and the core itself call, under the names their authors publish.
 VENDORS = frozenset(
     {
