@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
-from layerzero.tuning.clock import cuda_clock, launch_clock
+from layerzero_tune.timing.clock import cuda_clock, launch_clock
 
 BF = torch.bfloat16
 SHARE, EXTRA_US = 0.05, 3.0

@@ -1,6 +1,6 @@
 """The 34 cases of the H200 page: their torch baselines, and what was measured with them on 2026-11-15.
 
-The baselines themselves, as code, are `layerzero.tuning.baselines` (so that `lz bench` has them, too):
+The baselines themselves, as code, are `layerzero_tune.timing.baselines` (so that `lz bench` has them, too):
 
 - attention: `F.scaled_dot_product_attention(q, k, v, is_causal, enable_gqa)` on transposed views of contiguous BSHD
 - RMSNorm: `F.rms_norm(x, (N,), w, 1e-6)`; add + RMSNorm: `F.rms_norm(x + r, (N,), w, 1e-6)`
@@ -9,14 +9,14 @@ The baselines themselves, as code, are `layerzero.tuning.baselines` (so that `lz
 - top-k 50 + top-p 0.9: from probabilities, full descending sort, cumulative sum, mask, `torch.multinomial`, gather
 - paged decode, page 16, NHD: gather the pages by block table, reshape, SDPA
 
-Medians there came from Triton's do_bench; `layerzero.tuning.clock.cuda_clock` times the same way, interleaved.
+Medians there came from Triton's do_bench; `layerzero_tune.timing.clock.cuda_clock` times the same way, interleaved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from layerzero.tuning.baselines import torch_default
+from layerzero_tune.timing.baselines import torch_default
 
 __all__ = ["RECORDED", "torch_default"]
 

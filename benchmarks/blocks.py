@@ -41,13 +41,13 @@ from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
 from layerzero.dispatch.run import current_world
-from layerzero.plans.blocks import decoder_layer
-from layerzero.plans.blocks_cost import Meter
-from layerzero.plans.blocks_plan import BlockPlan
-from layerzero.plans.blocks_search import fastest_each, per_op, told
-from layerzero.tuning.clock import Clock, clock_for
-from layerzero.tuning.race import Times
-from layerzero.tuning.steady import quick_core
+from layerzero_tune.blocks.block import decoder_layer
+from layerzero_tune.blocks.cost import Meter
+from layerzero_tune.blocks.plan import BlockPlan
+from layerzero_tune.blocks.search import fastest_each, per_op, told
+from layerzero_tune.timing.clock import Clock, clock_for
+from layerzero_tune.timing.race import Times
+from layerzero_tune.timing.steady import quick_core
 
 PRECISE = 0.005  # a standard error of the ratios that count: two per cent are to be told from nothing
 JUDGED = ("per_op", "own")

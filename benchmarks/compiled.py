@@ -30,7 +30,7 @@ from blocks import LLAMA, MIDDLE, SMALL, Case, layer, rounds_of
 from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
-from layerzero.tuning.clock import clock_for, graphed
+from layerzero_tune.timing.clock import clock_for, graphed
 
 CPU = (Case(1, 1, *SMALL, "float32"), Case(1, 64, *SMALL, "float32"), Case(1, 128, *MIDDLE, "float32"))
 # Attention is a small part of a block at 2 048 tokens and most of it at 16 384.

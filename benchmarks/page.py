@@ -21,8 +21,8 @@ from page_gpu import adapters_section, diffusion_section, kits_section, tests_se
 from page_plans import blocks_section, store_section
 from page_threads import threads_section
 
-from layerzero.tuning.busy import BUSY
-from layerzero.tuning.clock import BEFORE, RULES
+from layerzero_tune.timing.clock import BEFORE, RULES
+from layerzero_tune.timing.host_load import BUSY
 
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"

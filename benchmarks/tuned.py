@@ -57,7 +57,7 @@ def tune(
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
     from layerzero.tuning.traffic import volume
-    from layerzero.tuning.trial import trial
+    from layerzero_tune.trial import trial
 
     db, whole = PerfDB(database), True
     for number, (name, ctx) in enumerate(sorted(cases.items(), key=lambda item: -volume(item[1]))):
@@ -98,7 +98,7 @@ def _ready(ctx: Any, compiled: str) -> frozenset[str] | None:
 
 def measured(name: str, ctx: Any, database: Path, seconds: float, mode: str, spread: float = 0.0) -> dict[str, Any]:
     """One case: everybody whom tuning found right, in one race; the error of each as tuning found it."""
-    from layerzero.cli.contest import compete
+    from layerzero_tune.bench.contest import compete
 
     errors = _errors(ctx, database)
     found = compete(name, ctx, seconds=seconds, mode=mode, only=errors, check=not errors, spread=spread)
@@ -179,7 +179,7 @@ def gather(kept: Kept, header: dict[str, Any], alike: dict[str, Any] | None, not
     """The document."""
     from tuned_figures import summary, verdicts
 
-    from layerzero.cli.report_data import FORMAT
+    from layerzero_tune.report.data import FORMAT
 
     records = {stage: [item for item in kept.of(stage) if "failed" not in item] for stage in STAGES}
     failed = {f"{item['stage']} {item['name']}": item["failed"] for item in kept.records.values() if "failed" in item}
@@ -239,7 +239,7 @@ def main() -> int:
 
     from layerzero.perfdb.bucket import bucket_of
     from layerzero.runtime.state import state
-    from layerzero.tuning.grid import load
+    from layerzero_tune.grid import load
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     seconds = given.seconds or (0.4 if device == "cuda" else 0.8)

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from layerzero.cli.report_data import FORMAT, figures, from_json
 from layerzero.perfdb.bucket import upper
-from layerzero.tuning.grid import Case
+from layerzero_tune.grid import Case
+from layerzero_tune.report.data import FORMAT, figures, from_json
 
 __all__ = ["TARGETS", "agreement", "drawn", "over", "summary", "verdicts"]
 

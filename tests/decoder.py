@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.plans.blocks import decoder_layer
+from layerzero_tune.blocks.block import decoder_layer
 
 HEADS, KV, WIDTH, HIDDEN, INNER = 4, 2, 16, 64, 96
 

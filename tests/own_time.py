@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.tuning import clock, race
+from layerzero_tune.timing import clock, race
 
 _said = [0]
 

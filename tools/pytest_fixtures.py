@@ -52,31 +52,29 @@ def function_path(function: Callable[..., Any]) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def the_host_takes_nothing() -> Iterator[None]:
-    """A host that serves others would lengthen every test that tunes and mark its times as disturbed; test_stolen.py
-    brings clocks of its own and shows what is done about it."""
-    from layerzero.tuning import stolen
+def a_quiet_tuner() -> Iterator[None]:
+    """Tuning as most tests want it, where layerzero-tune is installed.
 
-    before, stolen.ticks = stolen.ticks, lambda path="": None
-    pauses, stolen._PAUSES = stolen._PAUSES, ()
-    yield
-    stolen.ticks, stolen._PAUSES = before, pauses
+    A host that serves others would lengthen every test that tunes and mark its times as disturbed; test_steal_time.py
+    brings clocks of its own and shows what is done about it. Kernels of tests are slow on purpose, and their times are
+    kept all the same; `held_against_torch` undoes it.
+    """
+    if importlib.util.find_spec("layerzero_tune") is None:
+        yield
+        return
+    from layerzero_tune.timing import steal_time, torch_default
 
-
-@pytest.fixture(scope="session", autouse=True)
-def planted_kernels_need_not_hold_against_torch() -> Iterator[None]:
-    """Kernels of tests are slow on purpose, and their times are kept all the same; `held_against_torch` undoes it."""
-    from layerzero.tuning import default
-
-    before, default.CALLING_US = default.CALLING_US, 1e12
-    yield
-    default.CALLING_US = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steal_time, "ticks", lambda path="": None)
+        patch.setattr(steal_time, "_PAUSES", ())
+        patch.setattr(torch_default, "CALLING_US", 1e12)
+        yield
 
 
 @pytest.fixture
 def held_against_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is for users: a choice that is slower than torch's own code is not stored."""
-    monkeypatch.setattr("layerzero.tuning.default.CALLING_US", 1.0)
+    monkeypatch.setattr("layerzero_tune.timing.torch_default.CALLING_US", 1.0)
 
 
 class Lab:

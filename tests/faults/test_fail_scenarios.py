@@ -196,8 +196,8 @@ def test_a_dispatch_table_that_is_wrong_fails_readiness_and_a_good_one_says_what
 
 def solved(path: Path) -> bytes:
     """A real table for one rms_norm call."""
-    from layerzero.plans.solver import solve_table
     from layerzero.plans.table_file import save_table
+    from layerzero_tune.tables.solver import solve_table
 
     ctx = lz.explain("rms_norm", torch.ones(4, 8), W).decision.context
     save_table(solve_table([ctx], state.world, ctx.device), path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from layerzero.perfdb.bucket import upper
-from layerzero.tuning.grid import load
+from layerzero_tune.grid import load
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli import contest
 from layerzero.cli.app import cli
-from layerzero.tuning import steady
-from layerzero.tuning.race import race
-from layerzero.tuning.steady import Pace, pace
+from layerzero_tune.bench import contest
+from layerzero_tune.timing import steady
+from layerzero_tune.timing.race import race
+from layerzero_tune.timing.steady import Pace, pace
 from tests import own_time
 
 _watch: dict[str, list[str] | None] = {"opened": None}

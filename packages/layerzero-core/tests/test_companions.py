@@ -9,6 +9,7 @@ import types
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import layerzero as lz
@@ -75,13 +76,23 @@ def test_a_verb_whose_package_is_missing_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_kit_and_trace_import_say_what_to_install_where_they_are_missing(monkeypatch, tmp_path):
+def test_the_kit_says_what_to_install_where_it_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "layerzero.testing", raising=False)
     with pytest.raises(PackageMissingError, match=r"layerzero.testing needs layerzero-verify \[.*pip install"):
         importlib.import_module("layerzero.testing")
     for words in (["plugin", "prove", "sdpa"], ["plugin", "check", "sdpa", "--kit"]):
         answer = CliRunner().invoke(cli, words)
         assert answer.exit_code == 1 and "pip install layerzero-verify" in answer.output
-    traces = tmp_path / "traces.jsonl"
-    answer = CliRunner().invoke(cli, ["perfdb", "import", str(traces), "--database", str(tmp_path / "perf.db")])
-    assert answer.exit_code == 1 and "flashinfer-bench.traces needs layerzero-verify" in answer.output
+
+
+@pytest.mark.usefixtures("installed")
+def test_grid_files_and_the_look_at_measured_times_say_what_to_install(monkeypatch, tmp_path, caplog):
+    with pytest.raises(PackageMissingError, match=r"grid-files needs layerzero-tune \[.*pip install"):
+        lz.warmup(tmp_path / "grid.toml")
+    lz.reset()
+    monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
+    monkeypatch.setattr("layerzero.runtime.measuring._watcher", [])
+    lz.configure(perfdb={"drift_s": 60.0})
+    lz.which("rms_norm", torch.ones(4))
+    assert "perfdb.drift_s needs layerzero-tune" in caplog.text
+    lz.reset()

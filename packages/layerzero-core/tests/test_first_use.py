@@ -481,7 +481,7 @@ def test_a_measurement_with_its_error_is_a_proof(planted: Planted) -> None:
 
 
 def test_tuning_checks_so_that_the_next_call_of_the_kind_is_trusted(planted: Planted) -> None:
-    from layerzero.tuning.trial import trial
+    from layerzero_tune.trial import trial
 
     kernel_id = planted.kernel("rms_norm", right)
     planted.kernel("rms_norm", zeros, "wrong", priority=1)

@@ -12,9 +12,9 @@ from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
-from layerzero.tuning.launches import with_launches
 from layerzero.tuning.measured import measurements_from, platform_of, versions_of
-from layerzero.tuning.race import Times
+from layerzero_tune.timing.launches import with_launches
+from layerzero_tune.timing.race import Times
 
 pytestmark = pytest.mark.usefixtures("built_in")
 

@@ -25,9 +25,9 @@ import layerzero as lz
 from layerzero import env
 from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidInputError
 from layerzero.perfdb.bucket import bucket_of, upper
-from layerzero.perfdb.exchange import export_json, import_json, merge
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, weight
 from layerzero.perfdb.store import PerfDB
+from layerzero_tune.perfdb.exchange import export_json, import_json, merge
 
 PROVE = env.read().prove
 HERE = Platform("cpu-1234", "cpu-neon", "", "", "2.13.0")

@@ -151,7 +151,7 @@ def test_a_hot_call_is_no_event_and_a_cold_one_is_a_tree(lab: Any) -> None:
 
 
 def test_tuning_is_an_event(tmp_path: Path) -> None:
-    from layerzero.tuning.trial import trial
+    from layerzero_tune.trial import trial
 
     before = events.histograms["tune"].count
     trial(lz.explain("rms_norm", X, W).context, seconds=0.01, least=2, jit="off")

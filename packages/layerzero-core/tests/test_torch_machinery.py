@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
 from layerzero.errors import KernelExecutionError
-from layerzero.plans.blocks import Block, Ref, Step
 from layerzero.runtime.state import state
+from layerzero_tune.blocks.block import Block, Ref, Step
 
 _spec = importlib.util.spec_from_file_location("torch_calls", Path(__file__).with_name("torch_calls.py"))
 torch_calls = importlib.util.module_from_spec(_spec)

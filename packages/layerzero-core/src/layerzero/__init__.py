@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from layerzero.model.device import DeviceSpec
     from layerzero.model.masks import block_mask, chunk_mask
     from layerzero.model.rope_tables import rope_tables
-    from layerzero.public.blocks import plan_block
     from layerzero.public.checks import doctor, readiness_check
     from layerzero.public.control import (
         configure,
@@ -74,16 +73,18 @@ if TYPE_CHECKING:
         unlock,
         use_table,
     )
-    from layerzero.public.freezing import compile
     from layerzero.public.graphing import capture_graph, is_graph_safe, validate_graph_capture
     from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
     from layerzero.public.planning import plan
-    from layerzero.public.tuning import record, solve, tune
+    from layerzero.public.traffic import record
     from layerzero.public.warming import warmup
     from layerzero.runtime.observation import metrics, observe, structured_logs
     from layerzero_models.patching import patch, patched, unpatch
     from layerzero_models.tensor_parallel import column_linear, row_linear, shard_weight
     from layerzero_models.transformers import enable_transformers
+    from layerzero_tune.blocks.planning import plan_block
+    from layerzero_tune.freezing import compile
+    from layerzero_tune.tuning import solve, tune
     from layerzero_verify.ladder import verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
@@ -205,11 +206,9 @@ _LAZY = {
     "pack_weight": "layerzero._ops.packing",
     **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.public.graphing"),
     "plan": "layerzero.public.planning",
-    "plan_block": "layerzero.public.blocks",
-    "compile": "layerzero.public.freezing",
     "readiness_check": "layerzero.public.checks",
     **dict.fromkeys(("metrics", "observe", "structured_logs"), "layerzero.runtime.observation"),
-    **dict.fromkeys(("record", "solve", "tune"), "layerzero.public.tuning"),
+    "record": "layerzero.public.traffic",
     "warmup": "layerzero.public.warming",
     "relative_bias": "layerzero.model.bias",
     "rope_tables": "layerzero.model.rope_tables",

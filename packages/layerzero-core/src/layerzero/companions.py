@@ -1,4 +1,4 @@
-"""Public names and verbs that packages beside the core bring: `lz.tune`, `lz tune`, `lz.verify`, `lz.patch`.
+"""Public names, verbs and services that packages beside the core bring: `lz.tune`, `lz tune`, `lz.verify`, `lz.patch`.
 
 A package declares them as entry points, names in the group `layerzero.names`, verbs in `layerzero.commands`; what the
 core asks for by itself, such as the conformance kit behind `layerzero.testing`, in `layerzero.parts`. Nothing of it is
@@ -28,6 +28,7 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     "layerzero-tune": {
         NAMES: ("compile", "plan_block", "solve", "tune"),
         COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"),
+        PARTS: ("grid-files", "perfdb.drift_s"),
     },
     "layerzero-verify": {
         NAMES: ("verify",),

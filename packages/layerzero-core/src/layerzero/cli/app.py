@@ -14,24 +14,16 @@ import click
 
 from layerzero import companions
 from layerzero.cli import (
-    benching,
     completing,
     doctor,
     explaining,
-    exporting,
     listing,
-    perfdb,
-    planning,
     plugins,
     policies,
     quarantine,
     readiness,
-    reporting,
-    solving,
     top,
-    touring,
     tracing,
-    tuning,
     warming,
 )
 from layerzero.cli.verbs import OK, USAGE, failed
@@ -142,12 +134,6 @@ _VERBS = (
     doctor,
     listing,
     explaining,
-    tuning,
-    solving,
-    exporting,
-    perfdb,
-    benching,
-    reporting,
     policies,
     plugins,
     quarantine,
@@ -155,8 +141,6 @@ _VERBS = (
     top,
     tracing,
     warming,
-    planning,
-    touring,
     completing,
 )
 for _module in _VERBS:

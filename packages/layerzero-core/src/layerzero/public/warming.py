@@ -31,7 +31,7 @@ def manifest(source: Any, *, config: Any = None) -> Manifest:
 
 
 def _manifest(source: Any) -> Manifest:
-    from layerzero.public.tuning import calls_of
+    from layerzero.public.traffic import calls_of
 
     if isinstance(source, Manifest):
         return source

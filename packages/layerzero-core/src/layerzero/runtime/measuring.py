@@ -6,10 +6,13 @@ Named by LAYERZERO_PERFDB or the policy (`perfdb.path`), else the user's own, wh
 
 from __future__ import annotations
 
-import sys
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerzero import companions
+from layerzero.errors import PackageMissingError
 from layerzero.model.config import Policy
 from layerzero.selection.world import Measurements, World
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from layerzero.perfdb.store import PerfDB
 
 __all__ = ["database", "known_times", "place"]
+
+_log = logging.getLogger("layerzero.perfdb")
 
 _AUTO_S = 5.0  # seconds between two calls that are tuned beside the program (`perfdb.auto_tune`)
 
@@ -57,14 +62,19 @@ def known_times(policy: Policy, world: World) -> Measurements:
     return measurements_from(found, world)
 
 
+_watcher: list[Callable[..., object]] = []
+
+
 def _watch(policy: Policy, path: Path | None) -> None:
     """Start, change or end the thread that looks at measured times beside the program; off unless it is asked for."""
     auto = path is not None and bool(policy.perfdb.get("auto_tune", False))
     every = policy.perfdb.get("drift_s") or (_AUTO_S if auto else None)
     if path is None or not every:
         every = None
-        if "layerzero.tuning.drift" not in sys.modules:
-            return
-    from layerzero.tuning.drift import watcher
-
-    watcher(every, lambda: database(policy), auto=auto)
+    elif not _watcher:
+        try:
+            _watcher.append(companions.part("perfdb.drift_s"))
+        except PackageMissingError as error:
+            _log.warning("measured times are not looked at again: %s", error)
+    for watcher in _watcher:
+        watcher(every, lambda: database(policy), auto=auto)

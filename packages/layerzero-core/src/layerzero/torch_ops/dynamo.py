@@ -13,7 +13,7 @@ from layerzero.torch_ops.more import more_twins
 from layerzero.torch_ops.traced import TWINS
 from layerzero.torch_ops.written import prepare
 
-__all__ = ["register"]
+__all__ = ["leave_alone", "register"]
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
@@ -44,7 +44,15 @@ def register() -> None:
         for item in vars(importlib.import_module(module)).values():
             if isinstance(item, FunctionType):
                 _run_natively(item.__code__)
-    _run_natively(importlib.import_module("layerzero.plans.blocks_plan").BlockPlan.__call__.__code__)
+
+
+def leave_alone(module: str, *codes: CodeType) -> None:
+    """Keep Dynamo out of a module of another package; functions whose code is given run natively."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(module)
+    for code in codes:
+        _run_natively(code)
 
 
 def _run_natively(code: CodeType) -> None:

@@ -1,0 +1,286 @@
+"""One call, head to head: every kernel that may run it, the public function, and plain torch, in one interleaved race.
+
+`compete` builds real tensors for a context, binds every accepted candidate, holds its result against the reference,
+and times them all in the same rounds, by one rule (`clock.RULES`): where a launch counts, it counts for kernels, for
+plain torch and for the public function alike. A kernel that raises, is wrong, or cannot be captured stays on the list
+with the reason; it is no contestant.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from layerzero._ops.signature import public_op
+from layerzero.dispatch.bind import bind
+from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.model.context import Context, element_bytes
+from layerzero.model.decision import Decision
+from layerzero.model.op import OperationSpec
+from layerzero.model.variants import twins
+from layerzero.selection.engine import select
+from layerzero.selection.world import World
+from layerzero.tuning.inputs import Call, build, conditions
+from layerzero.tuning.neutral import neutral
+from layerzero.tuning.truth import Gate
+from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
+from layerzero_tune.timing.clock import RULES, clock_for, graphed
+from layerzero_tune.timing.host_load import load, others
+from layerzero_tune.timing.launches import with_launches
+from layerzero_tune.timing.race import over_time, race
+from layerzero_tune.timing.steady import Pace, pace
+from layerzero_tune.timing.steal_time import calmly
+
+__all__ = ["CALL", "Entry", "Outcome", "compete"]
+
+CALL = "layerzero"
+"""The public function itself, dispatch included."""
+
+_HOPELESS = 8.0  # so many times slower than the best, a contestant gets a few samples and no place in the race
+_FEW = 3
+_SCORES_LIMIT = 8 << 30  # bytes of attention scores that a kernel which writes them out may need
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one contestant took (µs a call), its largest error against the reference, or why it was not timed."""
+
+    us: float | None = None
+    p95_us: float | None = None
+    samples: int = 0
+    error: float | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible; what is not known is left out."""
+        names = ("us", "p95_us", "samples", "error", "why")
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None and (value or name == "error")}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A call and how everybody did. `chosen` is what LayerZero runs for it now, `pace` the machine's own speed,
+    `stolen` the share of the time on a CPU that its host gave to others, `busy` the share of the cores that other
+    programs used."""
+
+    name: str
+    context: Context
+    mode: str
+    chosen: str
+    kernels: Mapping[str, Entry]
+    torch: Entry = field(default_factory=Entry)
+    call: Entry = field(default_factory=Entry)
+    seconds: float = 0.0
+    pace: Pace | None = None
+    stolen: float = 0.0
+    busy: float = 0.0
+
+    @property
+    def rule(self) -> str:
+        """What counts as a time here, for everybody."""
+        return RULES.get(f"{self.context.device.device_type}/{self.mode}", RULES["cpu/eager"])
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Kernels that were timed."""
+        return {name: item.us for name, item in self.kernels.items() if item.us is not None}
+
+    @property
+    def best(self) -> str:
+        """The fastest kernel; empty where none was timed."""
+        return min(self.times, key=lambda name: (self.times[name], name), default="")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible: what `lz report` reads."""
+        ctx = self.context
+        return {
+            "name": self.name,
+            "op": ctx.op,
+            "dtype": ctx.dtype,
+            "sizes": dict(ctx.dims),
+            "needs": sorted(ctx.needs),
+            "causal": ctx.causal.value,
+            "format": ctx.quant_format,
+            "device": ctx.device.name or ctx.device.device_type,
+            "mode": self.mode,
+            "chosen": self.chosen,
+            "best": self.best,
+            "torch": self.torch.to_json(),
+            "call": self.call.to_json(),
+            "kernels": {name: item.to_json() for name, item in self.kernels.items()},
+            "seconds": round(self.seconds, 2),
+            "clock": None if self.pace is None else self.pace.to_json(),
+            "stolen": round(self.stolen, 4),
+            "busy": round(self.busy, 4),
+            "rule": self.rule,
+        }
+
+
+def compete(
+    name: str,
+    asked: Context,
+    *,
+    seconds: float = 2.0,
+    least: int = 9,
+    mode: str = "eager",
+    only: Iterable[str] = (),
+    check: bool = True,
+    seed: int = 0,
+    spread: float = 0.0,
+) -> Outcome:
+    """Time everybody who may run a call. `only` names kernels or backends; `check=False` compares no results; with
+    `spread` the rounds on a CPU are spread over so many seconds: its speed may change from one to the next.
+
+    Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
+    """
+    spec, place = public_op(asked.op).spec, _place(asked)
+    call = build(asked, device=place, seed=seed)
+    with conditions(asked), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries remark on their own choices, at each call
+        world = current_world()
+        ctx = describe(spec, call.args, call.layout, asked.backend, world)
+        if mode == "graph":
+            ctx = replace(ctx, capturing=True)
+        calm = neutral(world)  # no wish or table keeps a kernel out of the race, and none waits for its compiler
+        decision = select(ctx, calm)
+        chosen = decide(spec, ctx, world).chosen
+        wanted = set(only)
+        names = [item for item in decision.ranking if not wanted or wanted & {item, item.partition(".")[0]}]
+        gate = Gate(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
+        kernels, entries = _admitted(spec, decision, calm, names, call, gate)
+        calls: dict[str, Callable[[], Any]] = dict(kernels)
+        plain = torch_default(ctx.op, {**dict(zip(spec.arguments, call.args, strict=True)), "layout": _layout(call)})
+        if plain is not None:
+            calls[TORCH_DEFAULT] = plain
+        if chosen in kernels and mode == "eager":
+            calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
+        # A kernel does not race against itself: the other name has the same time, and its own error.
+        same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
+        before, used = pace(), load()
+        racing = {item: run for item, run in calls.items() if item not in same}
+        clocked = functools.partial(_timed, racing, entries, place, mode, seconds, least, spread)
+        (timed, spent), stolen = calmly(clocked) if place.startswith("cpu") else (clocked(), 0.0)
+        timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
+        speed, busy = Pace(before, pace()), others(used, load())
+    return Outcome(
+        name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},
+        timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed, stolen, busy,
+    )  # fmt: skip
+
+
+# -- contestants ------------------------------------------------------------------------------------
+def _place(ctx: Context) -> str:
+    device = ctx.device
+    return device.device_type if device.index is None else f"{device.device_type}:{device.index}"
+
+
+def _layout(call: Call) -> str | None:
+    return call.layout or call.kwargs.get("layout")
+
+
+def _admitted(
+    spec: OperationSpec, decision: Decision, world: World, names: list[str], call: Call, gate: Gate | None
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Entry]]:
+    """Those who can be bound, run, and are right; and an entry for each that was asked for."""
+    kernels: dict[str, Callable[[], Any]] = {}
+    entries: dict[str, Entry] = {}
+    for name in names:
+        scores = _scores(decision.context)
+        if scores > _SCORES_LIMIT and _writes_scores(name):
+            entries[name] = Entry(why=f"would write out {scores >> 30} GiB of scores")
+            continue
+        try:
+            run = bind(spec, decision, world, name).run
+            run(*call.args)
+            _finish(decision.context)
+        except Exception as error:  # a library may raise anything
+            entries[name] = Entry(why=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            continue
+        entries[name] = Entry()
+        if gate is not None:
+            verdict = gate.check(world.registry.kernels[name], run)
+            error_found = verdict.max_error if math.isfinite(verdict.max_error) else None
+            entries[name] = Entry(error=error_found, why="" if verdict.ok else f"wrong: {verdict.why}"[:200])
+            if not verdict.ok:
+                continue
+        kernels[name] = functools.partial(run, *call.args)
+    return kernels, entries
+
+
+def _scores(ctx: Context) -> int:
+    """Bytes of the scores of an attention call, where a kernel writes them out."""
+    sizes = dict(ctx.dims)
+    rows, columns = sizes.get("seq_len_q"), sizes.get("seq_len_k")
+    if rows is None or columns is None:
+        return 0
+    return int(sizes.get("batch", 1) * sizes.get("num_heads", 1) * rows * columns * max(4, element_bytes(ctx.dtype)))
+
+
+def _writes_scores(name: str) -> bool:
+    return name.startswith("reference.") or name.endswith(".math")
+
+
+def _finish(ctx: Context) -> None:
+    """Wait for the device, so that a fault of a kernel is raised where it was called."""
+    if ctx.device.device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+# -- times ------------------------------------------------------------------------------------------
+def _timed(
+    calls: Mapping[str, Callable[[], Any]],
+    entries: Mapping[str, Entry],
+    place: str,
+    mode: str,
+    seconds: float,
+    least: int,
+    spread: float = 0.0,
+) -> tuple[dict[str, Entry], float]:
+    clock, timed = clock_for(place), {}
+    once = {name: min(clock(call, 1) for _ in range(2)) for name, call in calls.items()}
+    if not once:
+        return {}, 0.0
+    fastest = min(once.values())
+    running: dict[str, Callable[[], Any]] = {}
+    for name, call in calls.items():
+        held = entries.get(name, Entry())
+        if once[name] > _HOPELESS * fastest:
+            few = [clock(call, 1) for _ in range(_FEW)]
+            if min(few) > _HOPELESS * fastest:
+                timed[name] = Entry(statistics.median(few), max(few), _FEW, held.error)
+                continue
+        if mode == "graph":
+            try:
+                call = graphed(call)
+            except Exception as error:
+                timed[name] = Entry(error=held.error, why=f"not captured: {type(error).__name__}")
+                torch.cuda.synchronize()
+                continue
+        running[name] = call
+    if not running:
+        return timed, 0.0
+    replayed = _replayed if mode == "graph" else None
+    if spread:
+        found = over_time(running, spread)
+    else:
+        found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
+    raced = dict(found.times)
+    if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
+        raced = with_launches(raced, running)
+    for name, times in raced.items():
+        held = entries.get(name, Entry())
+        timed[name] = Entry(times.median_us, times.p95_us, times.samples, held.error)
+    return timed, found.seconds
+
+
+def _replayed(call: Callable[[], Any], count: int) -> float:
+    """The clock for graphs: replaying one gives its own time."""
+    return float(statistics.median(call() for _ in range(max(1, count // 20))))

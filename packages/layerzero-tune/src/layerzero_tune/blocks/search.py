@@ -1,0 +1,259 @@
+"""The cheapest way through a block: a shortest path whose edges are kernels, fused ops and changes of layout.
+
+A node is a position in the block and the way its live tensors lie in memory; an edge runs a stretch of steps. Edges
+are run once on the real tensors, so that what a kernel leaves behind (strides, dtypes) is known and not guessed, and
+what the next one would have to transform is part of its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.bind import Bound, bind
+from layerzero.dispatch.run import decide, describe
+from layerzero.errors import BackendNotAvailableError, KernelExecutionError, from_outside
+from layerzero.model.op import OperationSpec
+from layerzero.runtime.state import state
+from layerzero.selection.engine import refuse
+from layerzero.selection.proven import unchecked
+from layerzero.selection.world import World
+from layerzero_tune.blocks.block import GLUE, Block, Step
+from layerzero_tune.blocks.cost import Candidate, Cost, Meter
+from layerzero_tune.blocks.rewrite import Stretch, stretches
+from layerzero_tune.blocks.run import arguments, glue, heads_first, op_layout, results
+
+__all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
+
+_CANDIDATES = 4  # kernels tried for a step, the best of the ranking
+_RIVAL = 1.5  # times the price of another: timed by itself a kernel can seem so much slower and not be
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step of a path with the kernel that runs it; glue has none."""
+
+    step: Step
+    cost: Cost
+    spec: OperationSpec | None = None
+    bound: Bound | None = None
+    # Kernels that may stand here as well: they leave their results alike, and none is out of the question.
+    rivals: tuple[Bound, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def chosen(self) -> str:
+        """What selection chose for the step alone."""
+        return "" if self.bound is None else self.bound.decision.chosen
+
+    @property
+    def kernel_id(self) -> str:
+        """The kernel, "" for glue."""
+        return "" if self.bound is None else self.bound.kernel_id
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One way over a stretch of the block."""
+
+    start: int
+    end: int
+    rule: str
+    taken: tuple[Taken, ...]
+    # Not what selection would do at this step: it has to be better by more than the noise.
+    other: bool = False
+
+    @property
+    def us(self) -> float:
+        """Its price."""
+        return sum(item.cost.us for item in self.taken)
+
+    @property
+    def words(self) -> str:
+        """Kernels in order; glue that computes by its name."""
+        told = [item for item in self.taken if item.step.op not in ("heads", "pack")]
+        return " + ".join(item.kernel_id or item.step.op for item in told)
+
+
+@dataclass(frozen=True)
+class Path:
+    """Edges from the first step to the last, and every edge that was looked at."""
+
+    edges: tuple[Edge, ...]
+    considered: tuple[Edge, ...] = field(default=(), repr=False)
+
+    @property
+    def us(self) -> float:
+        """Its price."""
+        return sum(edge.us for edge in self.edges)
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        """All steps in order."""
+        return tuple(item for edge in self.edges for item in edge.taken)
+
+
+def told(path: Path) -> list[Any]:
+    """What a path runs: kernels, and steps without one."""
+    return [(item.kernel_id, item.step) for item in path.taken]
+
+
+@dataclass(frozen=True)
+class _Node:
+    us: float
+    tensors: Mapping[str, Any]
+    edges: tuple[Edge, ...]
+
+
+def search(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+    """The cheapest path. Of equally cheap ones the first found stays, so that two searches agree."""
+    weights = {name: tensors.get(name) for name in block.weights}
+    frontier: list[dict[Any, _Node]] = [{} for _ in range(len(block.steps) + 1)]
+    frontier[0][None] = _Node(0.0, tensors, ())
+    considered: list[Edge] = []
+    for position in range(len(block.steps)):
+        for node in frontier[position].values():
+            for stretch in stretches(block, position, weights):
+                for edge, after in _edges(position, stretch, node.tensors, world, meter, _CANDIDATES):
+                    considered.append(edge)
+                    kept = _alive(block, edge.end, after)
+                    key = _lying(block, edge.end, kept)
+                    total = node.us + edge.us * (1.0 + world.measurements.noise if edge.other else 1.0)
+                    best = frontier[edge.end].get(key)
+                    if best is None or total < best.us:
+                        frontier[edge.end][key] = _Node(total, kept, (*node.edges, edge))
+        frontier[position].clear()  # its tensors are not needed any more
+    last = min(frontier[-1].values(), key=lambda node: node.us)
+    return Path(last.edges, tuple(considered))
+
+
+def per_op(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+    """The path of the public functions called one by one: the block's own steps, each with the kernel selection gives
+    it now. This is what a joint path has to beat, and what runs where it does not."""
+    return _one_by_one(block, tensors, world, meter, 1)
+
+
+def fastest_each(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+    """The block's own steps, each with the kernel that is cheapest for the step alone. For comparisons."""
+    return _one_by_one(block, tensors, world, meter, _CANDIDATES)
+
+
+def _one_by_one(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int) -> Path:
+    edges: list[Edge] = []
+    for position, step in enumerate(block.steps):
+        ways = list(_edges(position, Stretch((step,), 1), tensors, world, meter, candidates))
+        edge, tensors = min(ways, key=lambda way: way[0].us * (1.0 + world.measurements.noise * way[0].other))
+        edges.append(edge)
+    return Path(tuple(edges))
+
+
+def _edges(
+    start: int, stretch: Stretch, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int
+) -> Iterator[tuple[Edge, dict[str, Any]]]:
+    """Every way to run a stretch: each kernel where it has a single op, the cheapest of each where it has several."""
+    ops = [step for step in stretch.steps if step.op not in GLUE]
+    ways: list[tuple[tuple[Taken, ...], dict[str, Any]]] = [((), dict(tensors))]
+    for step in stretch.steps:
+        grown: list[tuple[tuple[Taken, ...], dict[str, Any]]] = []
+        for taken, known in ways:
+            found = list(_ways(step, known, world, meter, candidates))
+            if len(ops) > 1 and found:
+                found = [min(found, key=lambda way: way[0].cost.us)]
+            for item, outs in found:
+                grown.append(((*taken, item), {**known, **dict(zip(step.outputs, outs, strict=True))}))
+        ways = grown
+    for taken, known in ways:
+        own = not stretch.rule and all(item.bound is None or item.kernel_id == item.chosen for item in taken)
+        yield Edge(start, start + stretch.length, stretch.rule, taken, other=not own), known
+
+
+def _ways(
+    step: Step, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int
+) -> Iterator[tuple[Taken, tuple[Any, ...]]]:
+    args = arguments(step, tensors)
+    if step.op in GLUE:
+        outs = glue(step.op, args)
+        # Weights are packed once, when the block is planned.
+        cost = Cost(0.0, "estimated") if step.op == "pack" else meter.glue(step.op, lambda: glue(step.op, args), args)
+        yield Taken(step, cost), outs
+        return
+    spec = world.ops[step.op]
+    layout = op_layout(step)
+    ctx = describe(spec, args, layout, None, world)
+    decision = decide(spec, ctx, world)
+    if not decision.chosen:
+        raise refuse(decision)
+    turns = _turning(step, tensors, meter)
+    ready: list[tuple[Bound, tuple[Any, ...]]] = []
+    failures: list[str] = []
+    for kernel_id in decision.ranking:
+        if len(ready) == candidates:
+            break
+        if kernel_id in world.registry.kernels and unchecked(spec, world.registry.kernels[kernel_id], ctx, world):
+            continue  # a block holds its kernels for good: only those that are proven
+        try:
+            bound = bind(spec, decision, world, kernel_id)
+            with torch.no_grad():
+                outs = results(step, bound.run(*args))
+            if decision.context.needs_grad:  # what comes next is asked for a gradient too
+                outs = tuple(_trained(item) for item in outs)
+        except BackendNotAvailableError as error:
+            state.unbindable(kernel_id, error.reasons[0])
+            continue
+        except Exception as error:  # it cannot run here, so it is no way through; dispatch would move on as well
+            if from_outside(error):
+                raise
+            failures.append(f"{kernel_id}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
+        if meter.right(bound.kernel, decision.context, bound.run, args):
+            ready.append((bound, outs))
+    if not ready:
+        raise KernelExecutionError(f"{step.op}: no candidate could run; " + "; ".join(failures), code="KERNEL_RAISED")
+    prices = meter.kernels(
+        [Candidate(b.kernel, b.run, sum(t.cost_us for t in decision.transforms(b.kernel_id))) for b, _ in ready],
+        decision.context, args,
+    )  # fmt: skip
+    for (bound, outs), cost in zip(ready, prices, strict=True):
+        rivals = tuple(
+            other
+            for (other, left), price in zip(ready, prices, strict=True)
+            if other is not bound
+            and other.kernel_id != spec.fallback_id  # the reference often is another's kernel by another name
+            and price.us <= _RIVAL * cost.us
+            and _looks(left) == _looks(outs)
+        )
+        yield Taken(step, Cost(cost.us + turns, cost.source), spec, bound, rivals), outs
+
+
+def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
+    """What it takes to look at tensors, or to copy them, with the heads first: five views are as long as a launch."""
+    count = heads_first(step)
+    if not count:
+        return 0.0
+    first = replace(step, args=step.args[:count])
+    given = arguments(replace(first, layout=None), tensors)
+    made = given[: len(step.outputs)]
+    turned = meter.glue("turn" if step.layout == "BHSD" else "turn and copy", lambda: arguments(first, tensors), given)
+    return turned.us + meter.glue("turn back", lambda: results(step, made), made).us
+
+
+def _trained(item: Any) -> Any:
+    return item.detach().requires_grad_() if isinstance(item, Tensor) and item.is_floating_point() else item
+
+
+def _alive(block: Block, position: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    keep = {*block.live(position), *block.inputs, *block.weights}
+    return {name: item for name, item in tensors.items() if name in keep or name.startswith("packed_")}
+
+
+def _lying(block: Block, position: int, tensors: Mapping[str, Any]) -> Any:
+    """How the live tensors lie: two ways that end alike go on alike."""
+    names = block.live(position)
+    return tuple(zip(names, _looks([tensors.get(name) for name in names]), strict=True))
+
+
+def _looks(items: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in items)

@@ -1,0 +1,98 @@
+"""`lz plan`: the cheapest way through a layer of a model on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from layerzero.cli.output import Answer, Block, Line, Table, working
+from layerzero.cli.verbs import verb
+from layerzero.errors import ConfigurationError
+
+__all__ = ["add"]
+
+
+def add(group: click.Group) -> None:
+    """Declare the verb."""
+
+    @verb(group, "plan")
+    @click.argument("config", type=click.Path(path_type=Path))
+    @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+    @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a sequence.")
+    @click.option("--device", default=None, help="Where to plan; default: the first accelerator, else the CPU.")
+    @click.option("--measure", is_flag=True, help="Time kernels here instead of estimating what was never measured.")
+    def plan(config: Path, batch: int, tokens: int, device: str | None, measure: bool) -> Answer:
+        """Plan a decoder layer of the model in CONFIG (config.json or a model folder).
+
+        Norm, projections, rope, attention, add and norm, MLP, planned together: fused ops, packed projections and
+        layouts are weighed by time. Shows the path, what each op alone would cost, and what was rejected.
+        """
+        from layerzero_tune.blocks.planning import plan_block
+
+        block, tensors = _layer(config, batch, tokens, device)
+        with working(f"planning {block.name}"):
+            report = plan_block(block, tensors, measure=measure).explain()
+        return Answer(report.to_json(), _blocks(report))
+
+
+def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:
+    import torch
+
+    from layerzero.tuning.configs import ModelShape, load_config
+    from layerzero_tune.blocks.block import decoder_layer
+
+    shape = ModelShape.of(load_config(config))
+    if shape.norm != "rms_norm" or not shape.gated or shape.experts or shape.rotary_dim != shape.head_dim:
+        raise ConfigurationError(
+            "only layers of RMSNorm, rotary attention and a gated MLP are planned as a whole", code="CONFIG_INVALID",
+            value=f"{shape.norm}, {'gated' if shape.gated else 'plain'} MLP, {shape.experts} experts",
+            limit="Llama-like layers", hint="describe the layer's steps yourself: see docs/blocks.md",
+        )  # fmt: skip
+    where = device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
+    dtype, draw = getattr(torch, shape.dtype), torch.Generator(where).manual_seed(0)
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, generator=draw, device=where) * scale).to(dtype)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return normal(rows, columns, scale=columns**-0.5)
+
+    hidden, width, inner = shape.hidden, shape.head_dim, shape.inner
+    angles = torch.arange(tokens, device=where)[:, None] * torch.linspace(1, 0.01, width // 2, device=where)
+    tensors = {
+        "x": normal(batch, tokens, hidden),
+        "cos": angles.cos().to(dtype),
+        "sin": angles.sin().to(dtype),
+        **{name: 1 + normal(hidden, scale=0.1) for name in ("ln1", "ln2")},
+        "wq": weight(shape.heads * width, hidden),
+        **{name: weight(shape.kv_heads * width, hidden) for name in ("wk", "wv")},
+        "wo": weight(hidden, shape.heads * width),
+        **{name: weight(inner, hidden) for name in ("w_gate", "w_up")},
+        "w_down": weight(hidden, inner),
+    }
+    window = None if shape.window is None else (shape.window, 0)
+    return decoder_layer(shape.heads, shape.kv_heads, activation=shape.activation, window=window), tensors
+
+
+def _blocks(report: Any) -> list[Block]:
+    found = report.to_json()
+    took = ""
+    if found["plan_us"] is not None:
+        took = f"; run as a whole {found['plan_us']:.1f} µs, op by op {found['per_op_us']:.1f} µs"
+    times = f"{found['estimated_us']:.1f} µs on this path, {found['per_op_estimated_us']:.1f} µs op by op"
+    head = f"{found['block']}: {times}{took}"
+    blocks: list[Block] = [Line(head)]
+    rows = []
+    for row in found["path"]:
+        rows.append((f"{row['us']:.1f}", row["way"] or row["steps"][0], row["rule"], ", ".join(row["source"])))
+    blocks.append(Table(("time", "path", "", "from"), rows, indent=2, right=frozenset({0})))
+    other = []
+    for row in found["rejected"][:10]:
+        other.append((f"{row['extra_us']:+.1f}", row["way"], row["rule"], " + ".join(row["steps"])))
+    if other:
+        blocks += [Line("rejected:"), Table(("more", "instead", "", "for"), other, indent=2, right=frozenset({0}))]
+    if found["note"]:
+        blocks.append(Line(found["note"]))
+    return blocks

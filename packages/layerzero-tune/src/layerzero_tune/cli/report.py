@@ -1,0 +1,148 @@
+"""`lz report`: what was measured, as one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layerzero.cli.output import Answer, Block, Line, Table, working
+from layerzero.cli.verbs import verb
+
+if TYPE_CHECKING:
+    from layerzero_tune.report.data import Figures, Measured
+
+__all__ = ["add"]
+
+_MAX_BYTES = 256 << 20
+
+
+def add(group: click.Group) -> None:
+    """Declare the verb."""
+
+    @verb(group, "report")
+    @click.argument("measured", nargs=-1, type=click.Path(path_type=Path, dir_okay=False))
+    @click.option(
+        "--perfdb",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Read this database instead of the one in use.",
+    )
+    @click.option(
+        "--out",
+        type=click.Path(path_type=Path, dir_okay=False),
+        default=Path("layerzero-report.html"),
+        show_default=True,
+        help="Where the page goes.",
+    )
+    @click.option("--no-torch", is_flag=True, help="From PerfDB: do not time plain torch beside what was tuned.")
+    def report(measured: tuple[Path, ...], perfdb: Path | None, out: Path, no_torch: bool) -> Answer:
+        """Write what was measured as one HTML page.
+
+        \b
+        lz report                                          what lz tune has put into PerfDB
+        lz report bench.json --out bench.html              what lz bench --out bench.json has written
+
+        Winner maps, the speed-up against torch and against each single library, and every case with times and errors.
+        The page needs nothing else and can be sent around. Plain torch was timed with the kernels; for times of before
+        that was so it is timed beside them now, a fraction of a second a call.
+        """
+        from layerzero_tune.report.data import figures
+        from layerzero_tune.report.page import render
+
+        if measured and perfdb is not None:
+            raise click.UsageError("either files or --perfdb")
+        cases, facts = _from_files(measured) if measured else _from_perfdb(perfdb, not no_torch)
+        if not cases:
+            source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
+            raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
+        _write(out, render(cases, facts))
+        found = figures(cases)
+        return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, _blocks(found, out))
+
+
+def _write(path: Path, text: str) -> None:
+    from layerzero.files import write_whole
+
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise click.UsageError(f"{path} could not be written: {error.strerror or error}") from None
+
+
+# -- sources ----------------------------------------------------------------------------------------------
+def _from_files(paths: Sequence[Path]) -> tuple[list[Measured], dict[str, str]]:
+    from layerzero.errors import ConfigurationError
+    from layerzero_tune.report.data import from_json
+
+    cases: list[Measured] = []
+    facts: dict[str, str] = {}
+    for path in paths:
+        try:
+            if path.stat().st_size > _MAX_BYTES:
+                raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=f"{_MAX_BYTES} bytes")
+            data: Any = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(
+                f"{path.name}: not readable as JSON: {error}", code="SCHEMA_INVALID", value=str(error)
+            ) from None
+        cases += from_json(data, path.name)
+        facts.update(_facts(data))
+    return cases, facts
+
+
+def _facts(data: Mapping[str, Any]) -> dict[str, str]:
+    """What a file says about its own making, as far as it is text or a number."""
+    machine = data.get("machine")
+    found = {**(machine if isinstance(machine, dict) else {}), **data}
+    names = ("device", "gpu", "cpu", "cores", "arch", "driver", "torch", "python", "layerzero", "commit", "command",
+             "measured", "load", "method")  # fmt: skip
+    return {name: str(found[name]) for name in names if isinstance(found.get(name), (str, int, float))}
+
+
+def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], dict[str, str]]:
+    import torch
+
+    from layerzero import __version__
+    from layerzero.dispatch.run import current_world
+    from layerzero.perfdb.store import PerfDB
+    from layerzero.runtime.measuring import place
+    from layerzero.tuning.traffic import load
+    from layerzero_tune.report.perfdb import cases_of, torch_beside
+    from layerzero_tune.tuning import calls_path
+
+    where = path or place(current_world().policy)
+    if where is None:
+        raise click.UsageError("measurements are switched off here; name a database with --perfdb, or files")
+    facts = {"source": f"PerfDB {where.name}", "torch": torch.__version__, "layerzero": __version__}
+    calls, beside = calls_path(where), {}
+    if with_torch and calls.exists():
+        with working("timing plain torch beside what was tuned"):
+            beside = torch_beside(load(calls).contexts, PerfDB(where))
+    return cases_of(PerfDB(where), beside), facts
+
+
+# -- text -------------------------------------------------------------------------------------------------
+def _blocks(found: Figures, out: Path) -> list[Block]:
+    rows = []
+    if found.layerzero is not None:
+        ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
+        rows = [
+            (name, f"{item.geomean:.3f}", f"{item.worst:.2f}", f"{item.used_in} of {item.cases}") for name, item in ways
+        ]
+    blocks: list[Block] = [Line(f"{found.cases} cases", "bold")]
+    if found.ratio is not None:
+        text = f"chosen ÷ oracle: {found.ratio.geomean:.3f}, worst {found.ratio.worst:.2f} ({found.ratio.worst_case})"
+        blocks.append(Line(text, hang=2))
+    if found.speedup is not None:
+        blocks.append(Line(f"{found.speedup:.2f}× torch default, geometric mean"))
+    if found.busy:
+        words = f"{found.busy} of {found.cases} cases were measured while others used the machine; do it again later"
+        blocks.append(Line(words, "yellow", hang=2))
+    columns = ("time ÷ fastest", "geomean", "worst", "runs in")
+    blocks += [Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line(), Line(f"wrote {out}", "dim")]
+    return blocks

@@ -1,0 +1,220 @@
+"""`lz tune`: measure the kernels for the calls that matter, and let selection know."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero.cli.words import complete_device
+
+if TYPE_CHECKING:
+    from layerzero_tune.tuning_run import Outcome, Progress, Tuned
+
+__all__ = ["add", "source_of"]
+
+_PLAIN_EVERY_S = 10.0
+
+
+def source_of(source: Path | None, grid: Path | None, config: Path | None, traffic: Path | None) -> Path | None:
+    """The one file that says which calls are meant; several are a mistake."""
+    given = [item for item in (source, grid, config, traffic) if item is not None]
+    if len(given) > 1:
+        raise click.UsageError("give one of SOURCE, --grid, --config and --traffic")
+    return given[0] if given else None
+
+
+def add(group: click.Group) -> None:
+    """Declare the verb."""
+    path = click.Path(path_type=Path)
+
+    @verb(group, "tune")
+    @click.argument("source", type=path, required=False)
+    @click.option("--grid", type=path, help="Grid file of cases (.toml).")
+    @click.option("--config", type=path, help="config.json of a model, or its folder.")
+    @click.option("--traffic", type=path, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
+    @click.option("--database", type=path, help="Where the times go; default: the policy's, else the user's own.")
+    @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for all calls together.")
+    @click.option(
+        "--seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds of timing for one call, at most; default 2, on a GPU 0.3.",
+    )
+    @click.option("--device", help="cpu, cuda, cuda:1; default: the first accelerator.", shell_complete=complete_device)
+    @click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up inputs.")
+    @click.option(
+        "--drift",
+        is_flag=True,
+        help="Only look whether measured kernels still are as fast; re-tune those that are not.",
+    )
+    @click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
+    @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted sitting.")
+    def tune(
+        source: Path | None,
+        grid: Path | None,
+        config: Path | None,
+        traffic: Path | None,
+        database: Path | None,
+        budget: float | None,
+        seconds: float | None,
+        device: str | None,
+        seed: int,
+        drift: bool,
+        no_compile: bool,
+        fresh: bool,
+    ) -> Answer:
+        """Measure every kernel for the calls that matter; selection uses the times from then on.
+
+        \b
+        lz tune traffic.json                     calls recorded with lz.record() or LAYERZERO_RECORD=traffic.json
+        lz tune --config path/to/model           prefill and decode of a transformers model
+        lz tune --grid benchmarks/grid.toml --budget 600
+        lz tune --drift                          are the times of before still true?
+
+        No kernel is timed before its result is the reference's. A sitting that was interrupted goes on where it
+        stopped. Under torchrun the calls are split over the ranks. Exit code 1 when a call could not be measured.
+        """
+        import layerzero as lz
+        from layerzero_tune.tuning import calls_path
+
+        chosen = source_of(source, grid, config, traffic)
+        if chosen is None:
+            chosen = calls_path(database)
+            if not chosen.exists():
+                raise click.UsageError("say what to tune: a traffic file, --config or --grid")
+        with _watched() as progress:
+            found = lz.tune(
+                chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
+                fresh=fresh, compile=not no_compile, progress=progress,
+            )  # fmt: skip
+        return Answer(found.to_json(), _blocks(found, drift), PROBLEM if found.skipped and not drift else OK)
+
+    _ = tune
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[Callable[[Progress], None]]:
+    """A bar with the time left in a terminal; a line every ten seconds elsewhere."""
+    if is_plain(sys.stderr):
+        yield _Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}", style="dim"),
+    )  # fmt: skip
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def show(progress: Progress) -> None:
+            bar.update(
+                task, completed=progress.done, total=progress.total, description=progress.name[:80],
+                left=_left(progress.seconds_left),
+            )  # fmt: skip
+
+        yield show
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._last >= _PLAIN_EVERY_S and progress.name:
+            self._last = now
+            left = f", {_left(progress.seconds_left)}" if progress.seconds_left is not None else ""
+            click.echo(f"{progress.done} of {progress.total}{left}: {progress.name}", err=True)
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}:{rest:02d} left"
+
+
+def _blocks(found: Tuned, drift: bool) -> list[Block]:
+    timed = [item for item in found.outcomes if item.trial is not None]
+    what = "drifted" if drift else "tuned"
+    head = f"{len(timed)} calls {what} in {found.seconds:.1f} s, {found.rows} times written to {found.path}"
+    blocks: list[Block] = [Line(head, "bold")]
+    if drift and not timed:
+        blocks.append(Line("every measured kernel takes what it took", STYLES["ok"], indent=2))
+    if found.resumed:
+        blocks.append(Line(f"{len(found.resumed)} were done before the interruption", "dim", indent=2))
+    if timed:
+        rows = [_row(item.name, item.trial) for item in timed]
+        columns = ("call", "fastest", "µs", "×torch", "next", "refused")
+        blocks.append(Table(columns, rows, indent=2, right=frozenset({2, 3})))
+    for line in (*_lost(timed), _stolen(timed), _busy(timed)):
+        if line:
+            blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
+    for name, why in found.skipped.items():
+        blocks.append(Line(f"{name}: {why}", STYLES["warn"], indent=2, hang=2))
+    if found.left:
+        blocks.append(
+            Line(f"{len(found.left)} calls are left: the budget is spent; run it again", STYLES["warn"], indent=2)
+        )
+    return blocks
+
+
+def _stolen(timed: Sequence[Outcome]) -> str:
+    """Which calls were timed while the host of this machine served others; empty where none was."""
+    from layerzero_tune.timing.steal_time import LIMIT
+
+    found = {item.name: item.trial.stolen for item in timed if item.trial is not None and item.trial.stolen > LIMIT}
+    if not found:
+        return ""
+    names = sorted(found, key=lambda name: -found[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    most = f"up to {max(found.values()):.0%} of the time"
+    return (
+        f"{len(names)} of {len(timed)} calls were timed while the host gave {most} to others: "
+        f"{', '.join(names[:3])}{more}; tune again when it is quiet"
+    )
+
+
+def _lost(timed: Sequence[Outcome]) -> list[str]:
+    """Calls of which nothing was stored, since torch's own code was faster than what would have been chosen."""
+    return [
+        f"{item.name}: torch default took {trial.torch.median_us:.1f} µs, {trial.choice} "
+        f"{trial.times[trial.choice].median_us:.1f}: no time was stored, and what was known before stays"
+        for item in timed
+        if (trial := item.trial) is not None and trial.lost and trial.torch is not None
+    ]
+
+
+def _busy(timed: Sequence[Outcome]) -> str:
+    """Which calls were timed while other programs used this machine; empty where none was."""
+    from layerzero_tune.timing.host_load import BUSY
+
+    found = {item.name: item.trial.busy for item in timed if item.trial is not None and item.trial.busy > BUSY}
+    if not found:
+        return ""
+    names = sorted(found, key=lambda name: -found[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{len(names)} of {len(timed)} calls were timed while other programs used up to {max(found.values()):.0%} of "
+        f"the cores: {', '.join(names[:3])}{more}; tune again when the machine is quiet"
+    )
+
+
+def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:
+    best = trial.times[trial.winner]
+    others = sorted((t.median_us, name) for name, t in trial.times.items() if name != trial.winner)
+    second = f"{others[0][1]} {others[0][0] / best.median_us:.2f}×" if others else ""
+    refused = Cell(", ".join(sorted(trial.refused)), STYLES["warn"])
+    plain = "" if trial.torch is None else f"{trial.torch.median_us / best.median_us:.2f}"
+    times = Cell(plain, STYLES["warn"] if trial.lost else "")
+    return name, trial.winner, f"{best.median_us:.1f}", times, second, refused

@@ -1,0 +1,1 @@
+"""`lz demo`: a tour of LayerZero on this machine."""

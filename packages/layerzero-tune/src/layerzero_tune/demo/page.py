@@ -1,0 +1,263 @@
+"""The demo as one HTML page that needs nothing else: no script, no font, no picture from anywhere.
+
+Every text that comes from outside this file (names of devices, kernels, reasons) goes through `_e`.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from statistics import median
+
+from layerzero.cli.html import content_policy
+from layerzero.model.decision import Candidate
+from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
+from layerzero_tune.demo.text import check_word, duration, introduction, notes, reason_to_select
+
+__all__ = ["render"]
+
+_COLOURS = 6
+# Groups that add their result back to the residual stream.
+_RESIDUAL = ("attention", "mlp")
+_OPEN = ("attention",)
+_WIDE = 30  # letters of a fact that take a whole row
+
+_HOW = (
+    ("Look up.", "Shapes, strides, dtypes and modes of a call are its key in a dict. Found: the kernel runs at once."),
+    ("Else judge.", "Every kernel of the op fits and gets a score, or is refused with a reason you can read below."),
+    ("Run the best.", "If it raises, the next one runs and the broken one rests. Last in line: plain PyTorch."),
+)
+_NEXT = (
+    ("See what is installed, what works here, and the exact fix for what does not.", "lz doctor"),
+    (
+        "Ask the same question for a GPU that is not here.",
+        "lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100",
+    ),
+    ("List every kernel this machine knows.", "lz list"),
+    (
+        "Use it: a drop-in for scaled_dot_product_attention, and the reason for its choice.",
+        "import layerzero as lz\n"
+        "out = lz.attention(q, k, v, is_causal=True)\n"
+        'print(lz.explain("attention", q, k, v, is_causal=True))',
+    ),
+    (
+        "Overrule it, for one block of code.",
+        'with lz.scoped(locks={"attention": "reference.attention.plain"}):\n'
+        "    out = lz.attention(q, k, v, is_causal=True)",
+    ),
+    ("Bring your own kernel: this writes a complete package with its tests.", "lz plugin new mybackend"),
+)
+
+
+def render(tour: Tour) -> str:
+    """The whole page."""
+    colours = _colours(tour)
+    title = f"LayerZero on {tour.device.name or tour.device.device_type}"
+    parts = [
+        _header(tour, title),
+        _machine(tour),
+        _how(tour),
+        _flow(tour, colours),
+        _ops(tour, colours),
+        _decode(tour),
+        _next(),
+        f"<footer>Made by LayerZero {_e(tour.version)} in {tour.seconds:.0f} s. The weights are random, from a fixed "
+        "seed: the choices, the checks and the times are real, the words the model would speak are not.</footer>",
+    ]
+    css = files("layerzero_tune.demo").joinpath("demo.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{content_policy()}\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_e(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(parts)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _e(text: object) -> str:
+    return escape(str(text), quote=True)
+
+
+def _kernel(kernel_id: str) -> str:
+    """A kernel id that may break after its dots and underscores."""
+    return _e(kernel_id).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def _colours(tour: Tour) -> dict[str, str]:
+    """A colour per backend: grey for the reference, the others in order of appearance."""
+    found = {"reference": "var(--b0)"}
+    for stop in tour.stops:
+        for item in stop.candidates:
+            found.setdefault(item.backend, f"var(--b{1 + (len(found) - 1) % (_COLOURS - 1)})")
+    return found
+
+
+def _backend(kernel_id: str) -> str:
+    return kernel_id.partition(".")[0]
+
+
+def _colour(kernel_id: str, colours: dict[str, str]) -> str:
+    return colours.get(_backend(kernel_id), "var(--b0)")
+
+
+def _header(tour: Tour, title: str) -> str:
+    if tour.ok:
+        right = ("good", "all match", "every result held against the reference")
+    else:
+        right = ("bad", f"{len(tour.failed)} wrong", ", ".join(tour.failed))
+    cards = [
+        ("", f"{len(tour.stops)} ops", f"{tour.kernels_considered} kernels considered, each with a reason"),
+        right,
+        ("", duration(tour.lz_us), f"for the prompt; plain torch {duration(tour.torch_us)}"),
+        ("", f"{tour.decode_selections} of {tour.decode_calls}", "decode calls had to choose; the rest looked it up"),
+    ]
+    shown = "".join(
+        f'<div class="card {kind}"><b>{_e(value)}</b><span>{_e(text)}</span></div>' for kind, value, text in cards
+    )
+    return (
+        f'<h1>{_e(title)}</h1>\n<p class="lead">{_e(introduction(tour))} For every op LayerZero picked a kernel: '
+        "here you see which, why not another, whether the result is right, and how fast it was.</p>\n"
+        f'<div class="cards">{shown}</div>'
+    )
+
+
+def _machine(tour: Tour) -> str:
+    rows = "".join(
+        f'<div class="{"wide" if len(value) > _WIDE else ""}"><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>'
+        for name, value in tour.facts
+    )
+    return f'<h2>This machine</h2>\n<dl class="facts">{rows}</dl>'
+
+
+def _how(tour: Tour) -> str:
+    cold, hot = duration(tour.first_pass_us), duration(tour.lz_us)
+    last = ("Remember.", f"The first pass over the prompt took {cold}, with every choice to make; later ones {hot}.")
+    items = "".join(f"<li><b>{_e(head)}</b> {_e(text)}</li>" for head, text in (*_HOW, last))
+    return f'<h2>How a call finds its kernel</h2>\n<ol class="how">{items}</ol>'
+
+
+def _flow(tour: Tour, colours: dict[str, str]) -> str:
+    stages = []
+    for group, name in GROUPS.items():
+        boxes = "".join(
+            f'<a class="box" href="#{_e(stop.station.key)}" style="--c:{_colour(stop.kernel, colours)}">'
+            f'<strong>{_e(stop.station.title)}</strong><span class="kernel">{_kernel(stop.kernel)}</span>'
+            f'<span class="took">{_e(duration(stop.lz_us))}</span></a>'
+            for stop in tour.stops
+            if stop.station.group == group
+        )
+        rail = group in _RESIDUAL
+        line = '<div class="line" aria-hidden="true"><span>residual</span></div>' if rail else ""
+        kind = f"{group} rail" if rail else group
+        stages.append(f'<section class="stage {_e(kind)}">{line}<h3>{_e(name)}</h3>{boxes}</section>')
+    used = {_backend(stop.kernel) for stop in tour.stops}
+    legend = "".join(
+        f'<span style="--c:{colour}"><i></i>{_e(backend)}{_e(_always(backend))}</span>'
+        for backend, colour in colours.items()
+        if backend in used
+    )
+    return (
+        "<h2>The block, and the kernel chosen for each part</h2>\n"
+        '<p class="soft">Follow the arrows; touch a box for its story. Colour tells the backend.</p>\n'
+        f'<div class="flow">{"".join(stages)}</div>\n<div class="legend">{legend}</div>'
+    )
+
+
+def _always(backend: str) -> str:
+    return ": plain PyTorch, always there" if backend == "reference" else ""
+
+
+def _ops(tour: Tour, colours: dict[str, str]) -> str:
+    return (
+        "<h2>Every op: who ran, who did not, and why</h2>\n"
+        '<p class="soft">Times are medians of interleaved rounds. Results are held against the reference, computed '
+        "in a wider type, within the tolerance of op and dtype. Open an op to see its candidates.</p>\n"
+        + "\n".join(_op(stop, colours) for stop in tour.stops)
+    )
+
+
+def _op(stop: Stop, colours: dict[str, str]) -> str:
+    station = stop.station
+    most = max(stop.lz_us, stop.torch_us)
+    bars = "".join(
+        f"<span>{name}</span>{_bar(us / most, kind)}<span>{_e(duration(us))}</span>"
+        for name, us, kind in (("LayerZero", stop.lz_us, "ours"), ("torch", stop.torch_us, "theirs"))
+    )
+    speed = stop.verdict.rpartition(" ")[2]
+    rows = "".join(_candidate(item, stop, colours) for item in stop.candidates)
+    said = "".join(f'<p class="note">{_e(note)}</p>' for note in notes(stop))
+    return (
+        f'<details class="op" id="{_e(station.key)}"{" open" if station.key in _OPEN else ""}>'
+        f"<summary><strong>{_e(station.title)}</strong>"
+        f'<span class="chip" style="--c:{_colour(stop.kernel, colours)}">{_kernel(stop.kernel)}</span>'
+        f'<div class="bars">{bars}</div>'
+        f'<div class="says"><span class="{_e(speed)}">{_e(stop.verdict)}</span>'
+        f'<span class="{"right" if stop.check.ok else "wrong"}">{_e(check_word(stop.check))}</span></div></summary>'
+        f'<div class="body"><p>{_e(station.lesson)}</p>'
+        f'<p class="soft"><code>lz.{_e(station.op)}</code> on {_e(stop.shape)}. '
+        f"Check: {_e(stop.check.detail)}; largest error {stop.check.max_error:.1e}.</p>{said}"
+        '<table><thead><tr><th>kernel</th><th></th><th class="num">score</th><th>time here</th><th>why</th></tr>'
+        f"</thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _bar(share: float, kind: str = "", colour: str = "") -> str:
+    paint = f";background:{colour}" if colour else ""
+    return f'<div class="bar {kind}"><i style="width:{100 * share:.1f}%{paint}"></i></div>'
+
+
+def _candidate(item: Candidate, stop: Stop, colours: dict[str, str]) -> str:
+    ran, colour = item.kernel_id == stop.kernel, _colour(item.kernel_id, colours)
+    badge, kind = ("ran", "right") if ran else ("fits", "same") if item.accepted else ("refused", "slower")
+    us = stop.lz_us if ran else stop.others_us.get(item.kernel_id)
+    most = max((stop.lz_us, *stop.others_us.values()))
+    time = "" if us is None else _e(duration(us)) + _bar(us / most, colour=colour)
+    if ran:
+        fitting = sum(other.accepted for other in stop.candidates)
+        why = "best score of those that fit" if fitting > 1 else "the only one that fits"
+        why = "; ".join([why, *(f"after {step.name}" for step in item.transforms)])
+    elif item.accepted:
+        why = "fits, but scored lower" + ("" if us is None else f"; {verdict(us, stop.lz_us)} when timed here")
+    else:
+        why = "; ".join(f"{reason.message} [{reason.code.value}]" for reason in item.reasons)
+    hint = "" if item.accepted or not item.flip else f'<br><span class="soft">→ {_e(item.flip)}</span>'
+    score = "" if item.score is None else f"{item.score:g}"
+    return (
+        f'<tr><td class="chip" style="--c:{colour}">{_kernel(item.kernel_id)}</td>'
+        f'<td><span class="badge {kind}">{badge}</span></td><td class="num">{_e(score)}</td>'
+        f'<td class="time">{time}</td><td class="why">{_e(why)}{hint}</td></tr>'
+    )
+
+
+def _decode(tour: Tour) -> str:
+    cells = "".join(
+        f'<i class="{"chose" if step.selections else ""}" title="context {step.context}: {step.selections} selections, '
+        f'{_e(duration(step.lz_us))}">{step.selections or "·"}</i>'
+        for step in tour.decode
+    )
+    ours, theirs = (median(getattr(step, name) for step in tour.decode) for name in ("lz_us", "torch_us"))
+    told = [
+        f"Context {step.context}: {step.selections} selected{reason_to_select(tour, step.context)}."
+        for step in tour.decode
+        if step.selections
+    ]
+    told += [
+        f"The other {tour.decode_calls - tour.decode_selections} calls found their kernel; "
+        f"{tour.counters['failovers']} had to fail over.",
+        f"{1e6 / ours:.0f} tokens per second; plain torch, step by step in turn: {1e6 / theirs:.0f}.",
+        f"Paged and dense attention {'match' if tour.agreement.ok else 'do NOT match'} at every step "
+        f"(largest difference {tour.agreement.max_error:.0e}).",
+    ]
+    return (
+        f"<h2>Decoding: {tour.decode_selections} selections for {len(tour.decode)} steps</h2>\n"
+        f"<p>Every step calls {tour.decode_calls // len(tour.decode)} ops over a cache one token longer than before. "
+        "A length is looked up by the bucket it falls in, so a growing cache stays found until it crosses a bucket's "
+        "end. Each square is a step; a number says how many choices it had to make.</p>\n"
+        f'<div class="steps">{cells}</div>\n<ul class="soft">{"".join(f"<li>{_e(line)}</li>" for line in told)}</ul>'
+    )
+
+
+def _next() -> str:
+    items = "".join(f"<li>{_e(text)}<pre>{_e(command)}</pre></li>" for text, command in _NEXT)
+    return f'<h2>What to try next</h2>\n<ul class="next">{items}</ul>'

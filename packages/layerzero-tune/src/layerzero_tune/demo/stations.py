@@ -1,0 +1,237 @@
+"""The stations of the tour and what the tour found at each: plain values, made once, rendered three ways."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from layerzero.model.decision import Candidate
+from layerzero.model.device import DeviceSpec
+from layerzero_tune.demo.block import Sizes
+
+__all__ = ["DECODE", "GROUPS", "PREFILL", "Check", "DecodeStep", "Station", "Stop", "Tour", "verdict"]
+
+_SAME = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """One op of the block, as a newcomer should meet it."""
+
+    key: str
+    op: str
+    title: str
+    group: str
+    lesson: str
+
+
+GROUPS = {"in": "Tokens in", "attention": "Attention", "mlp": "MLP", "out": "Token out", "decode": "Decode, one token"}
+
+# In the order in which `forward` calls the ops of a prefill.
+PREFILL = (
+    Station("embedding", "embedding", "embedding", "in", "Each token id picks its row of a table."),
+    Station("norm", "rms_norm", "RMSNorm", "attention", "Scales every token to the same length before it is used."),
+    Station("qkv", "linear", "QKV projection", "attention", "One matrix product makes queries, keys and values."),
+    Station("rope", "rope", "RoPE", "attention", "Turns queries and keys by an angle that grows with the position."),
+    Station(
+        "attention",
+        "attention",
+        "causal attention",
+        "attention",
+        "Every token looks back at all before it. Several query heads share one key head (GQA).",
+    ),
+    Station("out", "linear", "output projection", "attention", "Mixes the heads back into one vector per token."),
+    Station(
+        "add_norm",
+        "add_rms_norm",
+        "add + RMSNorm",
+        "attention",
+        "Adds to the residual stream and normalises it: two steps of the model, one op to choose a kernel for.",
+    ),
+    Station("gate_up", "linear", "gate + up", "mlp", "Both halves of the MLP's first layer in one matrix product."),
+    Station("swiglu", "silu_and_mul", "SwiGLU", "mlp", "One half, through SiLU, gates the other."),
+    Station("down", "linear", "down", "mlp", "Back to the width of the model."),
+    Station("final_norm", "add_rms_norm", "add + final norm", "mlp", "The residual again, then the last norm."),
+    Station("logits", "linear", "logits", "out", "A score for every word of the vocabulary."),
+    Station("topk", "sample_topk", "top-k sampling", "out", "Draws the next token from the likeliest few."),
+)
+# What a decode step does differently; its other ops are those of the prefill with one token.
+DECODE = (
+    Station(
+        "decode_attention",
+        "attention",
+        "attention, 1 token",
+        "decode",
+        "One new query over a cache that grows at every step.",
+    ),
+    Station(
+        "paged",
+        "paged_attention",
+        "paged attention",
+        "decode",
+        "The same over a cache cut into pages that lie scattered in memory, as servers keep it.",
+    ),
+    Station(
+        "topp", "sample_topp", "top-p sampling", "decode", "Draws from the fewest tokens that hold 90 % of the chance."
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A result held against the reference. `detail` says how, `max_error` how far off it was."""
+
+    ok: bool
+    max_error: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What was found at a station.
+
+    `chosen` is the decision, `ran` what dispatch noted when it ran: they differ after a failover. `others_us` times
+    the accepted kernels that were not chosen, `plan_us` the same call pre-bound by `lz.plan`; `torch_us` is the same
+    step in plain torch.
+    """
+
+    station: Station
+    shape: str
+    chosen: str
+    ran: str | None
+    candidates: tuple[Candidate, ...]
+    check: Check
+    lz_us: float
+    torch_us: float
+    others_us: dict[str, float] = field(default_factory=dict)
+    plan_us: float | None = None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel whose result was checked."""
+        return self.ran or self.chosen
+
+    @property
+    def verdict(self) -> str:
+        """Speed against plain torch in words."""
+        return verdict(self.lz_us, self.torch_us)
+
+    def why_not(self) -> list[tuple[str, str]]:
+        """(kernel id, one short line) for each kernel that did not run."""
+        lines = []
+        for item in self.candidates:
+            if item.kernel_id == self.kernel:
+                continue
+            if item.accepted:
+                text = f"fits, scored {item.score:g}" if item.score is not None else "fits"
+                if item.kernel_id in self.others_us:
+                    text += f"; timed here: {verdict(self.others_us[item.kernel_id], self.lz_us)}"
+            else:
+                text = item.reasons[0].message if item.reasons else "refused"
+                if len(item.reasons) > 1:
+                    text += f" (and {len(item.reasons) - 1} more)"
+            lines.append((item.kernel_id, text))
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            **asdict(self.station),
+            "shape": self.shape,
+            "chosen": self.chosen,
+            "ran": self.ran,
+            "check": asdict(self.check),
+            "lz_us": round(self.lz_us, 2),
+            "torch_us": round(self.torch_us, 2),
+            "plan_us": None if self.plan_us is None else round(self.plan_us, 2),
+            "verdict": self.verdict,
+            "others_us": {name: round(value, 2) for name, value in self.others_us.items()},
+            "candidates": [item.to_json() for item in self.candidates],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One decode step: what dispatch had to do for it, and how long it took."""
+
+    context: int
+    selections: int
+    lz_us: float
+    torch_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tour:
+    """Everything the demo found."""
+
+    version: str
+    device: DeviceSpec
+    dtype: str
+    sizes: Sizes
+    facts: tuple[tuple[str, str], ...]
+    stops: tuple[Stop, ...]
+    decode: tuple[DecodeStep, ...]
+    decode_calls: int
+    agreement: Check
+    counters: dict[str, int]
+    first_pass_us: float
+    lz_us: float
+    torch_us: float
+    seconds: float
+
+    @property
+    def kernels_considered(self) -> int:
+        """Distinct kernels that were judged."""
+        return len({item.kernel_id for stop in self.stops for item in stop.candidates})
+
+    @property
+    def failed(self) -> list[str]:
+        """Titles of the checks that did not pass."""
+        titles = [stop.station.title for stop in self.stops if not stop.check.ok]
+        return titles if self.agreement.ok else [*titles, "paged against dense attention"]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result matched."""
+        return not self.failed
+
+    @property
+    def decode_selections(self) -> int:
+        """Selections made in the whole decode loop."""
+        return sum(step.selections for step in self.decode)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "version": self.version,
+            "ok": self.ok,
+            "failed": self.failed,
+            "device": self.device.to_json(),
+            "dtype": self.dtype,
+            "sizes": asdict(self.sizes),
+            "facts": dict(self.facts),
+            "kernels_considered": self.kernels_considered,
+            "prefill": {
+                "first_pass_us": round(self.first_pass_us, 1),
+                "lz_us": round(self.lz_us, 1),
+                "torch_us": round(self.torch_us, 1),
+            },
+            "stops": [stop.to_json() for stop in self.stops],
+            "decode": {
+                "steps": len(self.decode),
+                "calls": self.decode_calls,
+                "selections": self.decode_selections,
+                "paged_matches_dense": asdict(self.agreement),
+                "counters": self.counters,
+                "each": [asdict(step) for step in self.decode],
+            },
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def verdict(us: float, against: float) -> str:
+    """`us` compared with `against` in words; within five percent they are the same."""
+    ratio = max(us, against) / min(us, against)
+    if ratio <= 1 + _SAME:
+        return "same"
+    return f"{ratio:.2f}"[:4].rstrip(".") + f"× {'slower' if us > against else 'faster'}"

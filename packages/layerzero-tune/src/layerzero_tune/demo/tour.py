@@ -1,0 +1,300 @@
+"""Runs the block of `lz demo` and looks closely: which kernel ran, is it right, how fast is it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero._ops.signature import public_op
+from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.model.device import DeviceSpec
+from layerzero.numerics import compare, tolerance
+from layerzero.runtime.state import state
+from layerzero_tune.demo.block import (
+    SEED,
+    Call,
+    KVCache,
+    Output,
+    PlainTorch,
+    Recorder,
+    Sizes,
+    Weights,
+    forward,
+    sizes_for,
+)
+from layerzero_tune.demo.stations import DECODE, PREFILL, Check, DecodeStep, Station, Stop, Tour
+
+__all__ = ["TICKS", "take"]
+
+TICKS = 3 + len(PREFILL) + len(DECODE)
+_DRAWS = 24
+
+
+def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tour:
+    """Run everything on `device` (the best one here when None). `tick` is called before each of TICKS stages."""
+    began, busy = time.perf_counter(), _busy()
+    spec = DeviceSpec.detect(device)
+    if spec.device_type == "meta":
+        raise InvalidInputError(code="DEVICE_NOT_PRESENT", value="meta", limit="a device that computes")
+    where = torch.device(spec.device_type if spec.device_type in ("cpu", "mps") else f"{spec.device_type}:{spec.index}")
+    dtype = torch.bfloat16 if spec.device_type != "cpu" and spec.supports_bf16 else torch.float32
+    sizes = sizes_for(spec.device_type, quick=quick)
+    with torch.no_grad():
+        tick("building the block")
+        model = _Model(sizes, where, dtype)
+        tick("prefill")
+        recorder = Recorder(lz)
+        first, _ = _timed(model.prefill, recorder, sync=model.sync)
+        tick("decoding")
+        decode, agreement, step_calls, counters = _decode(model)
+        new = [call for call in step_calls if call.op in {station.op for station in DECODE}]
+        stops = []
+        calls = [*zip(PREFILL, recorder.calls, strict=True), *zip(DECODE, new, strict=True)]
+        for station, call in calls:
+            tick(station.title)
+            stops.append(_stop(station, call, model.sync, quick=quick))
+        whole = _interleaved(
+            {"lz": partial(model.prefill, lz), "torch": partial(model.prefill, PlainTorch)}, model.sync, quick=quick
+        )
+    return Tour(
+        version=lz.__version__,
+        device=spec,
+        dtype=str(dtype).removeprefix("torch."),
+        sizes=sizes,
+        facts=_facts(spec, where, dtype, busy),
+        stops=tuple(stops),
+        decode=decode,
+        decode_calls=len(step_calls) * len(decode),
+        agreement=agreement,
+        counters=counters,
+        first_pass_us=first,
+        lz_us=whole["lz"],
+        torch_us=whole["torch"],
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Model:
+    """The block with its weights and its prompt on one device."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.weights = Weights.make(sizes, device, dtype)
+        drawn = torch.randint(sizes.vocab, (1, sizes.prompt), generator=torch.Generator().manual_seed(SEED))
+        self.prompt = drawn.to(device)
+
+    def cache(self) -> KVCache:
+        """An empty cache."""
+        return KVCache(self.sizes, self.device, self.dtype)
+
+    def generator(self) -> torch.Generator:
+        """A fresh generator with the demo's seed."""
+        return torch.Generator(self.device).manual_seed(SEED)
+
+    def run(self, ops: Any, cache: KVCache, ids: Tensor, generator: torch.Generator) -> Output:
+        """One pass."""
+        return forward(ops, self.weights, self.sizes, cache, ids, generator)
+
+    def prefill(self, ops: Any) -> Output:
+        """The prompt into a fresh cache."""
+        return self.run(ops, self.cache(), self.prompt, self.generator())
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+# -- decoding ------------------------------------------------------------------------------------
+def _decode(model: _Model) -> tuple[tuple[DecodeStep, ...], Check, list[Call], dict[str, int]]:
+    """Decode with LayerZero and with plain torch, step by step in turn, and count what dispatch had to do."""
+    ours, theirs = model.cache(), model.cache()
+    generator, other = model.generator(), model.generator()
+    ids = model.run(lz, ours, model.prompt, generator).token.unsqueeze(0)
+    model.run(PlainTorch, theirs, model.prompt, other)
+    recorder = Recorder(lz)
+    ops: Any = recorder
+    before, steps, pairs = state.counters.to_json(), [], []
+    for _ in range(model.sizes.decode_steps):
+        start = state.counters.selections
+        lz_us, out = _timed(model.run, ops, ours, ids, generator, sync=model.sync)
+        made = state.counters.selections - start
+        torch_us, _ = _timed(model.run, PlainTorch, theirs, ids, other, sync=model.sync)
+        steps.append(DecodeStep(ours.length, made, lz_us, torch_us))
+        pairs.append((out.paged, out.dense))
+        ids = out.token.unsqueeze(0)
+        ops = lz  # the first step is looked at; the rest run bare
+    counters = {name: value - before[name] for name, value in state.counters.to_json().items()}
+    return tuple(steps), _agreement(pairs), recorder.calls, counters
+
+
+def _agreement(pairs: list[tuple[Tensor | None, Tensor | None]]) -> Check:
+    worst, ok = 0.0, True
+    for paged, dense in pairs:
+        assert paged is not None and dense is not None
+        report = compare(paged, dense.squeeze(2), tolerance("paged_attention", paged.dtype))
+        worst, ok = max(worst, report.max_abs), ok and report.ok
+    return Check(ok, worst, f"paged and dense attention compared at each of {len(pairs)} steps")
+
+
+# -- one station ---------------------------------------------------------------------------------
+def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool) -> Stop:
+    function = getattr(lz, call.op)
+    report = lz.explain(call.op, *call.args, **call.kwargs)
+    check = _check_draws(call) if call.op.startswith("sample") else _check(call)
+    contenders: dict[str, Callable[[], Any]] = {
+        "": partial(function, *call.args, **call.kwargs),
+        "torch": partial(getattr(PlainTorch, call.op), *call.args, **call.kwargs),
+    }
+    with _quiet():
+        contenders["plan"] = partial(lz.plan(call.op, *call.args, **call.kwargs), *call.args, **call.kwargs)
+        for item in report.candidates:
+            if item.accepted and item.kernel_id != report.chosen:
+                contender = partial(function, *call.args, **call.kwargs, backend=item.kernel_id)
+                try:
+                    contender()
+                except LayerZeroError:
+                    continue  # it fits on paper, but raised here: shown without a time
+                contenders[item.kernel_id] = contender
+        times = _interleaved(contenders, sync, quick=quick)
+    lz_us, torch_us, plan_us = (times.pop(name) for name in ("", "torch", "plan"))
+    shape, seen = _shape(call), (report.chosen, report.ran, tuple(report.candidates))
+    return Stop(station, shape, *seen, check, lz_us, torch_us, times, plan_us)
+
+
+def _shape(call: Call) -> str:
+    shapes = ["×".join(map(str, item.shape)) for item in call.args if isinstance(item, Tensor) and item.ndim]
+    shown = shapes[:1] if call.op in ("rms_norm", "add_rms_norm", "sample_topk", "sample_topp") else shapes[:3]
+    return " · ".join(shown)
+
+
+def _check(call: Call) -> Check:
+    """Hold the result against the op's reference, computed from the same inputs in a wider type."""
+    public = public_op(call.op)
+    canonical, _, _ = public.normalize(call.args, call.kwargs)
+    assert public.spec.fallback_impl is not None
+    expected = public.spec.fallback_impl(*(_wider(item) for item in canonical))
+    got, want = (item if isinstance(item, tuple) else (item,) for item in (call.out, expected))
+    ok, worst, bound = True, 0.0, ""
+    for left, right in zip(got, want, strict=True):
+        bounds = tolerance(call.op, left.dtype, k=call.args[0].shape[-1] if call.op == "linear" else None)
+        report = compare(left, right, bounds)
+        ok, worst = ok and report.ok, max(worst, report.max_abs)
+        bound = "must be equal" if bounds.exact else f"may differ by {bounds.atol:.0e} + {bounds.rtol:.0e}·|x|"
+    return Check(ok, worst, bound)
+
+
+def _wider(item: Any) -> Any:
+    if isinstance(item, Tensor) and item.is_floating_point():
+        return item.to(torch.float32 if item.device.type == "mps" else torch.float64)
+    return item
+
+
+def _check_draws(call: Call) -> Check:
+    """Kernels draw differently from one seed, so look at the set: every draw must be one the reference could make."""
+    logits, bound = call.args
+    draw = partial(getattr(lz, call.op), logits, bound, **call.kwargs)
+    allowed = _allowed(call.op, logits, bound)
+    drawn = [int(call.out), *(int(draw()) for _ in range(_DRAWS))]
+    outside = sum(token not in allowed for token in drawn)
+    likeliest = bool(logits[0, draw(temperature=0.0)] == logits.max())
+    detail = f"{len(drawn)} draws, {outside} outside the {len(allowed)} allowed tokens; temperature 0 gives "
+    return Check(likeliest and not outside, float(outside), detail + ("the likeliest" if likeliest else "ANOTHER one"))
+
+
+def _allowed(op: str, logits: Tensor, bound: float) -> set[int]:
+    """Tokens the reference may draw, and any that tie with the last of them."""
+    row = logits[0].cpu().double()
+    ordered = row.sort(descending=True).values
+    if op == "sample_topk":
+        last = ordered[int(bound) - 1]
+    else:
+        probs = ordered.softmax(dim=-1)
+        # Where the mass just reaches p, rounding decides: a hair of slack.
+        last = ordered[int((probs.cumsum(dim=-1) - probs < bound + 1e-6).sum()) - 1]
+    return set(torch.nonzero(row >= last).flatten().tolist())
+
+
+# -- time ----------------------------------------------------------------------------------------
+def _timed(call: Callable[..., Any], *args: Any, sync: Callable[[], None]) -> tuple[float, Any]:
+    """µs and result of one call, device included."""
+    sync()
+    start = time.perf_counter()
+    out = call(*args)
+    sync()
+    return (time.perf_counter() - start) * 1e6, out
+
+
+def _interleaved(
+    contenders: dict[str, Callable[[], Any]], sync: Callable[[], None], *, quick: bool
+) -> dict[str, float]:
+    """Median µs per call. All take turns in each round, so that a slow moment of the machine hits them alike."""
+    rounds, share = (3, 500.0) if quick else (7, 3000.0)
+    counts = {}
+    for name, call in contenders.items():
+        call()
+        counts[name] = max(1, min(300, int(share / max(_timed(call, sync=sync)[0], 1.0))))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        order = list(contenders.items())
+        for name, call in order if turn % 2 else order[::-1]:
+            us, _ = _timed(_repeat, call, counts[name], sync=sync)
+            times[name].append(us / counts[name])
+    return {name: median(values) for name, values in times.items()}
+
+
+def _repeat(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Timing the kernels that lost makes selections nobody asked for; keep them out of the log."""
+    log = logging.getLogger("layerzero.selection")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+# -- the machine ---------------------------------------------------------------------------------
+def _busy() -> str:
+    """A warning when others were using the machine already; empty when not, or where nobody can tell."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"{load:.1f} on {cores} cores: times are rough" if load > 0.75 * cores else ""
+
+
+def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype, busy: str) -> tuple[tuple[str, str], ...]:
+    features = sorted(spec.cpu_features) or sorted(spec.instruction_families)
+    absent = [item.name for item in state.records if item.state != "ok"]
+    facts = [
+        ("device", f"{spec.name or spec.device_type} ({device})"),
+        ("memory", f"{spec.memory_bytes / 2**30:.0f} GiB" if spec.memory_bytes else ""),
+        ("compute capability", f"SM {spec.sm_version}" if spec.sm_version else ""),
+        ("cores" if spec.device_type == "cpu" else "multiprocessors", str(spec.multiprocessors or "")),
+        ("features", ", ".join(str(item) for item in features)),
+        ("threads of torch", str(torch.get_num_threads()) if spec.device_type == "cpu" else ""),
+        ("dtype of the block", str(dtype).removeprefix("torch.")),
+        ("torch", str(torch.__version__)),
+        ("CUDA", spec.cuda_version or ""),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("load before", busy),
+        ("backends here", ", ".join(item.name for item in state.records if item.state == "ok")),
+        ("not usable here", f"{', '.join(absent)} (lz doctor says why)" if absent else ""),
+    ]
+    return tuple((name, value) for name, value in facts if value)

@@ -1,0 +1,178 @@
+"""Is what was measured still true? A kernel may be fast in tuning and slow later: heat, a neighbour, an update.
+
+`drifted` times the kernels of some measured calls again and says which no longer take what the database says.
+`Watcher` does it beside the program, one call at a time, when the policy asks for it (`perfdb.drift_s`). Neither
+touches the hot path. What has drifted is measured anew, all kernels of its call, and selection sees the new times.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from layerzero.errors import LayerZeroError
+from layerzero.model.context import Context
+from layerzero.perfdb.bucket import bucket_of
+from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.store import PerfDB
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
+from layerzero.tuning.measured import holding, mode_of, platform_of, versions_of
+from layerzero_tune.trial import Trial, trial
+
+__all__ = ["SLOWER", "Drift", "Watcher", "drifted", "watcher"]
+
+_log = logging.getLogger("layerzero.tuning")
+
+SLOWER = 1.25  # a kernel that takes so many times what it took has drifted
+_SECONDS = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A measured call whose time has moved, in µs, and the trial that replaced it."""
+
+    context: Context
+    kernel_id: str
+    before_us: float
+    now_us: float
+    retuned: Trial | None = None
+
+    @property
+    def reason(self) -> Reason:
+        """In words."""
+        return reason("PERF_DRIFTED", round(self.now_us, 1), round(self.before_us, 1), detail=self.kernel_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "op": self.context.op,
+            "sizes": dict(self.context.dims),
+            "kernel_id": self.kernel_id,
+            "before_us": round(self.before_us, 3),
+            "now_us": round(self.now_us, 3),
+            "retuned": None if self.retuned is None else self.retuned.to_json(),
+        }
+
+
+def drifted(
+    contexts: Iterable[Context], db: PerfDB, *, slower: float = SLOWER, retune: bool = True,
+    seconds: float = _SECONDS, jit: str = "block",
+) -> Iterator[Drift]:  # fmt: skip
+    """Time the chosen kernel of each measured call again; yield those that have become slower (or faster) by a factor.
+
+    Nobody waits for a quieter moment: it is a look beside a program that serves, and the next one comes.
+    With `retune` every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those
+    that would have to be compiled first.
+    """
+    for ctx in contexts:
+        found = _row_of(ctx, db)
+        if found is None:
+            continue
+        try:
+            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}), jit=jit, patient=False)
+        except LayerZeroError as error:
+            _log.info("%s cannot be timed again: %s", found.kernel_id, error)
+            continue
+        now = again.times[found.kernel_id].median_us if found.kernel_id in again.times else float("inf")
+        if found.median_us / slower <= now <= found.median_us * slower:
+            continue
+        new = None
+        if retune:
+            new = trial(ctx, seconds=max(1.0, seconds), jit=jit, patient=False)
+            db.put(new.rows)
+        yield Drift(ctx, found.kernel_id, found.median_us, now, new)
+
+
+def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
+    """The row behind the kernel that runs such a call now; None where it was not measured here."""
+    world = state.world
+    spec = world.ops.get(ctx.op)
+    if spec is None:
+        return None
+    from layerzero.dispatch.run import decide
+
+    chosen = decide(spec, ctx, world).chosen
+    mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
+    platform, versions = platform_of(ctx.device), versions_of(world.registry, chosen)
+    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
+        if row.kernel_id == chosen and versions == (row.kernel_version, row.backend_version):
+            return row
+    return None
+
+
+class Watcher:
+    """A thread that looks at one measured call of the running program every so often."""
+
+    def __init__(self, every_s: float, db: Callable[[], PerfDB | None], *, auto: bool = False) -> None:
+        self.every_s, self.auto, self._db = every_s, auto, db
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="layerzero-drift", daemon=True)
+        self._pid = os.getpid()
+        self._turn = 0
+        self.found: list[Drift] = []
+        self._tried: set[Context] = set()
+
+    def start(self) -> Watcher:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End, after the call that is being timed."""
+        self._stop.set()
+        if self.alive and self._thread is not threading.current_thread():
+            self._thread.join(timeout=0.1)  # a thread in the middle of a timing ends by itself
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs, in this process."""
+        return self._pid == os.getpid() and self._thread.is_alive()
+
+    def look(self) -> Drift | None:
+        """Look at the next call now; what a turn of the thread does."""
+        db = self._db()
+        contexts = list(dict.fromkeys(entry.decision.context for entry in list(state.world.hot.values())))
+        if db is None or not contexts:
+            return None
+        self._turn += 1
+        ctx = contexts[self._turn % len(contexts)]
+        if self.auto:
+            unknown = next((item for item in contexts if item not in self._tried and _row_of(item, db) is None), None)
+            if unknown is not None:
+                self._tried.add(unknown)
+                db.put(trial(unknown, seconds=_SECONDS, jit="off", patient=False).rows)
+                state.remeasured()
+                return None
+        for drift in drifted([ctx], db, jit="off"):  # a compiler has no place beside a program that serves
+            self.found.append(drift)
+            _log.warning("%s", drift.reason)
+            state.remeasured()
+            return drift
+        return None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.every_s):
+            try:
+                self.look()
+            except Exception:
+                _log.exception("the look at measured times failed")
+
+
+_watcher: list[Watcher] = []
+
+
+def watcher(every_s: float | None, db: Callable[[], PerfDB | None], *, auto: bool = False) -> Watcher | None:
+    """The process's one watcher: started, kept when nothing about it changes, or (None, 0) stopped."""
+    if _watcher and every_s and (_watcher[0].every_s, _watcher[0].auto) == (every_s, auto) and _watcher[0].alive:
+        return _watcher[0]
+    while _watcher:
+        _watcher.pop().stop()
+    if not every_s:
+        return None
+    _watcher.append(Watcher(every_s, db, auto=auto).start())
+    return _watcher[0]

@@ -1,0 +1,1 @@
+"""What people do with measurements: exchange, import, read."""

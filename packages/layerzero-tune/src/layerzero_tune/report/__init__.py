@@ -1,0 +1,1 @@
+"""`lz report`: measurements as one page."""

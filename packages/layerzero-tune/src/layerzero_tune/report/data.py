@@ -1,0 +1,248 @@
+"""What `lz report` shows, as values: measured cases, and the figures over them. Pure; reading files is elsewhere.
+
+oracle       the fastest candidate kernel of a case, in the same run
+torch        the fixed torch code for the case (`layerzero_tune.timing.baselines`)
+a library    its fastest kernel wherever it has one, torch elsewhere
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.errors import ConfigurationError
+
+__all__ = ["FORMAT", "Figures", "Measured", "Share", "Timed", "figures", "from_json", "geomean", "phase"]
+
+FORMAT = "layerzero-bench/1"
+_NOT_LIBRARIES = frozenset({"reference"})
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One kernel in one case: µs a call, and the largest error against the reference."""
+
+    us: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One case. `chosen` is what LayerZero runs; `call_us` the public call itself, dispatch included.
+
+    busy   others used the machine meanwhile; `rule` what counts as a time, "" where the file does not say
+    """
+
+    name: str
+    op: str
+    dtype: str
+    sizes: Mapping[str, int]
+    device: str
+    mode: str
+    chosen: str
+    kernels: Mapping[str, Timed]
+    torch_us: float | None = None
+    call_us: float | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    causal: bool = False
+    busy: bool = False
+    rule: str = ""
+
+    @property
+    def best(self) -> str:
+        """The oracle's kernel."""
+        return min(self.kernels, key=lambda name: (self.kernels[name].us, name))
+
+    @property
+    def oracle_us(self) -> float:
+        """The fastest candidate."""
+        return min(item.us for item in self.kernels.values())
+
+    @property
+    def floor_us(self) -> float:
+        """The fastest of all, torch included: what a library is held against."""
+        return min(self.oracle_us, self.torch_us if self.torch_us is not None else math.inf)
+
+    @property
+    def chosen_us(self) -> float:
+        """What was chosen."""
+        return self.kernels[self.chosen].us
+
+    @property
+    def ratio(self) -> float:
+        """Chosen over oracle; 1 is perfect."""
+        return self.chosen_us / self.oracle_us
+
+    @property
+    def speedup(self) -> float | None:
+        """Times faster than torch; of the public call where it was timed, dispatch and all."""
+        if self.torch_us is None:
+            return None
+        return self.torch_us / (self.call_us if self.call_us is not None else self.chosen_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How near one way of doing everything comes to the fastest of all: geometric mean and worst over the cases."""
+
+    geomean: float
+    worst: float
+    worst_case: str
+    used_in: int
+    cases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures over some cases. `libraries` by name, with `torch default` for torch everywhere; `busy` counts cases
+    that were measured while others used the machine."""
+
+    cases: int
+    ratio: Share | None
+    speedup: float | None
+    slowest: tuple[str, float] | None
+    layerzero: Share | None
+    libraries: Mapping[str, Share]
+    busy: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible, rounded to what the measurement can hold."""
+
+        def share(item: Share | None) -> dict[str, Any] | None:
+            if item is None:
+                return None
+            found = {"geomean": round(item.geomean, 4), "worst": round(item.worst, 4), "worst_case": item.worst_case}
+            return {**found, "used_in": item.used_in, "cases": item.cases}
+
+        return {
+            "cases": self.cases,
+            **({"busy_cases": self.busy} if self.busy else {}),
+            "tuned_over_oracle": share(self.ratio),
+            "speedup_over_torch": None if self.speedup is None else round(self.speedup, 3),
+            "slowest_against_torch": None if self.slowest is None else [self.slowest[0], round(self.slowest[1], 3)],
+            "layerzero_over_fastest": share(self.layerzero),
+            "library_over_fastest": {name: share(item) for name, item in self.libraries.items()},
+        }
+
+
+def geomean(values: Iterable[float]) -> float:
+    """The geometric mean; 1 of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+
+def figures(cases: Sequence[Measured]) -> Figures:
+    """What the page and the benchmark say about cases."""
+    timed = [case for case in cases if case.chosen in case.kernels]
+    against = {case.name: found for case in timed if (found := case.speedup) is not None}
+    slowest = min(against.items(), key=lambda item: item[1], default=None)
+    libraries = {
+        name: _share([(case, *alone) for case in timed if (alone := _alone(name, case)) is not None])
+        for name in _libraries(timed)
+    }
+    everywhere = _share([(case, case.torch_us, True) for case in timed if case.torch_us is not None])
+    return Figures(
+        len(timed),
+        _share([(case, case.chosen_us, True) for case in timed], oracle=True),
+        geomean(against.values()) if against else None,
+        slowest,
+        _share([(case, case.chosen_us, True) for case in timed]),
+        {
+            **{name: item for name, item in libraries.items() if item is not None},
+            **({} if everywhere is None else {"torch default": everywhere}),
+        },
+        sum(case.busy for case in timed),
+    )
+
+
+def _libraries(cases: Sequence[Measured]) -> list[str]:
+    names = {name.partition(".")[0] for case in cases for name in case.kernels}
+    return sorted(names - _NOT_LIBRARIES)
+
+
+def _alone(library: str, case: Measured) -> tuple[float, bool] | None:
+    """The time of a case with one library only, torch where it has nothing; None where neither was timed."""
+    own = [item.us for name, item in case.kernels.items() if name.partition(".")[0] == library]
+    if own:
+        return min(own), True
+    return None if case.torch_us is None else (case.torch_us, False)
+
+
+def _share(items: Sequence[tuple[Measured, float, bool]], *, oracle: bool = False) -> Share | None:
+    ratios = {case.name: us / (case.oracle_us if oracle else case.floor_us) for case, us, _ in items}
+    if not ratios:
+        return None
+    worst = max(ratios, key=lambda name: ratios[name])
+    return Share(geomean(ratios.values()), ratios[worst], worst, sum(used for *_, used in items), len(ratios))
+
+
+def phase(case: Measured) -> str:
+    """What a case is in the words of the field: prefill, decode, paged decode, or the op itself."""
+    if case.op in ("attention", "paged_attention", "varlen_attention", "mla_paged_attention"):
+        word = {"attention": "", "paged_attention": "paged ", "varlen_attention": "varlen "}.get(case.op, "latent ")
+        return f"{word}{'decode' if case.sizes.get('seq_len_q') == 1 else 'prefill'}"
+    return case.op
+
+
+# -- reading ----------------------------------------------------------------------------------------
+def from_json(data: Any, source: str) -> list[Measured]:
+    """The cases of a file that `lz bench` or benchmarks/tuned.py wrote; ConfigurationError says what is wrong."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cases"), list):
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ConfigurationError(
+            f"{source}: no measurements", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
+        )
+    found_cases = []
+    for index, item in enumerate(data["cases"]):
+        try:
+            case = _case(item)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{source}: cases[{index}] is not readable: {type(error).__name__}: {error}",
+                code="SCHEMA_INVALID",
+                value=f"cases[{index}]",
+            ) from None
+        if case.kernels:
+            found_cases.append(case)
+    return found_cases
+
+
+def _case(item: Mapping[str, Any]) -> Measured:
+    kernels, refused = {}, {}
+    for name, entry in item["kernels"].items():
+        if "us" in entry:
+            kernels[str(name)] = Timed(_time(entry["us"]), _number(entry, "error"))
+        else:
+            refused[str(name)] = str(entry.get("why", "not timed"))
+    sizes = {str(name): int(size) for name, size in item["sizes"].items()}
+    return Measured(
+        str(item["name"]), str(item["op"]), str(item["dtype"]), sizes, str(item["device"]), str(item["mode"]),
+        str(item["chosen"]), kernels, _number(item.get("torch", {}), "us"), _number(item.get("call", {}), "us"),
+        refused, item.get("causal", "none") not in ("none", False), _busy(item), str(item.get("rule", "")),
+    )  # fmt: skip
+
+
+def _busy(item: Mapping[str, Any]) -> bool:
+    """Whether others used the machine: other programs its cores, or other guests its host."""
+    from layerzero_tune.timing.host_load import BUSY
+    from layerzero_tune.timing.steal_time import LIMIT
+
+    return (_number(item, "busy") or 0.0) > BUSY or (_number(item, "stolen") or 0.0) > LIMIT
+
+
+def _number(item: Mapping[str, Any], name: str) -> float | None:
+    value = item.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
+def _time(value: Any) -> float:
+    found = _number({"us": value}, "us")
+    if not found:
+        raise ValueError(f"us is {value!r}")
+    return found

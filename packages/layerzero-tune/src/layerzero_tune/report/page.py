@@ -1,0 +1,267 @@
+"""Measurements as one HTML page that needs nothing else: no font, picture or script from anywhere.
+
+Everything is in the page when it is loaded; the little script only hides, sorts and counts. Every text that comes
+from outside this file goes through `_e`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+from layerzero.cli.html import content_policy
+from layerzero_tune.report.data import Figures, Measured, Share, figures, phase
+from layerzero_tune.report.maps import axes, backend, backends, maps
+from layerzero_tune.timing.clock import BEFORE
+
+__all__ = ["render"]
+
+_COLOURS = 9
+_SCALE = 6.0
+_SLOWER = 0.95  # so much of torch's speed or less is worth a reader's eye
+
+
+def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
+    """The page. `facts` stand under the title: machine, versions, commit, how it was measured."""
+    colours = {name: number % _COLOURS for number, name in enumerate(backends(cases))}
+    found = figures(cases)
+    devices = sorted({case.device for case in cases})
+    title = f"Measured on {', '.join(devices)}" if devices else "Nothing measured"
+    parts = [
+        _header(title, found, facts),
+        _filters(cases),
+        _maps(cases, colours),
+        _ways(found),
+        _cases(cases, colours),
+        _footer(cases),
+    ]
+    style, script = (
+        files("layerzero_tune.report").joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js")
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{content_policy(script)}\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_e(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(parts)
+        + f"\n</main>\n<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _e(text: object) -> str:
+    return escape(str(text), quote=True)
+
+
+def _kernel(kernel_id: str) -> str:
+    """A kernel id that may break after its dots and underscores."""
+    return _e(kernel_id).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+# -- top ------------------------------------------------------------------------------------------------
+def _header(title: str, found: Figures, facts: Mapping[str, str]) -> str:
+    nearest = min(found.libraries.items(), key=lambda item: item[1].geomean, default=None)
+    cards = [
+        ("count", str(found.cases), "cases measured"),
+        ("speedup", _times(found.speedup), "faster than torch default (geometric mean)"),
+        ("ratio", "–" if found.ratio is None else f"{found.ratio.geomean:.3f}", "chosen ÷ oracle (1 is perfect)"),
+        ("worst", "–" if found.ratio is None else f"{found.ratio.worst:.2f}", "chosen ÷ oracle, worst case"),
+    ]
+    if nearest is not None:
+        cards.append(("", f"{nearest[1].geomean:.2f}", f"÷ fastest with one library only: {nearest[0]}, the nearest"))
+    shown = "".join(
+        f'<div class="card"><b{_id(key)}>{_e(value)}</b><span>{_e(text)}</span></div>' for key, value, text in cards
+    )
+    told = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items())
+    busy = (
+        f'<p class="busy"><strong>{found.busy} of {found.cases} cases were measured while others used the machine.'
+        "</strong> Ratios of one run mostly hold, times by themselves do not; measure again when it is quiet.</p>"
+        if found.busy
+        else ""
+    )
+    return f'<h1>{_e(title)}</h1>\n<div class="cards">{shown}</div>\n{busy}<dl class="facts">{told}</dl>'
+
+
+def _footer(cases: Sequence[Measured]) -> str:
+    """How it was measured: what counts as a time in each mode, by one rule for everybody."""
+    rules = dict.fromkeys((case.mode, case.rule) for case in cases)
+    told = "".join(
+        f"<li>{_e(mode)}: {_e(rule or 'not named; on a GPU, ' + BEFORE['cuda/eager'])}</li>" for mode, rule in rules
+    )
+    return (
+        "<footer>Times are medians of one interleaved run a case; every kernel was held against the reference before "
+        "it was timed. “Oracle” is the fastest candidate of that run, “torch” the fixed torch code for the case, timed "
+        "in the same rounds. What counts as a time, for kernels, torch default and the public call alike:"
+        f"<ul>{told}</ul></footer>"
+    )
+
+
+def _id(key: str) -> str:
+    return f' id="figure-{key}"' if key else ""
+
+
+def _filters(cases: Sequence[Measured]) -> str:
+    """What to show; without a script everything is shown and these do nothing."""
+    choices = {
+        "phase": sorted({phase(case) for case in cases}),
+        "dtype": sorted({case.dtype for case in cases}),
+        "winner": sorted({backend(case.chosen) for case in cases}),
+        "device": sorted({case.device for case in cases}),
+        "mode": sorted({case.mode for case in cases}),
+    }
+    words = {"phase": "op", "winner": "chosen backend"}
+    fields = []
+    for name, values in choices.items():
+        if len(values) < 2 and name in ("device", "mode"):
+            continue
+        options = "".join(f"<option>{_e(value)}</option>" for value in values)
+        label = words.get(name, name)
+        fields.append(
+            f'<label>{label}<select data-filter="{name}"><option value="">all</option>{options}</select></label>'
+        )
+    fields.append(
+        '<label class="wide">name<input data-filter="text" type="search" placeholder="decode, 4096, …"></label>'
+    )
+    fields.append(
+        '<label>order<select id="order"><option value="">as measured</option><option value="speedup">most over torch'
+        '</option><option value="slow">least over torch</option><option value="ratio">furthest from the oracle</option>'
+        "</select></label>"
+    )
+    return f'<form class="filters" aria-label="filters">{"".join(fields)}<output id="shown"></output></form>'
+
+
+# -- winner maps ----------------------------------------------------------------------------------------
+def _maps(cases: Sequence[Measured], colours: Mapping[str, int]) -> str:
+    legend = "".join(f'<span class="chip c{number}">{_e(name)}</span>' for name, number in colours.items())
+    blocks = []
+    for group in maps(cases):
+        head = "".join(f"<th>{_e(value)}</th>" for value in group.columns)
+        rows = []
+        for row in group.rows:
+            cells = "".join(
+                "<td>" + "".join(_chip(case, colours) for case in group.cells.get((row, column), ())) + "</td>"
+                for column in group.columns
+            )
+            rows.append(f"<tr><th>{_e(row)}</th>{cells}</tr>")
+        blocks.append(
+            f'<figure class="map"><figcaption><strong>{_e(group.title)}</strong> '
+            f"<small>{_e(group.down)} ↓ {_e(group.across)} →</small></figcaption>"
+            f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+            "</div></figure>"
+        )
+    return (
+        '<section id="maps"><h2>Winner maps</h2><p>Who runs, by shape: the time, and how many times faster than torch '
+        f'default.</p><p class="legend">{legend}</p><div class="maps">{"".join(blocks)}</div></section>'
+    )
+
+
+def _chip(case: Measured, colours: Mapping[str, int]) -> str:
+    name = backend(case.chosen)
+    extra = axes(case).rest
+    note = f"<small>{_e(extra)}</small>" if extra else ""
+    slow = ' class="slow"' if case.speedup is not None and case.speedup < _SLOWER else ""
+    gain = f" · <em{slow}>{_times(case.speedup)}</em>" if case.speedup is not None else ""
+    variant = case.chosen.rpartition(".")[2]
+    return (
+        f'<a class="chip c{colours.get(name, 0)}" href="#{_anchor(case)}" {_data(case)} title="{_e(case.chosen)}">'
+        f"<b>{_e(name)}</b> {_e(variant)}{note}<span>{_time(case.chosen_us)}{gain}</span></a>"
+    )
+
+
+def _anchor(case: Measured) -> str:
+    """An id of letters, digits and dashes, whatever the name and the mode are."""
+    text = f"{case.name}-{case.mode}"
+    return "case-" + "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text)
+
+
+def _data(case: Measured) -> str:
+    """What the script filters and counts by."""
+    values = {
+        "phase": phase(case),
+        "dtype": case.dtype,
+        "winner": backend(case.chosen),
+        "device": case.device,
+        "mode": case.mode,
+        "text": f"{case.name} {case.op} {case.chosen}".lower(),
+        "speedup": "" if case.speedup is None else f"{case.speedup:.6g}",
+        "ratio": f"{case.ratio:.6g}",
+    }
+    return " ".join(f'data-{name}="{_e(value)}"' for name, value in values.items())
+
+
+# -- one library or all ------------------------------------------------------------------------------------
+def _ways(found: Figures) -> str:
+    if found.layerzero is None:
+        return ""
+    ways: list[tuple[str, Share]] = [("LayerZero", found.layerzero), *found.libraries.items()]
+    ways[1:] = sorted(ways[1:], key=lambda item: item[1].geomean)
+    slowest = max(item.geomean for _, item in ways)
+    rows = "".join(
+        f"<tr{' class=own' if name == 'LayerZero' else ''}><th>{_e(name)}</th>"
+        f'<td><div class="bar"><i style="width:{100 * item.geomean / slowest:.1f}%"></i></div></td>'
+        f'<td class="num">{item.geomean:.3f}</td>'
+        f'<td class="num">{item.worst:.2f} <small>{_e(item.worst_case)}</small></td>'
+        f'<td class="num">{item.used_in} of {item.cases}</td></tr>'
+        for name, item in ways
+    )
+    return (
+        '<section id="ways"><h2>One library, or the best of each</h2><p>Time over the fastest of all, torch included: '
+        "1 is perfect. A single library runs wherever it can, with its fastest kernel, and torch default elsewhere. "
+        'All cases, whatever is filtered.</p><div class="scroll"><table class="ways"><thead><tr><th></th><th></th>'
+        f"<th>geomean</th><th>worst</th><th>runs in</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+# -- every case --------------------------------------------------------------------------------------------
+def _cases(cases: Sequence[Measured], colours: Mapping[str, int]) -> str:
+    blocks = "".join(_case(case, colours) for case in cases)
+    return f'<section id="cases"><h2>Every case</h2><div id="list">{blocks}</div></section>'
+
+
+def _case(case: Measured, colours: Mapping[str, int]) -> str:
+    name = backend(case.chosen)
+    far = ' class="far"' if case.ratio > 1.1 else ""
+    head = (
+        f"<strong>{_e(case.name)}</strong>"
+        f'<span class="chip c{colours.get(name, 0)}">{_kernel(case.chosen)}</span>'
+        f'<span class="num">{_time(case.chosen_us)}</span><span class="num">{_times(case.speedup)} torch</span>'
+        f'<span class="num"><em{far}>{case.ratio:.2f}</em> ÷ oracle</span>'
+    )
+    slowest = max([*(item.us for item in case.kernels.values()), case.torch_us or 0.0])
+    longest = min(slowest, _SCALE * case.oracle_us)  # one hopeless kernel must not flatten the others
+    rows = []
+    for kernel, item in sorted(case.kernels.items(), key=lambda pair: (pair[1].us, pair[0])):
+        mark = "own" if kernel == case.chosen else ""
+        error = "" if item.error is None else f"{item.error:.1e}"
+        rows.append(_row(_kernel(kernel), item.us, longest, mark, error))
+    if case.torch_us is not None:
+        rows.append(_row("torch default", case.torch_us, longest, "plain", ""))
+    if case.call_us is not None:
+        rows.append(_row(f"lz.{_e(case.op)}, dispatch included", case.call_us, longest, "plain", ""))
+    refused = "".join(
+        f'<li><span class="mono">{_kernel(kernel)}</span> {_e(why)}</li>' for kernel, why in case.refused.items()
+    )
+    sizes = ", ".join(f"{key} {value}" for key, value in case.sizes.items())
+    return (
+        f'<details class="case" id="{_anchor(case)}" {_data(case)}><summary>{head}</summary>'
+        f'<p class="soft">{_e(case.dtype)}, {_e(case.mode)}, {_e(case.device)}: {_e(sizes)}'
+        f'{", while others used the machine" if case.busy else ""}</p><div class="scroll">'
+        "<table><thead><tr><th>kernel</th><th></th><th>median</th><th>largest error</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>{f'<ul>{refused}</ul>' if refused else ''}</details>"
+    )
+
+
+def _row(name: str, us: float, longest: float, mark: str, error: str) -> str:
+    return (
+        f'<tr class="{mark}"><td class="mono">{name}</td>'
+        f'<td><div class="bar"><i style="width:{min(100.0, 100 * us / longest):.1f}%"></i></div></td>'
+        f'<td class="num">{_time(us)}</td><td class="num">{error}</td></tr>'
+    )

@@ -1,0 +1,1 @@
+"""Dispatch tables: solved, compared, translated for other libraries."""

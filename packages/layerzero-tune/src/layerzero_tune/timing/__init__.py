@@ -1,0 +1,1 @@
+"""How a set of candidates is timed."""

@@ -1,0 +1,114 @@
+"""The other end of a bucket: kernels that tie at one size of it may be far apart at another.
+
+A time speaks for all calls of its bucket, from one more than half its end up to its end. Where several kernels cannot
+be told apart at the size that was asked for, they are raced once more where the bucket is furthest from it, and who
+falls behind there is written down slower, by the root of how far. On a CPU, where kernels handle whole vectors and the
+rest in different ways, odd sizes in between are looked at too: a bucket ends at a power of two, most calls do not. A
+short call may be all launch for one kernel, which takes as long at any size, and all work for another: there kernels
+count as close that are further apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from layerzero.model.context import Context
+from layerzero.perfdb.bucket import upper
+from layerzero.tuning.measured import TORCH_DEFAULT
+from layerzero_tune.timing.race import Times
+
+__all__ = ["confirmed", "far_apart", "other_end", "tied", "weighed", "within"]
+
+_CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
+_CLOSE_SHORT = 0.10  # the same where launches count
+_SHORT_US = 100.0
+_FAR = 0.05  # who ties at one size and is so far behind at another is raced there twice: it may have been bad luck
+# Ops whose growing sizes can be chosen freely, each for itself or (of square attention) together.
+_FREE = frozenset(
+    "attention rms_norm add_rms_norm gemma_rms_norm gemma_add_rms_norm layer_norm silu_and_mul gelu_and_mul "
+    "relu_and_mul linear paged_attention".split()
+)
+_GROWING = ("batch", "tokens", "seq_len_q", "seq_len_k", "rows")
+
+
+def tied(times: Mapping[str, Times], close: float | None = None) -> list[str]:
+    """Who is near the fastest; `close` says how near, else the rule for a GPU does."""
+    best = min(found.median_us for found in times.values())
+    if close is None:
+        close = _CLOSE_SHORT if best < _SHORT_US else _CLOSE
+    return [name for name, found in times.items() if found.median_us <= best * (1.0 + close)]
+
+
+def other_end(ctx: Context) -> Context | None:
+    """The same call with its growing sizes at the end of the bucket that is further away; None where there is none."""
+    return _at(ctx, _far)
+
+
+def within(ctx: Context) -> list[Context]:
+    """The same call with odd sizes in the middle of the bucket and near its upper end, as far as there are such."""
+    found = [_at(ctx, _middle), _at(ctx, _upper)]
+    return [item for item in found if item is not None]
+
+
+def _at(ctx: Context, size_of: Callable[[int], int]) -> Context | None:
+    if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
+        return None
+    sizes = {name: size_of(size) if name in _GROWING else size for name, size in ctx.dims}
+    dims = tuple(sizes.items())
+    return None if dims == tuple(ctx.dims) else replace(ctx, dims=dims)
+
+
+def _far(size: int) -> int:
+    last = upper(size)
+    first = last // 2 + 1 if size > 1 else size
+    return first if size * size >= first * last else last
+
+
+def _middle(size: int) -> int:
+    last = upper(size)
+    first = last // 2 + 1 if size > 1 else size
+    return min(last, math.isqrt(first * last) | 1)
+
+
+def _upper(size: int) -> int:
+    last = upper(size)
+    return min(last, (last - last // 16) | 1)
+
+
+def far_apart(times: Mapping[str, Times]) -> bool:
+    """Whether someone is so far behind that it should be seen twice."""
+    us = [found.median_us for found in times.values()]
+    return bool(us) and max(us) > min(us) * (1.0 + _FAR)
+
+
+def confirmed(first: Mapping[str, Times], second: Mapping[str, Times]) -> Mapping[str, Times]:
+    """Of two races in one place: each kernel as far behind as it was in the one that went better for it."""
+    if set(first) != set(second) or not first:
+        return first
+    best, best_again = (min(found.median_us for found in times.values()) for times in (first, second))
+    return {
+        name: replace(found, median_us=min(found.median_us, best * second[name].median_us / best_again))
+        for name, found in first.items()
+    }
+
+
+def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict[str, Times]:
+    """The times, of those that were raced elsewhere too by the mean of how far behind they are in all places.
+
+    Behind the fastest kernel there: torch's own code is moved with the others, and moves none of them.
+    """
+    told = dict(times)
+    best = [
+        min(found.median_us for name, found in place.items() if name != TORCH_DEFAULT or len(place) == 1)
+        for place in elsewhere
+    ]
+    for name in set.intersection(*(set(place) for place in elsewhere)) if elsewhere else ():
+        behind = math.prod(place[name].median_us / first for place, first in zip(elsewhere, best, strict=True))
+        more = behind ** (1.0 / (1 + len(elsewhere)))
+        here = times[name]
+        told[name] = replace(
+            here, median_us=here.median_us * more, p95_us=here.p95_us * more, p99_us=here.p99_us * more
+        )
+    return told

@@ -1,0 +1,264 @@
+"""Head-to-head timing: all contestants in every round, so that drift hits them alike, until the winner is clear."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerzero.errors import InvalidInputError
+from layerzero.selection.score import tie
+from layerzero.tuning.noise import SURE, alike, median_error
+from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
+from layerzero_tune.timing.common_mode import evened
+from layerzero_tune.timing.steady import quick_core
+
+__all__ = ["LOOKS", "Race", "Times", "calls_a_sample", "leader", "over_time", "race", "winner_of"]
+
+LOOKS = 40  # rounds of a race that is spread over time
+
+_FEW_LOOKS = 6  # of one whose calls are longer than the pauses
+_LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
+_QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
+_DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
+_SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
+_SHORT_ROUNDS = 3  # times as many rounds there
+_COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
+_COLD_CALL_US = 65.0  # what overwriting it takes
+_COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
+_BRIEF_US = 2_000.0  # a longer call outlasts what the threads of another leave behind
+_SETTLE_NS = 1_500_000
+_WILD = 0.25  # a spread at which selection believes a time only half
+_PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What one contestant took, in µs a call. `steady` is the variance that the middle half of the samples speaks of:
+    one interruption by the system among fifty samples does not make a kernel unsteady."""
+
+    median_us: float
+    p95_us: float
+    p99_us: float
+    variance: float
+    samples: int
+    steady: float = 0.0
+
+    @staticmethod
+    def of(samples: list[float]) -> Times:
+        """Summarise samples; none gives an error, since a time that was never taken is no time."""
+        if not samples:
+            raise InvalidInputError("no samples", code="VALUE_INVALID", value=0, limit="at least 1")
+        ordered = sorted(samples)
+        return Times(
+            statistics.median(ordered), _percentile(ordered, 0.95), _percentile(ordered, 0.99),
+            statistics.pvariance(ordered), len(ordered),
+            ((_percentile(ordered, 0.75) - _percentile(ordered, 0.25)) / _QUARTILES) ** 2,
+        )  # fmt: skip
+
+    @property
+    def error_us(self) -> float:
+        """Standard error of the median, by the steady part of the samples."""
+        return median_error(self.steady, self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """The outcome: times by name, the winner, and whether it was clear before the rounds ran out."""
+
+    times: Mapping[str, Times]
+    winner: str
+    clear: bool
+    rounds: int
+    seconds: float
+
+    def speedup(self, name: str) -> float:
+        """How many times faster the winner is."""
+        return self.times[name].median_us / self.times[self.winner].median_us
+
+
+def race(
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    device: torch.device | str = "cpu",
+    least: int = 12,
+    most: int = 120,
+    warmup: int = 3,
+    seconds: float = 5.0,
+    noise: float = 0.02,
+    clock: Clock | None = None,
+    settle: bool = False,
+    each_round: Callable[[], None] | None = None,
+    rounds: int | None = None,
+) -> Race:
+    """Time callables against each other.
+
+    Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
+    leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
+    Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
+    three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
+    two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
+    moment before each sample, until the threads of the one before have gone to sleep. `each_round` is called before
+    every round, untimed. With `rounds` there are just so many, whatever comes out, for everybody, and what all have in
+    common in a round is taken out of their spread.
+    """
+    if not contestants:
+        raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
+    clock = clock_for(device) if clock is None else clock
+    if clock is cuda_clock:  # the host's part of a short call must not depend on the core it happens to run on
+        for call in contestants.values():
+            call()  # whatever starts threads does so before this one is bound to a core
+        with quick_core():
+            return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
+    return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
+
+
+def over_time(contestants: Mapping[str, Callable[[], Any]], seconds: float, looks: int = LOOKS) -> Race:
+    """A race on a CPU whose rounds are spread over some seconds; a few rounds in a row, where calls are longer than the
+    pauses between them would be.
+
+    Between the rounds the contestants run untimed: a virtual machine that sleeps has to wait for its cores afterwards,
+    for each of them by itself, and who needs them all seems slow.
+    """
+    pause, begin = seconds / looks, time.perf_counter()
+    for call in contestants.values():
+        call()
+    if time.perf_counter() - begin > pause * len(contestants):
+        looks, pause = min(looks, _FEW_LOOKS), 0.0
+    return race(
+        contestants, rounds=looks, clock=cpu_clock, warmup=1, settle=True,
+        each_round=lambda: _keep_busy(contestants, pause),
+    )  # fmt: skip
+
+
+def _race(
+    contestants: Mapping[str, Callable[[], Any]], least: int, most: int, warmup: int, seconds: float, noise: float,
+    clock: Clock, settle: bool, each_round: Callable[[], None] | None,
+    rounds: int | None,
+) -> Race:  # fmt: skip
+    start = time.perf_counter()
+    once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
+    batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
+    enough = least * (_SHORT_ROUNDS if min(once.values()) < _SHORT_US else 1)
+    most = max(most, enough)
+    if rounds is not None:
+        least, enough, most = rounds, rounds, rounds
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    running, done, clear = list(contestants), 0, False
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for done in range(1, most + 1):
+            if each_round is not None:
+                each_round()
+            for name in running if done % 2 else running[::-1]:
+                if settle and clock is cpu_clock and once[name] < _BRIEF_US:
+                    _settle(contestants[name])
+                samples[name].append(clock(contestants[name], batch[name]))
+            if done < least:
+                continue
+            medians = {name: statistics.median(found) for name, found in samples.items()}
+            best = min(medians.values())
+            if rounds is None:
+                running = [name for name in running if medians[name] <= _DROP_AT * best]
+            if done < enough:
+                continue
+            clear = _clear(samples, medians, noise)
+            spent = time.perf_counter() - start
+            if clear or spent > _PATIENCE * seconds or (spent > seconds and not _unsure(samples, medians, noise)):
+                break
+    finally:
+        if was_on:
+            gc.enable()
+    if rounds is not None:
+        samples = evened(samples)
+        clear = _clear(samples, {name: statistics.median(found) for name, found in samples.items()}, noise)
+    times = {name: Times.of(found) for name, found in samples.items()}
+    return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
+
+
+def leader(medians: Mapping[str, float], noise: float) -> str:
+    """The fastest; of those within the noise band of the fastest, the first as selection breaks ties."""
+    best = min(medians.values())
+    return min((name for name, us in medians.items() if us <= best * (1.0 + noise)), key=tie)
+
+
+def winner_of(times: Mapping[str, Times], noise: float) -> str:
+    """The fastest; of those that cannot be told from it, the first as selection breaks ties."""
+    best = min(times.values(), key=lambda item: item.median_us)
+    near = (
+        name
+        for name, item in times.items()
+        if alike(best.median_us, best.error_us, item.median_us, item.error_us, noise)
+    )
+    return min(near, key=tie)
+
+
+def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
+    """Whether someone may be the fastest, or seem so, only because the times are unsteady."""
+    found = {name: Times.of(values) for name, values in samples.items()}
+    best = min(found.values(), key=lambda item: item.median_us)
+    if len(found) > 1 and math.sqrt(best.steady) > _WILD * best.median_us:
+        return True
+    for name, item in found.items():
+        wide = SURE * math.hypot(best.error_us, item.error_us)
+        if item is not best and wide > noise * best.median_us and medians[name] - wide <= best.median_us:
+            return True
+    return False
+
+
+def _clear(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
+    """Whether three quarters of the leader's samples are faster than three quarters of anyone else's."""
+    if len(samples) == 1:
+        return True
+    first = min(medians, key=lambda name: medians[name])
+    slow_end = _percentile(sorted(samples[first]), 0.75)
+    others = [name for name in samples if name != first]
+    return all(
+        _percentile(sorted(samples[name]), 0.25) > slow_end and medians[name] > medians[first] * (1.0 + noise)
+        for name in others
+    )
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _keep_busy(contestants: Mapping[str, Callable[[], Any]], seconds: float) -> None:
+    """Everybody in turn, untimed, for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for call in contestants.values():
+            call()
+
+
+def _settle(call: Callable[[], Any]) -> None:
+    """Run a contestant until the threads of the one before have gone to sleep: OpenMP's wait a while on the cores."""
+    end = time.perf_counter_ns() + _SETTLE_NS
+    while time.perf_counter_ns() < end:
+        call()
+
+
+def _once(clock: Clock, call: Callable[[], Any], warmup: int) -> float:
+    """Warm up, and about how long a call takes."""
+    for _ in range(max(1, warmup)):
+        call()
+    return min(clock(call, 1) for _ in range(2))
+
+
+def calls_a_sample(us: float, *, cold: bool) -> int:
+    """How many calls make one sample: in a row until the clock's grain does not matter, or, where each call is timed
+    by itself (`cold`), so many that their median is not at the mercy of one late launch."""
+    if cold:
+        return max(1, min(_COLD_CALLS, round(_COLD_SAMPLE_US / (us + _COLD_CALL_US))))
+    return max(1, min(1000, round(_LEAST_SAMPLE_US / max(us, 0.01))))

@@ -1,0 +1,198 @@
+"""One call tuned: every kernel that fits is checked against the reference, then those that are right race.
+
+    found = trial(context)
+    found.winner, found.times["sdpa.attention.flash"].median_us, found.refused
+
+Torch's own code for the call races with them, in the same rounds and by the same clock. Where what selection would make
+of the times is slower than that, the race is run again, and when it stays so no time is kept: `lost` says it.
+
+A kernel is run as dispatch would run it, transforms of layout and dtype included, with torch's modes as the context
+describes them; where a gradient is asked for, forward and backward are timed together. Kernels that compile do so here:
+tuning is no request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from layerzero.dispatch.run import describe
+from layerzero.errors import TuningError
+from layerzero.model.context import Context
+from layerzero.model.op import OperationSpec
+from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.runtime.proving import book
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
+from layerzero.telemetry.events import observed
+from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
+from layerzero.tuning.measured import NOISE, believed, platform_of, versions_of
+from layerzero.tuning.neutral import neutral
+from layerzero_tune.candidates import Bench
+from layerzero_tune.rows import refused_row, row, surroundings, torch_row
+from layerzero_tune.timing.baselines import TORCH_DEFAULT
+from layerzero_tune.timing.host_load import load, others
+from layerzero_tune.timing.race import Times, leader, winner_of
+from layerzero_tune.timing.steal_time import calmly
+from layerzero_tune.timing.torch_default import loses
+
+__all__ = ["Trial", "trial"]
+
+_TRIES = 3  # races of a call whose choice is slower than torch's own code: a busy machine may have decided
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was found for one call.
+
+    context  the call as dispatch sees it, on the tensors that were timed
+    times    µs by kernel id, `errors` their largest deviation from the reference
+    refused  kernels that were not timed, with the reason: wrong, raised, or could not be imported
+    stolen   share of the time on a CPU that its host gave to others meanwhile, after up to three tries
+    busy     share of the cores that other programs used meanwhile
+    torch    what torch's own code for the call took in the same rounds; None where it has none
+    choice   the kernel that selection takes from these times; `lost`: it is slower than torch's code, so that `rows`
+             hold no times
+    """
+
+    context: Context
+    times: Mapping[str, Times]
+    errors: Mapping[str, float]
+    refused: Mapping[str, str]
+    winner: str
+    clear: bool
+    seconds: float
+    rows: tuple[Measurement, ...] = field(default=(), repr=False)
+    stolen: float = 0.0
+    busy: float = 0.0
+    torch: Times | None = None
+    choice: str = ""
+    lost: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            "op": self.context.op,
+            "sizes": dict(self.context.dims),
+            "dtype": self.context.dtype,
+            "winner": self.winner,
+            "clear": self.clear,
+            "seconds": round(self.seconds, 3),
+            "stolen": round(self.stolen, 4),
+            "busy": round(self.busy, 4),
+            "torch_us": None if self.torch is None else round(self.torch.median_us, 3),
+            "choice": self.choice,
+            "stored": not self.lost,
+            "kernels": {
+                name: {
+                    "median_us": round(found.median_us, 3), "p95_us": round(found.p95_us, 3),
+                    "p99_us": round(found.p99_us, 3), "variance": round(found.variance, 4),
+                    "samples": found.samples, "max_error": self.errors.get(name),
+                }
+                for name, found in sorted(self.times.items(), key=lambda item: item[1].median_us)
+            },
+            "refused": dict(self.refused),
+        }  # fmt: skip
+
+
+@observed("tune", lambda args, out: {"op": args[0].op, "kernel": "" if out is None else out.winner})
+def trial(
+    context: Context,
+    *,
+    seed: int = 0,
+    strides: Lying | None = None,
+    seconds: float = 2.0,
+    least: int = 12,
+    noise: float = NOISE,
+    only: frozenset[str] | None = None,
+    jit: str = "block",
+    world: World | None = None,
+    patient: bool = True,
+) -> Trial:
+    """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
+
+    `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
+    `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
+    served others meanwhile.
+    """
+    begin = time.monotonic()
+    here = state.world if world is None else world
+    spec = here.ops.get(context.op)
+    if spec is None or not buildable(context.op):
+        raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit="no inputs can be made for it")
+
+    def call() -> Call:
+        return build(context, seed=seed, strides=strides)
+
+    with conditions(context):
+        first = _made(call, context)
+        calm = neutral(here, jit=jit)
+        ctx = describe(spec, first.args, first.layout, None, calm)
+        ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
+        bench = Bench(spec, ctx, call, calm)
+        bench.admit(only)
+        before = load()
+        for tries in range(_TRIES if patient else 1, 0, -1):
+            found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
+            if not found.lost or tries == 1:
+                break
+        busy = others(before, load())
+    if not ctx.needs_grad and here.registry is state.world.registry:
+        book.tuned(state, ctx, bench.errors)
+    around = surroundings(ctx, found.stolen, busy)
+    wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
+    refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
+    made = [] if found.lost else _rows(here, bench, spec, ctx, found, around)
+    return replace(
+        found, refused=refused, seconds=time.monotonic() - begin, busy=busy,
+        rows=(*made, *(item for item in wrong if item is not None)),
+    )  # fmt: skip
+
+
+def _timed(
+    here: World, bench: Bench, spec: OperationSpec, ctx: Context, seconds: float, least: int, noise: float,
+    patient: bool,
+) -> Trial:  # fmt: skip
+    """One race, and what selection would make of it."""
+    (found, clear), stolen = (
+        calmly(lambda: bench.timed(seconds, least, noise), patient=patient)
+        if ctx.device.device_type == "cpu"
+        else (bench.timed(seconds, least, noise), 0.0)
+    )
+    times = {name: item for name, item in found.items() if name != TORCH_DEFAULT}
+    plain = found.get(TORCH_DEFAULT)
+    errors = {name: bench.errors[name] for name in times}
+    told = Trial(ctx, times, errors, {}, winner_of(times, noise), clear, 0.0, stolen=stolen, torch=plain)
+    rows = [item for item in _rows(here, bench, spec, ctx, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
+    weighed = believed(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name))
+    choice = leader(weighed, NOISE) if weighed else told.winner
+    lost = plain is not None and loses(times[choice], plain, noise)
+    return replace(told, choice=choice, lost=lost)
+
+
+def _rows(
+    here: World, bench: Bench, spec: OperationSpec, ctx: Context, found: Trial, around: Surroundings
+) -> list[Measurement]:
+    """The times as they are stored: of every kernel, and of torch's own code, which selection passes over."""
+    made = [row(here, spec, ctx, name, times, found.errors[name], around) for name, times in found.times.items()]
+    if found.torch is not None:
+        made.append(torch_row(spec, ctx, found.torch, bench.plain_error, around))
+    return [item for item in made if item is not None]
+
+
+def _made(call: Callable[[], Call], context: Context) -> Call:
+    try:
+        return call()
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _no_room(error):
+            raise
+        raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit=f"no memory for it: {error}") from error
+
+
+def _no_room(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text

@@ -1,0 +1,278 @@
+"""`lz.tune` and `lz.solve`: from the calls that occur to choices that are measured and fixed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerzero import env
+from layerzero.device.probe import probe_device
+from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.perfdb.store import PerfDB
+from layerzero.public.traffic import calls_of
+from layerzero.runtime.measuring import database as policy_database
+from layerzero.runtime.measuring import place
+from layerzero.runtime.state import state
+from layerzero.tuning.traffic import Recorded, Traffic, add_to_file
+from layerzero.tuning.traffic import load as load_traffic
+
+if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable, PlanEntry
+    from layerzero_tune.tuning_run import Progress, Tuned
+
+_MOST_COMPILERS = 8
+
+__all__ = ["calls_path", "database_of", "solve", "times_in", "tune"]
+
+
+def _device(word: str | DeviceSpec | None) -> DeviceSpec | None:
+    return probe_device(word) if isinstance(word, str) else word
+
+
+# -- tuning ------------------------------------------------------------------------------------------
+def tune(
+    source: Any,
+    *,
+    database: str | os.PathLike[str] | None = None,
+    budget: float | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    device: str | DeviceSpec | None = None,
+    check: bool = False,
+    fresh: bool = False,
+    compile: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+) -> Tuned:
+    """Measure every kernel for the calls of `source`; selection in this process sees the times at once.
+
+    source    `lz.record()`'s traffic or its file, a model's config.json or mapping, a grid file, or contexts
+    database  where the times go; default: the policy's, else the user's own
+    budget    seconds for all calls together, the most frequent first
+    seconds   for the timing of one; default 2, on a GPU 0.3
+    check     only look at calls that were measured before, and measure those anew whose kernel has drifted
+    fresh     begin anew instead of going on with a sitting that was interrupted
+    compile   kernels that are not compiled yet are compiled and measured, too; False leaves them out
+
+    No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
+    torchrun the calls are split over the ranks, and every rank ends with the merged result.
+    """
+    if budget is not None and (isinstance(budget, bool) or not budget > 0):
+        raise InvalidInputError(code="VALUE_INVALID", value=f"budget={budget!r}", limit="a positive number of seconds")
+    from layerzero_tune.ranks import Ranks
+    from layerzero_tune.tuning_run import distinct, sit
+
+    db = database_of(database)
+    where = _device(device)
+    ranks = Ranks.of_process()
+    jit = "block" if compile else "off"
+    try:
+        if where is None and ranks.size > 1:
+            where = _device_of_rank(ranks.local_rank)
+        calls = calls_of(source, device=where)
+        if check:
+            return _checked(calls, db, budget, progress, jit)
+        if compile:
+            budget = _compiled_ahead(ranks.share(distinct(calls)), budget, progress)
+        found = sit(
+            calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
+        )
+        if ranks.local_rank == 0:
+            _remember(found, db)
+        return found
+    finally:
+        ranks.close()
+        _believe(db)
+
+
+def _remember(found: Tuned, db: PerfDB) -> None:
+    """Keep the tuned calls beside the database, so that `lz solve` knows what was meant."""
+    from dataclasses import replace
+
+    calls = tuple(
+        replace(item.recorded, context=item.trial.context) for item in found.outcomes if item.trial is not None
+    )
+    if calls:
+        path = db.path.with_name(f"{db.path.name}.calls.json")
+        before = load_traffic(path).contexts if path.exists() else ()
+        add_to_file(Traffic(tuple(item for item in calls if item.context not in set(before))), path)
+
+
+def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
+    """The file that holds the calls `lz.tune` has measured into a database."""
+    db = database_of(database)
+    return db.path.with_name(f"{db.path.name}.calls.json")
+
+
+def times_in(database: str | os.PathLike[str] | None = None) -> Callable[[PlanEntry, str], float | None] | None:
+    """A look into a database for `tables.diff`: the time of a kernel in the bucket of a table's entry."""
+    file = Path(database).expanduser() if database is not None else place(state.world.policy)
+    if file is None or not file.exists():
+        return None
+    from layerzero_tune.tables.solver import time_of
+
+    db = PerfDB(file)
+    return lambda entry, kernel_id: time_of(entry, kernel_id, state.world, db)
+
+
+def _device_of_rank(local_rank: int) -> DeviceSpec:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return probe_device(f"cuda:{local_rank % torch.cuda.device_count()}")
+    return probe_device("cpu")
+
+
+def _compiled_ahead(
+    calls: list[tuple[str, Recorded]], budget: float | None, progress: Callable[[Progress], None] | None
+) -> float | None:
+    """Compile what the calls lack, several kernels at a time, before anything is timed; what is left of the budget.
+
+    On a machine with few cores each kernel is compiled when its turn to be timed comes: one after the other takes as
+    long, and a sitting that is interrupted has its times.
+    """
+    import time
+
+    from layerzero.plans import jit
+    from layerzero.plans.warm import warm
+    from layerzero.plans.warm_manifest import Item
+    from layerzero_tune.tuning_run import Progress
+
+    workers = env.read().jit_workers or min(_MOST_COMPILERS, (os.cpu_count() or 1) // 2)
+    if workers < 2:
+        return budget
+    begin, queue = time.monotonic(), jit.queue()
+
+    def told(done: int, total: int) -> None:
+        if progress is not None:
+            progress(Progress(done, total, "compiling", None))
+
+    before, limit = queue.workers, None if budget is None else budget / 2
+    items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
+    try:
+        late = warm(items, kernels=("*",), timeout_s=limit, workers=workers, told=told).unready
+    finally:
+        queue.workers = before
+    if late:
+        queue.drop_waiting()  # nothing may compile beside a measurement
+    # A floor, so that a sitting whose compilers took everything still says what it did not reach.
+    return None if budget is None else max(1e-3, budget - (time.monotonic() - begin))
+
+
+def _checked(
+    calls: list[tuple[str, Recorded]], db: PerfDB, budget: float | None,
+    progress: Callable[[Progress], None] | None, jit: str,
+) -> Tuned:  # fmt: skip
+    """The drift check as a sitting: only calls whose kernel takes another time than it did are measured."""
+    import time
+
+    from layerzero_tune.drift import drifted
+    from layerzero_tune.tuning_run import Outcome, Progress, Tuned
+
+    _believe(db)
+    begin, outcomes, rows, left = time.monotonic(), [], 0, []
+    for number, (name, recorded) in enumerate(calls):
+        if budget is not None and time.monotonic() - begin >= budget:
+            left.append(name)
+            continue
+        if progress is not None:
+            progress(Progress(number, len(calls), name, None))
+        for drift in drifted([recorded.context], db, jit=jit):
+            outcomes.append(Outcome(name, recorded, drift.retuned, str(drift.reason)))
+            rows += 0 if drift.retuned is None else len(drift.retuned.rows)
+    return Tuned(str(db.path), tuple(outcomes), (), tuple(left), time.monotonic() - begin, 1, rows)
+
+
+def database_of(path: str | os.PathLike[str] | None = None) -> PerfDB:
+    """The database in a file, or the one of the policy. Raises InvalidInputError where measurements are off."""
+    if path is not None:
+        return PerfDB(Path(path).expanduser())
+    found = policy_database(state.world.policy)
+    if found is None:
+        raise InvalidInputError(
+            "measurements are switched off (perfdb.enabled, LAYERZERO_PERFDB=off)", code="VALUE_INVALID",
+            value="database=None", limit="a database", hint="name one with database=, or switch them on",
+        )  # fmt: skip
+    return found
+
+
+def _believe(db: PerfDB) -> None:
+    """Let selection see what was written: the policy's own database, or this one for the rest of the process."""
+    if place(state.world.policy) == db.path:
+        state.remeasured()
+        return
+    from layerzero.tuning.measured import measurements_from
+
+    state.measured(measurements_from(db, state.world))
+
+
+# -- solving -----------------------------------------------------------------------------------------
+def solve(
+    source: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    database: str | os.PathLike[str] | None = None,
+    device: str | DeviceSpec | None = None,
+    model_id: str = "",
+    key: str | os.PathLike[str] | None = None,
+) -> DispatchTable:
+    """Decide the calls of `source` now and write the decisions to a dispatch table, which `lz.use_table` obeys.
+
+    Decisions are those of selection under the present policy, with the times of `database` (default: the policy's).
+    Equal inputs give equal bytes. A table is for one kind of device: `device`, else the CPU where all calls are for it,
+    else this machine's accelerator; calls for others are left out. `key` names a key file to sign the table with.
+    """
+    from dataclasses import replace
+
+    from layerzero.plans.table_file import save_table
+    from layerzero.tuning.measured import measurements_from
+    from layerzero_tune.tables.solver import solve_table
+
+    given = _device(device)
+    contexts = [item.context for _, item in calls_of(source, device=given)]
+    where = _device_for(contexts) if given is None else given
+    contexts = [ctx for ctx in contexts if ctx.device.device_type == where.device_type]
+    world = state.world
+    file = Path(database).expanduser() if database is not None else place(world.policy)
+    db = PerfDB(file) if file is not None and file.exists() else None
+    if database is not None and db is not None:
+        world = world.changed(measurements=measurements_from(db, world))
+    table = solve_table(_described(contexts), world, where, db=db, model_id=model_id)
+    if key is not None:
+        from layerzero.plans.signing import sign
+
+        table = replace(table, signature=sign(table.content_hash, Path(key)))
+    if path is not None:
+        save_table(table, path)
+    return table
+
+
+def _device_for(contexts: Sequence[Context]) -> DeviceSpec:
+    """The device that a table of these calls is for."""
+    kinds = {ctx.device.device_type for ctx in contexts}
+    where = probe_device("cpu" if kinds == {"cpu"} else None)
+    if kinds and where.device_type not in kinds:
+        raise InvalidInputError(
+            f"the calls are for {', '.join(sorted(kinds))}, this machine's device is {where.device_type}",
+            code="VALUE_INVALID", value=", ".join(sorted(kinds)), limit=where.device_type,
+        )  # fmt: skip
+    return where
+
+
+def _described(contexts: Iterable[Context]) -> Iterator[Context]:
+    """Contexts as dispatch will see them; on an accelerator torch's own checks look at real tensors."""
+    from layerzero.dispatch.run import describe
+    from layerzero.tuning.inputs import build, buildable, conditions
+
+    world = state.world
+    for ctx in contexts:
+        if ctx.device.device_type == "cpu" or ctx.op != "attention" or not buildable(ctx.op):
+            yield ctx
+            continue
+        with conditions(ctx):
+            call = build(ctx)
+            yield describe(world.ops[ctx.op], call.args, call.layout, ctx.backend, world)

@@ -1,0 +1,31 @@
+"""What the package brings by entry point, and what it says where layerzero-verify is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from click.testing import CliRunner
+
+import layerzero as lz
+from layerzero import companions
+from layerzero.cli.app import cli
+
+VERBS = {"bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"}
+
+
+def test_the_names_the_verbs_and_the_parts_are_found():
+    for name in ("compile", "plan_block", "solve", "tune"):
+        assert companions.names()[name].load() is getattr(lz, name)
+    assert set(companions.commands()) >= VERBS
+    assert set(CliRunner().invoke(cli, ["--help"]).output.split()) >= VERBS
+    assert callable(companions.part("perfdb.drift_s")) and callable(companions.part("grid-files"))
+
+
+def test_trace_import_says_what_to_install_where_it_is_missing(monkeypatch, tmp_path):
+    found = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [
+        item for item in found(group=group) if not item.value.startswith("layerzero_verify")
+    ])  # fmt: skip
+    traces = tmp_path / "traces.jsonl"
+    answer = CliRunner().invoke(cli, ["perfdb", "import", str(traces), "--database", str(tmp_path / "perf.db")])
+    assert answer.exit_code == 1 and "flashinfer-bench.traces needs layerzero-verify" in answer.output

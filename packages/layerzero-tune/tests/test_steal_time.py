@@ -1,0 +1,205 @@
+"""Time that the host gave to others: read as the system counts it, and what was timed meanwhile is timed again; and
+what other programs took of the cores: said wherever the times are shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import layerzero as lz
+from layerzero.cli.app import cli
+from layerzero.perfdb.store import PerfDB
+from layerzero.plans.table_file import load_table
+from layerzero.tuning.measured import NOISE, REFUSED
+from layerzero.tuning.traffic import Recorded
+from layerzero_tune import trial as trial_module
+from layerzero_tune.cli.tune import _busy, _stolen
+from layerzero_tune.report.data import figures
+from layerzero_tune.report.perfdb import cases_of
+from layerzero_tune.timing import steal_time as stolen
+from layerzero_tune.timing.host_load import BUSY, Load, load, others
+from layerzero_tune.timing.steal_time import LIMIT, Ticks, calmly, ticks
+from layerzero_tune.timing.torch_default import loses
+from layerzero_tune.tuning_run import Outcome
+
+pytestmark = pytest.mark.usefixtures("built_in")
+
+PAUSES = stolen._PAUSES
+
+
+class Machine:
+    """Ticks of a machine on which each try wants a hundred, of which so many are stolen."""
+
+    def __init__(self, *stolen: int) -> None:
+        self.stolen, self.now, self.waits, self.runs = list(stolen), Ticks(1000, 9000), [], 0
+
+    def read(self) -> Ticks:
+        return self.now
+
+    def run(self) -> str:
+        taken = self.stolen[self.runs]
+        self.now = Ticks(self.now.stolen + taken, self.now.wanted + 100)
+        self.runs += 1
+        return f"try {self.runs}"
+
+    def calmly(self) -> tuple[str, float]:
+        return calmly(self.run, self.read, self.waits.append)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """As it is for users; conftest.py takes it away, so that a busy host does not lengthen every test that tunes."""
+    monkeypatch.setattr(stolen, "_PAUSES", PAUSES)
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_what_was_timed_while_the_host_served_others_is_timed_again():
+    calm, once, always, little = Machine(0), Machine(30, 1), Machine(30, 11, 20), Machine(4)
+    assert calm.calmly() == ("try 1", 0.0) and not calm.waits
+    assert once.calmly() == ("try 2", 0.0) and len(once.waits) == 1
+    assert always.calmly() == ("try 2", 0.11) and always.runs == 3  # the calmest, and no fourth
+    assert little.calmly() == ("try 1", 0.0)  # a tick or two in a moment are no share
+    hurried = Machine(30, 1)
+    assert calmly(hurried.run, hurried.read, pytest.fail, patient=False) == ("try 1", 0.3)
+
+
+def test_a_system_that_does_not_count_is_believed_at_once(tmp_path):
+    assert calmly(lambda: 7, lambda: None, pytest.fail) == (7, 0.0)
+    assert ticks(str(tmp_path / "absent")) is None
+    for text in ("", "cpu 1 2 3\n", "cpu a b c d e f g h\n", "intr 1 2 3 4 5 6 7 8\n"):
+        (tmp_path / "stat").write_text(text)
+        assert ticks(str(tmp_path / "stat")) is None
+    (tmp_path / "stat").write_text("cpu  10 20 30 4000 500 6 7 80 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+    assert ticks(str(tmp_path / "stat")) == Ticks(80, 10 + 20 + 30 + 6 + 7 + 80)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux counts it")
+def test_this_machine_counts_what_was_wanted():
+    before = ticks()
+    assert before is not None
+    while ticks().wanted == before.wanted:  # spins until a tick of work is counted
+        pass
+    assert ticks().stolen >= before.stolen
+
+
+@pytest.mark.req("R-TUNE-03", "R-PDB-01")
+def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
+    """The rows say that the machine was shared, and `lz tune` names the calls."""
+    ctx = lz.select("rms_norm", torch.randn(4, 64), torch.ones(64)).context
+
+    def told(share):
+        monkeypatch.setattr(trial_module, "calmly", lambda run, patient: (run(), share))
+        return trial_module.trial(ctx, seconds=0.02, jit="off")
+
+    found = told(0.25)
+    assert found.stolen == 0.25 and found.to_json()["stolen"] == 0.25
+    assert all(row.surroundings.shared and row.surroundings.bucket.endswith("/shared") for row in found.rows)
+    line = _stolen([Outcome("norm", Recorded(ctx), found)])
+    assert line.startswith("1 of 1 calls were timed while the host gave up to 25% of the time to others: norm;")
+    assert _stolen([Outcome("norm", Recorded(ctx), told(LIMIT))]) == ""
+
+
+# -- other programs ------------------------------------------------------------------------------------
+@pytest.mark.fault(26)
+def test_what_others_use_is_what_worked_less_what_was_ours():
+    calm = Load(1000, 500.0, 4000)
+    assert others(calm, Load(1200, 700.0, 4400)) == 0.0  # it was all ours
+    assert others(calm, Load(1300, 600.0, 4400)) == 0.5
+    assert others(calm, Load(1009, 500.0, 4020)) == 0.0  # a few ticks in a moment are no share
+    assert others(calm, Load(9000, 500.0, 4400)) == 1.0 and others(calm, Load(900, 600.0, 4400)) == 0.0
+    assert others(None, calm) == others(calm, None) == others(calm, calm) == 0.0
+
+
+@pytest.mark.fault(26)
+def test_only_the_cores_of_this_process_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 7 7 7 7 7 7 7 7\ncpu1 10 1 2 90 5 0 1 4 0 0\ncpu2 1 0 0 99 0 0 0 0\n"
+    )
+    found = load(str(stat))
+    assert found is not None and (found.worked, found.total) == (10 + 1 + 2 + 0 + 1 + 4 + 1, 113 + 100)
+    for text in ("", "cpu1 a b c d e f g h\n", "cpu1 1 2 3\n", "intr 5\n"):
+        stat.write_text(text)
+        assert load(str(stat)) is None
+    assert load(str(tmp_path / "absent")) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux counts it")
+def test_this_machine_counts_what_is_ours():
+    before = load()
+    assert before is not None
+    while load().own < before.own + 20:  # works until twenty ticks of it are counted
+        sum(range(10_000))
+    after = load()
+    assert after.worked >= before.worked + 10 and others(before, after) <= 1.0
+
+
+@pytest.mark.fault(26)
+def test_a_busy_machine_is_said_by_tune_in_the_rows_in_the_table_and_in_the_report(monkeypatch, tmp_path):
+    ctx = lz.select("rms_norm", torch.randn(1, 64), torch.ones(64)).context
+    looks = [Load(0, 0.0, 0), Load(500, 100.0, 1000)]
+    monkeypatch.setattr(trial_module, "load", lambda: looks.pop(0))
+    tuned = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
+    (outcome,) = tuned.outcomes
+    assert outcome.trial.busy == 0.4 and outcome.to_json()["busy"] == 0.4
+    line = _busy(tuned.outcomes)
+    assert line.startswith("1 of 1 calls were timed while other programs used up to 40% of the cores: rms_norm")
+    rows = PerfDB(tmp_path / "p.db").all()
+    assert rows and all(row.surroundings.bucket.endswith("/shared") for row in rows)
+    answer = CliRunner().invoke(
+        cli, ["solve", "--database", str(tmp_path / "p.db"), "--device", "cpu", "--out", str(tmp_path / "t.json")]
+    )
+    assert answer.exit_code == 0 and "1 rest on times that were taken while others used the machine" in " ".join(
+        answer.stdout.split()
+    )
+    table = load_table(tmp_path / "t.json")
+    assert [entry.busy for entry in table.entries] == [True] and table.hardware.threads == torch.get_num_threads()
+    (case,) = cases_of(PerfDB(tmp_path / "p.db"))
+    assert case.busy and case.torch_us == outcome.trial.torch.median_us
+    assert figures([case]).to_json()["busy_cases"] == 1
+    # Alone again, and everything is said no more.
+    looks[:] = [Load(0, 0.0, 0), Load(500, 499.0, 1000)]
+    calm = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
+    assert _busy(calm.outcomes) == "" and not cases_of(PerfDB(tmp_path / "p.db"))[0].busy
+
+
+@pytest.mark.slow
+@pytest.mark.fault(26)
+@pytest.mark.usefixtures("held_against_torch")
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux counts it")
+def test_what_is_stored_under_load_holds_against_torch(tmp_path):
+    """As many programs as there are cores, each busy all the time; none of them knows of the tuning."""
+    burn = "print(flush=True)\nwhile True: sum(range(10000))"
+    burners = [
+        subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE)
+        for _ in range(len(os.sched_getaffinity(0)))
+    ]
+    try:
+        for burner in burners:
+            burner.stdout.readline()  # it runs
+        with torch.no_grad():
+            x = torch.randn(64, 512)
+            calls = {"rms_norm": (x, torch.ones(512)), "linear": (x, torch.randn(256, 512))}
+            contexts = [lz.select(op, *args).context for op, args in calls.items()]
+        tuned = lz.tune(contexts, database=tmp_path / "p.db", seconds=0.2, compile=False)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.communicate()
+    rows = PerfDB(tmp_path / "p.db").all()
+    assert len(tuned.outcomes) == 2 and _busy(tuned.outcomes)
+    for outcome in tuned.outcomes:
+        found = outcome.trial
+        assert found.torch is not None and found.busy > BUSY
+        stored = {row.kernel_id: row for row in rows if row.op == found.context.op and row.mode != REFUSED}
+        assert bool(stored) is not found.lost  # nothing, or what holds
+        if stored:
+            assert not loses(found.times[found.choice], found.torch, NOISE)
+            assert all(row.surroundings.shared for row in stored.values())
+            assert lz.which(found.context.op, *calls[found.context.op]) == found.choice
