@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.errors import CapabilitiesError
+from layerzero.plugin import load_capabilities
 from layerzero.reasons import Reason, reason
-from layerzero.registry.capabilities import load_capabilities
 from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.loading import choose

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero import linear
 from layerzero._ops.describe import expect_shape, expect_tensor
-from layerzero._ops.linear import linear
 from layerzero.errors import InvalidInputError
 
 __all__ = ["column_linear", "row_linear", "shard_weight"]

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero._ops.grouped import grouped_attention
-from layerzero._ops.varlen import varlen_attention
+from layerzero import grouped_attention, varlen_attention
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 

@@ -32,7 +32,7 @@ Rules that keep everybody safe:
   change its inputs unless the op says so;
 - `layerzero_capabilities` and `layerzero_health` may import the vendor: they run in a subprocess with a time limit;
 - a plugin that raises, exits or breaks a rule costs only itself; `lz doctor` shows the reason and the fix;
-- import only from `layerzero.plugin`, `layerzero.model`, `layerzero.reasons` and `layerzero.errors`.
+- import only from `layerzero.plugin`, `layerzero.model`, `layerzero.reasons`, `layerzero.errors` and `layerzero.files`.
 
 `lz plugin new NAME` writes a complete package; `from layerzero_verify.testing.suite import *` is its whole test file.
 """
@@ -49,6 +49,7 @@ from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
 from layerzero.plugin.vendor import needs_dist, needs_sm, vendor_status
 from layerzero.reasons import Reason, ReasonCode, reason
+from layerzero.registry.capabilities import load_capabilities
 
 __all__ = [
     "API_VERSION",
@@ -70,6 +71,7 @@ __all__ = [
     "artifact_folder",
     "dist_version",
     "hookimpl",
+    "load_capabilities",
     "needs_dist",
     "needs_sm",
     "reason",

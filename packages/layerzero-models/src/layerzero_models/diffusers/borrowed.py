@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.nn.functional
 
-from layerzero._ops.attention import attention
+from layerzero import attention
 
 __all__ = ["borrow"]
 

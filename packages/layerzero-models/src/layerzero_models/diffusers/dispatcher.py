@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero._ops.attention import attention
+from layerzero import attention
 
 __all__ = ["NAME", "attend", "backend"]
 

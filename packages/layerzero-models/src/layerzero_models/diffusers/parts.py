@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerzero._ops.feed_forward import mlp
-from layerzero._ops.norm import layer_norm, rms_norm
+from layerzero import layer_norm, mlp, rms_norm
 
 __all__ = ["feed_forward_of", "norm_of"]
 

@@ -15,8 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from layerzero._ops.attention import attention
-from layerzero._ops.positional import rope
+from layerzero import attention, rope
 from layerzero_models.diffusers.dispatcher import attend
 
 __all__ = ["FluxProcessor", "JointProcessor", "PlainProcessor", "known"]

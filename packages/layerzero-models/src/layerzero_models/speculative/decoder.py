@@ -18,18 +18,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from layerzero._ops.sampling import check_filters, check_param, sample
-from layerzero._ops.speculative import sample_speculative, sampling_probs
+from layerzero import explain, sample, sample_speculative, sampling_probs
+from layerzero._ops.sampling import check_filters, check_param
 from layerzero.errors import InvalidInputError
-from layerzero.public.inspection import explain
-from layerzero.telemetry.report import SelectionReport
 from layerzero_models.speculative.roles import Role
 from layerzero_models.speculative.stats import Clock, SpeculativeStats
+
+if TYPE_CHECKING:
+    from layerzero.telemetry.report import SelectionReport
 
 __all__ = ["CachedModel", "Generation", "SpeculativeConfig", "SpeculativeDecoder", "decode", "last_tokens"]
 

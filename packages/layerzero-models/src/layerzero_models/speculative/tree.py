@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerzero._ops.sampling import sample
-from layerzero._ops.speculative import sample_tree
+from layerzero import sample, sample_tree
 from layerzero.errors import InvalidInputError
 from layerzero_models.speculative.decoder import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
 from layerzero_models.speculative.stats import Clock

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.attention import attention as _attention
-from layerzero.torch_ops.functions import functions
+from layerzero import attention as _attention
 from layerzero_models.transformers.masking import Note, noted
 from layerzero_models.transformers.static_cache import decode
 
 __all__ = ["attend", "biased"]
 
-# The C form where layerzero-accel is installed.
-attention: Any = functions.accelerated.get("attention", _attention)
+attention: Any = _attention  # its flags are words of transformers here, which no overload has
 
 
 def attend(

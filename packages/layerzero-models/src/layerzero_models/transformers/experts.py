@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from layerzero._ops.moe import moe
+from layerzero import moe
 from layerzero_models.transformers.probes import activation_of
 
 __all__ = ["WORD", "experts", "unfit"]

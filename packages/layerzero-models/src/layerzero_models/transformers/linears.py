@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerzero import which
 from layerzero.errors import LayerZeroError
-from layerzero.public.inspection import which
 from layerzero_models.transformers.neighbours import Neighbours, unfit
 
 __all__ = ["Linears"]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.attention import attention
-from layerzero._ops.paged import paged_attention
+from layerzero import attention, paged_attention
 from layerzero.dispatch.late import current_world
 from layerzero.errors import BackendNotAvailableError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
