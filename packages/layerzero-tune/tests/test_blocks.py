@@ -167,6 +167,26 @@ def test_plans_are_cached_by_signature_until_something_changes(monkeypatch: pyte
     assert len(searches) == 4 and not any(kernel.startswith("torch.mlp") for kernel in again.kernels)
 
 
+@pytest.mark.req("R-POL-10")
+def test_plan_mode_of_the_policy_says_whether_the_ways_through_a_block_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+    made = public_blocks.Meter
+    monkeypatch.setattr(
+        public_blocks, "Meter", lambda world, measure: seen.append(measure) or made(world, measure=False)
+    )
+    monkeypatch.setattr(
+        public_blocks, "_raced", lambda block, tensors, best, *rest: public_blocks.BlockReport(block, best, best, True)
+    )
+    monkeypatch.setattr(public_blocks, "_WALKS", 0)
+    assert lz.plan_block(BLOCK, layer()).explain().measured is False
+    with lz.scoped(plan_mode=True):
+        assert lz.plan_block(BLOCK, layer()).explain().measured is True
+        assert lz.plan_block(BLOCK, layer(), measure=False).explain().measured is False
+    assert seen == [False, True, False]
+
+
 @pytest.mark.req("R-PLAN-03")
 def test_a_step_that_fails_falls_back_for_that_op_alone(lab: Any) -> None:
     lab.use(lab.kernel("new.add_rms_norm.fast", priority=99.0), lab.kernel("new.attention.fast", priority=99.0))

@@ -625,6 +625,22 @@ def test_the_watcher_looks_at_hot_calls_beside_the_program(bench, tmp_path, monk
     assert drift_module.watcher(None, lambda: None) is None
 
 
+def test_what_auto_tune_measures_gets_the_samples_that_the_policy_asks_for(bench, tmp_path, monkeypatch):
+    bench.add("lab.rms_norm.plain", taking(1e-3), 99)
+    bench.publish(perfdb={"auto_tune": True, "tune_samples": 31})
+    monkeypatch.setattr(type(state), "remeasured", lambda self: self.world)
+    with torch.no_grad():
+        lz.rms_norm(*call())
+    asked = []
+    made = drift_module.trial
+    monkeypatch.setattr(
+        drift_module, "trial", lambda *args, **named: asked.append(named["least"]) or made(*args, **named)
+    )
+    db = PerfDB(tmp_path / "p.db")
+    assert Watcher(3600.0, lambda: db, auto=True).look() is None
+    assert asked == [31] and [row for row in db.all() if row.kernel_id == "lab.rms_norm.plain"]
+
+
 # -- believing -----------------------------------------------------------------------------------------
 @pytest.mark.req("R-PDB-05", "R-PDB-06")
 def test_a_database_of_another_machine_is_not_believed_and_explain_says_so(bench, tmp_path):

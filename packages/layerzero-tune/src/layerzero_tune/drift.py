@@ -145,7 +145,8 @@ class Watcher:
             unknown = next((item for item in contexts if item not in self._tried and _row_of(item, db) is None), None)
             if unknown is not None:
                 self._tried.add(unknown)
-                db.put(trial(unknown, seconds=_SECONDS, jit="off", patient=False).rows)
+                least = state.world.policy.setting("perfdb.tune_samples")
+                db.put(trial(unknown, seconds=_SECONDS, least=least, jit="off", patient=False).rows)
                 state.remeasured()
                 return None
         for drift in drifted([ctx], db, jit="off"):  # a compiler has no place beside a program that serves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -11,6 +10,7 @@ import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
 from layerzero.cli.verbs import OK, verb
+from layerzero.env import read_one
 from layerzero.errors import ConfigurationError
 from layerzero.telemetry.reading import Reading, difference, read
 
@@ -31,7 +31,7 @@ def add(group: click.Group) -> None:
         SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
         file. Default: this shell's LAYERZERO_METRICS.
         """
-        where = source or os.environ.get("LAYERZERO_METRICS")
+        where = source or read_one("metrics")
         if not where:
             raise ConfigurationError(
                 "which process?", value="no source", limit="a port, an address or a file",

@@ -50,8 +50,8 @@ def trials() -> dict[str, int]:
 def shadowed(run: Callable[..., Any], spec: OperationSpec, decision: Decision, world: World) -> Callable[..., Any]:
     """The kernel in charge, with a canary beside it now and then. The first canary of the decision, one at a time."""
     kernel_id = decision.shadow[0]
-    wanted = int(world.policy.canary.get("calls", 100))
-    every = max(1, round(1.0 / float(world.policy.canary.get("fraction", 0.05))))
+    wanted = world.policy.setting("canary.calls")
+    every = max(1, round(1.0 / world.policy.setting("canary.fraction")))
     turn = itertools.count(1)
     kernel: list[Bound] = []
 

@@ -164,8 +164,8 @@ def _agree(channel: Channel, training: bool, tp_invariant: bool | None, mine: Fa
     findings = judge(found)
     _object(findings, found, training)
     changes = _settled(channel, found, findings, world)
-    settings = world.policy.distributed
-    wanted = bool(settings.get("tp_invariant", False)) if tp_invariant is None else tp_invariant
+    setting = world.policy.setting
+    wanted = setting("distributed.tp_invariant") if tp_invariant is None else tp_invariant
     group = findings.group_of(channel.rank)
     ranks = RankChoices(
         store=channel.store,
@@ -175,10 +175,10 @@ def _agree(channel: Channel, training: bool, tp_invariant: bool | None, mine: Fa
         name=channel.name,
         fingerprint=digest([sorted(findings.excluded), group, wanted, channel.name]),
         excluded=_without_fallbacks(findings, world),
-        broadcast=settings.get("mode", "rank0_broadcast") == "rank0_broadcast",
+        broadcast=setting("distributed.mode") == "rank0_broadcast",
         tp_invariant=wanted,
         training=training,
-        wait_s=float(settings.get("wait_s", 1.0)),
+        wait_s=setting("distributed.wait_s"),
     )
     channel.barrier("agree")
     state.publish(ranks=ranks if len(channel.members) > 1 else None, **changes)

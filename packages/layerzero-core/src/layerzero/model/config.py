@@ -18,13 +18,10 @@ from functools import cached_property
 from typing import Any, Final
 
 from layerzero.errors import ConfigurationError
+from layerzero.settings import POLICY, default
 
 __all__ = [
     "AVOID_BONUS",
-    "ISOLATION_MODES",
-    "JIT_MODES",
-    "ON_FAULT",
-    "ON_FIRST_USE",
     "OPERATORS",
     "PREFER_BONUS",
     "BreakerSettings",
@@ -43,10 +40,6 @@ AVOID_BONUS: Final = -50.0
 
 OPERATORS: Final = ("==", "!=", ">", ">=", "<", "<=", "in", "glob")
 ORDERING: Final = frozenset((">", ">=", "<", "<="))
-ON_FAULT: Final = ("raise", "fallback")
-ON_FIRST_USE: Final = ("check", "off")
-ISOLATION_MODES: Final = ("in_process", "subprocess", "auto")
-JIT_MODES: Final = ("background", "block", "off")
 
 Scalar = str | int | float | bool
 
@@ -127,7 +120,7 @@ class Condition:
             raise ValueError(f"{self.operator} needs a number, got {self.operand!r}")
         for item in self.operand if isinstance(self.operand, tuple) else (self.operand,):
             if isinstance(item, float) and not math.isfinite(item):
-                raise ValueError(f"{item} is not a finite number")
+                raise ValueError(f"expected a finite number, got {item}")
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible form."""
@@ -260,12 +253,10 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.boosts, Mapping):
             object.__setattr__(self, "boosts", tuple(self.boosts.items()))
-        if self.on_fault not in ON_FAULT:
-            raise ValueError(f"on_fault is {self.on_fault!r}, expected one of {', '.join(ON_FAULT)}")
-        if self.on_first_use not in ON_FIRST_USE:
-            raise ValueError(f"on_first_use is {self.on_first_use!r}, expected one of {', '.join(ON_FIRST_USE)}")
-        if self.jit not in JIT_MODES:
-            raise ValueError(f"jit is {self.jit!r}, expected one of {', '.join(JIT_MODES)}")
+        for name in ("on_fault", "on_first_use", "jit"):
+            allowed = POLICY[name][0].schema["enum"]
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.levels and not self._levels_agree():
             # dataclasses.replace(policy, prefer=...) on a merged policy would otherwise be ignored without a word.
             raise ValueError("the lists of a merged Policy do not change alone: add a PolicyLayer and merge again")
@@ -315,6 +306,11 @@ class Policy:
         data["graph_whitelist"] = sorted(self.graph_whitelist)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def setting(self, key: str) -> Any:
+        """A setting of a group, its default where nobody set it: `canary.calls`."""
+        group, _, name = key.partition(".")
+        return getattr(self, group).get(name, default(key))
 
     def locks_by_op(self) -> dict[str, str]:
         """Op glob → kernel id, the strongest statement about each glob, lifted ones left out."""

@@ -2,5 +2,5 @@
 
 `layers`  PolicyLayer, merge, precedence          `rules`  what a Policy says about a kernel
 `load`    files, mappings, discovery              `watch`  hot reload
-`schema`  the file's pydantic models (lazy)       `parse`  bytes to dicts with line numbers
+`schema`  the file as a whole                     `parse`  bytes to dicts with line numbers
 """

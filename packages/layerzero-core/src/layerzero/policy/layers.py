@@ -9,28 +9,17 @@ statement about a kernel decides. Boosts: the strongest value of each pattern co
 from __future__ import annotations
 
 import enum
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from layerzero.env import Env
 from layerzero.errors import PolicyValidationError
-from layerzero.model.config import (
-    ISOLATION_MODES,
-    JIT_MODES,
-    ON_FAULT,
-    ON_FIRST_USE,
-    BreakerSettings,
-    CacheSettings,
-    FrozenMap,
-    Policy,
-    Rule,
-    level_program,
-)
+from layerzero.kinds import PATTERNS, Place, spell
+from layerzero.model.config import BreakerSettings, CacheSettings, FrozenMap, Policy, Rule, level_program
+from layerzero.settings import GROUPS, POLICY, VARIABLES
 
-__all__ = ["Level", "PolicyLayer", "from_env", "is_kernel_id", "merge", "next_expiry"]
+__all__ = ["Level", "PolicyLayer", "from_env", "merge", "next_expiry"]
 
 
 class Level(enum.IntEnum):
@@ -43,143 +32,9 @@ class Level(enum.IntEnum):
     CALL = 5
 
 
-_SUBMAPS: Final = ("breaker", "cache", "canary", "perfdb", "distributed", "hub", "plugins")
 _FORBIDDING: Final = ("deny", "revoked")
 _OFF: Final = ("off", "none", "0")  # of LAYERZERO_PERFDB: no database at all
-_KERNEL_ID: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){2,}")
-
-
-def is_kernel_id(text: str) -> bool:
-    """Whether a text reads backend.op.variant."""
-    return _KERNEL_ID.fullmatch(text) is not None
-
-
-def _flag(value: object) -> str | None:
-    return None if isinstance(value, bool) else "true or false"
-
-
-def _number(low: float, *, none: bool = False, whole: bool = False) -> Callable[[object], str | None]:
-    expected = f"a {'whole ' if whole else ''}number, {low:g} or more{', or nothing' if none else ''}"
-
-    def check(value: object) -> str | None:
-        if value is None:
-            return None if none else expected
-        fits = isinstance(value, int) if whole else isinstance(value, (int, float))
-        # NaN fails every comparison; infinity is no setting either.
-        return None if fits and not isinstance(value, bool) and low <= value < float("inf") else expected  # type: ignore[operator]
-
-    return check
-
-
-def _one_of(*words: str) -> Callable[[object], str | None]:
-    return lambda value: None if value in words else " or ".join(words)
-
-
-def _submap(**checks: Callable[[object], str | None]) -> Callable[[object], str | None]:
-    def check(value: object) -> str | None:
-        if not isinstance(value, Mapping):
-            return "a mapping"
-        for name, item in value.items():
-            if checks and name not in checks:
-                return f"only {', '.join(checks)}, not {name}"
-            if checks and (wrong := checks[name](item)):
-                return f"{name}: {wrong}"
-        return None
-
-    return check
-
-
-def _fraction(value: object) -> str | None:
-    expected = "a number above 0, at most 1"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return expected
-    return None if 0 < value <= 1 else expected
-
-
-def _path(value: object) -> str | None:
-    return None if value is None or (isinstance(value, str) and value) else "a path, or nothing"
-
-
-def _texts(value: object) -> str | None:
-    fine = isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value)
-    return None if fine else "a list of patterns"
-
-
-def _folders(value: object) -> str | None:
-    # Relative to the working directory would let that directory decide which code runs.
-    if (wrong := _texts(value)) is not None:
-        return wrong.replace("patterns", "folders")
-    return None if all(os.path.isabs(item) for item in value) else "absolute paths"  # type: ignore[attr-defined]
-
-
-def _words_by_name(value: object) -> str | None:
-    fine = isinstance(value, Mapping) and all(
-        isinstance(name, str) and name and "=" not in name and isinstance(word, str) for name, word in value.items()
-    )
-    return None if fine else "names and their texts"
-
-
-def _isolation(value: object) -> str | None:
-    """One mode for all, or backend → mode, or backend → mode and how its process is set up."""
-    if not isinstance(value, Mapping):
-        return _one_of(*ISOLATION_MODES)(value)
-    for backend, entry in value.items():
-        wrong = _ISOLATION_ENTRY(entry) if isinstance(entry, Mapping) else _one_of(*ISOLATION_MODES)(entry)
-        if wrong:
-            return f"{backend}: {wrong}"
-    return None
-
-
-_ISOLATION_ENTRY: Final = _submap(
-    mode=_one_of(*ISOLATION_MODES),
-    env=_words_by_name,
-    path=_folders,
-    hide=_texts,
-    deadline_s=_number(0.001),
-    start_s=_number(0.1),
-    memory_mb=_number(64),
-)
-
-# Every setting a layer may carry, with a function that says what is expected when the value is wrong.
-SETTINGS: Final[Mapping[str, Callable[[object], str | None]]] = {
-    "enabled": _flag,
-    "fallback_enabled": _flag,
-    "strict_mode": _flag,
-    "allow_adaptation": _flag,
-    "deterministic": _flag,
-    "graph_strict_mode": _flag,
-    "plan_mode": _flag,
-    "graph_whitelist": _texts,
-    "memory_headroom_mb": _number(0, none=True),
-    "on_fault": _one_of(*ON_FAULT),
-    "on_first_use": _one_of(*ON_FIRST_USE),
-    "isolation": _isolation,
-    "jit": _one_of(*JIT_MODES),
-    "breaker": _submap(
-        failures=_number(1, whole=True),
-        cooldown_s=_number(0),
-        successes=_number(1, whole=True),
-        enabled=_flag,
-        backend_kernels=_number(1, whole=True),
-        probe=_flag,
-        probe_timeout_s=_number(0.1),
-        deadline_s=_number(0.001, none=True),
-    ),
-    "canary": _submap(kernels=_texts, fraction=_fraction, calls=_number(1, whole=True)),
-    "cache": _submap(max_entries=_number(1, whole=True), ttl_s=_number(0, none=True)),
-    "dispatch_table": _path,
-    "perfdb": _submap(
-        enabled=_flag,
-        path=_path,
-        auto_tune=_flag,
-        tune_samples=_number(1, whole=True),
-        ttl_s=_number(0, none=True),
-        drift_s=_number(0, none=True),
-    ),
-    "distributed": _submap(),
-    "hub": _submap(),
-    "plugins": _submap(allow=_texts, deny=_texts),
-}
+_CLASSES: Final[Mapping[str, Callable[..., Any]]] = {"breaker": BreakerSettings, "cache": CacheSettings}
 
 
 @dataclass(frozen=True)
@@ -222,17 +77,11 @@ class PolicyLayer:
 
         Settings are named as in the file: `strict_mode=True`, `cache={"max_entries": 100}`, `isolation="subprocess"`.
         """
-        for name, value in settings.items():
-            if name not in SETTINGS:
-                raise _wrong(source, name, value, "a setting named " + ", ".join(SETTINGS))
-            if expected := SETTINGS[name](value):
-                raise _wrong(source, name, value, expected)
-        for op, kernel in (locks or {}).items():
-            if kernel is not None and not (isinstance(kernel, str) and is_kernel_id(kernel)):
-                raise _wrong(source, f"locks.{op}", kernel, "a kernel id such as sdpa.attention.flash, or None")
-        for pattern, points in (boosts or {}).items():
-            if _number(float("-inf"))(points) or points == float("-inf"):
-                raise _wrong(source, f"boosts.{pattern}", points, "a finite number")
+        for name, value in {**settings, "locks": locks or {}, "boosts": boosts or {}}.items():
+            if name not in POLICY:
+                raise _wrong(source, (name,), f"expected a setting named {', '.join(POLICY)}, got {value!r}", value)
+            for problem in POLICY[name][0].problems(value, (name,)):
+                raise _wrong(source, problem.place, problem.text, problem.value, problem.expected)
         return cls(
             level=level,
             source=source,
@@ -256,76 +105,51 @@ class PolicyLayer:
         return self.expires_at is not None and now >= self.expires_at
 
 
-def _rules(source: str, given: Iterable[Rule | Mapping[str, Any]]) -> tuple[Rule, ...]:
+def _rules(source: str, given: Any) -> tuple[Rule, ...]:
     """Rules as values; those in the form of the file are read as the file would be."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise _wrong(source, "rules", given, "a list of rules")
+        raise _wrong(source, ("rules",), f"expected a list of rules, got {given!r}", given, "a list of rules")
     found: list[Rule] = []
     for index, item in enumerate(given):
         if isinstance(item, Rule):
             found.append(item)
         elif isinstance(item, Mapping):
-            from layerzero.policy.load import from_mapping  # late: it brings pydantic
+            from layerzero.policy.load import from_mapping  # that module stands on this one
 
             found.extend(from_mapping({"rules": [dict(item)]}, source=source).rules)
         else:
-            raise _wrong(
-                source, f"rules[{index}]", item, "a rule: match and allow, deny, prefer, avoid, boosts or lock"
-            )
+            expected = "a rule: match and allow, deny, prefer, avoid, boosts or lock"
+            raise _wrong(source, ("rules", index), f"expected {expected}, got {item!r}", item, expected)
     return tuple(found)
 
 
 def _patterns(source: str, name: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    items = (given,) if isinstance(given, str) else tuple(given)
-    for item in items:
-        if not isinstance(item, str) or not item:
-            raise _wrong(source, name, item, "a glob over kernel ids or backend names")
-    return tuple(dict.fromkeys(items))
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for problem in PATTERNS.problems(found, (name,)):
+        raise _wrong(source, (name,), problem.text, problem.value, problem.expected)
+    return tuple(dict.fromkeys(found))
 
 
-def _wrong(source: str, key: str, value: object, expected: str) -> PolicyValidationError:
+def _wrong(source: str, place: Place, text: str, value: object, expected: str = "") -> PolicyValidationError:
     where = f"{source}: " if source else ""
-    return PolicyValidationError(
-        f"{where}{key}: expected {expected}, got {value!r}", key=key, value=value, limit=expected
-    )
+    # of a setting its own name is the key, of a lock or boost the entry
+    key = spell(place if place[0] in ("locks", "boosts", "rules") else place[:1])
+    return PolicyValidationError(f"{where}{spell(place)}: {text}", key=key, value=value, limit=expected or None)
 
 
 def from_env(env: Env) -> PolicyLayer:
     """The layer the environment speaks. Empty when no variable is set."""
-    settings: dict[str, Any] = {
-        "enabled": None if env.disabled is None else not env.disabled,
-        "strict_mode": env.strict,
-        "allow_adaptation": env.allow_adaptation,
-        "deterministic": env.deterministic,
-        "graph_strict_mode": env.graph_strict_mode,
-        "fallback_enabled": env.fallback,
-        "on_fault": env.on_fault,
-        "on_first_use": env.on_first_use,
-        "plan_mode": env.plan_mode,
-        "isolation": env.isolation,
-        "jit": env.jit,
-        "memory_headroom_mb": env.memory_headroom_mb,
-        "cache": _given(max_entries=env.cache_size, ttl_s=env.cache_ttl),
-        "breaker": _given(failures=env.breaker_failures, cooldown_s=env.breaker_cooldown),
-        "perfdb": {"enabled": False} if env.perfdb in _OFF else _given(path=env.perfdb),
-        "dispatch_table": env.dispatch_table,
-        "plugins": {**_given(allow=env.plugins), **({"deny": env.plugins_deny} if env.plugins_deny else {})},
-    }
-    return PolicyLayer.of(
-        Level.ENV,
-        source="environment",
-        locks=dict(env.locks),
-        allow=env.allow or None,
-        deny=env.deny,
-        prefer=env.prefer,
-        avoid=env.avoid,
-        boosts=dict(env.boosts),
-        **{name: value for name, value in settings.items() if value is not None and value != {}},
-    )
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    settings: dict[str, Any] = {}
+    for item in VARIABLES.values():
+        if not item.key or "<" in item.variable or (value := getattr(env, item.attribute)) == item.unset:
+            continue
+        group, _, name = item.key.partition(".")
+        settings[group] = {**settings.get(group, {}), name: value} if name else value
+    if env.disabled is not None:  # the one variable that says the opposite of its key
+        settings["enabled"] = not env.disabled
+    if env.perfdb in _OFF:
+        settings["perfdb"] = {"enabled": False}
+    return PolicyLayer.of(Level.ENV, source="environment", locks=dict(env.locks), boosts=dict(env.boosts), **settings)
 
 
 def merge(layers: Iterable[PolicyLayer], *, now: float | None = None) -> Policy:
@@ -376,7 +200,7 @@ def _combine(name: str, stronger: Any, weaker: Any) -> Any:
     """Sub-mappings merge key by key; of anything else the stronger stands. What they forbid adds up."""
     if name == "isolation":
         return _isolations(_by_backend(stronger), _by_backend(weaker))
-    if name not in _SUBMAPS:
+    if name not in GROUPS and name != "hub":
         return stronger
     combined = {**weaker, **stronger}
     for key in _FORBIDDING:
@@ -406,18 +230,13 @@ def _isolations(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any
 
 
 def _policy_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dict(settings)
-    if "isolation" in fields:
-        entries = _by_backend(fields.pop("isolation"))
+    fields = {
+        name: _CLASSES[name](**value) if name in _CLASSES else FrozenMap(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name != "isolation"
+    }
+    if "isolation" in settings:
+        entries = _by_backend(settings["isolation"])
         fields["backend_isolation"] = tuple(sorted((backend, entry.pop("mode")) for backend, entry in entries.items()))
         fields["isolation"] = FrozenMap({backend: entry for backend, entry in entries.items() if entry})
-    if "graph_whitelist" in fields:
-        fields["graph_whitelist"] = tuple(fields["graph_whitelist"])
-    if "breaker" in fields:
-        fields["breaker"] = BreakerSettings(**fields["breaker"])
-    if "cache" in fields:
-        fields["cache"] = CacheSettings(**fields["cache"])
-    for name in ("canary", "perfdb", "distributed", "hub", "plugins"):
-        if name in fields:
-            fields[name] = FrozenMap(fields[name])
     return fields

@@ -1,39 +1,34 @@
 """Policy files and mappings → PolicyLayer, and where files are looked for.
 
-YAML, TOML and pydantic are imported inside the functions: a process without a policy file never loads them.
+YAML and TOML are imported inside the functions: a process without a policy file never loads them.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import reprlib
 import stat
 from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from layerzero.env import Env
 from layerzero.errors import ConfigurationError, PolicyValidationError
+from layerzero.kinds import Place, Problem, spell
 from layerzero.model.config import Rule
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.policy.parse import (
     MAX_BYTES,
     MAX_NODES,
     Parsed,
-    Place,
     parse_toml,
     parse_yaml,
-    spell,
     texts_in,
     too_large,
 )
 from layerzero.policy.rules import parse_conditions
 from layerzero.reasons import ReasonCode
-
-if TYPE_CHECKING:
-    from layerzero.policy.schema import PolicyFile, RuleEntry
 
 __all__ = [
     "Found",
@@ -46,7 +41,6 @@ __all__ = [
     "read_bytes",
 ]
 
-_LISTS: Final = ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "version")
 _NAMES: Final = ("layerzero.yaml", "layerzero.toml", "pyproject.toml")
 
 # What a file that merely lies in the working directory may say about trust: key → entries it may set, with the only
@@ -56,6 +50,7 @@ _NARROWING: Final[Mapping[str, Mapping[str, object]]] = {
     "hub": {"deny": ..., "revoked": ..., "enabled": False, "offline": True, "require_trusted_publisher": True},
     "perfdb": {"enabled": ..., "auto_tune": ..., "tune_samples": ...},
 }
+_NARROW_KEYS: Final = {"dispatch_table": None, "on_first_use": "check"}
 
 
 class Found(NamedTuple):
@@ -135,9 +130,7 @@ def from_mapping(
 
 
 def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection[str] | None) -> PolicyLayer:
-    from pydantic import ValidationError
-
-    from layerzero.policy import schema
+    from layerzero.policy.schema import FILE
 
     for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -145,84 +138,40 @@ def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection
             raise _problem(
                 parsed, place, f"{spell(place)}: {shown} holds half a character", value=shown, limit="whole characters"
             )
-    try:
-        file = schema.PolicyFile.model_validate(parsed.data)
-    except ValidationError as error:
-        raise _first_problem(parsed, error.errors(include_url=False, include_context=False)) from None
+    problems = list(FILE.problems(parsed.data, written=True))
+    if problems:  # the one that stands first in the file; the others are found once it is corrected
+        raise _refusal(parsed, min(problems, key=lambda problem: parsed.line_of(problem.place) or 0))
     if not trusted:
         _refuse_widening(parsed)
-    for index, entry in enumerate(file.rules):
-        for name in entry.match.when:
-            if known_fields is not None and name not in known_fields:
-                raise _unknown(parsed, ("rules", index, "match", "when", name), known_fields, "context field")
-    return PolicyLayer.of(
-        level,
-        source=parsed.name,
-        locks=file.locks,
-        allow=file.allow if "allow" in parsed.data else None,
-        deny=file.deny,
-        prefer=file.prefer,
-        avoid=file.avoid,
-        boosts=file.boosts,
-        rules=[_rule(parsed, index, entry) for index, entry in enumerate(file.rules)],
-        **_settings(file),
-    )
+    said = FILE.spelled_out(parsed.data)
+    rules = [_rule(parsed, index, entry, known_fields) for index, entry in enumerate(said.pop("rules", ()))]
+    said.pop("version", None)
+    return PolicyLayer.of(level, source=parsed.name, rules=rules, **said)
 
 
-def _settings(file: PolicyFile) -> dict[str, Any]:
-    """The settings that the file names itself, so that its silence lets a weaker layer speak."""
-    return {name: value for name, value in file.model_dump(exclude_unset=True).items() if name not in _LISTS}
-
-
-def _rule(parsed: Parsed, index: int, entry: RuleEntry) -> Rule:
+def _rule(parsed: Parsed, index: int, entry: Mapping[str, Any], known_fields: Collection[str] | None) -> Rule:
     line = parsed.line_of(("rules", index))
-    lock = "" if "lock" in entry.model_fields_set and entry.lock is None else entry.lock
+    match = entry.get("match", {})
+    for name in match.get("when", ()):
+        if known_fields is not None and name not in known_fields:
+            raise _unknown(parsed, ("rules", index, "match", "when", name), known_fields, "context field")
     return Rule(
-        match_op=entry.match.op,
-        when=tuple(c for name, wanted in entry.match.when.items() for c in parse_conditions(name, wanted)),
-        allow=None if entry.allow is None else tuple(entry.allow),
-        deny=tuple(entry.deny),
-        prefer=tuple(entry.prefer),
-        avoid=tuple(entry.avoid),
-        boosts=tuple(entry.boosts.items()),
-        lock=lock,
+        match_op=match.get("op", "*"),
+        when=tuple(c for name, wanted in match.get("when", {}).items() for c in parse_conditions(name, wanted)),
+        allow=None if entry.get("allow") is None else tuple(entry["allow"]),
+        **{name: tuple(entry.get(name, ())) for name in ("deny", "prefer", "avoid")},
+        boosts=tuple(entry.get("boosts", {}).items()),
+        lock=entry.get("lock") or ("" if "lock" in entry else None),
         source=f"{parsed.name}:{line}" if line else f"{parsed.name} rules[{index}]",
     )
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
-def _first_problem(parsed: Parsed, problems: list[Any]) -> PolicyValidationError:
-    """The problem that stands first in the file; the others are found once it is corrected."""
-
-    def position(problem: Any) -> int:
-        return parsed.line_of(_place(parsed, problem["loc"])) or 0
-
-    problem = min(problems, key=position)
-    place = _place(parsed, problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        from layerzero.policy.schema import known_keys
-
-        return _unknown(parsed, place, known_keys(place[:-1]), "key")
-    expected = problem["msg"].removeprefix("Value error, ")
-    if expected.startswith("Input should be "):
-        expected = f"expected {expected.removeprefix('Input should be ')}, got {reprlib.repr(problem['input'])}"
-    if place and place[-1] == "when" and isinstance(problem["input"], dict):
-        field = expected.split(":", 1)[0]
-        if field in problem["input"]:
-            place, expected = (*place, field), expected.split(": ", 1)[1]
-    return _problem(parsed, place, f"{spell(place)}: {expected}", value=f"{spell(place)}: {expected}")
-
-
-def _place(parsed: Parsed, loc: tuple[str | int, ...]) -> Place:
-    """A pydantic location as far as it exists in the file; pydantic adds words of its own, such as `[key]`."""
-    place: Place = ()
-    branch: Any = parsed.data
-    for part in loc:
-        inside = part in branch if isinstance(branch, dict) else isinstance(branch, list) and isinstance(part, int)
-        if not inside:
-            break
-        place, branch = (*place, part), branch[part]
-    return place
+def _refusal(parsed: Parsed, problem: Problem) -> PolicyValidationError:
+    if problem.known:
+        return _unknown(parsed, problem.place, problem.known, "key")
+    text = f"{spell(problem.place)}: {problem.text}"
+    return _problem(parsed, problem.place, text, value=text)
 
 
 def _unknown(parsed: Parsed, place: Place, known: Collection[str], what: str) -> PolicyValidationError:
@@ -252,10 +201,9 @@ def _refuse_widening(parsed: Parsed) -> None:
             only = narrowing.get(entry)
             if entry not in narrowing or (only is not ... and value is not only):
                 raise _widens(parsed, (key, entry))
-    if parsed.data.get("dispatch_table") is not None:
-        raise _widens(parsed, ("dispatch_table",))
-    if parsed.data.get("on_first_use") not in (None, "check"):
-        raise _widens(parsed, ("on_first_use",))
+    for key, only in _NARROW_KEYS.items():
+        if parsed.data.get(key, only) != only:
+            raise _widens(parsed, (key,))
     isolation = parsed.data.get("isolation") or {}
     for backend, entry in isolation.items() if isinstance(isolation, dict) else (("*", isolation),):
         if isinstance(entry, dict):  # variables, paths and hidden modules decide which code runs

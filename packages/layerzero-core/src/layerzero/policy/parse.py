@@ -12,17 +12,16 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from layerzero.errors import PolicyValidationError
+from layerzero.kinds import Place, spell
 from layerzero.reasons import ReasonCode
 
 __all__ = [
-    "MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Parsed", "Place", "parse_toml", "parse_yaml", "texts_in", "too_large",
+    "MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Parsed", "parse_toml", "parse_yaml", "texts_in", "too_large",
 ]  # fmt: skip
 
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 24
 MAX_NODES: Final = 20_000
-
-Place = tuple[str | int, ...]
 
 
 class Parsed(NamedTuple):
@@ -38,14 +37,6 @@ class Parsed(NamedTuple):
             if place[:length] in self.lines:
                 return self.lines[place[:length]]
         return None
-
-
-def spell(place: Place) -> str:
-    """`rules[0].match.op`."""
-    text = ""
-    for part in place:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text.encode("utf-8", "backslashreplace").decode()  # half a character cannot be printed
 
 
 def texts_in(data: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:

@@ -173,7 +173,7 @@ def _lost() -> Iterable[Check]:
 def _canaries(now: Situation) -> Iterable[Check]:
     from layerzero.dispatch.canary import trials
 
-    wanted = now.world.policy.canary.get("calls", 100)
+    wanted = now.world.policy.setting("canary.calls")
     for kernel_id, good in trials().items():
         yield Check("health", f"canary {kernel_id}", Status.OK, f"{good} of {wanted} comparisons were good")
     for kernel_id, wrong in now.world.trials.items():

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from layerzero.device.signature import environment_signature
 from layerzero.dispatch.bind import resolve
 from layerzero.errors import LayerZeroError
+from layerzero.kinds import is_kernel_id
 from layerzero.model.config import Policy
 from layerzero.model.enums import OpKind
 from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginState
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.plugin.vendor import hardware_reasons
-from layerzero.policy.layers import is_kernel_id
 from layerzero.policy.rules import evaluate, matches
 from layerzero.public.check_hub import hub
 from layerzero.public.checks import Check, Status

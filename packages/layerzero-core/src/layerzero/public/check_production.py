@@ -96,7 +96,7 @@ def _compiling(now: Situation, world: World, policy: Policy) -> Iterator[Check]:
 
 
 def _measuring(policy: Policy) -> Iterator[Check]:
-    if policy.perfdb.get("auto_tune"):
+    if policy.setting("perfdb.auto_tune"):
         fix = "perfdb: {auto_tune: false}; tune before, with lz tune"
         yield Check(_GROUP, "perfdb", Status.WARN, "kernels are measured beside requests (auto_tune)", None, fix)
     if state.tally is not None:

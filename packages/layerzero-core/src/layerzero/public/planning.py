@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +12,7 @@ from layerzero._ops.signature import PublicOp, public_op
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import bypass, current_world, describe, ready, recover
+from layerzero.env import read_one
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.describe import parse_window
 
@@ -54,7 +54,7 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     if op == "attention" and given.get("attn_mask") is not None and not isinstance(canonical[3], Tensor):
         build = _general  # a CausalBias or a mask value: it has to be read at each call
     planned = build(public, bound, canonical, layout, backend, options)
-    if check or os.environ.get("LAYERZERO_DEBUG", "") not in ("", "0", "false"):
+    if check or read_one("debug"):
         planned = _checked(planned, public, canonical, layout, backend, options)
     planned.kernel_id = bound.kernel_id
     planned.transforms = tuple(bound.plan.transforms)

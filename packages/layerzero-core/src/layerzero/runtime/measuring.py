@@ -28,10 +28,9 @@ _AUTO_S = 5.0  # seconds between two calls that are tuned beside the program (`p
 
 def place(policy: Policy) -> Path | None:
     """The file that holds the measurements under this policy, whether or not it exists; None when they are off."""
-    settings = policy.perfdb
-    if settings.get("enabled", True) is False:
+    if not policy.setting("perfdb.enabled"):
         return None
-    named = settings.get("path")
+    named = policy.setting("perfdb.path")
     if named is not None:
         return Path(named).expanduser()
     import platformdirs
@@ -46,7 +45,7 @@ def database(policy: Policy) -> PerfDB | None:
         return None
     from layerzero.perfdb.store import PerfDB
 
-    return PerfDB(path, ttl_s=policy.perfdb.get("ttl_s"))
+    return PerfDB(path, ttl_s=policy.setting("perfdb.ttl_s"))
 
 
 def known_times(policy: Policy, world: World) -> Measurements:
@@ -67,8 +66,8 @@ _watcher: list[Callable[..., object]] = []
 
 def _watch(policy: Policy, path: Path | None) -> None:
     """Start, change or end the thread that looks at measured times beside the program; off unless it is asked for."""
-    auto = path is not None and bool(policy.perfdb.get("auto_tune", False))
-    every = policy.perfdb.get("drift_s") or (_AUTO_S if auto else None)
+    auto = path is not None and policy.setting("perfdb.auto_tune")
+    every = policy.setting("perfdb.drift_s") or (_AUTO_S if auto else None)
     if path is None or not every:
         every = None
     elif not _watcher:

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +117,7 @@ class Runtime:
 
             policy = self._policy_source()
             # Who may come in is policy too: environment, and files that may speak of it, merged.
-            allowed, denied = policy.plugins.get("allow"), policy.plugins.get("deny", ())
-            only = None if allowed is None else tuple(allowed)
+            allowed, denied = policy.setting("plugins.allow"), policy.setting("plugins.deny")
             settings = env.read()
             if settings.verbose:
                 _log_selections()
@@ -127,7 +125,7 @@ class Runtime:
                 from layerzero.runtime.observation import from_environment
 
                 from_environment(settings)
-            loaded = load_plugins(env=replace(settings, plugins=only, plugins_deny=tuple(denied)))
+            loaded = load_plugins(env=env.changed(settings, plugins=allowed, plugins_deny=denied))
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)

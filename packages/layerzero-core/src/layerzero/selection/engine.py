@@ -79,7 +79,7 @@ def select(ctx: Context, world: World) -> Decision:
 
 
 def _tries(world: World) -> bool:
-    return bool(world.policy.canary.get("kernels"))
+    return bool(world.policy.setting("canary.kernels"))
 
 
 def _lock(locked: str | None, ctx: Context, world: World) -> str | None:

@@ -60,7 +60,7 @@ def examine(
     careful = policy.strict_mode or not policy.allow_adaptation
     graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
     bounded = world.free_memory is not None
-    trials = bool(policy.canary.get("kernels"))
+    trials = bool(policy.setting("canary.kernels"))
     shut = world.proofs is not None and closed(ctx)
     found: list[Filtered] = []
     for kernel, fixed in _fixed(ctx, world):
@@ -200,12 +200,12 @@ def _compiled(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
 def _on_trial(kernel: KernelSpec, ctx: Context, world: World, locked: str | None) -> list[Reason]:
     """A canary is not chosen before it was promoted, unless the call or a lock asks for it by name."""
     asked = ctx.backend in (kernel.kernel_id, kernel.backend) or locked == kernel.kernel_id
-    outcome = world.trials.get(kernel.kernel_id)
-    if asked or outcome == "" or matches_any(world.policy.canary["kernels"], kernel.kernel_id, kernel.backend) is None:
+    outcome, wanted = world.trials.get(kernel.kernel_id), world.policy.setting("canary.kernels")
+    if asked or outcome == "" or matches_any(wanted, kernel.kernel_id, kernel.backend) is None:
         return []
     if outcome:
         return [reason("CANARY_FAILED", outcome)]
-    return [reason("CANARY_SHADOW", None, world.policy.canary.get("calls", 100))]
+    return [reason("CANARY_SHADOW", None, world.policy.setting("canary.calls"))]
 
 
 def _whitelisted(kernel: KernelSpec, whitelist: tuple[str, ...]) -> bool:

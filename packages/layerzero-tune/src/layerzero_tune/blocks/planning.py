@@ -30,7 +30,9 @@ _RACE_US = 5e6
 _FEWEST, _MOST = 12, 120  # rounds, by how long a call takes
 
 
-def plan_block(block: Block, tensors: Mapping[str, Any], *, measure: bool = False, check: bool = False) -> BlockPlan:
+def plan_block(
+    block: Block, tensors: Mapping[str, Any], *, measure: bool | None = None, check: bool = False
+) -> BlockPlan:
     """Plan a block of ops jointly and bind it to its weights; the plan is called with the block's inputs.
 
         from layerzero_tune.blocks.block import decoder_layer
@@ -41,14 +43,15 @@ def plan_block(block: Block, tensors: Mapping[str, Any], *, measure: bool = Fals
     The path through the block is the cheapest over kernels, fused ops, packed projections and layouts, the transforms
     between them counted. Times come from the performance database where it has them; else they are estimated, or with
     `measure=True` taken here, every kernel checked against the reference first, and the plan itself is raced against
-    choosing for each op alone and dropped where it does not win. `print(plan.code)` shows the function that runs: one
-    line a step. Plans are cached by block and tensors until anything
-    changes that selection depends on. `check=True` verifies the inputs of each call.
+    choosing for each op alone and dropped where it does not win; None leaves that to `plan_mode` of the policy.
+    `print(plan.code)` shows the function that runs: one line a step. Plans are cached by block and tensors until
+    anything changes that selection depends on. `check=True` verifies the inputs of each call.
     """
     if not isinstance(block, Block):
         raise InvalidInputError(code="TYPE_INVALID", value=type(block).__name__, limit="a layerzero_tune.blocks.Block")
     block.check(tensors)
     world = current_world()
+    measure = world.policy.plan_mode if measure is None else measure
     key = signature(block, tensors, measure)
     known: dict[Any, BlockReport] = world.memo.setdefault("blocks", {})
     report = known.get(key)

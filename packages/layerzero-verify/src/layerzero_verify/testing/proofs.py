@@ -207,7 +207,7 @@ def _commit(path: Path) -> str:
     """The commit of the source tree the package is in; LAYERZERO_COMMIT where git cannot tell."""
     from layerzero import env
 
-    given = env.read().commit
+    given: str | None = env.read().commit
     if given:
         return given
     command = ["git", "-C", str(path.parent), "rev-parse", "--short", "HEAD"]
