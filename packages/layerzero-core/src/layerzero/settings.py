@@ -208,7 +208,7 @@ SETTINGS: Final = (
     Setting("", FLAG, None, "layerzero-accel: off leaves it aside, on refuses to go without", "dispatch", "ACCEL"),
     Setting("", PATH, None, "file to write the calls of this process to, when it ends", "runtime", "RECORD"),
     Setting(
-        "", FOLDERS, (), "folders or files whose definitions may run their reference code", "verification",
+        "", FOLDERS, (), "folders or files whose definitions may run their reference code", "layerzero_verify",
         "TRUSTED_DEFINITIONS",
     ),
     Setting("", FLAG, False, "check plans at each call; the CLI shows tracebacks", "public", "DEBUG"),
