@@ -129,7 +129,7 @@ SETTINGS: Final = (
     Setting("dispatch_table", maybe(PATH), None, "table of lz solve to obey", "runtime", "DISPATCH_TABLE"),
     Setting(
         "plan_mode", FLAG, False, "lz.plan_block measures the ways through a block instead of estimating them",
-        "public", "PLAN_MODE",
+        "layerzero_tune", "PLAN_MODE",
     ),
     # how it runs, and what happens when it fails
     Setting(
@@ -168,7 +168,7 @@ SETTINGS: Final = (
     Setting("perfdb.enabled", FLAG, True, "false: no measured times, as LAYERZERO_PERFDB=off", "runtime"),
     Setting("perfdb.path", maybe(PATH), None, "file; default: in the user's cache directory", "runtime", "PERFDB"),
     Setting("perfdb.auto_tune", FLAG, False, "measure kernels that have no times yet beside the program", "runtime"),
-    Setting("perfdb.tune_samples", _COUNT, 20, "samples a kernel gets at least when auto_tune measures it", "tuning"),
+    Setting("perfdb.tune_samples", _COUNT, 20, "samples a kernel gets at least from auto_tune", "layerzero_tune"),
     Setting("perfdb.ttl_s", maybe(_SECONDS), None, "seconds a measurement is believed; null: for ever", "runtime"),
     Setting(
         "perfdb.drift_s", maybe(_SECONDS), None,
