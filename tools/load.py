@@ -88,9 +88,19 @@ class Load:
         return tagged
 
     def run(
-        self, threads: int, calls: int, *, change_every_s: float = 0.02, every: int = 16, quiet: bool = False
+        self,
+        threads: int,
+        calls: int,
+        *,
+        change_every_s: float = 0.02,
+        every: int = 16,
+        quiet: bool = False,
+        least_swaps: int = 0,
     ) -> Outcome:
-        """Each thread makes so many calls. `quiet`: no policy changes and no failures."""
+        """Each thread makes so many calls. `quiet`: no policy changes and no failures.
+
+        `least_swaps`: nobody makes its last call before there were so many changes, however slow the machine is.
+        """
         outcome = Outcome()
         shapes = [(torch.ones(rows, 8), torch.ones(8)) for rows in (1, 2, 5, 9)]
         names = {id(tag): name for name, tag in self.tags.items()}
@@ -99,7 +109,7 @@ class Load:
         done = [0] * threads
         stale = [0] * threads
         times = [array("q") for _ in range(threads)]
-        begun = threading.Barrier(threads + 1)
+        begun, enough = threading.Barrier(threads + 1), threading.Event()
 
         def call(index: int) -> None:
             order, clock, mine = random.Random(index), time.perf_counter_ns, times[index]
@@ -109,6 +119,8 @@ class Load:
                 begun.wait()
                 for number in range(calls):
                     x, w = picks[number & 255]
+                    if number == calls - 1:
+                        enough.wait()
                     before = denied[0]
                     if number % every:
                         out = function(x, w)
@@ -130,6 +142,8 @@ class Load:
         while any(thread.is_alive() for thread in pool):
             if not quiet:
                 outcome.swaps += self._change(outcome.swaps, denied)
+            if quiet or outcome.swaps >= least_swaps:
+                enough.set()
             pool[outcome.swaps % threads].join(change_every_s)
         outcome.seconds = time.monotonic() - started
         for thread in pool:

@@ -29,7 +29,7 @@ def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(load: Lo
     sys.setswitchinterval(1e-4)
     try:
         for calls in (2_000, 8_000, 32_000):  # a quick machine is done before much has changed
-            found = load.run(20, calls, change_every_s=0.005)
+            found = load.run(20, calls, change_every_s=0.005, least_swaps=6 if calls == 32_000 else 0)
             assert not found.errors, found.errors[:3]
             assert found.calls == 20 * calls and found.stale == 0
             if found.swaps > 5:
@@ -45,7 +45,7 @@ def test_threads_changes_and_failures_give_no_error_and_no_stale_choice(load: Lo
 def test_a_hundred_threads_times_a_hundred_thousand_calls(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     calls = 100_000 if PROVE else 500
     idle = load.run(1, 20_000, quiet=True)
-    found = load.run(100, calls, change_every_s=0.02)
+    found = load.run(100, calls, change_every_s=0.02, least_swaps=11)
     with capsys.disabled():
         print(
             f"\n100 threads x {calls} calls in {found.seconds:.0f} s, {found.swaps} changes, {found.failures} failed, "

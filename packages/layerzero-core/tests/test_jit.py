@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,14 +390,17 @@ def test_the_queue_does_urgent_work_first_and_nothing_twice() -> None:
 def test_a_compiler_with_one_caller_at_a_time_does_not_hold_up_the_others() -> None:
     """Five jobs of a backend whose compiler takes one caller, then two of another: those do not wait for all five."""
     queue = Queue(2, 60.0, lambda artifact: None)
-    one, gate, order = threading.Lock(), threading.Event(), []
+    one, gate, others, order = threading.Lock(), threading.Event(), threading.Semaphore(0), []
 
     def work(name: str) -> Callable[[], None]:
         def run() -> None:
             if name.startswith("single"):
                 with one:
                     gate.wait(60)
-                    time.sleep(0.1)  # a compilation: long beside the start of a thread
+                    if name == "single.b":  # it takes until the others are done, which is never if they wait for it
+                        assert all(others.acquire(timeout=60) for _ in range(2))
+            else:
+                others.release()
             order.append(name)
 
         return run

@@ -171,14 +171,17 @@ results = []
 def elsewhere():
     out = norm.rms_norm(x, None, 1e-6)
     results.append(tasks() - before)  # this thread and two workers
+    late.append(time.monotonic() - asked > 0.1)  # by then the team is anybody's
     time.sleep(0.2)
     again = norm.rms_norm(x, None, 1e-6)
     results.append(tasks() - before)  # and a team of its own
     results.append(torch.equal(out, right) and torch.equal(again, right))
+late = []
 runner = threading.Thread(target=elsewhere)
+asked = time.monotonic()
 norm.rms_norm(x, None, 1e-6)
 runner.start(); runner.join()
-print("another's", results, bool(torchs_team()))
+print("late" if late[0] else f"another's {results} {bool(torchs_team())}")
 """
 
 
@@ -187,7 +190,10 @@ def test_torchs_own_threads_do_the_work_for_one_caller_at_a_time():
     if not os.path.isdir("/proc/self/task") or not torchs_team():
         pytest.skip("torch does not run on OpenMP here, or threads cannot be counted")
     given = {name: value for name, value in os.environ.items() if name != "LAYERZERO_CPU_THREADS"}
-    found = subprocess.run([sys.executable, "-c", _TEAM], capture_output=True, text=True, timeout=100, env=given)
+    for _ in range(30):  # on a busy machine the other caller may come too late to find the team taken
+        found = subprocess.run([sys.executable, "-c", _TEAM], capture_output=True, text=True, timeout=100, env=given)
+        if "late" not in found.stdout:
+            break
     assert found.stdout.splitlines() == ["mine 0", "another's [3, 5, True] True"], found.stdout + found.stderr
     given["LAYERZERO_CPU_THREADS"] = "own"
     found = subprocess.run([sys.executable, "-c", _TEAM], capture_output=True, text=True, timeout=100, env=given)
@@ -234,7 +240,7 @@ def test_a_forked_child_starts_its_own_workers(threads):
             os._exit(0 if good else 3)
         except BaseException:
             os._exit(4)
-    for _ in range(600):
+    for _ in range(2400):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             break

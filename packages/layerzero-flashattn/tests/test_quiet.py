@@ -105,7 +105,7 @@ def test_filters_that_another_thread_sets_during_a_compilation_do_not_end_it() -
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             inside.set()
-            done.wait(10)
+            done.wait(60)
 
     thread = threading.Thread(target=other)
 
@@ -113,7 +113,7 @@ def test_filters_that_another_thread_sets_during_a_compilation_do_not_end_it() -
         tries.append(1)
         if len(tries) == 1:
             thread.start()
-            inside.wait(10)
+            inside.wait(60)
         warnings.warn(SENTENCES[0][1], UserWarning, stacklevel=2)
         return "compiled"
 

@@ -140,7 +140,7 @@ def _running(word: str) -> list[str]:
 
 
 def _wait_until_gone(word: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _running(word) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _running(word)
