@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero_verify.testing import faults
+from tools import faulty_plugins as faults
 
 __all__ = ["FAULTS", "STANDING_IN", "Fault", "install", "install_standing_in"]
 

@@ -23,7 +23,7 @@ from layerzero.health.quarantine import Quarantine
 from layerzero.model.config import Policy
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse, select
-from layerzero_verify.testing import faults
+from tools import faulty_plugins as faults
 from tools.kernel_process import run_with_kernel
 
 PROVE = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=faults")

@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.cli import output
 from layerzero.cli.app import cli
 from layerzero.cli.output import Cell, Line, Table
-from layerzero_verify.testing import faults
+from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
 

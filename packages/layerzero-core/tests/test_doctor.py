@@ -28,8 +28,9 @@ from layerzero.public.checks import Check
 from layerzero.public.situation import look, quarantine_file, tolerant_env
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
-from layerzero_verify.testing import fakes, faults
+from layerzero_verify.testing import fakes
 from layerzero_verify.testing.fakes import capabilities
+from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
 

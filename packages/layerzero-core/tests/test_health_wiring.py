@@ -33,7 +33,7 @@ from layerzero.runtime import probation
 from layerzero.runtime.quarantining import place
 from layerzero.runtime.state import state
 from layerzero.runtime.watchdog import watchdog
-from layerzero_verify.testing import faults
+from tools import faulty_plugins as faults
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 OPEN, HALF_OPEN, CLOSED = BreakerPhase.OPEN, BreakerPhase.HALF_OPEN, BreakerPhase.CLOSED

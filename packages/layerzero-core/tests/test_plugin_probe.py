@@ -14,7 +14,8 @@ from layerzero.plugin import probing
 from layerzero.plugin.manager import load_plugins
 from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult, probe
-from layerzero_verify.testing import fakes, faults
+from layerzero_verify.testing import fakes
+from tools import faulty_plugins as faults
 
 CPU = fakes.cpu()
 

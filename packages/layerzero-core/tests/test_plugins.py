@@ -18,8 +18,9 @@ from layerzero.plugin import hookimpl, spec, vendor_status
 from layerzero.plugin.discovery import BUILTINS, discover
 from layerzero.plugin.manager import Loaded, PluginRecord, call_hook, load_plugins
 from layerzero.plugin.registrar import Registrar
-from layerzero_verify.testing import fakes, faults
+from layerzero_verify.testing import fakes
 from layerzero_verify.testing.fakes import FakeDist, FakeEntryPoint, capabilities, plugin
+from tools import faulty_plugins as faults
 
 
 def load(*entries: Any, env: dict[str, str] | None = None) -> Loaded:

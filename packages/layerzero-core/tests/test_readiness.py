@@ -18,8 +18,8 @@ from layerzero.plans.jit_index import Index
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_policy
 from layerzero.runtime.state import state
-from layerzero_verify.testing import faults
 from layerzero_verify.testing.fakes import capabilities
+from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -18,8 +18,8 @@ from layerzero.health.quarantine import Quarantine
 from layerzero.public.checks import ReadinessReport
 from layerzero.public.situation import quarantine_file
 from layerzero.runtime.state import state
-from layerzero_verify.testing import faults
 from layerzero_verify.testing.fakes import capabilities
+from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -11,5 +11,5 @@ and its pytest settings name the kit's plugin and the plugin under test::
     layerzero_plugin = "mybackend"
 
 The suite reads the backend's own capabilities: what is declared is tried at its limits against the reference, what is
-not declared is skipped by name. `fakes` and `faults` are for tests of LayerZero itself and of tools built on it.
+not declared is skipped by name. `fakes` are for tests of LayerZero itself and of tools built on it.
 """

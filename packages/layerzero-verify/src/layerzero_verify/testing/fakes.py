@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
-from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.spec import hookimpl
 
 __all__ = [
-    "CallLog",
     "FakeDist",
     "FakeEntryPoint",
     "capabilities",
     "cpu",
     "gpu",
-    "instrument",
     "plugin",
 ]
 
@@ -103,47 +98,3 @@ def plugin(*descriptors: Mapping[str, Any], ops: Iterable[Any] = (), **hooks: Ca
 def never_called(*args: Any) -> Any:
     """The adapter of kernels that only take part in selection."""
     raise AssertionError("this kernel is for selection only")
-
-
-# -- kernels that record ---------------------------------------------------------------------------
-@dataclass
-class CallLog:
-    """Which kernels ran, in order, with their thread. Append-only, so threads need no lock."""
-
-    calls: list[tuple[str, int]] = field(default_factory=list)
-
-    @property
-    def last(self) -> str | None:
-        """Id of the kernel that ran last."""
-        return self.calls[-1][0] if self.calls else None
-
-    def ran(self, thread: int | None = None) -> list[str]:
-        """Ids in order, of one thread or of all."""
-        return [kernel_id for kernel_id, ident in list(self.calls) if thread in (None, ident)]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.calls.clear()
-
-
-_RECORDED: dict[str, Callable[..., Any]] = {}
-_numbers = itertools.count()
-
-
-def instrument(spec: KernelSpec, implementation: Callable[..., Any], log: CallLog) -> KernelSpec:
-    """The kernel with an adapter that writes its id into `log`, then computes with `implementation`."""
-    name = f"recorded_{next(_numbers)}"
-
-    def recorded(*args: Any) -> Any:
-        log.calls.append((spec.kernel_id, threading.get_ident()))
-        return implementation(*args)
-
-    _RECORDED[name] = recorded
-    return replace(spec, function=f"layerzero_verify.testing.fakes:{name}")
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return _RECORDED[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
