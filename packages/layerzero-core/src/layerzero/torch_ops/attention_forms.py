@@ -20,18 +20,15 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from layerzero.dispatch.adapt import adapt
+from layerzero.model.attention import upright
 from layerzero.model.context import Context
 
 __all__ = ["CUDA", "FORMS", "form"]
 
 # By name: backends live on a floor above, which nothing below may import.
-upright: Callable[[Tensor, float], tuple[Tensor, float]] = importlib.import_module(
-    "layerzero.backends.sdpa.kernels"
-).upright
+_eager: Any = importlib.import_module("layerzero.backends.sdpa.kernels")
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
 # Name -> kernel with the adaptation of its inputs. Filled while graphs are traced, read by Dynamo.
 FORMS: dict[str, Callable[..., Any]] = {}
@@ -69,57 +66,6 @@ def flash(
     return (result[0], result[1]) if return_lse else result[0]
 
 
-def efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: Any,
-    scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """Memory-efficient attention; it pads its log-sum-exp to a multiple of 32 rows."""
-    needs_lse = return_lse or _derived(query, key, value)
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    result = _efficient(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), scale=scale)
-    return (result[0], result[1].narrow(-1, 0, query.shape[2])) if return_lse else result[0]
-
-
-def cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: Any,
-    scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """cuDNN's fused attention."""
-    needs_lse = return_lse or _derived(query, key, value)
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    result = _cudnn(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), False, scale=scale)
-    if not return_lse:
-        return result[0]
-    lse = result[1]
-    return result[0], lse.squeeze(-1) if lse.dim() == 4 else lse
-
-
-def _derived(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-
-
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as an additive bias [B, H, Sq, Sk] whose rows start on 16-byte boundaries, without a guard on any size."""
     cols = key.shape[2]
@@ -134,6 +80,9 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         mask = mask.contiguous()
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], cols)
 
+
+efficient = _eager.fused(torch.ops.aten._scaled_dot_product_efficient_attention.default, (), _bias, _eager.rows_of)
+cudnn = _eager.fused(torch.ops.aten._scaled_dot_product_cudnn_attention.default, (False,), _bias, _eager.squeezed)
 
 # The function of an eager kernel -> its form in a graph.
 CUDA: dict[str, Callable[..., Any]] = {

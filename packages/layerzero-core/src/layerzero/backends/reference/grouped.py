@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
-from layerzero.model.grouped import GroupedBatch
+from layerzero.model.attention import Attended, packed
+from layerzero.model.grouped import GroupedBatch, Segment
 
 __all__ = ["grouped_attention"]
 
@@ -20,7 +20,7 @@ def grouped_attention(
     causal: bool,
     scale: float | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Attended:
     """Attention of packed queries [total_q, Hq, D] over the first keys of their sequences, [total_k, Hkv, D] packed.
 
     Causal is bottom-right: the last query of a segment sees all keys of its group. A query without any key gives
@@ -29,21 +29,14 @@ def grouped_attention(
     dtype = compute_dtype(query, key, value)
     # Widened before they are cut into prefixes: the gradients of overlapping prefixes then add up in this precision.
     keys, values = key.to(dtype), value.to(dtype)
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    for segment in batch.segments():
+
+    def attended(segment: Segment) -> Attended:
         queries = _heads_first(query, segment.q_start, segment.q_len)
         prefix_k, prefix_v = (_heads_first(item, segment.k_start, segment.kv_len) for item in (keys, values))
         alignment = "bottom_right" if causal else False
-        result = attention(queries, prefix_k, prefix_v, None, 0.0, alignment, scale, None, None, None, return_lse)
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        outs.append(out[0].transpose(0, 1))
-        if lse is not None:
-            lses.append(lse[0].transpose(0, 1))
-    out = torch.cat(outs) if outs else query.new_zeros((0, query.shape[1], value.shape[-1]))
-    if not return_lse:
-        return out
-    return out, torch.cat(lses) if lses else query.new_zeros((0, query.shape[1]), dtype=torch.float32)
+        return attention(queries, prefix_k, prefix_v, None, 0.0, alignment, scale, None, None, None, return_lse)
+
+    return packed(map(attended, batch.segments()), query, value, return_lse)
 
 
 def _heads_first(tokens: Tensor, start: int, length: int) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
 from layerzero.errors import InvalidInputError
+from layerzero.model.attention import Attended, packed
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.reasons import ReasonCode
 
-__all__ = ["paged_attention"]
+__all__ = ["gather", "paged_attention", "sequences"]
 
 
 def paged_attention(
@@ -24,7 +27,7 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Attended:
     """Causal (bottom-right) attention of packed queries [total_q, Hq, D] over the pages of their sequences.
 
     The caches are [blocks, page, Hkv, D] (NHD) or [blocks, Hkv, page, D] (HND). A sequence with no context gives
@@ -36,35 +39,32 @@ def paged_attention(
     if batch.capture:
         options = (scale, window, softcap, alibi_slopes, return_lse, layout)
         return _on_device(query, key_cache, value_cache, batch, *options)
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    start = 0
-    for row, (context_len, query_len) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
-        if query_len == 0:
-            continue
-        pages = batch.block_tables[row, : -(-context_len // page_size)]
-        keys = _gather(key_cache, pages, context_len, layout)
-        values = _gather(value_cache, pages, context_len, layout)
-        queries = query[start : start + query_len].transpose(0, 1).unsqueeze(0)
+
+    def sequence(row: int, queries: Tensor, pages: Tensor, length: int) -> Attended:
+        keys, values = (gather(cache, pages, length, layout) for cache in (key_cache, value_cache))
         slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        result = attention(queries, keys, values, None, 0.0, "bottom_right", scale, window, softcap, slopes, return_lse)
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        outs.append(out[0].transpose(0, 1))
-        if lse is not None:
-            lses.append(lse[0].transpose(0, 1))
-        start += query_len
-    packed = torch.cat(outs) if outs else query.new_zeros((0, query.shape[1], value_cache.shape[-1]))
-    if not return_lse:
-        return packed
-    return packed, torch.cat(lses) if lses else query.new_zeros((0, query.shape[1]), dtype=torch.float32)
+        return attention(queries, keys, values, None, 0.0, "bottom_right", scale, window, softcap, slopes, return_lse)
+
+    found = (sequence(*item) for item in sequences(batch, query, page_size))
+    return packed(found, query, value_cache, return_lse)
 
 
-def _gather(cache: Tensor, pages: Tensor, context_len: int, layout: str) -> Tensor:
+def sequences(batch: PagedBatch, query: Tensor, page_size: int) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+    """Each sequence with queries: its row, its queries [1, Hq, S, D], its pages, and how many tokens they hold."""
+    start = 0
+    for row, (length, count) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
+        if count:
+            pages = batch.block_tables[row, : -(-length // page_size)]
+            yield row, query[start : start + count].transpose(0, 1).unsqueeze(0), pages, length
+            start += count
+
+
+def gather(cache: Tensor, pages: Tensor, context_len: int, layout: str = "NHD") -> Tensor:
     """The first `context_len` cached tokens of one sequence as [1, Hkv, context_len, D]."""
     # index_select, unlike cache[pages], refuses a negative page number instead of wrapping it to another sequence.
     blocks = torch.index_select(cache, 0, pages)
     if layout == "HND":
-        blocks = blocks.transpose(1, 2)
+        return blocks.transpose(0, 1).flatten(1, 2)[:, :context_len].unsqueeze(0)
     return blocks.flatten(0, 1)[:context_len].transpose(0, 1).unsqueeze(0)
 
 
@@ -79,7 +79,7 @@ def _on_device(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Attended:
     """The same with the lengths and pages that the batch's tensors hold when it runs, for a batch made for capture.
 
     A graph keeps the numbers of the host as they were when it was captured, while `batch.update` changes the tensors.

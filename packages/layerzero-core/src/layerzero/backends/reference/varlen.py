@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
+from layerzero.model.attention import Attended, packed
 
 __all__ = ["varlen_attention", "varlen_masked"]
 
@@ -30,7 +31,7 @@ def varlen_attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Attended:
     """Attention of packed queries [Tq, Hq, D] over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
 
     A query whose sequence has no key gives zeros, and -inf as its log-sum-exp, which is [Tq, Hq]. Where the host
@@ -40,23 +41,16 @@ def varlen_attention(
         return varlen_masked(
             query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, window, softcap, alibi_slopes, return_lse
         )
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-    for row, ((first, last), (start, stop)) in enumerate(spans):
-        if first == last:
-            continue
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[first:last], key[start:stop], value[start:stop]))
+
+    def sequence(row: int, queries: tuple[int, int], keys: tuple[int, int]) -> Attended:
+        parts = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in parts)
         slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        found = attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
-        out, lse = found if isinstance(found, tuple) else (found, None)
-        outs.append(out[0].transpose(0, 1))
-        if lse is not None:
-            lses.append(lse[0].transpose(0, 1))
-    packed = torch.cat(outs) if outs else query.new_zeros((0, query.shape[1], value.shape[2]))
-    if not return_lse:
-        return packed
-    return packed, torch.cat(lses) if lses else query.new_zeros((0, query.shape[1]), dtype=torch.float32)
+        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
+
+    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    found = (sequence(row, *both) for row, both in enumerate(spans) if both[0][0] < both[0][1])
+    return packed(found, query, value, return_lse)
 
 
 def _readable(*offsets: Tensor) -> bool:
@@ -77,7 +71,7 @@ def varlen_masked(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Attended:
     """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host."""
     seq_q, own_q = _places(cu_seqlens_q, query.shape[0])
     seq_k, own_k = _places(cu_seqlens_k, key.shape[0])
@@ -101,9 +95,7 @@ def varlen_masked(
         mask = bias.masked_fill(~keep, -torch.inf).unsqueeze(0)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse)
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    packed = out[0].transpose(0, 1)
-    return packed if lse is None else (packed, lse[0].transpose(0, 1))
+    return packed((found,), query, value, return_lse)
 
 
 def _places(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

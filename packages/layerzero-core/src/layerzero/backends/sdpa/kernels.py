@@ -8,20 +8,20 @@ and checks before it comes here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.sdpa.chunked import by_chunk, lower_right
+from layerzero.model.attention import upright
 from layerzero.model.masks import ChunkMask
 
-__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "math", "upright"]
+__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "fused", "math", "rows_of", "squeezed"]
 
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 _flash = torch._scaled_dot_product_flash_attention
-_efficient = torch._scaled_dot_product_efficient_attention
-_cudnn = torch._scaled_dot_product_cudnn_attention
 _math = torch._scaled_dot_product_attention_math
 _INF = float("inf")
 _NAN = float("nan")
@@ -45,7 +45,13 @@ def flash_cpu(
     """Blocked attention of the CPU build; reads GQA keys without expanding them."""
     if attn_mask is not None:
         if isinstance(attn_mask, ChunkMask):
-            return _chunks_cpu(query, key, value, attn_mask, dropout_p, scale, return_lse)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+                square = q.shape[2] == k.shape[2]
+                corner = None if square else lower_right(q, k)
+                return flash_cpu(q, k, v, corner, dropout_p, square, scale, None, None, None, return_lse)
+
+            return by_chunk(attend, query, key, value, attn_mask, return_lse)
         if attn_mask.ndim == 3:
             attn_mask = attn_mask.unsqueeze(0)  # the kernel takes 2 or 4 axes
         if query.dtype is torch.float64:
@@ -80,59 +86,59 @@ def flash_cuda(
 ) -> Any:
     """FlashAttention-2 as built into torch."""
     if attn_mask is not None:  # the only mask it takes is a ChunkMask
-        return _chunks_cuda(query, key, value, attn_mask, dropout_p, scale, return_lse)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flash_cuda(q, k, v, None, dropout_p, True, scale, None, None, None, return_lse)
+
+        return by_chunk(attend, query, key, value, attn_mask, return_lse)
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     result = _flash(query, key, value, dropout_p, bool(is_causal), False, scale=scale)
     return (result[0], result[1]) if return_lse else result[0]
 
 
-def efficient_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """Memory-efficient attention. Its bias must span batch and heads and start rows on 16-byte boundaries."""
-    needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
-    bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    result = _efficient(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), scale=scale)
-    # The kernel pads its log-sum-exp to a multiple of 32 rows.
-    return (result[0], result[1][..., : query.shape[2]]) if return_lse else result[0]
+def fused(
+    run: Callable[..., Any],
+    more: tuple[bool, ...],
+    bias_of: Callable[[Tensor, Tensor, Tensor], Tensor],
+    lse_of: Callable[[Tensor, int], Tensor],
+) -> Callable[..., Any]:
+    """An adapter over a kernel that takes a tensor bias: `bias_of` makes it of a mask, `lse_of` cuts its log-sum-exp.
+
+    Its log-sum-exp is asked for where a gradient will need it.
+    """
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        window: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        return_lse: bool,
+    ) -> Any:
+        derived = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        bias = None if attn_mask is None else bias_of(attn_mask, query, key)
+        if scale is not None and scale <= 0.0:
+            query, scale = upright(query, scale)
+        result = run(query, key, value, bias, return_lse or derived, dropout_p, bool(is_causal), *more, scale=scale)
+        return (result[0], lse_of(result[1], query.shape[2])) if return_lse else result[0]
+
+    return attention
 
 
-def cudnn_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
-    """cuDNN's fused attention; its log-sum-exp comes with a trailing axis of one."""
-    needs_lse = return_lse or (torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)))
-    bias = None if attn_mask is None else _full_bias(attn_mask, query, key)
-    if scale is not None and scale <= 0.0:
-        query, scale = upright(query, scale)
-    result = _cudnn(query, key, value, bias, needs_lse, dropout_p, bool(is_causal), False, scale=scale)
-    if not return_lse:
-        return result[0]
-    lse = result[1]
-    return result[0], lse.squeeze(-1) if lse.ndim == 4 else lse
+def rows_of(lse: Tensor, rows: int) -> Tensor:
+    """The memory-efficient kernel pads its log-sum-exp to a multiple of 32 rows."""
+    return lse.narrow(-1, 0, rows)
+
+
+def squeezed(lse: Tensor, rows: int) -> Tensor:
+    """cuDNN's log-sum-exp comes with a trailing axis of one."""
+    return lse.squeeze(-1) if lse.ndim == 4 else lse
 
 
 def math(
@@ -156,43 +162,6 @@ def math(
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
 
 
-def upright(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a positive scale, for kernels that scale after masking: -inf times -1 is no mask."""
-    return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
-
-
-def _chunks_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: ChunkMask,
-    dropout_p: float,
-    scale: float | None,
-    return_lse: bool,
-) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        square = q.shape[2] == k.shape[2]
-        corner = None if square else lower_right(q, k)
-        return flash_cpu(q, k, v, corner, dropout_p, square, scale, None, None, None, return_lse)
-
-    return by_chunk(attend, query, key, value, mask, return_lse)
-
-
-def _chunks_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: ChunkMask,
-    dropout_p: float,
-    scale: float | None,
-    return_lse: bool,
-) -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_cuda(q, k, v, None, dropout_p, True, scale, None, None, None, return_lse)
-
-    return by_chunk(attend, query, key, value, mask, return_lse)
-
-
 def _full_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as an additive bias [B, H, Sq, Sk] of the query's dtype, rows padded to 16 bytes."""
     if mask.dtype is torch.bool:
@@ -206,3 +175,8 @@ def _full_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         padded[..., :cols] = mask
         mask = padded[..., :cols]
     return mask
+
+
+# Its bias must span batch and heads and start rows on 16-byte boundaries, and so must cuDNN's.
+efficient_cuda = fused(torch._scaled_dot_product_efficient_attention, (), _full_bias, rows_of)
+cudnn_cuda = fused(torch._scaled_dot_product_cudnn_attention, (False,), _full_bias, squeezed)

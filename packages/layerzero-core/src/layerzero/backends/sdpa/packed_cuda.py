@@ -6,13 +6,12 @@ bottom right and writes +inf as the log-sum-exp of a row that attends nothing, w
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.sdpa.kernels import upright
+from layerzero.model.attention import no_keys, offsets, upright
 from layerzero.model.kv_cache import PagedBatch
 
 __all__ = ["paged_flash", "varlen_flash"]
@@ -35,8 +34,7 @@ def varlen_flash(
 ) -> Any:
     """FlashAttention-2 over packed sequences; no value is read by the host."""
     if max_seqlen_k == 0:  # no sequence has a key
-        out = query.new_zeros((*query.shape[:2], value.shape[2]))
-        return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+        return no_keys(query, value, return_lse)
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     left, right = (-1, -1) if window is None else window
@@ -77,10 +75,7 @@ def paged_flash(
     device = query.device
     contexts, queries = batch.context_lens_host, batch.query_lens_host
     page = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
-    cu_q, cu_k = (
-        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
-        for lengths in (queries, contexts)
-    )
+    cu_q, cu_k = (item.to(device, non_blocking=True) for item in offsets(queries, contexts))
     lengths = cu_k.diff()
     total = sum(contexts)
     row = torch.repeat_interleave(torch.arange(len(contexts), device=device), lengths, output_size=total)
@@ -89,18 +84,7 @@ def paged_flash(
     keys, values = (
         cache[pages, slot] if layout == "NHD" else cache[pages, :, slot] for cache in (key_cache, value_cache)
     )
+    longest = (batch.max_query_len, batch.max_context_len)
     return varlen_flash(
-        query,
-        keys,
-        values,
-        cu_q,
-        cu_k,
-        batch.max_query_len,
-        batch.max_context_len,
-        "bottom_right",
-        scale,
-        window,
-        None,
-        None,
-        return_lse,
+        query, keys, values, cu_q, cu_k, *longest, "bottom_right", scale, window, None, None, return_lse
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.sdpa.kernels import flash_cpu
+from layerzero.model.attention import packed
 
 __all__ = ["attend_cpu", "each_cpu"]
 
@@ -30,30 +32,26 @@ def each_cpu(
 ) -> Any:
     """One call of the blocked CPU kernel per sequence; neighbours of equal lengths share a call."""
     spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    row = 0
-    for (rows, cols), equal in itertools.groupby(spans, _lengths):
-        group = list(equal)
-        count, first, start = len(group), group[0][0][0], group[0][1][0]
-        row += count
-        if rows == 0:
-            continue
-        parts = (
-            _heads_first(query[first : first + count * rows], count),
-            _heads_first(key[start : start + count * cols], count),
-            _heads_first(value[start : start + count * cols], count),
-        )
-        slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[row - count : row]
-        found = attend_cpu(*parts, is_causal, scale, window, slopes, return_lse)
-        out, lse = found if return_lse else (found, None)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        if lse is not None:
-            lses.append(lse.transpose(1, 2).flatten(0, 1))
-    packed = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return (packed, torch.cat(lses)) if return_lse else packed
+
+    def results() -> Iterator[Any]:
+        row = 0
+        for (rows, cols), equal in itertools.groupby(spans, _lengths):
+            group = list(equal)
+            count, first, start = len(group), group[0][0][0], group[0][1][0]
+            row += count
+            if rows == 0:
+                continue
+            parts = (
+                _heads_first(query[first : first + count * rows], count),
+                _heads_first(key[start : start + count * cols], count),
+                _heads_first(value[start : start + count * cols], count),
+            )
+            slopes = alibi_slopes
+            if slopes is not None and slopes.dim() == 2:
+                slopes = slopes[row - count : row]
+            yield attend_cpu(*parts, is_causal, scale, window, slopes, return_lse)
+
+    return packed(results(), query, value, return_lse)
 
 
 def _lengths(span: tuple[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:

@@ -1,0 +1,54 @@
+"""What adapters over attention kernels of many libraries have in common."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Attended", "no_keys", "offsets", "packed", "upright"]
+
+Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""A result of attention: alone, or with its log-sum-exp."""
+
+
+def upright(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale, for kernels that scale after masking: -inf times -1 is no mask."""
+    return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
+
+
+def no_keys(query: Tensor, value: Tensor, return_lse: bool) -> Attended:
+    """The result of packed queries [T, H, D] over no key at all: zeros, and -inf."""
+    import torch
+
+    out = query.new_zeros((*query.shape[:2], value.shape[-1]))
+    return (out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)) if return_lse else out
+
+
+def packed(found: Iterable[Attended], query: Tensor, value: Tensor, return_lse: bool) -> Attended:
+    """Results [n, H, S, D] (and log-sum-exp [n, H, S]) of sequences, one after another, as those of packed tokens."""
+    import torch
+
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for item in found:
+        out, lse = item if isinstance(item, tuple) else (item, None)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        if lse is not None:
+            lses.append(lse.transpose(1, 2).flatten(0, 1))
+    if not outs:
+        return no_keys(query[:0], value, return_lse)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return (out, torch.cat(lses)) if return_lse else out
+
+
+def offsets(*lengths: Iterable[int]) -> Iterator[Tensor]:
+    """Where each of some packed sequences begins, int32 [B + 1] on the host, from their lengths."""
+    import torch
+
+    for item in lengths:
+        yield torch.tensor([0, *itertools.accumulate(item)], dtype=torch.int32)
