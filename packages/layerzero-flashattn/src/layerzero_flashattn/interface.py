@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows, no_keys, upright
+from layerzero.model.attention import no_keys, upright
+from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows
 
 __all__ = ["dense", "float32", "varlen"]
 

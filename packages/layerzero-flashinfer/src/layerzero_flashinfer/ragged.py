@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from layerzero.model.attention import no_keys
 from layerzero_flashinfer.options import live_rows, options
 from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning, starts_of
 from layerzero_flashinfer.workspace import place
@@ -92,8 +92,7 @@ def _kernel(kind: str) -> Callable[..., Any]:
         return_lse: bool,
     ) -> Any:
         if key.shape[0] == 0:  # no sequence has a key
-            out = query.new_zeros((*query.shape[:2], value.shape[2]))
-            return (out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+            return no_keys(query, value, return_lse)
         asked = options(is_causal, window, softcap, scale, query.shape[-1])
         problem = problem_of(kind, query, key, 1, asked)
         return _planned(problem, query, (cu_seqlens_q, cu_seqlens_k)).run(query, key, value, return_lse)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import upright
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.interface import dense, varlen
-from layerzero_flashattn.shared import NO_WINDOW, dead_rows, packed_offsets, upright
+from layerzero_flashattn.shared import NO_WINDOW, dead_rows, packed_offsets
 
 __all__ = [
     "attention",

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError
+from layerzero.model.attention import upright
 from layerzero.model.grouped import GroupedBatch, Segment
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import quietly
-from layerzero_flashattn.shared import upright
 
 __all__ = ["Sequences", "grouped_attention", "sequences"]
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import no_keys, upright
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.fa4.families import Families
 from layerzero_flashattn.fa4.replay import Recorded, record, replayable
 from layerzero_flashattn.quiet import hush_backward, quietly
-from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, no_keys, sides, upright
+from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, sides
 
 __all__ = [
     "attention",

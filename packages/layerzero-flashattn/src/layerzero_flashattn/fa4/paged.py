@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import upright
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero_flashattn.fa4.kernels import families, plain_forward
-from layerzero_flashattn.shared import dead_rows, packed_offsets, upright
+from layerzero_flashattn.shared import dead_rows, packed_offsets
 
 __all__ = ["paged_decode", "paged_prefill"]
 
