@@ -92,7 +92,7 @@ class Work:
 
     def __call__(self) -> Any:
         """The kernel's result."""
-        return dispatch(public_op(self.spec.op).spec, self.args, self.layout, self.spec.kernel_id)
+        return dispatch(public_op(self.spec.op), self.args, self.layout, self.spec.kernel_id)
 
 
 def covered() -> list[KernelSpec]:
@@ -112,7 +112,7 @@ def work_for(spec: KernelSpec) -> Work | None:
                 args, _, _ = public_op(spec.op).normalize((call.args[0], *more), named)
             if spec.op == "linear":  # the weight in the form the kernel takes: plain, quantized or packed
                 args = _linear(spec, options, call.args[0])
-            op = public_op(spec.op).spec
+            op = public_op(spec.op)
             found = decide(op, describe(op, args, call.layout, None, current_world()), current_world())
             if any(item.kernel_id == spec.kernel_id and item.accepted for item in found.candidates):
                 words = " ".join(f"{name}={_plain(value)}" for name, value in options.items())

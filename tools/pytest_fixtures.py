@@ -126,7 +126,7 @@ class Lab:
     @staticmethod
     def reference(op: str, spec: KernelSpec | None = None) -> Callable[..., Any]:
         """The op's own fallback; for an attention kernel of another layout with the axes exchanged around it."""
-        plain = public_op(op).spec.fallback_impl
+        plain = public_op(op).fallback_impl
         assert plain is not None
         if op != "attention" or spec is None or spec.layouts == {Layout.BHSD}:
             return plain

@@ -137,7 +137,7 @@ def test_an_accelerated_function_does_nothing_but_dispatch(op: str) -> None:
     assert getattr(only.value.func, "id", "") == "dispatch"
     canonical = only.value.args[1]
     assert isinstance(canonical, ast.Tuple)
-    assert tuple(getattr(item, "id", "") for item in canonical.elts) == PUBLIC[op].spec.arguments
+    assert tuple(getattr(item, "id", "") for item in canonical.elts) == PUBLIC[op].arguments
 
 
 def test_each_description_is_what_the_library_is_given() -> None:
@@ -147,7 +147,7 @@ def test_each_description_is_what_the_library_is_given() -> None:
     name, module, doc, parameters, canonical, function, *_, bucketed = given["attention"]
     assert (name, module, function, bucketed) == ("attention", "layerzero", PUBLIC["attention"].function, True)
     assert doc.startswith("attention(query, key, value, attn_mask=None,")
-    assert [parameters[i][0] for i in canonical] == list(PUBLIC["attention"].spec.arguments)
+    assert [parameters[i][0] for i in canonical] == list(PUBLIC["attention"].arguments)
     assert parameters[0] == ("query", "T", True) and parameters[7] == ("layout", "W", False, "BHSD")
     assert not given["rope"][-1]
 
@@ -197,9 +197,9 @@ def test_the_keys_told_to_c_are_those_of_the_other_ops(lab: Any) -> None:
     }
     for op, args in calls.items():
         layout = "BHSD" if op == "rope" else None
-        find = _find(PUBLIC[op].spec)
+        find = _find(PUBLIC[op])
         assert find(state.world, args, layout, None) is None
-        given = dict(zip(PUBLIC[op].spec.arguments, args, strict=True))
+        given = dict(zip(PUBLIC[op].arguments, args, strict=True))
         PUBLIC[op].function(**given)
         found = find(state.world, args, layout, None)
         assert found is not None and found[0].decision.op == op

@@ -37,11 +37,11 @@ TEXT_OPS = {"tokenize", "detokenize"}  # their kernels are a package's own, and 
 @pytest.mark.parametrize("name", sorted(LATE_OPS))
 def test_a_late_op_is_complete(name):
     op = PUBLIC[name]
-    assert op.spec.op_id == name
+    assert op.op_id == name
     assert getattr(lz, name) is op.function
-    assert op.spec in lz.list_ops()
+    assert op in lz.list_ops()
     if name not in TEXT_OPS:
-        assert any(kernel.kernel_id == op.spec.fallback_id for kernel in lz.list_kernels(name))
+        assert any(kernel.kernel_id == op.fallback_id for kernel in lz.list_kernels(name))
 
 
 @pytest.mark.parametrize("name", sorted(set(LATE_OPS) - TEXT_OPS))

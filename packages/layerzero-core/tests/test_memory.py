@@ -107,7 +107,7 @@ def big_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
 def test_an_estimate_is_near_what_a_large_call_takes(kernel_id: str) -> None:
     op, args = big_calls()[kernel_id]
     spec = current_world().registry.kernels[kernel_id]
-    ctx = describe(public_op(op).spec, args, None, None, current_world())
+    ctx = describe(public_op(op), args, None, None, current_world())
     with torch.no_grad():
         out, peak = measured_peak(lambda: resolve(spec)(*args))
     taken, said = peak - result_bytes(out), estimate(spec, ctx).total
@@ -121,7 +121,7 @@ def test_the_copies_of_adapted_inputs_are_part_of_the_estimate() -> None:
     q = torch.randn(2, 8, 256, 128)[..., ::2]
     kv = torch.randn(2, 2, 256, 64)
     rest = (None, 0.0, False, None, None, None, None, False)
-    ctx = describe(public_op("attention").spec, (q, kv, kv, *rest), "BHSD", None, current_world())
+    ctx = describe(public_op("attention"), (q, kv, kv, *rest), "BHSD", None, current_world())
     for steps, tensors in ((("contiguous",), (q, q, q)), (("expand_kv",), (q.contiguous(), kv, kv))):
         told = ctx if tensors[1] is kv else ctx.with_dims(num_kv_heads=8)
         run = adapt(lambda a, b, c, *rest: a, told, list(steps), True)

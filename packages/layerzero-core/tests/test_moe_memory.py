@@ -79,7 +79,7 @@ def kernel_named(kernel_id):
 
 def context(args, backend=None):
     """What selection sees of a call of `lz.moe`, with the very number of tokens."""
-    return describe(public_op("moe").spec, (*args, "silu", 0), None, backend, current_world())
+    return describe(public_op("moe"), (*args, "silu", 0), None, backend, current_world())
 
 
 @pytest.mark.parametrize("kernel_id", ["torch.moe.segments", "torch.moe.grouped_cpu", "reference.moe.plain"])
@@ -134,7 +134,7 @@ def test_blocks_and_grouped_products_keep_to_what_they_declare(kernel_id, dtype)
         with torch.no_grad(), Peak() as peak:
             peak.given(*(item for item in args if isinstance(item, torch.Tensor)))
             out = resolve(spec)(*args)
-        ctx = describe(public_op(spec.op).spec, args, None, None, current_world())
+        ctx = describe(public_op(spec.op), args, None, None, current_world())
         room = spec.workspace_bytes(ctx) + out.nbytes
         assert peak.most <= room, f"{peak.most} bytes, declared {room} with the result"
         most = max(most, peak.most)

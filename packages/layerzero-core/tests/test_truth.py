@@ -176,10 +176,10 @@ def expected(case: Case) -> Any:
     """What the reference says; under autocast after the casts that torch would make."""
     public = public_op(case.op)
     args, layout, _ = public.normalize(case.args, case.kwargs)
-    plain = public.spec.fallback_impl
+    plain = public.fallback_impl
     assert plain is not None
     values = list(args)
-    if torch.is_autocast_enabled("cpu") and public.spec.autocast:
+    if torch.is_autocast_enabled("cpu") and public.autocast:
         kind = torch.get_autocast_dtype("cpu")
         for i, item in enumerate(values[:3]):
             if isinstance(item, Tensor) and item.is_floating_point() and item.dtype is not torch.float64:

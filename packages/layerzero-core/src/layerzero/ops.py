@@ -13,7 +13,10 @@ from layerzero._ops.paged import paged_attention
 from layerzero._ops.positional import rope
 from layerzero._ops.quantize import dequantize, quantize
 from layerzero._ops.sampling import sample, sample_topk, sample_topp
-from layerzero._ops.signature import PUBLIC
+from layerzero._ops.signature import public_op
+from layerzero.dispatch.late import current_world
+from layerzero.errors import UnknownNameError
+from layerzero.torch_ops.functions import functions
 
 __all__ = [
     "add_rms_norm",
@@ -36,11 +39,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in PUBLIC:
+    if name.startswith("_"):
         raise AttributeError(f"no op {name!r}")
-    found = globals()[name] = PUBLIC[name].function
-    return found
+    try:
+        function = public_op(name).function
+    except UnknownNameError as error:
+        raise AttributeError(str(error)) from None
+    return functions.accelerated.get(name, function)  # not kept: a plugin may be loaded again
 
 
 def __dir__() -> list[str]:
-    return sorted(PUBLIC)
+    return sorted(current_world().ops)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import linear
-from layerzero._ops.describe import expect_shape, expect_tensor
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_shape, expect_tensor
 
 __all__ = ["column_linear", "row_linear", "shard_weight"]
 

@@ -45,7 +45,7 @@ class Caller:
         public = public_op(op)
         canonical, layout, _ = public.normalize(args, kwargs)
         standing = dict(self.line_up.stand_ins).get(op)
-        spec = public.spec if standing is None else current_world().ops[standing]
+        spec = public if standing is None else current_world().ops[standing]
         kernel = ""
         try:
             kernel = _choose(spec, canonical, layout)

@@ -269,7 +269,7 @@ def test_a_name_that_means_nothing_is_an_error_and_a_backend_without_the_op_a_re
 
 # -- attention, experts, draws: mistakes that look right -----------------------------------------------
 def _paged_fault(kind: str) -> Any:
-    plain = public_op("paged_attention").spec.fallback_impl
+    plain = public_op("paged_attention").fallback_impl
     assert plain is not None
 
     def run_it(*args: Any, **kwargs: Any) -> Any:
@@ -299,7 +299,7 @@ def test_a_wrong_log_base_a_lost_scale_and_mixed_up_heads_are_found(sets: Any, l
 
 
 def test_experts_with_gate_and_up_exchanged_are_found(sets: Any, lab: Any) -> None:
-    plain = public_op("moe").spec.fallback_impl
+    plain = public_op("moe").fallback_impl
     assert plain is not None
 
     def swapped(x: Any, gate_up: Any, *rest: Any) -> Any:
@@ -311,7 +311,7 @@ def test_experts_with_gate_and_up_exchanged_are_found(sets: Any, lab: Any) -> No
 
 
 def _sampler(kind: str) -> Any:
-    plain = public_op("sample").spec.fallback_impl
+    plain = public_op("sample").fallback_impl
     assert plain is not None
 
     def draw(logits: Any, top_k: Any, top_p: Any, min_p: Any, temperature: Any, generator: Any) -> Any:

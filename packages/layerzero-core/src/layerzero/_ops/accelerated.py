@@ -2,8 +2,8 @@
 
 One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a finite number by type, W a word
 or flag by value, F a finite scale that is not keyed, Z zero, A None, I not looked at. Any other value takes the path in
-Python, which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. An op
-may be named below only if its function does nothing but dispatch.
+Python, which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. The
+functions of these ops do nothing but dispatch.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerzero._ops.near import bucket_ends, near_key
-from layerzero._ops.signature import PUBLIC, PublicOp
+from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import describe_tensor, generic_key, mode_key
 from layerzero.dispatch.late import recover
 from layerzero.errors import from_outside
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
+from layerzero.runtime.late_ops import LATE_OPS
 
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound
     from layerzero.selection.world import World
 
-__all__ = ["KINDS", "accelerated", "attention_key", "put_in_place", "rms_norm_key"]
+__all__ = ["KINDS", "accelerated", "attention_key", "of_plugin", "put_in_place", "rms_norm_key"]
 
-KINDS = {
-    "attention": "TTTOZWFWAIAOWW",
-    "rms_norm": "TONW",
-    "add_rms_norm": "TTONW",
-    "layer_norm": "TOONW",
-    "silu_and_mul": "TW",
-    "gelu_and_mul": "TWW",
-    "relu_and_mul": "TW",
-    "rope": "TOTTWWOWW",
-    "linear": "TTOWW",
-    "embedding": "TTNW",
-}
+_LETTERS = {"tensor": "T", "tensor?": "O", "number": "N", "flag": "W", "text": "W"}
+
+
+def letters(op: Op) -> str:
+    """How each parameter of an op enters the key in C; "" where one of them is no tensor, number, word or flag."""
+    if op.keyed or op.canonical is not None or "object" in op.input_kinds:
+        return op.keyed
+    kinds = dict(zip(op.arguments, op.input_kinds, strict=True))
+    return "".join(_LETTERS[kinds.get(name, "text")] for name in op.signature.parameters)
+
+
+KINDS = {name: found for name in PUBLIC if name not in LATE_OPS and (found := letters(PUBLIC[name]))}
 
 # (bound kernel, ends of the buckets of the KV length where its bucket leads to the same kernel)
 Found = tuple["Bound", tuple[int, ...] | None]
@@ -58,24 +59,38 @@ def put_in_place(made: dict[str, Callable[..., Any]]) -> None:
             setattr(sys.modules[module], name, function)
 
 
-def _function(native: Any, op: PublicOp, kinds: str) -> Callable[..., Any]:
+def of_plugin(native: Any, op: Op) -> Callable[..., Any] | None:
+    """The C form of a function that was made for a plugin's op; None where its arguments have none."""
+    found = letters(op)
+    key: Callable[..., Any] | None = op.function.__globals__.get("key_of")
+    if not found or key is None:
+        return None
+
+    def find(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
+        bound = world.hot.get(key(*args, backend)) if type(world.hot) is dict else None
+        return None if bound is None else (bound, None)
+
+    return _function(native, op, found, find)
+
+
+def _function(native: Any, op: Op, kinds: str, find: Find | None = None) -> Callable[..., Any]:
     given = list(op.signature.parameters.values())
     parameters = tuple(
         (p.name, kind, p.kind is p.POSITIONAL_OR_KEYWORD, *(() if p.default is p.empty else (p.default,)))
         for p, kind in zip(given, kinds, strict=True)
     )
     names = [p.name for p in given]
-    name = op.spec.op_id
+    name = op.op_id
     shown = inspect.Signature([p.replace(annotation=p.empty) for p in given])
     made: Callable[..., Any] = native.function(
         name,
-        "layerzero",  # where it is found by name, by pickle for one
+        "layerzero" if name in PUBLIC else "layerzero.ops",  # where it is found by name, by pickle for one
         f"{name}{shown}\n--\n\n{inspect.getdoc(op.function)}",
         parameters,
-        tuple(names.index(argument) for argument in op.spec.arguments),
+        tuple(names.index(argument) for argument in op.arguments),
         op.function,
-        _quietly(_FINDS.get(name) or _find(op.spec)),
-        _rescue(op.spec),
+        _quietly(find or _FINDS.get(name) or _find(op)),
+        _rescue(op),
         name == "attention",
     )
     return made
@@ -155,7 +170,7 @@ def attention_key(args: tuple[Any, ...], layout: str | None, backend: str | None
 def _find_rms_norm(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
     x, weight, _ = args
     if weight is None:
-        return _find(PUBLIC["rms_norm"].spec)(world, args, layout, backend)
+        return _find(PUBLIC["rms_norm"])(world, args, layout, backend)
     bound = world.hot.get(rms_norm_key(x, weight, backend)) if type(world.hot) is dict else None
     return None if bound is None else (bound, None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from layerzero._ops.near import near_key, remember_edges
-from layerzero._ops.signature import PUBLIC, PublicOp, fx_node, fx_proxy, reference, register
+from layerzero._ops.signature import PUBLIC, fx_node, fx_proxy, register
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
@@ -25,10 +25,10 @@ from layerzero.model.describe import (
     parse_window,
     plain_number,
 )
-from layerzero.model.enums import Causal, Layout, OpKind, Platform
+from layerzero.model.enums import Causal, Layout, Platform
 from layerzero.model.folding import fold
 from layerzero.model.masks import MASK_VALUES, ChunkMask
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
@@ -322,47 +322,13 @@ def _vetoed(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: flo
     return frozenset(found)
 
 
-ATTENTION = OperationSpec(
-    op_id="attention",
-    op_kind=OpKind.TENSOR,
-    arguments=(
-        "query",
-        "key",
-        "value",
-        "attn_mask",
-        "dropout_p",
-        "is_causal",
-        "scale",
-        "window",
-        "softcap",
-        "alibi_slopes",
-        "return_lse",
-    ),
-    input_kinds=(
-        "tensor",
-        "tensor",
-        "tensor",
-        "tensor?",
-        "number",
-        "flag",
-        "number",
-        "object",
-        "number",
-        "tensor?",
-        "flag",
-    ),
-    output_kind="tensor",
-    describe=_describe,
-    fallback_impl=reference("layerzero.backends.reference.attention:attention"),
-    fallback_id="reference.attention.plain",
-    elastic=("seq_len_q", "seq_len_k"),
-    random=lambda args: args[4] > 0.0,
-    autocast=True,
-)
-register(
-    PublicOp(
-        ATTENTION,
-        attention,
+ATTENTION = register(
+    Op(
+        function=attention,
+        arguments=(
+            "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
+            "alibi_slopes", "return_lse",
+        ),
         canonical=lambda a: (
             a["query"],
             a["key"],
@@ -376,5 +342,11 @@ register(
             a["alibi_slopes"],
             a["return_lse"],
         ),
+        describe=_describe,
+        reference="layerzero.backends.reference.attention:attention",
+        elastic=("seq_len_q", "seq_len_k"),
+        random=lambda args: args[4] > 0.0,
+        autocast=True,
+        keyed="TTTOZWFWAIAOWW",
     )
-)
+)  # fmt: skip

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_tensor
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import dtype_name, stride_class
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["CAST", "cast"]
 
@@ -73,18 +72,10 @@ def _describe(call: Call) -> Context:
 
 
 CAST = register(
-    PublicOp(
-        OperationSpec(
-            op_id="cast",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "dtype", "saturate"),
-            input_kinds=("tensor", "object", "flag"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.conversion:cast"),
-            fallback_id="reference.cast.plain",
-            elastic=("elements",),
-        ),
-        cast,
+    Op(
+        function=cast,
+        describe=_describe,
+        reference="layerzero.backends.reference.conversion:cast",
+        elastic=("elements",),
     )
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_below, expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.indices import expect_below
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["EMBEDDING", "embedding"]
 
@@ -61,18 +61,10 @@ def _describe(call: Call) -> Context:
 
 
 EMBEDDING = register(
-    PublicOp(
-        OperationSpec(
-            op_id="embedding",
-            op_kind=OpKind.TENSOR,
-            arguments=("ids", "weight", "padding_idx"),
-            input_kinds=("tensor", "tensor", "number"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.linear:embedding"),
-            fallback_id="reference.embedding.plain",
-            elastic=("tokens",),
-        ),
-        embedding,
+    Op(
+        function=embedding,
+        describe=_describe,
+        reference="layerzero.backends.reference.linear:embedding",
+        elastic=("tokens",),
     )
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["ACTIVATIONS", "MLP", "check_activation", "gating", "mlp"]
 
@@ -102,21 +101,11 @@ def _describe(call: Call) -> Context:
 
 
 MLP = register(
-    PublicOp(
-        OperationSpec(
-            op_id="mlp",
-            op_kind=OpKind.TENSOR,
-            arguments=(
-                "x", "up_weight", "down_weight", "gate_weight", "activation", "up_bias", "gate_bias", "down_bias",
-            ),
-            input_kinds=("tensor", "tensor", "tensor", "tensor?", "text", "tensor?", "tensor?", "tensor?"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.feed_forward:mlp"),
-            fallback_id="reference.mlp.plain",
-            elastic=("rows",),
-            autocast=True,
-        ),
-        mlp,
+    Op(
+        function=mlp,
+        describe=_describe,
+        reference="layerzero.backends.reference.feed_forward:mlp",
+        elastic=("rows",),
+        autocast=True,
     )
 )  # fmt: skip

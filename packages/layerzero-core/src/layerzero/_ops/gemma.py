@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_tensor
 from layerzero._ops.norm import norm_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
+from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
 
@@ -48,34 +47,19 @@ def _added(call: Call) -> Context:
 
 
 GEMMA_RMS_NORM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="gemma_rms_norm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "weight", "eps"),
-            input_kinds=("tensor", "tensor", "number"),
-            output_kind="tensor",
-            describe=_plain,
-            fallback_impl=reference("layerzero.backends.reference.norm:gemma_rms_norm"),
-            fallback_id="reference.gemma_rms_norm.plain",
-            elastic=("rows",),
-        ),
-        gemma_rms_norm,
+    Op(
+        function=gemma_rms_norm,
+        describe=_plain,
+        reference="layerzero.backends.reference.norm:gemma_rms_norm",
+        elastic=("rows",),
     )
 )
 GEMMA_ADD_RMS_NORM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="gemma_add_rms_norm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "residual", "weight", "eps"),
-            input_kinds=("tensor", "tensor", "tensor", "number"),
-            output_kind="tensors",
-            describe=_added,
-            fallback_impl=reference("layerzero.backends.reference.norm:gemma_add_rms_norm"),
-            fallback_id="reference.gemma_add_rms_norm.plain",
-            elastic=("rows",),
-        ),
-        gemma_add_rms_norm,
+    Op(
+        function=gemma_add_rms_norm,
+        output_kind="tensors",
+        describe=_added,
+        reference="layerzero.backends.reference.norm:gemma_add_rms_norm",
+        elastic=("rows",),
     )
 )

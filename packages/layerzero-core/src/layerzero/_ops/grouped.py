@@ -10,16 +10,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.signature import register
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
-from layerzero.model.enums import Causal, OpKind
+from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["GROUPED_ATTENTION", "grouped_attention", "grouped_batch"]
 
@@ -242,20 +242,13 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 GROUPED_ATTENTION = register(
-    PublicOp(
-        OperationSpec(
-            op_id="grouped_attention",
-            op_kind=OpKind.TENSOR,
-            arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
-            input_kinds=("tensor", "tensor", "tensor", "object", "flag", "number", "flag"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.grouped:grouped_attention"),
-            fallback_id="reference.grouped_attention.plain",
-            elastic=("seq_len_q", "seq_len_k"),
-            autocast=True,
-        ),
-        grouped_attention,
+    Op(
+        function=grouped_attention,
+        arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
+        describe=_describe,
+        reference="layerzero.backends.reference.grouped:grouped_attention",
+        elastic=("seq_len_q", "seq_len_k"),
+        autocast=True,
         canonical=_canonical,
     )
 )

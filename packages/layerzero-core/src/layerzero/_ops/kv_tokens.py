@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_tensor
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_tensor
 from layerzero.model.describe import dtype_name
 
 __all__ = ["pack", "packed_tokens", "unpack", "whole_numbers"]

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 if TYPE_CHECKING:
     from layerzero.model.packed import PackedWeight
@@ -102,19 +101,11 @@ def _quantized_context(
 
 
 LINEAR = register(
-    PublicOp(
-        OperationSpec(
-            op_id="linear",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "weight", "bias", "activation"),
-            input_kinds=("tensor", "tensor", "tensor?", "text"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.linear:linear"),
-            fallback_id="reference.linear.plain",
-            elastic=("rows",),
-            autocast=True,
-        ),
-        linear,
+    Op(
+        function=linear,
+        describe=_describe,
+        reference="layerzero.backends.reference.linear:linear",
+        elastic=("rows",),
+        autocast=True,
     )
 )

@@ -7,13 +7,13 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_below, expect_shape, expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.indices import expect_below
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.describe import check_softcap, dtype_name
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["CROSS_ENTROPY", "cross_entropy"]
 
@@ -122,21 +122,12 @@ def _describe(call: Call) -> Context:
 
 
 CROSS_ENTROPY = register(
-    PublicOp(
-        OperationSpec(
-            op_id="cross_entropy",
-            op_kind=OpKind.TENSOR,
-            arguments=(
-                "logits", "labels", "ignore_index", "label_smoothing", "softcap", "z_loss", "reduction", "return_lse",
-            ),
-            input_kinds=("tensor", "tensor", "number", "number", "number", "number", "text", "flag"),
-            output_kind="tensors",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.loss:cross_entropy"),
-            fallback_id="reference.cross_entropy.plain",
-            elastic=("rows",),
-        ),
-        cross_entropy,
-        _canonical,
+    Op(
+        function=cross_entropy,
+        output_kind="tensors",
+        describe=_describe,
+        reference="layerzero.backends.reference.loss:cross_entropy",
+        elastic=("rows",),
+        canonical=_canonical,
     )
 )  # fmt: skip

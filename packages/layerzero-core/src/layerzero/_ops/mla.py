@@ -9,17 +9,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.signature import register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
-from layerzero.model.enums import Causal, OpKind
+from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import PagedBatch
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["MLA_PAGED_ATTENTION", "mla_paged_attention"]
 
@@ -218,18 +218,10 @@ def _same(names: str, found: Any, wanted: tuple[int, ...], tensor: Tensor) -> No
 
 
 MLA_PAGED_ATTENTION = register(
-    PublicOp(
-        OperationSpec(
-            op_id="mla_paged_attention",
-            op_kind=OpKind.TENSOR,
-            arguments=("q_nope", "q_pe", "ckv_cache", "kpe_cache", "batch", "scale", "return_lse"),
-            input_kinds=("tensor", "tensor", "tensor", "tensor", "object", "number", "flag"),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.mla:mla_paged_attention"),
-            fallback_id="reference.mla_paged_attention.plain",
-            elastic=("seq_len_q", "seq_len_k"),
-        ),
-        mla_paged_attention,
+    Op(
+        function=mla_paged_attention,
+        describe=_describe,
+        reference="layerzero.backends.reference.mla:mla_paged_attention",
+        elastic=("seq_len_q", "seq_len_k"),
     )
 )

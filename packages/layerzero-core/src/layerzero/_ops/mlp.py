@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 
@@ -49,25 +48,18 @@ def _describer(op: str) -> Callable[[Call], Context]:
     return describe
 
 
-def _op(name: str, function: Callable[..., Tensor], arguments: tuple[str, ...]) -> OperationSpec:
+def _op(function: Callable[..., Tensor]) -> Op:
+    name = function.__name__
     return register(
-        PublicOp(
-            OperationSpec(
-                op_id=name,
-                op_kind=OpKind.TENSOR,
-                arguments=arguments,
-                input_kinds=("tensor", "text")[: len(arguments)],
-                output_kind="tensor",
-                describe=_describer(name),
-                fallback_impl=reference(f"layerzero.backends.reference.mlp:{name}"),
-                fallback_id=f"reference.{name}.plain",
-                elastic=("rows",),
-            ),
-            function,
+        Op(
+            function=function,
+            describe=_describer(name),
+            reference=f"layerzero.backends.reference.mlp:{name}",
+            elastic=("rows",),
         )
     )
 
 
-SILU_AND_MUL = _op("silu_and_mul", silu_and_mul, ("x",))
-GELU_AND_MUL = _op("gelu_and_mul", gelu_and_mul, ("x", "approximate"))
-RELU_AND_MUL = _op("relu_and_mul", relu_and_mul, ("x",))
+SILU_AND_MUL = _op(silu_and_mul)
+GELU_AND_MUL = _op(gelu_and_mul)
+RELU_AND_MUL = _op(relu_and_mul)

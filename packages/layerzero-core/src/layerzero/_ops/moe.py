@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero._ops.feed_forward import check_activation, gating
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["GROUPED_GEMM", "MOE", "TOPK_GATE", "grouped_gemm", "moe", "topk_gate"]
 
@@ -208,56 +207,34 @@ def _canonical_gate(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 TOPK_GATE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="topk_gate",
-            op_kind=OpKind.TENSOR,
-            # `choice` is (k, num_groups, top_groups): whole numbers that a decision may depend on are keyed as a tuple
-            arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
-            input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
-            output_kind="tensors",
-            describe=_describe_gate,
-            fallback_impl=reference("layerzero.backends.reference.moe:topk_gate"),
-            fallback_id="reference.topk_gate.plain",
-            elastic=("tokens",),
-        ),
-        topk_gate,
-        _canonical_gate,
+    Op(
+        function=topk_gate,
+        arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
+        input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
+        output_kind="tensors",
+        describe=_describe_gate,
+        reference="layerzero.backends.reference.moe:topk_gate",
+        elastic=("tokens",),
+        canonical=_canonical_gate,
     )
 )
 
 GROUPED_GEMM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="grouped_gemm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "weights", "group_sizes"),
-            input_kinds=("tensor", "tensor", "tensor"),
-            output_kind="tensor",
-            describe=_describe_grouped,
-            fallback_impl=reference("layerzero.backends.reference.moe:grouped_gemm"),
-            fallback_id="reference.grouped_gemm.plain",
-            elastic=("tokens",),
-            autocast=True,
-        ),
-        grouped_gemm,
+    Op(
+        function=grouped_gemm,
+        describe=_describe_grouped,
+        reference="layerzero.backends.reference.moe:grouped_gemm",
+        elastic=("tokens",),
+        autocast=True,
     )
 )
 
 MOE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="moe",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "gate_up", "down", "topk_weights", "topk_ids", "activation", "expert_offset"),
-            input_kinds=("tensor", "tensor", "tensor", "tensor", "tensor", "text", "number"),
-            output_kind="tensor",
-            describe=_describe_moe,
-            fallback_impl=reference("layerzero.backends.reference.moe:moe"),
-            fallback_id="reference.moe.plain",
-            elastic=("tokens",),
-            autocast=True,
-        ),
-        moe,
+    Op(
+        function=moe,
+        describe=_describe_moe,
+        reference="layerzero.backends.reference.moe:moe",
+        elastic=("tokens",),
+        autocast=True,
     )
 )

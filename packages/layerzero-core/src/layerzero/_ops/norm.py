@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero._ops.describe import expect_shape, expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, fx_proxy, reference, register
+from layerzero._ops.signature import dispatch, fx_proxy, register
 from layerzero.dispatch.hot import aside, autocast_key, before_dispatch
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]
@@ -129,50 +128,27 @@ def _layer(call: Call) -> Context:
 
 
 RMS_NORM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="rms_norm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "weight", "eps"),
-            input_kinds=("tensor", "tensor?", "number"),
-            output_kind="tensor",
-            describe=_rms,
-            fallback_impl=reference("layerzero.backends.reference.norm:rms_norm"),
-            fallback_id="reference.rms_norm.plain",
-            elastic=("rows",),
-        ),
-        rms_norm,
+    Op(
+        function=rms_norm,
+        describe=_rms,
+        reference="layerzero.backends.reference.norm:rms_norm",
+        elastic=("rows",),
     )
 )
 ADD_RMS_NORM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="add_rms_norm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "residual", "weight", "eps"),
-            input_kinds=("tensor", "tensor", "tensor?", "number"),
-            output_kind="tensors",
-            describe=_add_rms,
-            fallback_impl=reference("layerzero.backends.reference.norm:add_rms_norm"),
-            fallback_id="reference.add_rms_norm.plain",
-            elastic=("rows",),
-        ),
-        add_rms_norm,
+    Op(
+        function=add_rms_norm,
+        output_kind="tensors",
+        describe=_add_rms,
+        reference="layerzero.backends.reference.norm:add_rms_norm",
+        elastic=("rows",),
     )
 )
 LAYER_NORM = register(
-    PublicOp(
-        OperationSpec(
-            op_id="layer_norm",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "weight", "bias", "eps"),
-            input_kinds=("tensor", "tensor?", "tensor?", "number"),
-            output_kind="tensor",
-            describe=_layer,
-            fallback_impl=reference("layerzero.backends.reference.norm:layer_norm"),
-            fallback_id="reference.layer_norm.plain",
-            elastic=("rows",),
-        ),
-        layer_norm,
+    Op(
+        function=layer_norm,
+        describe=_layer,
+        reference="layerzero.backends.reference.norm:layer_norm",
+        elastic=("rows",),
     )
 )

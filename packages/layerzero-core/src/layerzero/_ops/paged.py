@@ -10,12 +10,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.signature import register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import (
     check_devices,
@@ -27,9 +27,9 @@ from layerzero.model.describe import (
     parse_window,
     stride_class,
 )
-from layerzero.model.enums import Causal, Layout, OpKind
+from layerzero.model.enums import Causal, Layout
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
 
@@ -325,41 +325,23 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 PAGED_ATTENTION = register(
-    PublicOp(
-        OperationSpec(
-            op_id="paged_attention",
-            op_kind=OpKind.TENSOR,
-            arguments=(
-                "query",
-                "key_cache",
-                "value_cache",
-                "batch",
-                "scale",
-                "window",
-                "softcap",
-                "alibi_slopes",
-                "return_lse",
-                "layout",
-            ),
-            input_kinds=(
-                "tensor",
-                "tensor",
-                "tensor",
-                "object",
-                "number",
-                "object",
-                "number",
-                "tensor?",
-                "flag",
-                "text",
-            ),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.paged:paged_attention"),
-            fallback_id="reference.paged_attention.plain",
-            elastic=("seq_len_q", "seq_len_k"),
+    Op(
+        function=paged_attention,
+        arguments=(
+            "query",
+            "key_cache",
+            "value_cache",
+            "batch",
+            "scale",
+            "window",
+            "softcap",
+            "alibi_slopes",
+            "return_lse",
+            "layout",
         ),
-        paged_attention,
+        describe=_describe,
+        reference="layerzero.backends.reference.paged:paged_attention",
+        elastic=("seq_len_q", "seq_len_k"),
         canonical=_canonical,
     )
 )

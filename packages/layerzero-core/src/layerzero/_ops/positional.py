@@ -8,15 +8,16 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_below, expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.indices import expect_below
+from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
-from layerzero.model.enums import Layout, OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.enums import Layout
+from layerzero.model.op import Call, Op
 from layerzero.model.overlap import overlapping
 
 __all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
@@ -183,19 +184,12 @@ def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> N
 
 
 ROPE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="rope",
-            op_kind=OpKind.TENSOR,
-            arguments=("q", "k", "cos", "sin", "interleaved", "layout", "position_ids", "inplace"),
-            input_kinds=("tensor", "tensor?", "tensor", "tensor", "flag", "text", "tensor?", "flag"),
-            output_kind="tensors",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.positional:rope"),
-            fallback_id="reference.rope.plain",
-            elastic=("seq_len_q",),
-            mutates=lambda args: bool(args[7]),
-        ),
-        rope,
+    Op(
+        function=rope,
+        output_kind="tensors",
+        describe=_describe,
+        reference="layerzero.backends.reference.positional:rope",
+        elastic=("seq_len_q",),
+        mutates=lambda args: bool(args[7]),
     )
 )

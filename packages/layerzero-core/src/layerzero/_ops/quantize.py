@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 if TYPE_CHECKING:
     from layerzero.model.quant import QuantizedTensor, QuantScheme
@@ -95,19 +94,13 @@ def _describe_dequantize(call: Call) -> Context:
 
 
 QUANTIZE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="quantize",
-            op_kind=OpKind.TENSOR,
-            arguments=("x", "scheme"),
-            input_kinds=("tensor", "object"),
-            output_kind="quantized",
-            describe=_describe_quantize,
-            fallback_impl=reference("layerzero.backends.reference.quantize:quantize"),
-            fallback_id="reference.quantize.plain",
-            elastic=("rows",),
-        ),
-        quantize,
+    Op(
+        function=quantize,
+        arguments=("x", "scheme"),
+        output_kind="quantized",
+        describe=_describe_quantize,
+        reference="layerzero.backends.reference.quantize:quantize",
+        elastic=("rows",),
         canonical=lambda given: (
             given["x"],
             _scheme(given["fmt"], given["granularity"], given["block_size"], given["symmetric"]),
@@ -115,18 +108,10 @@ QUANTIZE = register(
     )
 )
 DEQUANTIZE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="dequantize",
-            op_kind=OpKind.TENSOR,
-            arguments=("qt", "dtype"),
-            input_kinds=("object", "object"),
-            output_kind="tensor",
-            describe=_describe_dequantize,
-            fallback_impl=reference("layerzero.backends.reference.quantize:dequantize"),
-            fallback_id="reference.dequantize.plain",
-            elastic=("rows",),
-        ),
-        dequantize,
+    Op(
+        function=dequantize,
+        describe=_describe_dequantize,
+        reference="layerzero.backends.reference.quantize:dequantize",
+        elastic=("rows",),
     )
 )

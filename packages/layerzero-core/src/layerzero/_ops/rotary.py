@@ -8,11 +8,10 @@ from typing import overload
 from torch import Tensor
 
 from layerzero._ops.positional import rotary_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
-from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["XPOS", "xpos"]
 
@@ -73,22 +72,11 @@ def _describe(call: Call) -> Context:
 
 
 XPOS = register(
-    PublicOp(
-        OperationSpec(
-            op_id="xpos",
-            op_kind=OpKind.TENSOR,
-            arguments=(
-                "q", "k", "cos", "sin", "interleaved", "layout", "position_ids", "scale_base", "gamma", "origin",
-            ),
-            input_kinds=(
-                "tensor", "tensor?", "tensor", "tensor", "flag", "text", "tensor?", "number", "number", "number",
-            ),
-            output_kind="tensors",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.positional:xpos"),
-            fallback_id="reference.xpos.plain",
-            elastic=("seq_len_q",),
-        ),
-        xpos,
+    Op(
+        function=xpos,
+        output_kind="tensors",
+        describe=_describe,
+        reference="layerzero.backends.reference.positional:xpos",
+        elastic=("seq_len_q",),
     )
 )  # fmt: skip

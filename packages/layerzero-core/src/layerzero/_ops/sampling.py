@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_tensor, simple_context
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op, parameters
 
 __all__ = ["check_filters", "check_generator", "check_param", "sample", "sample_topk", "sample_topp"]
 
@@ -190,26 +190,20 @@ def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
     return describe
 
 
-def _op(name: str, function: Callable[..., Tensor], arguments: tuple[str, ...]) -> OperationSpec:
-    kinds = tuple("tensor" if a == "logits" else "object" if a == "generator" else "number" for a in arguments)
+def _op(function: Callable[..., Tensor]) -> Op:
+    name = function.__name__
     return register(
-        PublicOp(
-            OperationSpec(
-                op_id=name,
-                op_kind=OpKind.SAMPLING,
-                arguments=arguments,
-                input_kinds=kinds,
-                output_kind="ids",
-                describe=_describer(name, arguments),
-                fallback_impl=reference(f"layerzero.backends.reference.sampling:{name}"),
-                fallback_id=f"reference.{name}.plain",
-                random=lambda args: True,
-            ),
-            function,
+        Op(
+            function=function,
+            op_kind=OpKind.SAMPLING,
+            output_kind="ids",
+            describe=_describer(name, tuple(item for item in parameters(function) if item != "backend")),
+            reference=f"layerzero.backends.reference.sampling:{name}",
+            random=lambda args: True,
         )
     )
 
 
-SAMPLE_TOPK = _op("sample_topk", sample_topk, ("logits", "k", "temperature", "generator"))
-SAMPLE_TOPP = _op("sample_topp", sample_topp, ("logits", "p", "temperature", "generator"))
-SAMPLE = _op("sample", sample, ("logits", "top_k", "top_p", "min_p", "temperature", "generator"))
+SAMPLE_TOPK = _op(sample_topk)
+SAMPLE_TOPP = _op(sample_topp)
+SAMPLE = _op(sample)

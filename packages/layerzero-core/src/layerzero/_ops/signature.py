@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,78 +11,60 @@ from torch.autograd import forward_ad, profiler
 
 from layerzero.dispatch.hot import aside, before_dispatch, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
-from layerzero.errors import InvalidInputError, UnknownNameError
-from layerzero.model.op import OperationSpec
-from layerzero.runtime.current import builtin_op, now, scope
-from layerzero.runtime.late_ops import LATE_OPS, LateTable
+from layerzero.errors import UnknownNameError
+from layerzero.model.op import Op, OperationSpec
+from layerzero.runtime.current import builtin_ops, now, scope
+from layerzero.torch_ops import adopt
+from layerzero.torch_ops.functions import functions
 
-__all__ = ["PUBLIC", "PublicOp", "dispatch", "fx_node", "fx_proxy", "public_op", "reference", "register"]
+__all__ = ["PUBLIC", "dispatch", "fx_node", "fx_proxy", "public_op", "register"]
 
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-PUBLIC: LateTable[PublicOp] = LateTable(LATE_OPS)
+# The core's ops by name; those that are seldom used are imported when they are looked up.
+PUBLIC = builtin_ops
 
 
-@dataclass(frozen=True, slots=True)
-class PublicOp:
-    """A public function and its op. `canonical` maps bound public arguments to canonical ones."""
-
-    spec: OperationSpec
-    function: Callable[..., Any]
-    canonical: Callable[[dict[str, Any]], tuple[Any, ...]] | None = None
-    signature: inspect.Signature = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "signature", inspect.signature(self.function))
-
-    def normalize(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], str | None, str | None]:
-        """Canonical arguments, layout and backend of a public call."""
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise InvalidInputError(
-                f"{self.spec.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)
-            ) from None
-        bound.apply_defaults()
-        given = bound.arguments
-        canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.spec.arguments)
-        return canonical, given.get("layout"), given.get("backend")
+def register(op: Op) -> Op:
+    """Make an op of the core known: to the runtime, to explain and to plan."""
+    PUBLIC[op.op_id] = op
+    return op
 
 
-def register(op: PublicOp) -> OperationSpec:
-    """Make an op public: known to the runtime, to explain and to plan."""
-    PUBLIC[op.spec.op_id] = op
-    return builtin_op(op.spec)
-
-
-def public_op(name: str) -> PublicOp:
-    """A public op by name, or an error naming the nearest ones."""
-    found = PUBLIC.get(name)
+def public_op(name: str) -> Op:
+    """An op by name, with the function users call; or an error naming the nearest ones."""
+    found = PUBLIC.get(name) or _from_plugin(name)
     if found is None:
         import difflib
 
-        near = difflib.get_close_matches(str(name), PUBLIC, 3) or sorted(PUBLIC)
+        names = sorted({*PUBLIC, *current_world().ops})
+        near = difflib.get_close_matches(str(name), names, 3) or names
         raise UnknownNameError(f"unknown op {name!r}", code="OP_UNKNOWN", value=str(name), limit=", ".join(near))
     return found
 
 
-def reference(path: str) -> Callable[..., Any]:
-    """A callable that imports the reference implementation at its first use."""
+# The ops of plugins: as declared, and with the function that was made for it.
+_made: dict[str, tuple[Op, Op]] = {}
 
-    @functools.lru_cache(maxsize=1)
-    def load() -> Callable[..., Any]:
-        module, _, name = path.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return found
 
-    def call(*args: Any) -> Any:
-        return load()(*args)
+def _from_plugin(name: str) -> Op | None:
+    declared = current_world().ops.get(name)
+    if not isinstance(declared, Op):
+        return None
+    known = _made.get(name)
+    if known is None or known[0] is not declared:
+        from layerzero._ops.generated import public_form
 
-    call.__qualname__ = path
-    return call
+        known = _made[name] = declared, public_form(declared)
+        adopt(known[1])
+        native = sys.modules["layerzero.dispatch.accel"].accelerator.native
+        if native is not None:
+            from layerzero._ops.accelerated import of_plugin
+
+            found = of_plugin(native, known[1])
+            functions.accelerate({} if found is None else {name: found})
+    return known[1]
 
 
 def fx_proxy(args: tuple[Any, ...]) -> Any:
@@ -95,7 +73,7 @@ def fx_proxy(args: tuple[Any, ...]) -> Any:
     return None if fx is None else next((item for item in args if isinstance(item, fx.Proxy)), None)
 
 
-def fx_node(proxy: Any, op: PublicOp, named: dict[str, Any]) -> Any:
+def fx_node(proxy: Any, op: Op, named: dict[str, Any]) -> Any:
     """The call as one node of the graph that is being traced; its kernel is selected when the graph runs."""
     parameters = op.signature.parameters.values()
     placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -122,7 +100,7 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         key = bound = None
     if key is None and (proxy := fx_proxy(args)) is not None:
         named = dict(zip(spec.arguments, args, strict=True)) | {"layout": layout, "backend": backend}
-        return fx_node(proxy, PUBLIC[spec.op_id], named)
+        return fx_node(proxy, public_op(spec.op_id), named)
     if bound is not None and (bound.guard is None or bound.guard()):
         try:
             return bound.run(*args)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.describe import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero._ops.sampling import Number, check_filters, check_generator, check_param
-from layerzero._ops.signature import PublicOp, dispatch, reference, register
+from layerzero._ops.signature import dispatch, register
 from layerzero._ops.trees import checked_parents
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.describe import check_floating
 from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 
 __all__ = ["sample_speculative", "sample_tree", "sampling_probs"]
 
@@ -189,51 +189,31 @@ def _expect_vocabulary(tensor: Tensor, name: str) -> None:
 
 
 SAMPLING_PROBS = register(
-    PublicOp(
-        OperationSpec(
-            op_id="sampling_probs",
-            op_kind=OpKind.TENSOR,
-            arguments=("logits", "top_k", "top_p", "min_p", "temperature"),
-            input_kinds=("tensor", "number", "number", "number", "number"),
-            output_kind="tensor",
-            describe=_describe_probs,
-            fallback_impl=reference("layerzero.backends.reference.sampling:sampling_probs"),
-            fallback_id="reference.sampling_probs.plain",
-        ),
-        sampling_probs,
+    Op(
+        function=sampling_probs,
+        describe=_describe_probs,
+        reference="layerzero.backends.reference.sampling:sampling_probs",
         canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
     )
 )
 SAMPLE_SPECULATIVE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="sample_speculative",
-            op_kind=OpKind.SAMPLING,
-            arguments=("draft_ids", "draft_probs", "target_probs", "greedy", "generator"),
-            input_kinds=("tensor", "tensor?", "tensor", "flag", "object"),
-            output_kind="ids",
-            describe=_describe_judged("sample_speculative"),
-            fallback_impl=reference("layerzero.backends.reference.speculative:sample_speculative"),
-            fallback_id="reference.sample_speculative.plain",
-            random=lambda args: not args[3],
-        ),
-        sample_speculative,
+    Op(
+        function=sample_speculative,
+        op_kind=OpKind.SAMPLING,
+        output_kind="ids",
+        describe=_describe_judged("sample_speculative"),
+        reference="layerzero.backends.reference.speculative:sample_speculative",
+        random=lambda args: not args[3],
     )
 )
 SAMPLE_TREE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="sample_tree",
-            op_kind=OpKind.SAMPLING,
-            arguments=("draft_ids", "draft_probs", "target_probs", "parents", "greedy", "generator"),
-            input_kinds=("tensor", "tensor?", "tensor", "tensor", "flag", "object"),
-            output_kind="ids",
-            describe=_describe_judged("sample_tree"),
-            fallback_impl=reference("layerzero.backends.reference.speculative:sample_tree"),
-            fallback_id="reference.sample_tree.plain",
-            random=lambda args: not args[4],
-        ),
-        sample_tree,
+    Op(
+        function=sample_tree,
+        op_kind=OpKind.SAMPLING,
+        output_kind="ids",
+        describe=_describe_judged("sample_tree"),
+        reference="layerzero.backends.reference.speculative:sample_tree",
+        random=lambda args: not args[4],
         canonical=lambda a: (
             a["draft_ids"],
             a["draft_probs"],

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.signature import register
 from layerzero._ops.tokenize_results import TokenBatch, Tokens, cut, pad
 from layerzero._ops.tokenize_sources import canonical_ids, check_text, handle_of
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
 
 __all__ = ["DETOKENIZE", "TOKENIZE", "TokenBatch", "Tokens", "detokenize", "tokenize"]
@@ -244,34 +244,26 @@ def _canonical_decode(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 TOKENIZE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="tokenize",
-            op_kind=OpKind.TOKENIZATION,
-            arguments=("text", "tokenizer", "add_special_tokens", "return_offsets", "parse_special"),
-            input_kinds=("text", "object", "flag", "flag", "flag"),
-            output_kind="ids",
-            describe=_describe_encode,
-            fallback_impl=reference("layerzero_tokenizers.kernels:own_encode"),
-            fallback_id="own.tokenize.library",
-        ),
-        tokenize,
-        _canonical_encode,
+    Op(
+        function=tokenize,
+        op_kind=OpKind.TOKENIZATION,
+        arguments=("text", "tokenizer", "add_special_tokens", "return_offsets", "parse_special"),
+        input_kinds=("text", "object", "flag", "flag", "flag"),
+        output_kind="ids",
+        describe=_describe_encode,
+        reference="layerzero_tokenizers.kernels:own_encode",
+        fallback_id="own.tokenize.library",
+        canonical=_canonical_encode,
     )
 )
 DETOKENIZE = register(
-    PublicOp(
-        OperationSpec(
-            op_id="detokenize",
-            op_kind=OpKind.TOKENIZATION,
-            arguments=("ids", "tokenizer", "skip_special_tokens"),
-            input_kinds=("object", "object", "flag"),
-            output_kind="text",
-            describe=_describe_decode,
-            fallback_impl=reference("layerzero_tokenizers.kernels:own_decode"),
-            fallback_id="own.detokenize.library",
-        ),
-        detokenize,
-        _canonical_decode,
+    Op(
+        function=detokenize,
+        op_kind=OpKind.TOKENIZATION,
+        output_kind="text",
+        describe=_describe_decode,
+        reference="layerzero_tokenizers.kernels:own_decode",
+        fallback_id="own.detokenize.library",
+        canonical=_canonical_decode,
     )
 )

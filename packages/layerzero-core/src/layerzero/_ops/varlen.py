@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from layerzero._ops.describe import expect_rank, expect_tensor
-from layerzero._ops.signature import PublicOp, reference, register
+from layerzero._ops.signature import register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
+from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.describe import (
     check_devices,
@@ -29,8 +29,8 @@ from layerzero.model.describe import (
     parse_window,
     stride_class,
 )
-from layerzero.model.enums import Causal, OpKind
-from layerzero.model.op import Call, OperationSpec
+from layerzero.model.enums import Causal
+from layerzero.model.op import Call, Op
 
 __all__ = ["VARLEN_ATTENTION", "varlen_attention"]
 
@@ -328,26 +328,16 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 VARLEN_ATTENTION = register(
-    PublicOp(
-        OperationSpec(
-            op_id="varlen_attention",
-            op_kind=OpKind.TENSOR,
-            arguments=(
-                "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal",
-                "scale", "window", "softcap", "alibi_slopes", "return_lse",
-            ),
-            input_kinds=(
+    Op(
+        function=varlen_attention,
+        input_kinds=(
                 "tensor", "tensor", "tensor", "tensor", "tensor", "number", "number", "flag", "number", "object",
                 "number", "tensor?", "flag",
             ),
-            output_kind="tensor",
-            describe=_describe,
-            fallback_impl=reference("layerzero.backends.reference.varlen:varlen_attention"),
-            fallback_id="reference.varlen_attention.plain",
-            elastic=_ELASTIC,
-            autocast=True,
-        ),
-        varlen_attention,
+        describe=_describe,
+        reference="layerzero.backends.reference.varlen:varlen_attention",
+        elastic=_ELASTIC,
+        autocast=True,
         canonical=_canonical,
     )
 )  # fmt: skip

@@ -280,7 +280,7 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
     except torch.OutOfMemoryError:  # too large to be real here; then without torch's own checks
         args, kwargs = _built(build, op, dict(given), "meta", word)
     canonical, layout, asked = public.normalize(args, {**kwargs, "backend": backend})
-    return describe(public.spec, canonical, layout, asked, current_world(), spec)
+    return describe(public, canonical, layout, asked, current_world(), spec)
 
 
 def _built(build: Callable[[Made], Args], op: str, given: dict[str, Any], where: str, word: str) -> Args:

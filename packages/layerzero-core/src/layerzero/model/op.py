@@ -1,21 +1,25 @@
-"""What an op is: its name, its arguments in canonical order, and how a call is described.
+"""What an op is, declared once: its function, its reference, and everything that is derived from the two.
 
-An op has one public function (`lz.rms_norm`), one canonical argument tuple that every kernel takes
+An op has one public function (`lz.ops.rms_norm`), one canonical argument tuple that every kernel takes
 positionally, and a `describe` function that turns a call into the op's half of a `Context`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.errors import ConfigurationError
+from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import OpKind
 
-__all__ = ["Call", "OperationSpec"]
+__all__ = ["Call", "Op", "OperationSpec", "annotation_text", "kind_of_argument", "parameters"]
 
 _OUTPUTS = {
     OpKind.TENSOR: {"tensor", "tensors", "quantized"},
@@ -103,3 +107,146 @@ class OperationSpec:
             "fallback_id": self.fallback_id,
             "elastic": list(self.elastic),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Op(OperationSpec):
+    """An op, declared once. `registrar.op(Op(function=..., describe=..., example=..., fake=...))` makes it callable.
+
+    The fields of OperationSpec that are not given follow from the function: `op_id` is its name, `arguments` are its
+    parameters without `backend`, `input_kinds` follow from their annotations. A field that is absent switches off what
+    is derived from it, nothing else.
+
+    function    the op as users call it. One without a `backend` parameter is the formula itself, in plain torch; the
+                public function is generated around it
+    reference   plain torch on canonical arguments, on any device, differentiable; a function or "module:name".
+                Default: the function
+    canonical   public arguments by name -> canonical ones, where these are not simply the parameters in order
+    features    every word that `describe` may put among a call's needs; the reference has them all
+    example     (Draw) -> canonical arguments of a call like `draw.context`; tuning, verification, warm-up and `lz
+                explain --shape` make their calls with it
+    fake        canonical arguments -> empty tensors like the result's: torch.compile and torch.export follow from it
+    truth       float64 formula on canonical arguments, where the reference in float64 will not do
+    tolerance   row of the tolerance table: attention, norm, gemm, positional; "" for that of the dtype, "exact"
+    baseline    what a torch user writes today, on canonical arguments; itself a kernel of the op on every device
+    row_wise    places of the arguments whose rows make the rows of the result: a large call is checked by some of them
+    keyed       how each parameter enters the key of layerzero-accel, one letter each (`_ops.accelerated`), where that
+                does not follow from its kind
+    fusable     moves memory more than it computes: a compiler had better see its formula than one launch
+    """
+
+    op_id: str = ""
+    op_kind: OpKind = OpKind.TENSOR
+    arguments: tuple[str, ...] = ()
+    input_kinds: tuple[str, ...] = ()
+    output_kind: str = "tensor"
+    function: Callable[..., Any] = field(default=NotImplemented, compare=False)
+    reference: Callable[..., Any] | str | None = field(default=None, compare=False)
+    canonical: Callable[[dict[str, Any]], tuple[Any, ...]] | None = field(default=None, compare=False)
+    features: tuple[str, ...] = ()
+    example: Callable[[Any], tuple[Any, ...]] | None = field(default=None, compare=False)
+    fake: Callable[..., Any] | None = field(default=None, compare=False)
+    truth: Callable[..., Any] | None = field(default=None, compare=False)
+    tolerance: str = ""
+    baseline: Callable[..., Any] | str | None = field(default=None, compare=False)
+    row_wise: tuple[int, ...] = ()
+    keyed: str = ""
+    fusable: bool = False
+
+    def __post_init__(self) -> None:
+        names = parameters(self.function)
+        given: dict[str, Any] = {"op_id": self.op_id or self.function.__name__}
+        given["arguments"] = self.arguments or tuple(name for name in names if name != "backend")
+        given["input_kinds"] = self.input_kinds or tuple(
+            kind_of_argument(names.get(name, "")) for name in given["arguments"]
+        )
+        given["reference"] = self.reference or self.function
+        given["fallback_id"] = self.fallback_id or f"reference.{given['op_id']}.plain"
+        given["fallback_impl"] = self.fallback_impl or _lazily(given["reference"])
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        OperationSpec.__post_init__(self)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Of the public function."""
+        return _signature(self.function)
+
+    def parameters_written(self) -> tuple[str, dict[str, Any]]:
+        """The public function's parameters as source, `backend` last and by name, and the values of DEFAULTS in it."""
+        given: list[str] = []
+        defaults: dict[str, Any] = {}
+        for p in self.signature.parameters.values():
+            if p.kind is p.KEYWORD_ONLY and "*" not in given:
+                given.append("*")
+            if p.default is not p.empty:
+                defaults[p.name] = p.default
+            if p.name != "backend":
+                given.append(f"{p.name}=DEFAULTS[{p.name!r}]" if p.name in defaults else p.name)
+        return ", ".join((*given, *(() if "*" in given else "*"), "backend=None")), defaults
+
+    def normalize(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], str | None, str | None]:
+        """Canonical arguments, layout and backend of a public call."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidInputError(
+                f"{self.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)
+            ) from None
+        bound.apply_defaults()
+        given = bound.arguments
+        canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.arguments)
+        return canonical, given.get("layout"), given.get("backend")
+
+
+_signature = functools.lru_cache(maxsize=None)(inspect.signature)
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, str]:
+    """The parameters of a function in order, each with the text of its annotation. Cheap: nothing is evaluated."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        raise ConfigurationError(
+            "an op's function must be a plain function", value=repr(function), limit="def NAME(...)"
+        )
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = function.__annotations__
+    return {name: annotation_text(found.get(name, "")) for name in names}
+
+
+def annotation_text(annotation: Any) -> str:
+    """An annotation as written, whether it was evaluated or not."""
+    if isinstance(annotation, str):
+        return annotation
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("torch.", "")
+
+
+_KINDS = {"Tensor": "tensor", "float": "number", "int": "number", "Number": "number", "bool": "flag", "str": "text"}
+
+
+def kind_of_argument(annotation: str) -> str:
+    """The kind of an argument, from the first word of its annotation: tensor, tensor?, number, flag, text, object."""
+    if "Sequence" in annotation:
+        return "object"
+    found = _KINDS.get(re.split(r"[^\w.]", annotation.strip(), maxsplit=1)[0].rpartition(".")[2], "object")
+    return "tensor?" if found == "tensor" and re.search(r"\bNone\b", annotation) else found
+
+
+def _lazily(reference: Callable[..., Any] | str) -> Callable[..., Any]:
+    """The reference; one that is named is imported at its first use."""
+    if not isinstance(reference, str):
+        return reference
+
+    @functools.lru_cache(maxsize=1)
+    def load() -> Callable[..., Any]:
+        module, _, name = reference.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+    def call(*args: Any) -> Any:
+        return load()(*args)
+
+    call.__qualname__ = reference
+    return call

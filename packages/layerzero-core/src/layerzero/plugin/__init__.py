@@ -38,10 +38,11 @@ Rules that keep everybody safe:
 """
 
 from layerzero.errors import BackendNotAvailableError, CapabilitiesError, InvalidInputError, PluginError
+from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec, Limit
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Call, Op, OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.artifacts import artifact_folder
 from layerzero.plugin.discovery import dist_version
@@ -56,6 +57,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "BackendNotAvailableError",
     "BackendStatus",
+    "Call",
     "CapabilitiesError",
     "Context",
     "DeviceSpec",
@@ -63,6 +65,7 @@ __all__ = [
     "InvalidInputError",
     "KernelSpec",
     "Limit",
+    "Op",
     "OperationSpec",
     "PluginError",
     "Reason",
@@ -70,10 +73,14 @@ __all__ = [
     "Registrar",
     "artifact_folder",
     "dist_version",
+    "expect_rank",
+    "expect_shape",
+    "expect_tensor",
     "hookimpl",
     "load_capabilities",
     "needs_dist",
     "needs_sm",
     "reason",
+    "simple_context",
     "vendor_status",
 ]

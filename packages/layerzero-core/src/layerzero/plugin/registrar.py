@@ -6,18 +6,21 @@ that raises half-way leaves nothing behind, and a registrar kept for later is cl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import PluginError
+from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.spec import API_VERSION
 from layerzero.plugin.versions import contains
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 from layerzero.registry.fields import DEFAULT_API
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 __all__ = ["Registrar", "check_api"]
 
@@ -31,6 +34,44 @@ def check_api(wanted: str, who: str) -> None:
             value=API_VERSION,
             limit=wanted,
         )
+
+
+def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
+    """The kernels that come with an op: its reference, and what a torch user writes."""
+    for variant, backend, function, priority in (
+        ("plain", "reference", op.reference, -10.0),
+        ("baseline", "torch", op.baseline, 0.0),
+    ):
+        if function is None or (variant == "plain" and op.fallback_id != f"reference.{op.op_id}.plain"):
+            continue  # a reference that the plugin registers as a kernel of its own
+        yield KernelSpec(
+            kernel_id=f"{backend}.{op.op_id}.{variant}",
+            op=op.op_id,
+            backend=backend,
+            function=_path(op, function),
+            version=version or "0",
+            platforms=frozenset(Platform),
+            dtypes=_FLOATS,
+            features=frozenset({*op.features, "backward", "mixed_weight"}),
+            priority=priority,
+            mixed_dtypes=True,
+            graph_safe=True,
+            deterministic=True,
+            grid_layout="library",
+        )
+
+
+def _path(op: Op, function: Callable[..., Any] | str) -> str:
+    if isinstance(function, str):
+        return function
+    if "<" in function.__qualname__:
+        raise PluginError(
+            f"op {op.op_id!r}: {function.__qualname__} cannot be imported by name",
+            code="TYPE_INVALID",
+            value=function.__qualname__,
+            limit="a function of a module",
+        )
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 class Registrar:
@@ -75,15 +116,19 @@ class Registrar:
         self.kernels[spec.kernel_id] = spec
 
     def op(self, spec: OperationSpec) -> None:
-        """Register a new op with its contract and fallback."""
+        """Register a new op: it is called as `lz.ops.NAME`. Its reference and its baseline become kernels of it."""
         self._check_open()
         if not isinstance(spec, OperationSpec):
-            raise PluginError(f"op() takes an OperationSpec, got {type(spec).__name__}", code="TYPE_INVALID")
+            raise PluginError(f"op() takes an Op, got {type(spec).__name__}", code="TYPE_INVALID")
         if spec.op_id in self.ops:
             raise PluginError(
                 f"op {spec.op_id!r} was registered twice", code="PLUGIN_DUPLICATE", value=spec.op_id, limit=self.plugin
             )
         self.ops[spec.op_id] = spec
+        if isinstance(spec, Op):
+            for kernel in kernels_of(spec, self.version):
+                self._check_new(kernel)
+                self.kernels[kernel.kernel_id] = kernel
 
     def close(self) -> None:
         """End of the hook: later calls raise."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "hookimpl", "hookspec"]
 
-API_VERSION = "1.0"
+API_VERSION = "2.0"
 ENTRY_POINT_GROUP = "layerzero.backends"
 PROJECT = "layerzero"
 

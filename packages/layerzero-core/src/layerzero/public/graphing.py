@@ -34,9 +34,9 @@ def is_graph_safe(name: str, *args: Any, **kwargs: Any) -> bool:
     world = current_world()
     kernel = world.registry.kernels.get(name)
     if kernel is None:
-        return bool(decide(public_op(name).spec, _captured_context(name, args, kwargs), world).chosen)
+        return bool(decide(public_op(name), _captured_context(name, args, kwargs), world).chosen)
     if args or kwargs:
-        decision = decide(public_op(kernel.op).spec, _captured_context(kernel.op, args, kwargs), world)
+        decision = decide(public_op(kernel.op), _captured_context(kernel.op, args, kwargs), world)
         return decision.candidate(name).accepted
     policy = world.policy
     if not kernel.graph_safe or kernel.backend in world.enclosed:
@@ -51,7 +51,7 @@ def _captured_context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return replace(args[0], capturing=True)
     public = public_op(op)
     canonical, layout, backend = public.normalize(args, kwargs)
-    return replace(describe(public.spec, canonical, layout, backend, current_world()), capturing=True)
+    return replace(describe(public, canonical, layout, backend, current_world()), capturing=True)
 
 
 def capture_graph(

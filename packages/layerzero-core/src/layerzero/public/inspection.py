@@ -24,13 +24,13 @@ def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op
     if len(args) == 1 and isinstance(args[0], Context) and not kwargs:
         spec = world.ops.get(op)
         if spec is None:
-            spec = public_op(op).spec  # raises with the nearest names
+            spec = public_op(op)  # raises with the nearest names
         if args[0].op != op:
             raise InvalidInputError(f"a context of {args[0].op}", code="VALUE_INVALID", value=args[0].op, limit=op)
         return spec, args[0]
     public = public_op(op)
     canonical, layout, backend = public.normalize(args, kwargs)
-    return public.spec, describe(public.spec, canonical, layout, backend, world)
+    return public, describe(public, canonical, layout, backend, world)
 
 
 def select(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> Decision:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from layerzero._ops.signature import PublicOp, public_op
+from layerzero._ops.signature import public_op
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import bypass, current_world, describe, ready, recover
 from layerzero.env import read_one
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.model.describe import parse_window
+from layerzero.model.op import Op
 
 if TYPE_CHECKING:
     from layerzero.model.decision import Decision
@@ -46,8 +47,8 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     public = public_op(op)
     canonical, layout, backend = public.normalize(args, kwargs)
     world = current_world()
-    ctx = describe(public.spec, canonical, layout, backend, world)
-    bound = ready(public.spec, ctx, world, canonical)
+    ctx = describe(public, canonical, layout, backend, world)
+    bound = ready(public, ctx, world, canonical)
     given = public.signature.bind(*args, **kwargs).arguments
     options = {name: item for name, item in given.items() if not modes.tensors_of((item,))}
     build: Callable[..., Any] = _BUILDERS.get(op, _general)
@@ -66,7 +67,7 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
 _OBEYED = frozenset({"scale", "eps", "temperature"})
 
 
-def _fixed(public: PublicOp, options: dict[str, Any]) -> dict[str, Any]:
+def _fixed(public: Op, options: dict[str, Any]) -> dict[str, Any]:
     """The options a plan was bound with, defaults included.
 
     Not among them: what has no default (a text, a batch: the data of the call), what a plan obeys, and tensors.
@@ -103,7 +104,7 @@ def _same_options(op: str, fixed: dict[str, Any], given: dict[str, Any]) -> None
 
 
 def _complete(
-    public: PublicOp, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    public: Op, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], str | None, str | None]:
     """Canonical arguments of a planned call: options that it leaves out are those the plan was made with."""
     placed = set(list(public.signature.parameters)[: len(args)])
@@ -112,14 +113,14 @@ def _complete(
 
 
 def _attention(
-    public: PublicOp,
+    public: Op,
     bound: Any,
     canonical: tuple[Any, ...],
     layout: str | None,
     backend: str | None,
     options: dict[str, Any],
 ) -> Any:
-    run, spec, planned_layout, planned_backend = bound.run, public.spec, layout, backend
+    run, spec, planned_layout, planned_backend = bound.run, public, layout, backend
     _, _, _, mask, p, causal, fixed_scale, sides, cap, slopes, lse = canonical
     maskless = mask is None
     fixed = _fixed(public, options) | {"dropout_p": p, "is_causal": causal, "attn_mask": mask}
@@ -158,14 +159,14 @@ def _attention(
 
 
 def _rms_norm(
-    public: PublicOp,
+    public: Op,
     bound: Any,
     canonical: tuple[Any, ...],
     layout: str | None,
     backend: str | None,
     options: dict[str, Any],
 ) -> Any:
-    run, spec, planned_backend = bound.run, public.spec, backend
+    run, spec, planned_backend = bound.run, public, backend
     fixed_eps = canonical[2]
     weightless = canonical[1] is None
 
@@ -183,14 +184,14 @@ def _rms_norm(
 
 
 def _general(
-    public: PublicOp,
+    public: Op,
     bound: Any,
     canonical: tuple[Any, ...],
     layout: str | None,
     backend: str | None,
     options: dict[str, Any],
 ) -> Any:
-    run, spec = bound.run, public.spec
+    run, spec = bound.run, public
     order = list(public.signature.parameters)
     named = public.canonical is None and order[: len(spec.arguments)] == list(spec.arguments)
     fixed = _fixed(public, options)
@@ -219,20 +220,20 @@ _BUILDERS: dict[str, Callable[..., Any]] = {"attention": _attention, "rms_norm":
 
 def _checked(
     planned: Callable[..., Any],
-    public: PublicOp,
+    public: Op,
     canonical: tuple[Any, ...],
     layout: str | None,
     backend: str | None,
     options: dict[str, Any],
 ) -> Any:
-    wanted = generic_key(public.spec.op_id, canonical, layout, backend)
+    wanted = generic_key(public.op_id, canonical, layout, backend)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         values, given_layout, _ = _complete(public, options, args, kwargs)
-        found = generic_key(public.spec.op_id, values, given_layout, backend)
+        found = generic_key(public.op_id, values, given_layout, backend)
         if found != wanted or not modes.plain(modes.tensors_of(values)):
             raise PlanMismatchError(
-                f"plan for {public.spec.op_id}",
+                f"plan for {public.op_id}",
                 code="PLAN_ARGUMENTS_CHANGED",
                 value=_words(found),
                 limit=_words(wanted),

@@ -81,7 +81,7 @@ def look() -> Situation:
         return Situation(env, environ, wrong, None, world, state.records, devices, state.plugin_manager)
     except LayerZeroError as error:
         loaded = load_plugins(env=env)
-        ops = {**loaded.ops, **{name: op.spec for name, op in PUBLIC.items()}}
+        ops = {**loaded.ops, **PUBLIC}
         world = World(registry=loaded.registry, ops=ops)
         # A wrong variable is listed by itself already.
         problem = None if wrong and str(error) in {str(item) for item in wrong} else error

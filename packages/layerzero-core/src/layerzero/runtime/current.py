@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from layerzero.runtime.late_ops import LATE_OPS, LateTable
 
 if TYPE_CHECKING:
-    from layerzero.model.op import OperationSpec
+    from layerzero.model.op import Op
     from layerzero.runtime.scopes import Scope
 
-__all__ = ["Unloaded", "builtin_op", "builtin_ops", "collector_paused", "now", "opaque_ops", "scope"]
+__all__ = ["Unloaded", "builtin_ops", "collector_paused", "now", "opaque_ops", "scope"]
 
 scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
 
@@ -54,12 +54,6 @@ def collector_paused() -> Iterator[None]:
 
 
 now = _Now()
-builtin_ops: LateTable[OperationSpec] = LateTable(LATE_OPS)
+builtin_ops: LateTable[Op] = LateTable(LATE_OPS)
 # op -> callable (canonical args, layout, backend) that hands tensor subclasses to one torch.library op
 opaque_ops: dict[str, Callable[[tuple[Any, ...], str | None, str | None], Any]] = {}
-
-
-def builtin_op(spec: OperationSpec) -> OperationSpec:
-    """Make an op known to every World built from now on; called once per op at import."""
-    builtin_ops[spec.op_id] = spec
-    return spec

@@ -130,7 +130,7 @@ class Runtime:
             self.plugin_manager = loaded.pm
             self._apply(policy)
             self._take_up_quarantine(loaded.registry)
-            ops = ChainMap(builtin_ops, dict(loaded.ops))
+            ops: ChainMap[str, Any] = ChainMap(builtin_ops, dict(loaded.ops))
             named = settings.dispatch_table or policy.dispatch_table
             table = None if named is None else self._read_table(named)
             from layerzero.plans.jit_known import known
@@ -190,8 +190,8 @@ class Runtime:
             self._take_up_quarantine(registry)
             from layerzero.plans.jit_known import known
 
-            ops = ChainMap(builtin_ops, dict(ops or {}))
-            world = World(registry=registry, ops=ops, policy=policy, **known(registry))
+            both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
+            world = World(registry=registry, ops=both, policy=policy, **known(registry))
             if not proven:
                 from layerzero.runtime.proving import book
 

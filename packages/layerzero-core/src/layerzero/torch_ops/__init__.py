@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from layerzero.model.op import Op
 from layerzero.runtime.current import opaque_ops
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.imports import after_import
 
-__all__ = ["NAMESPACE", "OPAQUE", "install"]
+__all__ = ["NAMESPACE", "OPAQUE", "adopt", "install"]
 
 _log = logging.getLogger("layerzero.torch_ops")
 
@@ -67,6 +69,19 @@ def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
     after_import("torch._dynamo", _trace)
     after_import("torch.utils.flop_counter", _count)
+
+
+def adopt(op: Op) -> None:
+    """Open the same doors for the op of a plugin, as far as its declaration allows: without `fake` there are none."""
+    functions.add(op.op_id, op.function)
+    if op.fake is None:
+        return
+    functions.declared[op.op_id] = op
+    opaque_ops[op.op_id] = functools.partial(_bridge, op.op_id)
+    if "layerzero.torch_ops.library" in sys.modules:
+        sys.modules["layerzero.torch_ops.library"].add(op)
+    if "layerzero.torch_ops.dynamo" in sys.modules:
+        sys.modules["layerzero.torch_ops.dynamo"].add(op)
 
 
 def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:

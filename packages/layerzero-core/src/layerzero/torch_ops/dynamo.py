@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 
+from layerzero.model.op import Op
+from layerzero.torch_ops import declared
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.more import more_twins
 from layerzero.torch_ops.traced import TWINS
 from layerzero.torch_ops.written import prepare
 
-__all__ = ["leave_alone", "register"]
+__all__ = ["add", "leave_alone", "register"]
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
@@ -35,10 +39,9 @@ def register() -> None:
     for room in (*_SKIPPED, *inner):
         trace_rules.add(f"layerzero.{room}")
     for name, twin in {**TWINS, **more_twins()}.items():
-        torch.compiler.substitute_in_graph(functions[name])(twin)
-        _run_natively(functions[name].__code__)
-        if name in functions.accelerated:
-            torch.compiler.substitute_in_graph(functions.accelerated[name])(twin)
+        _substitute(name, twin)
+    for op in tuple(functions.declared.values()):
+        add(op)
     # What adapts inputs is followed where a twin calls it; by itself, around a kernel that runs, it is never compiled.
     for module in ("layerzero.public.planning", *(f"layerzero.dispatch.{name}" for name in _TRACED)):
         for item in vars(importlib.import_module(module)).values():
@@ -53,6 +56,21 @@ def leave_alone(module: str, *codes: CodeType) -> None:
     trace_rules.add(module)
     for code in codes:
         _run_natively(code)
+
+
+def add(op: Op) -> None:
+    """Tell Dynamo of the op of a plugin."""
+    from torch._dynamo import trace_rules
+
+    if not trace_rules.is_polyfilled_callable(functions[op.op_id]):
+        _substitute(op.op_id, declared.traced_form(op))
+
+
+def _substitute(name: str, twin: Callable[..., Any]) -> None:
+    torch.compiler.substitute_in_graph(functions[name])(twin)
+    _run_natively(functions[name].__code__)
+    if name in functions.accelerated:
+        torch.compiler.substitute_in_graph(functions.accelerated[name])(twin)
 
 
 def _run_natively(code: CodeType) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerzero.model.op import Op
 
 __all__ = ["functions"]
 
@@ -14,6 +17,8 @@ class _Functions:
     def __init__(self) -> None:
         self._public: Mapping[str, Any] = {}
         self._helpers: dict[str, Callable[..., Any]] = {}
+        # Ops whose place in torch follows from their declaration. Looked up when a graph runs: a plugin may come again.
+        self.declared: dict[str, Op] = {}
         # The C forms that stand in the public namespace in their place; they are traced alike.
         self.accelerated: dict[str, Callable[..., Any]] = {}
 
@@ -26,6 +31,10 @@ class _Functions:
         """Take C forms of some functions; returns all there are."""
         self.accelerated.update(found)
         return self.accelerated
+
+    def add(self, name: str, function: Callable[..., Any]) -> None:
+        """Take the function of a plugin's op; a plugin that is loaded again replaces it."""
+        self._helpers[name] = function
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function

@@ -22,12 +22,14 @@ from torch.nn import Parameter
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside, watched
-from layerzero.torch_ops import calls, fakes, plain, sites
+from layerzero.model.op import Op
+from layerzero.torch_ops import calls, declared, fakes, plain, sites
 from layerzero.torch_ops.absent import present
+from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.more import more_ops
 from layerzero.torch_ops.opaque import OpaqueOp, uncounted
 
-__all__ = ["OPS", "namespace", "register"]
+__all__ = ["OPS", "add", "namespace", "register"]
 
 _NAMESPACE = "layerzero"
 
@@ -166,10 +168,17 @@ def register() -> None:
             return  # this thread is at it: torch looks ops up by name while they are being defined
         make: Any = torch.library.Library
         _library = make(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
-        for op in (*OPS, *more_ops()):
+        for op in (*OPS, *more_ops(), *(declared.opaque_of(item) for item in functions.declared.values())):
             _define(_library, op)
         setattr(torch.ops, _NAMESPACE, _namespace)
         _complete = True
+
+
+def add(op: Op) -> None:
+    """Define the op of a plugin, where the others are defined already; else it is defined with them."""
+    with _lock:
+        if _complete and not hasattr(_namespace, op.op_id):
+            _define(_library, declared.opaque_of(op))
 
 
 def namespace() -> Any:

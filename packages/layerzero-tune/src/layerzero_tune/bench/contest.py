@@ -141,7 +141,7 @@ def compete(
 
     Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
     """
-    spec, place = public_op(asked.op).spec, _place(asked)
+    spec, place = public_op(asked.op), _place(asked)
     call = build(asked, device=place, seed=seed)
     with conditions(asked), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries remark on their own choices, at each call

@@ -158,7 +158,7 @@ def _op(definition: Definition) -> tuple[str, str]:
     from layerzero_verify.definitions.adapters import adapter_for
 
     try:
-        return public_op(adapter_for(definition).op).spec.op_id, ""
+        return public_op(adapter_for(definition).op).op_id, ""
     except LayerZeroError as error:
         return "", error.reasons[0].message
 

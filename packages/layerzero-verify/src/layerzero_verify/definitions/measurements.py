@@ -110,7 +110,7 @@ def _context(trace: Trace, definition: Any, root: Path) -> Context:
     def op(*args: Any, **kwargs: Any) -> Any:
         public = public_op(adapter.op)
         canonical, layout, backend = public.normalize(args, kwargs)
-        raise _Described(describe(public.spec, canonical, layout, backend, current_world()))
+        raise _Described(describe(public, canonical, layout, backend, current_world()))
 
     try:
         with torch.no_grad():

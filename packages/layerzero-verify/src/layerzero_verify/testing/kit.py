@@ -39,8 +39,7 @@ def operation(op: str) -> OperationSpec | None:
     import layerzero.ops  # noqa: F401 (importing it is what registers the built-in ops)
     from layerzero._ops.signature import PUBLIC
 
-    found = PUBLIC.get(op)
-    return None if found is None else found.spec
+    return PUBLIC.get(op)
 
 
 def uncompiled(error: BaseException | None) -> str | None:

@@ -1,24 +1,26 @@
-"""Contexts of the ops that are not attention: sizes, needs and checks they share."""
+"""What the `describe` of an op is made of: checks of its arguments, and a Context around one main tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from layerzero.dispatch import modes
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call
 
-__all__ = ["expect_below", "expect_rank", "expect_shape", "expect_tensor", "simple_context"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["expect_rank", "expect_shape", "expect_tensor", "simple_context"]
 
 
 def expect_tensor(value: Any, name: str) -> Tensor:
     """The value, which must be a tensor."""
+    from torch import Tensor  # this floor is loaded without torch
+
     if not isinstance(value, Tensor):
         raise InvalidInputError(
             f"{name} is a {type(value).__name__}",
@@ -44,24 +46,6 @@ def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> No
             code="SHAPE_INVALID",
             value=str(tuple(tensor.shape)),
             limit=str(shape),
-        )
-
-
-def expect_below(ids: Tensor, name: str, limit: int, *, but: int | None = None, code: str = "VALUE_INVALID") -> None:
-    """Refuse indices outside 0 … limit - 1, `but` excepted, where looking at them costs no wait: on the CPU.
-
-    A call is described when it is cold, and again when a kernel raised; so a bad index that only a hot call meets
-    still ends here, as one clear error.
-    """
-    if not ids.is_cpu or ids.numel() == 0 or not modes.plain((ids,)):
-        return
-    wrong = (ids < 0) | (ids >= limit)
-    if but is not None:
-        wrong &= ids != but
-    if wrong.any():
-        found = int(ids[wrong][0])
-        raise InvalidInputError(
-            f"{name} hold {found}, outside 0 to {limit - 1}", code=code, value=f"{name} {found}", limit=limit - 1
         )
 
 
