@@ -19,14 +19,14 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.model.quant import QuantizedTensor
 from layerzero.numerics import Tolerance, compare
 from layerzero.numerics.tolerances import dtype_name
 from layerzero.public.control import scoped
 from layerzero_verify.oracles import ORACLES
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
-from layerzero_verify.testing.cases import Case, Draw, Group, cases_of, dtypes_of, load_cases
+from layerzero_verify.testing.cases import Case, Draw, Group, cases_of, declare, dtypes_of, load_cases
 from layerzero_verify.thresholds import gradient, kernel
 
 __all__ = ["Bench", "flat", "guarded"]
@@ -70,6 +70,8 @@ class Bench:
         """`dtype` restricts to one; `among` to some, for kernels that have one of them."""
         op = current_world().ops.get(spec.op)
         assert op is not None
+        if isinstance(op, Op):
+            declare(op)
         self.spec = spec
         self.op: OperationSpec = op
         self.device = device

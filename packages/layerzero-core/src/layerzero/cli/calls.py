@@ -23,6 +23,7 @@ from layerzero.dispatch.run import current_world, describe
 from layerzero.model.context import Context
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits, resolve_granularity
+from layerzero.tuning.inputs import build as build_call
 
 __all__ = ["BUILDERS", "context"]
 
@@ -240,6 +241,21 @@ def _stored(made: Made, shape: Sequence[int], word: str, granularity: str) -> Qu
     )  # fmt: skip
 
 
+def _example(made: Made) -> Args:
+    """A call of an op that says itself how one is made: --shape gives its sizes, in the order of their names."""
+    op = public_op(made.op)
+    shape = made.shape("shape", (len(op.sizes),), ",".join(name.upper() for name in op.sizes))
+    ctx = Context(
+        op=made.op,
+        dtype=str(made.dtype).removeprefix("torch."),
+        dims=tuple(zip(op.sizes, shape, strict=True)),
+        rank=len(op.sizes),
+        needs_grad=bool(made.take("grad")),
+    )
+    call = build_call(ctx, device=made.where)
+    return (), dict(call.kwargs)
+
+
 BUILDERS: Mapping[str, Callable[[Made], Args]] = {
     "attention": _attention,
     "paged_attention": _paged,
@@ -267,7 +283,7 @@ BUILDERS: Mapping[str, Callable[[Made], Args]] = {
 def context(op: str, options: Mapping[str, Any]) -> Context:
     """The Context of the call that the options describe. Raises UsageError for an option the op does not have."""
     public = public_op(op)
-    build = BUILDERS.get(op)
+    build = BUILDERS.get(op) or (_example if public.example is not None and public.sizes else None)
     if build is None:
         raise click.UsageError(f"lz does not know the shapes of {op}; use lz.explain({op!r}, ...) from Python")
     given = {name: value for name, value in options.items() if value not in (None, False)}

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,7 @@ class Op(OperationSpec):
                 Default: the function
     canonical   public arguments by name -> canonical ones, where these are not simply the parameters in order
     features    every word that `describe` may put among a call's needs; the reference has them all
+    sizes       names of the op's sizes, each with some that are worth a try; `--shape` on the command line gives them
     example     (Draw) -> canonical arguments of a call like `draw.context`; tuning, verification, warm-up and `lz
                 explain --shape` make their calls with it
     fake        canonical arguments -> empty tensors like the result's: torch.compile and torch.export follow from it
@@ -144,6 +145,7 @@ class Op(OperationSpec):
     reference: Callable[..., Any] | str | None = field(default=None, compare=False)
     canonical: Callable[[dict[str, Any]], tuple[Any, ...]] | None = field(default=None, compare=False)
     features: tuple[str, ...] = ()
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
     example: Callable[[Any], tuple[Any, ...]] | None = field(default=None, compare=False)
     fake: Callable[..., Any] | None = field(default=None, compare=False)
     truth: Callable[..., Any] | None = field(default=None, compare=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HitMode", "Tolerance", "definition_tolerance", "dtype_name", "tolerance"]
+__all__ = ["HitMode", "Tolerance", "classify", "definition_tolerance", "dtype_name", "tolerance"]
 
 
 class HitMode(enum.StrEnum):
@@ -165,7 +165,7 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
     quantized weights has no bound of its own, so there the backend's word is taken, and held against it.
     """
     name = dtype_name(dtype)
-    if op in _EXACT_OPS:
+    if op in _EXACT_OPS or _ROW_OF_OP.get(op) == "exact":
         return _EXACT
     if declared is not None and name in _QUANTIZED and _ROW_OF_OP.get(op) == "gemm":
         return Tolerance(declared, declared)
@@ -179,6 +179,13 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
         growth = math.sqrt(k)
         return replace(found, rtol=found.rtol * growth, atol=found.atol * growth)
     return found
+
+
+def classify(op: str, row: str) -> None:
+    """Say which row of the table holds for an op of a plugin: one of the table's, or "exact"."""
+    if row != "exact" and row not in _ROWS:
+        raise ValueError(f"op {op!r}: no row {row!r} in the tolerance table; known: exact, {', '.join(_ROWS)}")
+    _ROW_OF_OP[op] = row
 
 
 def definition_tolerance(dtype: torch.dtype | str, *, mode: HitMode = HitMode.COMBINED, op_type: str = "") -> Tolerance:

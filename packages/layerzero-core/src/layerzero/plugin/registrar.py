@@ -14,6 +14,7 @@ from layerzero.errors import PluginError
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
+from layerzero.numerics.tolerances import classify
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.spec import API_VERSION
 from layerzero.plugin.versions import contains
@@ -126,6 +127,8 @@ class Registrar:
             )
         self.ops[spec.op_id] = spec
         if isinstance(spec, Op):
+            if spec.tolerance:
+                classify(spec.op_id, spec.tolerance)
             for kernel in kernels_of(spec, self.version):
                 self._check_new(kernel)
                 self.kernels[kernel.kernel_id] = kernel

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context, Strides, element_bytes
+from layerzero.model.op import Op, OperationSpec
 from layerzero.runtime.current import builtin_ops
 
-__all__ = ["Call", "Draw", "build", "buildable", "conditions", "strides_of"]
+__all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named", "strides_of"]
 
 Lying = Sequence[Sequence[int] | None]
 
@@ -101,6 +102,11 @@ class Draw:
             found = _shifted(found)
         return self.leaf(found)
 
+    def rows_of(self, rows: str, width: str) -> tuple[int, ...]:
+        """A shape of the recorded rank, from the names of two sizes: all rows on the axis before the last."""
+        rank, last = self.ctx.rank, self.size(width)
+        return (last,) if rank == 1 else (*(1,) * (rank - 2), self.size(rows), last)
+
     def leaf(self, tensor: Tensor) -> Tensor:
         """The tensor, with a gradient where the context asks for one."""
         return tensor.requires_grad_() if self.ctx.needs_grad and tensor.is_floating_point() else tensor
@@ -144,7 +150,15 @@ _makers = _Makers()
 
 def buildable(op: str) -> bool:
     """Whether calls of an op can be built."""
-    return _makers.get(_standing(op)) is not None
+    return _maker(op_named(op)) is not None
+
+
+def _maker(spec: OperationSpec | None) -> Maker | None:
+    """The op's own `example`; else what this module knows of it."""
+    if isinstance(spec, Op) and spec.example is not None:
+        example = spec.example
+        return lambda draw: (example(draw), None)
+    return None if spec is None else _makers.get(spec.op_id)
 
 
 def build(
@@ -155,8 +169,9 @@ def build(
     `strides` are those of the tensor arguments in order, as `strides_of` gives them. Raises InvalidInputError for an op
     whose calls cannot be made up.
     """
-    maker = _makers.get(_standing(context.op))
-    if maker is None:
+    spec = op_named(context.op)
+    maker = _maker(spec)
+    if spec is None or maker is None:
         raise InvalidInputError(
             f"no inputs can be made for {context.op}",
             code="OP_UNKNOWN",
@@ -167,7 +182,6 @@ def build(
     draw = Draw(context, where, seed)
     with torch.no_grad() if not context.needs_grad else contextlib.nullcontext():
         args, named = maker(draw)
-    spec = builtin_ops[_standing(context.op)]
     layout = context.layout.value if context.layout is not None and "layout" not in spec.arguments else None
     if strides is not None:
         before = {id(item): place for place, item in enumerate(args)}
@@ -185,18 +199,18 @@ def build(
     return Call(args, kwargs, layout)
 
 
-def _standing(op: str) -> str:
-    """The built-in op whose arguments an op takes."""
+def op_named(op: str) -> OperationSpec | None:
+    """The op of this name, or the built-in one whose arguments it takes."""
     if op in builtin_ops:
-        return op
+        return builtin_ops[op]
     from layerzero.runtime.state import state
 
     spec = state.world.ops.get(op)
-    return op if spec is None else spec.stands_for or op
+    return spec if spec is None or not spec.stands_for else builtin_ops[spec.stands_for]
 
 
 def _is_autocast(op: str) -> bool:
-    spec = builtin_ops.get(op)
+    spec = op_named(op)
     return spec is not None and spec.autocast
 
 

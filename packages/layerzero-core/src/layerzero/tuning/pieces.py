@@ -20,6 +20,8 @@ from layerzero.model.context import Context
 from layerzero.model.enums import Causal, Layout
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
+from layerzero.model.op import Op
+from layerzero.tuning.inputs import op_named
 
 __all__ = ["Piece", "pieces"]
 
@@ -37,7 +39,9 @@ class Piece:
 
 def pieces(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
     """Calls that together stand for the whole; `room` is how many numbers the largest intermediate may have."""
-    maker = _MAKERS.get(ctx.op)
+    maker, op = _MAKERS.get(ctx.op), op_named(ctx.op)
+    if maker is None and isinstance(op, Op) and op.row_wise:
+        maker = _rows(op.row_wise, _width)
     if maker is None:
         yield Piece(ctx.op, args, lambda outputs: outputs)
     else:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from layerzero.model.context import Context
+from layerzero.model.op import Op
 from layerzero.perfdb.bucket import upper
+from layerzero.tuning.inputs import op_named
 from layerzero.tuning.measured import TORCH_DEFAULT
 from layerzero_tune.timing.race import Times
 
@@ -53,7 +55,10 @@ def within(ctx: Context) -> list[Context]:
 
 
 def _at(ctx: Context, size_of: Callable[[int], int]) -> Context | None:
-    if ctx.op not in _FREE or ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
+    op = op_named(ctx.op)
+    if not (ctx.op in _FREE or (isinstance(op, Op) and op.row_wise)):
+        return None
+    if ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
         return None
     sizes = {name: size_of(size) if name in _GROWING else size for name, size in ctx.dims}
     dims = tuple(sizes.items())

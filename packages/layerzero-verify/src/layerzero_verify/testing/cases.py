@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec, Limit
+from layerzero.model.op import Op
+from layerzero.tuning import inputs
 
-__all__ = ["GROUPS", "Case", "Draw", "Group", "Maker", "cases_of", "dtypes_of", "fit", "group", "load_cases"]
+__all__ = ["GROUPS", "Case", "Draw", "Group", "Maker", "cases_of", "declare", "dtypes_of", "fit", "group", "load_cases"]
 
 # dtypes the kit can draw and compare; the most exact first.
 _TESTABLE = ("float32", "float64", "float16", "bfloat16")
@@ -101,6 +104,34 @@ def group(name: str, op: str, *requires: str, every_dtype: bool = False) -> Call
         return generate
 
     return register
+
+
+def declare(op: Op) -> None:
+    """Cases of an op that says itself how a call is made: its sizes at their least and at their most, each feature."""
+    example = op.example
+    if example is None or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
+        return
+
+    def maker(spec: KernelSpec, place: int, *needs: str) -> Maker:
+        dims = tuple((name, fit(spec, name, sizes[place])) for name, sizes in op.sizes.items())
+
+        def make(draw: Draw) -> tuple[Any, ...]:
+            word = str(draw.dtype).removeprefix("torch.")
+            ctx = Context(op=op.op_id, dtype=word, dims=dims, needs=frozenset(needs), rank=len(dims))
+            return example(inputs.Draw(ctx, draw.device, int(draw.integers(1 << 30, 1))))
+
+        return make
+
+    @group("result", op.op_id, every_dtype=True)
+    def plain(spec: KernelSpec) -> Iterator[tuple[str, Maker]]:
+        yield "least", maker(spec, 0)
+        yield "most", maker(spec, -1)
+
+    for feature in op.features:
+
+        @group("result", op.op_id, feature)
+        def special(spec: KernelSpec, feature: str = feature) -> Iterator[tuple[str, Maker]]:
+            yield feature, maker(spec, 0, feature)
 
 
 def load_cases() -> dict[str, list[Group]]:

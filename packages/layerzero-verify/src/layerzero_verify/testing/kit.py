@@ -15,12 +15,13 @@ from layerzero.errors import LayerZeroError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.plugin.manager import call_hook, check_plugin
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.plugin.vendor import hardware_reasons, vendor_presence
 from layerzero.registry.capabilities import Capabilities
+from layerzero_verify.testing.cases import declare
 
 __all__ = ["Kit", "import_string", "operation", "uncompiled"]
 
@@ -96,6 +97,9 @@ class Kit:
             raise
         except BaseException as error:
             kit.register_error = error
+        for op in kit.registrar.ops.values():
+            if isinstance(op, Op):
+                declare(op)
         return kit
 
     @property

@@ -47,6 +47,7 @@ RMS_NORM_GATED = Op(
     function=rms_norm_gated,
     describe=_describe,
     features=("no_weight",),
+    sizes={"rows": (3, 64), "hidden": (64, 160)},
     example=_example,
     fake=lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
     tolerance="norm",
