@@ -119,7 +119,7 @@ def lock_and_policy() -> list[str]:
     lz.lock(OP, SPLIT)
     locked = lz.which(OP, X, GATE, WEIGHT)
     lz.unlock(OP)
-    with lz.scoped(disabled=["gatednorm"]):
+    with lz.scoped(deny=["gatednorm"]):
         without = lz.which(OP, X, GATE, WEIGHT)
     return [locked, without, lz.which(OP, X, GATE, WEIGHT)]
 
@@ -127,9 +127,9 @@ def lock_and_policy() -> list[str]:
 @tried
 def measured() -> dict[str, Any]:
     """Recorded, tuned, solved into a table, and the table obeyed; warmed up from the same traffic."""
-    from layerzero.tuning import stolen
+    from layerzero_tune.timing import steal_time
 
-    stolen.ticks, stolen._PAUSES = (lambda path="": None), ()  # the host of a test serves others
+    steal_time.ticks, steal_time._PAUSES = (lambda path="": None), ()  # the host of a test serves others
     traffic, database, table = (FOLDER / name for name in ("traffic.json", "perf.db", "table.json"))
     with lz.record(traffic):
         for _ in range(3):
