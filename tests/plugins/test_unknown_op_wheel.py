@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("hatchling", reason="missing tool: hatchling")
 pytest.importorskip("pip", reason="missing tool: pip")
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 HERE = Path(__file__).resolve().parent
 FUSED, SPLIT = "gatednorm.rms_norm_gated.fused", "gatednorm.rms_norm_gated.split"
