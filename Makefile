@@ -50,6 +50,7 @@ check: $(if $(TESTED),setup,test) ## everything a change must pass: test, then i
 	wait $$fuzz || { tail -n 30 build/check/fuzz.log; exit 1; }; \
 	cut -d, -f1 build/check/fuzz.log
 	$(PY) -m tools.check_docs
+	$(PY) -m tools.house
 	$(PY) -m tools.requirements
 
 lint: setup ## ruff
