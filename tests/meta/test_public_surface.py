@@ -110,7 +110,7 @@ SIGNATURES = {
     "unlock": "(op=None)",
     "use_table": "(path)",
     "plan": "(op, *args, check=False, **kwargs)",
-    "plan_block": "(block, tensors, *, measure=False, check=False)",
+    "plan_block": "(block, tensors, *, measure=None, check=False)",
     "warmup": "(source, *, config=None, kernels=(), timeout=None, workers=None, background=True, retry=False, "
     "progress=None)",
     "record": "(path=None)",

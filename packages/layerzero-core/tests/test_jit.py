@@ -99,7 +99,7 @@ def test_the_mode_comes_from_policy_and_environment(lab: Any, monkeypatch: pytes
     monkeypatch.setenv("LAYERZERO_JIT", "block")
     lz.reset()
     assert lz.get_config().jit == "block"
-    with pytest.raises(PolicyValidationError, match="background or block or off"):
+    with pytest.raises(PolicyValidationError, match="'background', 'block' or 'off'"):
         lz.configure(jit="later")
 
 

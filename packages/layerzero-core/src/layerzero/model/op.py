@@ -154,10 +154,12 @@ class Op(OperationSpec):
     row_wise: tuple[int, ...] = ()
     keyed: str = ""
     fusable: bool = False
+    signature: inspect.Signature = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = parameters(self.function)
         given: dict[str, Any] = {"op_id": self.op_id or self.function.__name__}
+        given["signature"] = inspect.signature(self.function)
         given["arguments"] = self.arguments or tuple(name for name in names if name != "backend")
         given["input_kinds"] = self.input_kinds or tuple(
             kind_of_argument(names.get(name, "")) for name in given["arguments"]
@@ -168,11 +170,6 @@ class Op(OperationSpec):
         for name, value in given.items():
             object.__setattr__(self, name, value)
         OperationSpec.__post_init__(self)
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """Of the public function."""
-        return _signature(self.function)
 
     def parameters_written(self) -> tuple[str, dict[str, Any]]:
         """The public function's parameters as source, `backend` last and by name, and the values of DEFAULTS in it."""
@@ -201,9 +198,6 @@ class Op(OperationSpec):
         given = bound.arguments
         canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.arguments)
         return canonical, given.get("layout"), given.get("backend")
-
-
-_signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, str]:
