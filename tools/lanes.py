@@ -5,8 +5,9 @@
 
 The slowest tests go to the lane `check` until the rest fits the budget of the lane `short`. A test is named by its file
 and itself, without folder and parameters, so that it keeps its lane when it moves; its time is that of all its
-parameters together. A new test is short until it is measured. Tests marked `fault` stay short: what was mended is
-watched by every run. Of several junit files the least time of a test counts, so that a busy moment does not decide.
+parameters together. A new test is short until it is measured. Of the tests marked `fault` the quickest of each fault
+stays short, and as many others as fit into a budget of their own: what was mended is watched by every run. Of several
+junit files the least time of a test counts, so that a busy moment does not decide.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from pathlib import Path
 
 from tools.requirements_doc import ROOT
 
-__all__ = ["BUDGET", "Lanes", "divide", "main", "measured", "render"]
+__all__ = ["BUDGET", "FAULTS", "Lanes", "divide", "main", "measured", "render", "watched"]
 
 FILE = ROOT / "tests" / "lanes.toml"
 JUNIT = ROOT / "build" / "junit"
 
 # Seconds that the tests of the short lane may take together on one core; with two workers half of it passes.
 BUDGET = 400.0
+# Of these, what the tests of mended faults may take.
+FAULTS = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,16 @@ class Lanes:
         return cls(data["short"], data["check"])
 
 
-def measured(files: Iterable[Path]) -> tuple[dict[str, float], set[str]]:
-    """Seconds of every test by name, and the names of those marked `fault`, from junit files."""
+def measured(files: Iterable[Path]) -> tuple[dict[str, float], dict[str, set[str]]]:
+    """Seconds of every test by name, and the faults that tests marked `fault` name, from junit files."""
     least: dict[tuple[str, str], float] = {}
-    faults: set[str] = set()
+    faults: dict[str, set[str]] = {}
     for file in files:
         for case in ET.parse(file).getroot().iter("testcase"):
             one = case.get("classname", ""), case.get("name", "")
             least[one] = min(float(case.get("time", "0")), least.get(one, float("inf")))
-            if case.find("properties/property[@name='fault']") is not None:
-                faults.add(_name(*one))
+            for item in case.iterfind("properties/property[@name='fault']"):
+                faults.setdefault(_name(*one), set()).add(item.get("value", ""))
     seconds: dict[str, float] = {}
     for one, time in least.items():
         seconds[_name(*one)] = seconds.get(_name(*one), 0.0) + time
@@ -66,13 +69,29 @@ def _name(classname: str, name: str) -> str:
     return "::".join((f"{parts[file]}.py", *parts[file + 1 :], name.partition("[")[0]))
 
 
-def divide(seconds: Mapping[str, float], stay: Collection[str] = (), budget: float = BUDGET) -> Lanes:
-    """The slowest of them into the check lane, until what remains is inside the budget."""
-    short, check = sum(seconds.values()), {}
+def watched(seconds: Mapping[str, float], faults: Mapping[str, Collection[str]], budget: float = FAULTS) -> set[str]:
+    """The tests of faults that stay short: the quickest of each fault, then the quickest of all inside the budget."""
+    order = sorted(faults, key=lambda name: (seconds[name], name))
+    numbers = {number for named in faults.values() for number in named}
+    stay = {next(name for name in order if number in faults[name]) for number in numbers}
+    used = sum(seconds[name] for name in stay)
+    for name in order:
+        if name not in stay and used + seconds[name] <= budget:
+            stay.add(name)
+            used += seconds[name]
+    return stay
+
+
+def divide(
+    seconds: Mapping[str, float], stay: Collection[str] = (), leave: Collection[str] = (), budget: float = BUDGET
+) -> Lanes:
+    """Those that `leave`, then the slowest of the others, into the check lane, until the rest is inside the budget."""
+    check = {name: seconds[name] for name in leave if name not in stay}
+    short = sum(seconds.values()) - sum(check.values())
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         if short <= budget:
             break
-        if name not in stay:
+        if name not in stay and name not in check:
             check[name] = seconds[name]
             short -= seconds[name]
     return Lanes(short, check)
@@ -99,9 +118,11 @@ def main(argv: Sequence[str]) -> int:
     if not seconds:
         print("no junit files: run `make check` first", file=sys.stderr)
         return 2
-    lanes = divide(seconds, faults)
+    stay = watched(seconds, faults)
+    lanes = divide(seconds, stay, faults)
     FILE.write_text(render(lanes), encoding="utf-8")
     print(f"short: {len(seconds) - len(lanes.check)} tests, {lanes.short:.0f} s of {BUDGET:.0f} s")
+    print(f"of these tests of faults: {len(stay)}, {sum(seconds[name] for name in stay):.0f} s of {FAULTS:.0f} s")
     print(f"check: {len(lanes.check)} tests, {sum(lanes.check.values()):.0f} s")
     return 0
 

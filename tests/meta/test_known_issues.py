@@ -88,8 +88,8 @@ def test_every_numbered_fault_has_a_test_in_the_short_lane() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith(("test", "Test")):
                 marks = {name: numbers for name, numbers in map(_mark, node.decorator_list)}
                 if not marks.keys() & {"slow", "stress", "benchmark", "memray", "gpu"}:
-                    assert "fault" not in marks or (path.name, node.name) not in later, "python -m tools.lanes keeps it"
-                    named.update(marks.get("fault", ()))
+                    if (path.name, node.name) not in later:
+                        named.update(marks.get("fault", ()))
             elif isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0]):
                 named.update(int(number) for found in re.findall(r"mark\.fault\(([\d, ]+)\)", ast.unparse(node.value))
                              for number in found.split(","))  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lanes import BUDGET, Lanes, divide, main, measured, render
+from tools.lanes import BUDGET, Lanes, divide, main, measured, render, watched
 from tools.pytest_lanes import lane
 from tools.requirements_doc import ROOT
 
@@ -54,11 +54,21 @@ def test_the_slowest_leave_the_short_lane_until_the_rest_fits(tmp_path: Path) ->
     again.write_text(JUNIT.replace('"5.0"', '"7.0"').replace('"3.0"', '"2.0"'))
     seconds, faults = measured([file, again])
     assert seconds == {"test_x.py::test_many": 11.0, "test_x.py::TestIt::test_one": 2.0, "test_y.py::test_mended": 9.0}
-    assert faults == {"test_y.py::test_mended"}
+    assert faults == {"test_y.py::test_mended": {"7"}}
     assert divide(seconds, faults, budget=15.0) == Lanes(11.0, {"test_x.py::test_many": 11.0})
     assert divide(seconds, faults, budget=10.0).check.keys() == {"test_x.py::test_many", "test_x.py::TestIt::test_one"}
     assert divide(seconds, (), budget=12.0) == Lanes(11.0, {"test_x.py::test_many": 11.0})
     assert divide(seconds, (), budget=100.0).check == {}
+
+
+def test_the_quickest_test_of_each_fault_stays_short_and_others_while_they_fit() -> None:
+    seconds = {"a": 5.0, "b": 3.0, "c": 1.0, "d": 50.0, "e": 2.0, "plain": 4.0}
+    faults = {"a": {"1"}, "b": {"1", "2"}, "c": {"3"}, "d": {"4"}, "e": {"3"}}
+    stay = watched(seconds, faults, budget=57.0)
+    assert stay == {"b", "c", "d", "e"}  # 1 and 2, 3, 4; then e, while a is too much
+    assert watched(seconds, faults, budget=0.0) == {"b", "c", "d"}
+    assert divide(seconds, stay, faults, budget=100.0) == Lanes(60.0, {"a": 5.0})
+    assert divide(seconds, stay, faults, budget=57.0).check.keys() == {"a", "plain"}
 
 
 def test_without_a_run_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
