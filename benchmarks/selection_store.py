@@ -110,7 +110,7 @@ def _fill(path: Path, ctx: Any, rows: int) -> None:
     versions = versions_of(registry, "torch.rms_norm.native") or ("", "")
     spec = state.world.ops["rms_norm"]
     sample = Measurement(
-        "rms_norm", bucket_of(ctx, spec.elastic), "torch.rms_norm.native", *versions, platform_of(ctx.device), 10.0,
+        "rms_norm", bucket_of(ctx, spec.growing), "torch.rms_norm.native", *versions, platform_of(ctx.device), 10.0,
         11.0, 12.0, 0.1, 20, 0.0, measured_at=time.time(),
     )  # fmt: skip
     reference = replace(sample, kernel_id="reference.rms_norm.plain", median_us=30.0)
@@ -219,7 +219,7 @@ def query(path: Path, ctx: Any) -> float:
     """A question to the database that was not asked before, µs."""
     db = PerfDB(path)
     spec = state.world.ops["rms_norm"]
-    bucket = bucket_of(ctx, spec.elastic)
+    bucket = bucket_of(ctx, spec.growing)
     assert len(db.find("rms_norm", bucket)) == 2
     found = _best(lambda: db.find("rms_norm", bucket, "eager/hot", "refused"), 50)
     db.close()

@@ -117,7 +117,7 @@ def _errors(ctx: Any, database: Path) -> dict[str, float]:
     from layerzero.tuning.measured import TORCH_DEFAULT, holding, mode_of, platform_of
 
     spec, platform = state.world.ops[ctx.op], platform_of(ctx.device)
-    rows = PerfDB(database).find(ctx.op, bucket_of(ctx, spec.elastic), mode_of(ctx.device.device_type))
+    rows = PerfDB(database).find(ctx.op, bucket_of(ctx, spec.growing), mode_of(ctx.device.device_type))
     mine = [row for row in holding(rows, platform) if row.kernel_id != TORCH_DEFAULT]
     return {row.kernel_id: row.max_error for row in mine if row.max_error is not None}
 
@@ -263,7 +263,7 @@ def main() -> int:
         print(f"\r{text[:100]:<100}", end="", file=sys.stderr, flush=True)
 
     def bucket(ctx: Any) -> str:
-        return bucket_of(ctx, state.world.ops[ctx.op].elastic)
+        return bucket_of(ctx, state.world.ops[ctx.op].growing)
 
     for stage in given.stages:
         room = budget.for_stage(stage)

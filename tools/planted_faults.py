@@ -290,7 +290,7 @@ def layerzero_register(registrar):
     registrar.op(OperationSpec(
         op_id="{op}", op_kind=OpKind.TENSOR, arguments=ROPE.arguments, input_kinds=ROPE.input_kinds,
         output_kind="tensors", describe=describe, fallback_impl=reference,
-        fallback_id="{backend}.{op}.fast", elastic=("seq_len_q",), stands_for="rope",
+        fallback_id="{backend}.{op}.fast", growing=("seq_len_q",), stands_for="rope",
     ))
 """
 

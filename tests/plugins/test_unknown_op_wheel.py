@@ -134,3 +134,31 @@ records = {record.name: record for record in load_plugins((first, second), {}).r
 assert records["one"].state == "ok" and why.code.value == "PLUGIN_DUPLICATE" and "rms_norm_gated" in why.message, why
 """
     _run("-c", script, site=site)
+
+
+def test_an_op_named_like_one_of_the_core_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "shadow.py").write_text("""
+from torch import Tensor
+from layerzero.plugin import Op, hookimpl
+
+def relu_and_mul(x: Tensor) -> Tensor:
+    return x
+
+@hookimpl
+def layerzero_register(registrar):
+    registrar.op(Op(function=relu_and_mul, describe=lambda call: None, fallback_id="shadow.relu_and_mul.plain"))
+""")
+    info = tmp_path / "shadow-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shadow\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[layerzero.backends]\nshadow = shadow\n")
+    script = """
+import layerzero as lz, torch
+assert torch.equal(lz.ops.relu_and_mul(torch.tensor([3.0, 2.0])), torch.tensor([6.0]))
+from layerzero.runtime.state import state
+(record,) = [record for record in state.records if record.name == "shadow"]
+(why,) = record.reasons
+assert why.code.value == "PLUGIN_DUPLICATE" and "relu_and_mul" in why.message, why
+assert not [kernel for kernel in lz.list_kernels() if kernel.kernel_id.startswith("shadow")]
+"""
+    _run("-c", script, site=tmp_path)

@@ -18,6 +18,7 @@ from layerzero.plugin import hookimpl, spec, vendor_status
 from layerzero.plugin.discovery import BUILTINS, discover
 from layerzero.plugin.manager import Loaded, PluginRecord, call_hook, load_plugins
 from layerzero.plugin.registrar import Registrar
+from layerzero.runtime.current import builtin_ops
 from layerzero_verify.testing import fakes
 from layerzero_verify.testing.fakes import FakeDist, FakeEntryPoint, capabilities, plugin
 from tools import faulty_plugins as faults
@@ -76,6 +77,15 @@ def test_a_plugin_may_bring_an_op_of_its_own() -> None:
     assert loaded.ops["my_op"] is op and record(loaded, "mine").ops == ("my_op",)
     taken = load(FakeEntryPoint("a", plugin(ops=[op])), FakeEntryPoint("b", plugin(ops=[op])))
     assert record(taken, "b").reasons[0].code == "PLUGIN_DUPLICATE"
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "moe", "tokenize"])
+def test_a_plugins_op_named_like_one_of_the_core_is_refused_by_name(name: str) -> None:
+    op = OperationSpec(name, OpKind.TENSOR, ("x",), ("tensor",), "tensor", fallback_impl=lambda x: x)
+    loaded = load_plugins([FakeEntryPoint("mine", plugin(ops=[op]))], {}, builtin_ops)
+    (why,) = record(loaded, "mine").reasons
+    assert record(loaded, "mine").state == "failed" and name not in loaded.ops
+    assert why.code == "PLUGIN_DUPLICATE" and name in why.message and why.limit == "layerzero-core"
 
 
 def test_a_plugin_with_commands_only_is_fine() -> None:

@@ -99,7 +99,7 @@ def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
     chosen = decide(spec, ctx, world).chosen
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
     platform, versions = platform_of(ctx.device), versions_of(world.registry, chosen)
-    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
+    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform):
         if row.kernel_id == chosen and versions == (row.kernel_version, row.backend_version):
             return row
     return None

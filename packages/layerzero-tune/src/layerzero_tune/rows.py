@@ -46,7 +46,7 @@ def _row(
     around: Surroundings,
 ) -> Measurement:  # fmt: skip
     return Measurement(
-        op=ctx.op, bucket=bucket_of(ctx, spec.elastic), kernel_id=kernel_id, kernel_version=versions[0],
+        op=ctx.op, bucket=bucket_of(ctx, spec.growing), kernel_id=kernel_id, kernel_version=versions[0],
         backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
         p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
         mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=around,

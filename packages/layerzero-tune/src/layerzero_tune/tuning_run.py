@@ -206,7 +206,7 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
 
 def _bucket(ctx: Context) -> str:
     spec = state.world.ops.get(ctx.op)
-    return bucket_of(ctx, () if spec is None else spec.elastic)
+    return bucket_of(ctx, () if spec is None else spec.growing)
 
 
 class _Journal:

@@ -344,7 +344,7 @@ ATTENTION = register(
         ),
         describe=_describe,
         reference="layerzero.backends.reference.attention:attention",
-        elastic=("seq_len_q", "seq_len_k"),
+        growing=("seq_len_q", "seq_len_k"),
         random=lambda args: args[4] > 0.0,
         autocast=True,
         keyed="TTTOZWFWAIAOWW",

@@ -76,6 +76,7 @@ CAST = register(
         function=cast,
         describe=_describe,
         reference="layerzero.backends.reference.conversion:cast",
-        elastic=("elements",),
+        growing=("elements",),
+        fusable=True,
     )
 )

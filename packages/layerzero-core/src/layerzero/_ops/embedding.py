@@ -65,6 +65,6 @@ EMBEDDING = register(
         function=embedding,
         describe=_describe,
         reference="layerzero.backends.reference.linear:embedding",
-        elastic=("tokens",),
+        growing=("tokens",),
     )
 )

@@ -105,7 +105,7 @@ MLP = register(
         function=mlp,
         describe=_describe,
         reference="layerzero.backends.reference.feed_forward:mlp",
-        elastic=("rows",),
+        growing=("rows",),
         autocast=True,
     )
 )  # fmt: skip

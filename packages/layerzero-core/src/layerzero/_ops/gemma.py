@@ -51,7 +51,8 @@ GEMMA_RMS_NORM = register(
         function=gemma_rms_norm,
         describe=_plain,
         reference="layerzero.backends.reference.norm:gemma_rms_norm",
-        elastic=("rows",),
+        growing=("rows",),
+        fusable=True,
     )
 )
 GEMMA_ADD_RMS_NORM = register(
@@ -60,6 +61,7 @@ GEMMA_ADD_RMS_NORM = register(
         output_kind="tensors",
         describe=_added,
         reference="layerzero.backends.reference.norm:gemma_add_rms_norm",
-        elastic=("rows",),
+        growing=("rows",),
+        fusable=True,
     )
 )

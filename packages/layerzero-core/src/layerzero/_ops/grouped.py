@@ -247,7 +247,7 @@ GROUPED_ATTENTION = register(
         arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
         describe=_describe,
         reference="layerzero.backends.reference.grouped:grouped_attention",
-        elastic=("seq_len_q", "seq_len_k"),
+        growing=("seq_len_q", "seq_len_k"),
         autocast=True,
         canonical=_canonical,
     )

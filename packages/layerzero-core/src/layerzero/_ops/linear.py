@@ -105,7 +105,7 @@ LINEAR = register(
         function=linear,
         describe=_describe,
         reference="layerzero.backends.reference.linear:linear",
-        elastic=("rows",),
+        growing=("rows",),
         autocast=True,
     )
 )

@@ -127,7 +127,7 @@ CROSS_ENTROPY = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.loss:cross_entropy",
-        elastic=("rows",),
+        growing=("rows",),
         canonical=_canonical,
     )
 )  # fmt: skip

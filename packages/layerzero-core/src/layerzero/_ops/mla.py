@@ -222,6 +222,6 @@ MLA_PAGED_ATTENTION = register(
         function=mla_paged_attention,
         describe=_describe,
         reference="layerzero.backends.reference.mla:mla_paged_attention",
-        elastic=("seq_len_q", "seq_len_k"),
+        growing=("seq_len_q", "seq_len_k"),
     )
 )

@@ -55,7 +55,8 @@ def _op(function: Callable[..., Tensor]) -> Op:
             function=function,
             describe=_describer(name),
             reference=f"layerzero.backends.reference.mlp:{name}",
-            elastic=("rows",),
+            growing=("rows",),
+            fusable=True,
         )
     )
 

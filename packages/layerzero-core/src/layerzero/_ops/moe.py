@@ -214,7 +214,7 @@ TOPK_GATE = register(
         output_kind="tensors",
         describe=_describe_gate,
         reference="layerzero.backends.reference.moe:topk_gate",
-        elastic=("tokens",),
+        growing=("tokens",),
         canonical=_canonical_gate,
     )
 )
@@ -224,7 +224,7 @@ GROUPED_GEMM = register(
         function=grouped_gemm,
         describe=_describe_grouped,
         reference="layerzero.backends.reference.moe:grouped_gemm",
-        elastic=("tokens",),
+        growing=("tokens",),
         autocast=True,
     )
 )
@@ -234,7 +234,7 @@ MOE = register(
         function=moe,
         describe=_describe_moe,
         reference="layerzero.backends.reference.moe:moe",
-        elastic=("tokens",),
+        growing=("tokens",),
         autocast=True,
     )
 )

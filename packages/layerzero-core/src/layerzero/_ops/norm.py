@@ -132,7 +132,8 @@ RMS_NORM = register(
         function=rms_norm,
         describe=_rms,
         reference="layerzero.backends.reference.norm:rms_norm",
-        elastic=("rows",),
+        growing=("rows",),
+        fusable=True,
     )
 )
 ADD_RMS_NORM = register(
@@ -141,7 +142,8 @@ ADD_RMS_NORM = register(
         output_kind="tensors",
         describe=_add_rms,
         reference="layerzero.backends.reference.norm:add_rms_norm",
-        elastic=("rows",),
+        growing=("rows",),
+        fusable=True,
     )
 )
 LAYER_NORM = register(
@@ -149,6 +151,7 @@ LAYER_NORM = register(
         function=layer_norm,
         describe=_layer,
         reference="layerzero.backends.reference.norm:layer_norm",
-        elastic=("rows",),
+        growing=("rows",),
+        fusable=True,
     )
 )

@@ -341,7 +341,7 @@ PAGED_ATTENTION = register(
         ),
         describe=_describe,
         reference="layerzero.backends.reference.paged:paged_attention",
-        elastic=("seq_len_q", "seq_len_k"),
+        growing=("seq_len_q", "seq_len_k"),
         canonical=_canonical,
     )
 )

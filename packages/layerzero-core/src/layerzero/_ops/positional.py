@@ -189,7 +189,8 @@ ROPE = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:rope",
-        elastic=("seq_len_q",),
+        growing=("seq_len_q",),
+        fusable=True,
         mutates=lambda args: bool(args[7]),
     )
 )

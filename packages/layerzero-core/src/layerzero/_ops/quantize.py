@@ -100,7 +100,7 @@ QUANTIZE = register(
         output_kind="quantized",
         describe=_describe_quantize,
         reference="layerzero.backends.reference.quantize:quantize",
-        elastic=("rows",),
+        growing=("rows",),
         canonical=lambda given: (
             given["x"],
             _scheme(given["fmt"], given["granularity"], given["block_size"], given["symmetric"]),
@@ -112,6 +112,6 @@ DEQUANTIZE = register(
         function=dequantize,
         describe=_describe_dequantize,
         reference="layerzero.backends.reference.quantize:dequantize",
-        elastic=("rows",),
+        growing=("rows",),
     )
 )

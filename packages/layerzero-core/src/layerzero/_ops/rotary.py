@@ -77,6 +77,7 @@ XPOS = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:xpos",
-        elastic=("seq_len_q",),
+        growing=("seq_len_q",),
+        fusable=True,
     )
 )  # fmt: skip

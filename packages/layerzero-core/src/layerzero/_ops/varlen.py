@@ -36,7 +36,7 @@ __all__ = ["VARLEN_ATTENTION", "varlen_attention"]
 
 _grad_enabled = torch.is_grad_enabled
 _PLAIN = (Tensor, Parameter)
-_ELASTIC = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
+_GROWING = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
 
 
 @overload
@@ -194,7 +194,7 @@ def _key(world: Any, args: tuple[Any, ...], equal: bool, backend: str | None) ->
         return None
     sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
     places: list[int] = []
-    for axis, size in zip(_ELASTIC, sizes, strict=True):
+    for axis, size in zip(_GROWING, sizes, strict=True):
         edges = boundaries(world, "varlen_attention", axis)
         places.append(size if edges is None else bisect_left(edges, size))
     grad = _grad_enabled() and (
@@ -336,7 +336,7 @@ VARLEN_ATTENTION = register(
             ),
         describe=_describe,
         reference="layerzero.backends.reference.varlen:varlen_attention",
-        elastic=_ELASTIC,
+        growing=_GROWING,
         autocast=True,
         canonical=_canonical,
     )

@@ -66,7 +66,7 @@ def current_world() -> World:
 # -- deciding ------------------------------------------------------------------------------------
 def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
     """The decision for a context in a World, from the selection cache when it was made before."""
-    canonical, _ = bucketed(world, ctx, spec.elastic)
+    canonical, _ = bucketed(world, ctx, spec.growing)
     key = (canonical, world.fingerprint)
 
     def compute() -> Decision:

@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The range of one elastic size for which a decision holds (both ends included)."""
+    """The range of one growing size for which a decision holds (both ends included)."""
 
     name: str
     low: int

@@ -51,7 +51,7 @@ class OperationSpec:
     describe      (Call) -> Context; raises InvalidInputError for a call that means nothing
     fallback_impl the plain implementation, canonical arguments; None only when has_fallback is False
     fallback_id   kernel id under which the fallback is registered
-    elastic       names of dims that change from call to call and are bucketed in hot keys
+    growing       names of dims that change from call to call and are bucketed in hot keys
     random        draws random numbers (its RNG state is restored before a retry)
     mutates       says for canonical args whether the call writes into its inputs
     autocast      under autocast the floating inputs are cast to the autocast dtype first (matmul-like ops)
@@ -68,7 +68,7 @@ class OperationSpec:
     has_fallback: bool = True
     fallback_impl: Callable[..., Any] | None = field(default=None, compare=False)
     fallback_id: str = ""
-    elastic: tuple[str, ...] = ()
+    growing: tuple[str, ...] = ()
     random: Callable[[tuple[Any, ...]], bool] | None = field(default=None, compare=False)
     mutates: Callable[[tuple[Any, ...]], bool] | None = field(default=None, compare=False)
     autocast: bool = False
@@ -105,7 +105,7 @@ class OperationSpec:
             "output_kind": self.output_kind,
             "has_fallback": self.has_fallback,
             "fallback_id": self.fallback_id,
-            "elastic": list(self.elastic),
+            "growing": list(self.growing),
         }
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from layerzero.model.context import Context
 from layerzero.model.situation import situation
 
-__all__ = ["ELASTIC", "bucket_of", "upper"]
+__all__ = ["GROWING", "bucket_of", "upper"]
 
 # Sizes that vary with traffic rather than with the model.
-ELASTIC = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks"})
+GROWING = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks"})
 
 
 def upper(size: int) -> int:
@@ -19,8 +19,8 @@ def upper(size: int) -> int:
     return size if size < 2 else 1 << (size - 1).bit_length()
 
 
-def bucket_of(ctx: Context, elastic: Iterable[str] = ()) -> str:
-    """The bucket of a call as stable text. `elastic` names further axes of the op that vary from call to call."""
-    growing = ELASTIC | set(elastic)
-    sizes = {name: upper(size) if name in growing else size for name, size in ctx.dims}
+def bucket_of(ctx: Context, growing: Iterable[str] = ()) -> str:
+    """The bucket of a call as stable text. `growing` names further axes of the op that vary from call to call."""
+    axes = GROWING | set(growing)
+    sizes = {name: upper(size) if name in axes else size for name, size in ctx.dims}
     return json.dumps({"sizes": sizes, "when": dict(situation(ctx))}, sort_keys=True, separators=(",", ":"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -133,15 +133,18 @@ def _manager() -> pluggy.PluginManager:
 
 
 def load_plugins(
-    entry_points: Iterable[EntryPointLike] | None = None, env: environment.Env | Mapping[str, str] | None = None
+    entry_points: Iterable[EntryPointLike] | None = None,
+    env: environment.Env | Mapping[str, str] | None = None,
+    core_ops: Container[str] = (),
 ) -> Loaded:
     """Discover and load all plugins, each alone. Never raises for a plugin's sake; Ctrl-C passes through.
 
     `entry_points` replaces what package metadata declares (the built-ins are always there); `env` the environment.
+    A plugin that brings an op named like one of `core_ops`, or like that of an earlier plugin, is refused.
     """
     settings = env if isinstance(env, environment.Env) else environment.read(env)
     forget_versions()  # a package may have come or gone since the last load
-    state = _Loading()
+    state = _Loading(core_ops)
     for item in discover(entry_points):
         started = time.perf_counter()
         record = state.load(item, settings)
@@ -159,7 +162,8 @@ def load_plugins(
 class _Loading:
     """The work in progress: grows by whole plugins only."""
 
-    def __init__(self) -> None:
+    def __init__(self, core_ops: Container[str]) -> None:
+        self.core_ops = core_ops
         self.pm = _manager()
         self.registry = KernelRegistry()
         self.ops: dict[str, OperationSpec] = {}
@@ -201,10 +205,9 @@ class _Loading:
         _call(alone, "layerzero_register", registrar=registrar)
         registrar.close()
         for op_id in registrar.ops:
-            if op_id in self.ops:
-                raise PluginError(
-                    f"op {op_id!r} exists already", code="PLUGIN_DUPLICATE", value=op_id, limit="an earlier plugin"
-                )
+            if op_id in self.ops or op_id in self.core_ops:
+                owner = "an earlier plugin" if op_id in self.ops else "layerzero-core"
+                raise PluginError(f"op {op_id!r} exists already", code="PLUGIN_DUPLICATE", value=op_id, limit=owner)
         return registrar, hooks
 
     def _commit(self, item: Found, hooks: HookView, registrar: Registrar, blank: PluginRecord) -> PluginRecord:

@@ -125,7 +125,7 @@ class Runtime:
                 from layerzero.runtime.observation import from_environment
 
                 from_environment(settings)
-            loaded = load_plugins(env=env.changed(settings, plugins=allowed, plugins_deny=denied))
+            loaded = load_plugins(None, env.changed(settings, plugins=allowed, plugins_deny=denied), builtin_ops)
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)

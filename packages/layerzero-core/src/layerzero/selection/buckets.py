@@ -46,11 +46,11 @@ def find(edges: Sequence[int] | None, value: int) -> tuple[int, int]:
     return low, edges[index]
 
 
-def bucketed(world: World, ctx: Context, elastic: Sequence[str]) -> tuple[Context, tuple[Bucket, ...]]:
-    """The context with each elastic size replaced by the end of its bucket, and the buckets."""
+def bucketed(world: World, ctx: Context, growing: Sequence[str]) -> tuple[Context, tuple[Bucket, ...]]:
+    """The context with each growing size replaced by the end of its bucket, and the buckets."""
     found: list[Bucket] = []
     sizes = dict(ctx.dims)
-    for axis in elastic:
+    for axis in growing:
         if axis in sizes:
             low, high = find(boundaries(world, ctx.op, axis), sizes[axis])
             found.append(Bucket(axis, low, high))

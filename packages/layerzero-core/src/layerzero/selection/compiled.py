@@ -2,7 +2,7 @@
 
 A compiler fuses a norm, a rotation or a gated activation that it can look into with what stands around it, and so
 saves reading and writing the tensor once more; a vendor's kernel is one opaque call that it has to keep whole. So for
-these ops (`FUSABLE`) the best kernel that can be written out is taken in place of an opaque one that ranks higher,
+these ops (`Op.fusable`) the best kernel that can be written out is taken in place of an opaque one that ranks higher,
 unless the caller, the policy or a solved table asks for that one, or measurements say that it wins clearly. Attention,
 products and all else that computes more than it moves keeps the choice of eager calls.
 """
@@ -20,12 +20,7 @@ from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.proven import unproven
 from layerzero.selection.world import World
 
-__all__ = ["FUSABLE", "in_graph"]
-
-FUSABLE = frozenset({
-    "rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm", "rope", "xpos", "silu_and_mul",
-    "gelu_and_mul", "relu_and_mul", "cast",
-})  # fmt: skip
+__all__ = ["in_graph"]
 
 # An opaque kernel wins clearly where it takes less than half of what the compiled form takes by itself: fused, that
 # form saves up to one reading and one writing of what is between.
@@ -45,7 +40,7 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     first = kernels.get(decision.chosen)
     if first is None or open_to(first):
         return decision
-    if decision.op not in FUSABLE:
+    if not getattr(world.ops[decision.op], "fusable", False):
         return _opaque(decision, "an op that compilers do not fuse")
     if decision.context.backend is not None:
         return _opaque(decision, "the call asks for it")

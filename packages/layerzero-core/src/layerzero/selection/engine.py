@@ -41,7 +41,7 @@ def select(ctx: Context, world: World) -> Decision:
     spec = world.ops.get(ctx.op)
     if spec is None:
         raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
-    canonical, buckets = bucketed(world, ctx, spec.elastic)
+    canonical, buckets = bucketed(world, ctx, spec.growing)
     judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
     locked, fallback_id = _lock(judged.locked_to, canonical, world), spec.fallback_id
     standing = examine(canonical, world, judged, fallback_id, locked)

@@ -57,7 +57,7 @@ def follow(spec: OperationSpec, ctx: Context, world: World) -> Decision | Reason
     wrong = _standing(table, world, ctx.device)
     if wrong:
         return wrong[0]
-    canonical, buckets = bucketed(world, ctx, spec.elastic)
+    canonical, buckets = bucketed(world, ctx, spec.growing)
     entry = table.find(canonical)
     if entry is None:
         return reason("PLAN_BUCKET_MISS", ", ".join(f"{name}={size}" for name, size in ctx.dims))

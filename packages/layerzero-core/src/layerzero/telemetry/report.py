@@ -19,7 +19,7 @@ class SelectionReport:
     """What `lz.explain` returns. It renders the very Decision that dispatch uses.
 
     decision   the decision, shared with dispatch
-    context    the call as given; the decision's own context has elastic sizes at the end of their bucket
+    context    the call as given; the decision's own context has growing sizes at the end of their bucket
     ran        kernel id of the last cold run or failover with this context; None when it never ran
     """
 

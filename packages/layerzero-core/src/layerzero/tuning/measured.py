@@ -127,7 +127,7 @@ def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, nois
         if known is not None:
             return known
         spec = ops.get(ctx.op)
-        bucket = bucket_of(ctx, () if spec is None else spec.elastic)
+        bucket = bucket_of(ctx, () if spec is None else spec.growing)
         platform = platform_of(ctx.device)
         measured = mode or mode_of(ctx.device.device_type, capturing=ctx.capturing)
         key = (ctx.op, bucket, f"{platform.device} {platform.threads} {measured}")

@@ -103,7 +103,7 @@ def torch_beside(
         spec = world.ops.get(ctx.op)
         if spec is None or ctx.needs_grad or ctx.capturing or ctx.device.hardware_signature not in here:
             continue
-        key = ctx.op, bucket_of(ctx, spec.elastic)
+        key = ctx.op, bucket_of(ctx, spec.growing)
         if key in found or key in known:
             continue
         try:

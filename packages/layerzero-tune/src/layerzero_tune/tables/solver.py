@@ -14,7 +14,7 @@ from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
 from layerzero.model.op import OperationSpec
-from layerzero.perfdb.bucket import ELASTIC, bucket_of, upper
+from layerzero.perfdb.bucket import GROWING, bucket_of, upper
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.plans.table_file import hardware_of, make_table
@@ -59,7 +59,7 @@ def _edges(contexts: list[Context], world: World) -> Edges:
     """
     largest: dict[tuple[str, str], int] = {}
     for ctx in contexts:
-        growing = ELASTIC | set(world.ops[ctx.op].elastic)
+        growing = GROWING | set(world.ops[ctx.op].growing)
         for axis, size in ctx.dims:
             if axis in growing:
                 largest[ctx.op, axis] = max(size, largest.get((ctx.op, axis), 0))
@@ -75,7 +75,7 @@ def _edges(contexts: list[Context], world: World) -> Edges:
 
 
 def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: PerfDB | None) -> PlanEntry | None:
-    canonical, _ = bucketed(world, ctx, spec.elastic)
+    canonical, _ = bucketed(world, ctx, spec.growing)
     sizes = bucket_sizes(canonical, buckets.get(ctx.op, {}))
     decision = select(ctx, world)
     if sizes is None or not decision.chosen:
@@ -93,7 +93,7 @@ def _measured(ctx: Context, world: World, spec: OperationSpec, kernel_id: str, d
         return None
     platform, versions = platform_of(ctx.device), versions_of(world.registry, kernel_id)
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.elastic), mode), platform):
+    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform):
         if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
             return row
     return None
@@ -133,6 +133,6 @@ def _bucket_of_entry(entry: PlanEntry, world: World) -> str | None:
     spec = world.ops.get(entry.op)
     if spec is None:
         return None
-    growing = ELASTIC | set(spec.elastic)
+    growing = GROWING | set(spec.growing)
     sizes = {name: upper(size) if name in growing else size for name, size in entry.sizes}
     return json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))

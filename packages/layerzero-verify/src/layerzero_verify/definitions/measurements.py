@@ -82,7 +82,7 @@ def _row(trace: Trace, dataset: Dataset) -> Measurement | None:
     libs = evaluation.libs
     return Measurement(
         op=ctx.op,
-        bucket=bucket_of(ctx, spec.elastic),
+        bucket=bucket_of(ctx, spec.growing),
         # Another author's solution keeps its name, under which no kernel is registered.
         kernel_id=trace.solution if versions is not None else f"flashinfer-bench.{ctx.op}.{trace.solution}",
         kernel_version=versions[0] if versions is not None else "",

@@ -52,7 +52,7 @@ RMS_NORM_GATED = Op(
     fake=lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
     tolerance="norm",
     baseline=_baseline,
-    elastic=("rows",),
+    growing=("rows",),
     row_wise=(0, 1),
     fusable=True,
 )
