@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses=4 --dis
 OBJECTS := LAYERZERO_CPU_OBJECTS="$(CURDIR)/build/native"
 FUZZ := $(PY) -W ignore -m tools.fuzz --iterations 100000 --minutes 15 --seed 2 --json build/check/fuzz.json
 
-.PHONY: help demo test check lint format docs wheels lock prove clean setup setup-run requirements tools
+.PHONY: help demo test check lint format docs wheels lock prove clean setup setup-run requirements tools wheelhouse sync
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,14 +69,20 @@ wheels: setup ## wheels of all packages in dist/
 	for package in $$($(PY) -m tools.workspace packages); do \
 		$(OBJECTS) $(PY) -m build --wheel --no-isolation --outdir dist $$package; done
 
-lock: setup ## constraints.txt and requirements.lock from the pyproject files
+lock: setup ## constraints.txt, requirements.lock and uv.lock from the pyproject files
 	$(PY) -m tools.lock
+
+# an install without a network, docs/offline.md: all wheels in a folder, and on the other machine an environment from them alone
+wheelhouse: wheels
+	$(PY) -m tools.wheelhouse fill
+sync:
+	$(PYTHON) -m tools.wheelhouse sync --into $(VENV) $(ARGS)
 
 prove: setup $(if $(filter tools,$(NAME)),tools) ## a long lane, `make prove NAME=stress`; without a name the list of them (tools/prove.toml)
 	@$(PY) -m tools.prove $(NAME)
 
 clean: ## everything made, the virtual environment too
-	rm -rf $(VENV) .tox build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .tox build dist wheelhouse .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # which requirement lines are shown, by section: by the tests of the last `make check`, and by kept runs of the long lanes

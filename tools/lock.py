@@ -1,10 +1,11 @@
-"""`make lock`: `constraints.txt` (versions) and `requirements.lock` (versions and hashes) from the pyproject files.
+"""`make lock` writes the pins from the pyproject files: constraints.txt, requirements.lock and uv.lock.
 
-Both are universal, valid on every platform. constraints.txt also pins the group `tools`; the lock is resolved within
-it, so they always agree. Releases younger than two weeks are left alone (the root's `exclude-newer`). torch is pinned
-in constraints.txt but stands in no resolution: which build of it fits (CPU, CUDA, ROCm) is the machine's matter, and
-its CUDA wheels would pull in gigabytes that the CPU build does not need. Neither file holds an address: where packages
-come from is the installer's configuration.
+constraints.txt (versions) and requirements.lock (versions and hashes) are universal, valid on every platform.
+constraints.txt also pins the group `tools`; the lock is resolved within it, so they always agree. Releases younger than
+two weeks are left alone (the root's `exclude-newer`). torch is pinned in constraints.txt but stands in no resolution:
+which build of it fits (CPU, CUDA, ROCm) is the machine's matter, and its CUDA wheels would pull in gigabytes that the
+CPU build does not need. uv.lock is made from the wheels of requirements.lock, downloaded to the folder `wheelhouse`
+(tools/wheelhouse.py). No file holds an address: where packages come from is the installer's configuration.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
+from tools import wheelhouse
 from tools.workspace import ROOT, dev_requirements, group, project_name, run_requirements
 
 __all__ = ["TORCH", "main", "resolve", "torch_requirements"]
@@ -76,13 +78,15 @@ def resolve(lines: list[str], *, hashes: bool, within: str = "") -> str:
 
 
 def main() -> int:
-    """Write both files."""
+    """Write the three files."""
     lines = sorted({*run_requirements(), *dev_requirements(), *torch_requirements(), *_EXTRA_LIMITS})
     pins = resolve(sorted({*lines, *group("tools")}), hashes=False)
     lock = resolve(lines, hashes=True, within=pins)
     CONSTRAINTS.write_text(_CONSTRAINTS_HEAD + pins, encoding="utf-8")
     LOCK.write_text(_LOCK_HEAD + lock, encoding="utf-8")
-    print(f"wrote {CONSTRAINTS.name} and {LOCK.name}")
+    wheelhouse.download()
+    wheelhouse.lock()
+    print(f"wrote {CONSTRAINTS.name}, {LOCK.name} and uv.lock")
     return 0
 
 

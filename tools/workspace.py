@@ -80,8 +80,9 @@ def packages(root: Path = ROOT) -> tuple[Package, ...]:
 
 
 def group(name: str, root: Path = ROOT) -> tuple[str, ...]:
-    """A dependency group of the root pyproject.toml, with the groups it includes."""
-    groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    """A dependency group of the root pyproject.toml, with the groups it includes; those that uv does not lock too."""
+    data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = data["dependency-groups"] | data["tool"]["workspace"]["dependency-groups"]
     lines: list[str] = []
     for entry in groups[name]:
         lines += group(entry["include-group"], root) if isinstance(entry, dict) else [entry]
