@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
 import layerzero as lz
+from layerzero.dispatch.compiling import forget_failures
 from layerzero.errors import LayerZeroError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.grouped import GroupedBatch
 from layerzero.numerics import assert_close, tolerance
-from layerzero.plans.jit import forget_failures
 
 
 @dataclass(frozen=True)

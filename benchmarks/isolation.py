@@ -22,9 +22,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
-from layerzero.dispatch.isolate.faults import IsolationFault
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
+from layerzero.isolation.faults import IsolationFault
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 
 MIB = 1 << 20
 BUDGET_MS = 1.0

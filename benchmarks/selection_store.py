@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
+from layerzero.measurements.believed import platform_of, versions_of
 from layerzero.model.decision import Decision
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
@@ -39,7 +40,6 @@ from layerzero.public.traffic import record
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.following import follow
-from layerzero.tuning.measured import platform_of, versions_of
 from layerzero_tune.tuning import solve
 
 BUDGET = {"table_lookup_us": 1.5, "query_us": 200.0, "open_ms": 10.0, "record_us": 1.0}

@@ -55,8 +55,8 @@ def tune(
     """Tune the cases into a database until the time is up; whether all were reached."""
     from layerzero.errors import LayerZeroError
     from layerzero.perfdb.store import PerfDB
+    from layerzero.recording.traffic import volume
     from layerzero.runtime.state import state
-    from layerzero.tuning.traffic import volume
     from layerzero_tune.trial import trial
 
     db, whole = PerfDB(database), True
@@ -111,10 +111,10 @@ def measured(name: str, ctx: Any, database: Path, seconds: float, mode: str, spr
 
 def _errors(ctx: Any, database: Path) -> dict[str, float]:
     """Kernels that tuning has timed for such a call, each with its error."""
+    from layerzero.measurements.believed import TORCH_DEFAULT, holding, mode_of, platform_of
     from layerzero.perfdb.bucket import bucket_of
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
-    from layerzero.tuning.measured import TORCH_DEFAULT, holding, mode_of, platform_of
 
     spec, platform = state.world.ops[ctx.op], platform_of(ctx.device)
     rows = PerfDB(database).find(ctx.op, bucket_of(ctx, spec.growing), mode_of(ctx.device.device_type))
@@ -159,10 +159,10 @@ def run_cases(
 
 def choices(cases: dict[str, Any], database: Path) -> dict[str, str]:
     """What selection takes with the times of a database."""
+    from layerzero.measurements.believed import measurements_from
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
     from layerzero.selection.engine import select
-    from layerzero.tuning.measured import measurements_from
 
     world = state.world
     world = world.changed(measurements=measurements_from(PerfDB(database), world))

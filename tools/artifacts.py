@@ -23,9 +23,9 @@ import torch
 import layerzero as lz
 from layerzero.files import write_whole
 from layerzero.perfdb.store import PerfDB
-from layerzero.plans.table_file import load_table
-from layerzero.plans.table_schema import SCHEMA_VERSION, TableFile
 from layerzero.runtime.state import state
+from layerzero.tables.file import load_table
+from layerzero.tables.schema import SCHEMA_VERSION, TableFile
 from layerzero_tune.perfdb.exchange import export_json
 
 __all__ = ["emit"]

@@ -196,7 +196,7 @@ def test_a_dispatch_table_that_is_wrong_fails_readiness_and_a_good_one_says_what
 
 def solved(path: Path) -> bytes:
     """A real table for one rms_norm call."""
-    from layerzero.plans.table_file import save_table
+    from layerzero.tables.file import save_table
     from layerzero_tune.tables.solver import solve_table
 
     ctx = lz.explain("rms_norm", torch.ones(4, 8), W).decision.context

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.dispatch.isolate.faults import IsolationFault
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
+from layerzero.isolation.faults import IsolationFault
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
 from tools.kernel_process import run_with_kernel

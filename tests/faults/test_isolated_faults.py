@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import layerzero as lz
-from layerzero.dispatch.isolate.proxy import close_all, workers
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
+from layerzero.isolation.proxy import close_all, workers
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 from layerzero.runtime.state import state
 
 pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=faults")

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from layerzero.dispatch.isolate import wire
-from layerzero.dispatch.isolate.values import Malformed, unpack
 from layerzero.errors import LayerZeroError
+from layerzero.isolation import wire
+from layerzero.isolation.values import Malformed, unpack
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.plans.table_file import load_table, table_json
 from layerzero.plugin.manager import load_plugins
 from layerzero.policy.layers import merge
 from layerzero.policy.load import from_bytes
@@ -29,6 +28,7 @@ from layerzero.registry.reading import decoded
 from layerzero.runtime.current import builtin_ops
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
+from layerzero.tables.file import load_table, table_json
 from tools.fuzz import Target
 
 __all__ = ["TARGETS"]
@@ -263,7 +263,7 @@ TARGETS = (
         _SPEC_WORDS,
     ),
     Target("capabilities", capabilities, ("layerzero.registry",), _SPEC_WORDS),
-    Target("dispatch_table", dispatch_table, ("layerzero.plans.table",), (b"plans", b"bucket", b"sizes"), _rehashed),
+    Target("dispatch_table", dispatch_table, ("layerzero.tables",), (b"plans", b"bucket", b"sizes"), _rehashed),
     Target("lockfile", lockfile, ("layerzero_hub",), (b"variants", b"digest", b"files"), _redigested),
-    Target("ipc", ipc, ("layerzero.dispatch.isolate",), (b'{"f":"0x1p+0"}', b'{"t":[]}', b'{"u":[]}', b'{"l":[]}')),
+    Target("ipc", ipc, ("layerzero.isolation",), (b'{"f":"0x1p+0"}', b'{"t":[]}', b'{"u":[]}', b'{"l":[]}')),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import circles, imports
 from tools.workspace import ROOT, Package, packages
 
 CONTRACTS = configparser.ConfigParser(comment_prefixes=("#",), interpolation=None)
@@ -53,6 +54,13 @@ def test_every_room_of_the_core_is_open_to_backends_or_closed() -> None:
     closed = {name.removeprefix("layerzero.") for name in listed("backends", "forbidden_modules")}
     assert closed | FOR_PLUGIN_AUTHORS | {"backends"} == rooms()
     assert closed.isdisjoint(FOR_PLUGIN_AUTHORS)
+
+
+def test_no_two_rooms_of_the_core_may_import_each_other() -> None:
+    floors = CONTRACTS["importlinter:contract:floors"]
+    assert set(re.findall(r"\w+", floors["layers"])) == rooms()
+    assert ":" not in floors["layers"] and "ignore_imports" not in floors
+    assert circles(imports()) == []
 
 
 def named(file: Path) -> Iterator[str]:

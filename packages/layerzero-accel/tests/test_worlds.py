@@ -15,8 +15,8 @@ import layerzero as lz
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.errors import KernelExecutionError
+from layerzero.recording.tally import Tally
 from layerzero.runtime.current import now
-from layerzero.runtime.recording import Tally
 from layerzero.runtime.state import state
 
 X, W = torch.randn(2, 8), torch.ones(8)

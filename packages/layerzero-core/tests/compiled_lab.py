@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero.dispatch import compiling as jit
+from layerzero.jit import cache as jit_cache
 from layerzero.model.kernel import KernelSpec
-from layerzero.plans import jit, jit_cache
 from layerzero.runtime.state import state
 
 HERE = Path(__file__).parent

@@ -56,7 +56,7 @@ def exits(): os._exit(7)
 def hangs(): os.kill(os.getpid(), signal.SIGSTOP)
 def garbage(): _write(os.urandom(4096)); time.sleep(60)
 def _frame():
-    from layerzero.dispatch.isolate.wire import Kind, encode
+    from layerzero.isolation.wire import Kind, encode
     return bytearray(encode(Kind.RESULT, 1, {"result": None}))
 def flipped():
     frame = _frame(); frame[-2] ^= 1

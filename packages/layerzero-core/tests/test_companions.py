@@ -91,7 +91,7 @@ def test_grid_files_and_the_look_at_measured_times_say_what_to_install(monkeypat
         lz.warmup(tmp_path / "grid.toml")
     lz.reset()
     monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
-    monkeypatch.setattr("layerzero.runtime.measuring._watcher", [])
+    monkeypatch.setattr("layerzero.measurements.database._watcher", [])
     lz.configure(perfdb={"drift_s": 60.0})
     lz.which("rms_norm", torch.ones(4))
     assert "perfdb.drift_s needs layerzero-tune" in caplog.text

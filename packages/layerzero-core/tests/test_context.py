@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.device import named_device
+from layerzero.device.catalogue import named_device
 from layerzero.errors import InvalidInputError, LayerZeroWarning
 from layerzero.model.context import Context
 from layerzero.model.enums import Causal, Layout, MaskKind

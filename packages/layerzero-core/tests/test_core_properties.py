@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layerzero.device import named_device
+from layerzero.device.catalogue import named_device
 from layerzero.dispatch.hot import describe_tensor, generic_key
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import CPU, Context

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from layerzero.device import clear_probe_cache, cuda, free_bytes, probe, probe_device, probe_devices
-from layerzero.device.memory import available_host_bytes
+from layerzero.device import cuda, probe
+from layerzero.device.memory import available_host_bytes, free_bytes
+from layerzero.device.probe import clear_probe_cache, probe_device, probe_devices
 from layerzero.errors import InvalidInputError
 from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Platform

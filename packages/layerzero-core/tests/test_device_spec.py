@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.device import backend_versions, device_names, environment_signature, named_device
+from layerzero.device.catalogue import device_names, named_device
+from layerzero.device.signature import backend_versions, environment_signature
 from layerzero.errors import UnknownNameError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Platform

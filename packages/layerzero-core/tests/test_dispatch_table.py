@@ -16,11 +16,11 @@ from layerzero.dispatch.run import current_world
 from layerzero.errors import DispatchTableError
 from layerzero.model.dispatch_table import PlanEntry, bucket_sizes, situation
 from layerzero.numerics import assert_close, tolerance
-from layerzero.plans.table_file import hardware_of, load_table, make_table, save_table, table_json
 from layerzero.public.checks import Status
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.selection.following import objections
+from layerzero.tables.file import hardware_of, load_table, make_table, save_table, table_json
 
 EDGES = {"seq_len_k": (64, 128, 256), "batch": (1, 4, 16)}
 MATH = "sdpa.attention.math"

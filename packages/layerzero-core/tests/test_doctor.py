@@ -17,7 +17,6 @@ from layerzero.env import Env
 from layerzero.health.quarantine import Quarantine
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
-from layerzero.plans.table_file import hardware_of, make_table, save_table
 from layerzero.plugin.discovery import normalized
 from layerzero.plugin.distributions import OURS, VENDORS
 from layerzero.plugin.manager import PluginRecord, load_plugins
@@ -28,6 +27,7 @@ from layerzero.public.checks import Check
 from layerzero.public.situation import look, quarantine_file, tolerant_env
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
+from layerzero.tables.file import hardware_of, make_table, save_table
 from layerzero_verify.testing import fakes
 from layerzero_verify.testing.fakes import capabilities
 from tools import faulty_plugins as faults

@@ -627,8 +627,8 @@ def test_a_stranger_proves_his_kernels_with_the_kit(site: Path, tmp_path: Path) 
 
 
 def test_a_warm_up_checks_before_any_request(planted: Planted) -> None:
-    from layerzero.plans.warm import warm
-    from layerzero.plans.warm_manifest import Item
+    from layerzero.startup.manifest import Item
+    from layerzero.startup.warm import warm
 
     kernel_id = planted.kernel("rms_norm", right)
     planted.start()

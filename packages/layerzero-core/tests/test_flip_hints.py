@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.device import named_device
+from layerzero.device.catalogue import named_device
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate
 from layerzero.model.enums import GPUGeneration, Layout, Platform

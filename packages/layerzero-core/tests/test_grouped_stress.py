@@ -20,9 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
+from layerzero.dispatch.compiling import queue
 from layerzero.model.device import DeviceSpec
 from layerzero.numerics import Tolerance, assert_close, tolerance
-from layerzero.plans.jit import queue
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 GPU = torch.cuda.is_available()

@@ -492,7 +492,7 @@ def test_a_quarantined_kernel_is_skipped_shown_and_lifted(kept: Quarantine) -> N
 
 
 def test_an_isolated_process_that_crashed_twice_puts_its_kernel_away(lab: Any, kept: Quarantine) -> None:
-    from layerzero.dispatch.isolate.faults import fault
+    from layerzero.isolation.faults import fault
 
     name = "apart.rms_norm.crashes"
     lab.use(lab.kernel(name, priority=90), breaker={"cooldown_s": 0.0, "probe": False})

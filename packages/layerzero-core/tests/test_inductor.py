@@ -15,8 +15,8 @@ import layerzero as lz
 from layerzero.backends.inductor import compiling, toolchain
 from layerzero.backends.inductor.programs import PROGRAMS
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.jit import cache as jit_cache
 from layerzero.numerics import assert_close, tolerance
-from layerzero.plans import jit_cache
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 WIDTH = 64

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 
 import layerzero as lz
-from layerzero.dispatch.isolate.faults import ChildError, IsolationFault
-from layerzero.dispatch.isolate.process import uncollected
-from layerzero.dispatch.isolate.proxy import close_all, workers
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker, delay_s
 from layerzero.errors import KernelExecutionError
+from layerzero.isolation.faults import ChildError, IsolationFault
+from layerzero.isolation.process import uncollected
+from layerzero.isolation.proxy import close_all, workers
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker, delay_s
 from layerzero.runtime.state import state
 
 Q = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
@@ -258,8 +258,8 @@ def test_a_child_does_not_outlive_its_parent(folders: tuple[Path, Path]) -> None
 
     code = (
         "import sys, os, threading, time\n"
-        "from layerzero.dispatch.isolate.worker import Worker\n"
-        "from layerzero.dispatch.isolate.settings import Settings\n"
+        "from layerzero.isolation.worker import Worker\n"
+        "from layerzero.isolation.settings import Settings\n"
         f"w = Worker(Settings('toy', path=({str(folders[1])!r},)))\n"
         "w.ping(); print(w.pid, flush=True)\n"
         "threading.Thread(target=lambda: w.call('toyvendor:sleeps', (120,), {}), daemon=True).start()\n"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from layerzero import env
-from layerzero.dispatch.isolate.settings import Settings
 from layerzero.errors import CapabilitiesError, PolicyValidationError
+from layerzero.isolation.settings import Settings
 from layerzero.model.config import FrozenMap, Policy
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec

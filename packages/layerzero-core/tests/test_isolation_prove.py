@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.dispatch.isolate.faults import IsolationFault
-from layerzero.dispatch.isolate.process import uncollected
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
+from layerzero.isolation.faults import IsolationFault
+from layerzero.isolation.process import uncollected
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 
 pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=isolation")
 

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerzero.dispatch.isolate.arena import Arena, Bump, compact, sent_bytes, view
-from layerzero.dispatch.isolate.channel import Channel
-from layerzero.dispatch.isolate.faults import IsolationFault
-from layerzero.dispatch.isolate.values import Malformed, Placed, Unsendable, pack, unpack
-from layerzero.dispatch.isolate.wire import HEADER_BYTES, MAX_BODY, Kind, WireError, decode, encode, head
+from layerzero.isolation.arena import Arena, Bump, compact, sent_bytes, view
+from layerzero.isolation.channel import Channel
+from layerzero.isolation.faults import IsolationFault
+from layerzero.isolation.values import Malformed, Placed, Unsendable, pack, unpack
+from layerzero.isolation.wire import HEADER_BYTES, MAX_BODY, Kind, WireError, decode, encode, head
 
 KINDS = st.sampled_from(list(Kind))
 JSON = st.recursive(

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.dispatch import compiling as jit
 from layerzero.errors import LockedKernelError, PolicyValidationError
+from layerzero.jit import cache as jit_cache
+from layerzero.jit.index import Index
+from layerzero.jit.queue import Queue
 from layerzero.model.artifact import artifact_of
-from layerzero.plans import jit, jit_cache
-from layerzero.plans.jit_index import Index
-from layerzero.plans.jit_queue import Queue
 from layerzero.runtime.state import state
 
 HERE = Path(__file__).parent
@@ -490,7 +491,7 @@ def test_a_process_that_ends_waits_for_the_compiler_and_begins_nothing_more() ->
 def test_an_interpreter_ends_after_its_compiler() -> None:
     program = """
 import threading, time
-from layerzero.plans.jit_queue import Queue
+from layerzero.jit.queue import Queue
 said = threading.Event()
 def work():
     said.wait(60.0)

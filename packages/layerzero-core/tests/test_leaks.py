@@ -146,7 +146,7 @@ def test_a_failing_kernel_leaves_no_tensor_behind(lab: Any, monkeypatch: pytest.
 @pytest.mark.req("R-INFRA-05")
 def test_any_gpu_and_any_backend_can_be_played_on_this_machine() -> None:
     """A selection is a pure function of values: another device is another value."""
-    from layerzero.device import named_device
+    from layerzero.device.catalogue import named_device
 
     for name in ("h100", "a100"):
         ctx = Context.from_tensors(

@@ -8,11 +8,11 @@ import torch
 import layerzero as lz
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
+from layerzero.measurements.believed import measurements_from, platform_of, versions_of
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
-from layerzero.tuning.measured import measurements_from, platform_of, versions_of
 from layerzero_tune.timing.launches import with_launches
 from layerzero_tune.timing.race import Times
 
@@ -92,7 +92,7 @@ def threads(monkeypatch):
     before = torch.get_num_threads()
 
     def use(count, usual=4):
-        monkeypatch.setattr("layerzero.tuning.measured.usual_threads", lambda: frozenset({usual}))
+        monkeypatch.setattr("layerzero.measurements.believed.usual_threads", lambda: frozenset({usual}))
         torch.set_num_threads(count)
 
     yield use

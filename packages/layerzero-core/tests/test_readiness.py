@@ -12,9 +12,9 @@ import torch
 import layerzero as lz
 from layerzero.device.signature import environment_signature
 from layerzero.errors import LayerZeroError
+from layerzero.jit.index import Index
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus
-from layerzero.plans.jit_index import Index
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_policy
 from layerzero.runtime.state import state

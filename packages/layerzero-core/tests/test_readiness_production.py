@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import cli
-from layerzero.device import probe_devices
+from layerzero.device.probe import probe_devices
 from layerzero.health.quarantine import Quarantine
 from layerzero.public.checks import ReadinessReport
 from layerzero.public.situation import quarantine_file

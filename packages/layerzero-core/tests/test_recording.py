@@ -12,9 +12,9 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import ConfigurationError, InvalidInputError
-from layerzero.runtime.recording import CountingTable
+from layerzero.recording.tally import CountingTable
+from layerzero.recording.traffic import Recorded, Traffic, add_to_file, load, save
 from layerzero.runtime.state import state
-from layerzero.tuning.traffic import Recorded, Traffic, add_to_file, load, save
 
 
 def decode(steps, width=16):

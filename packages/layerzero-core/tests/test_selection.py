@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.device import named_device
+from layerzero.device.catalogue import named_device
 from layerzero.errors import CudaGraphUnsafeError, NoKernelFoundError, UnknownNameError
 from layerzero.model.config import Policy
 from layerzero.model.context import Context, TokenizerIdentity

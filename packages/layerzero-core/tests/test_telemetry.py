@@ -22,7 +22,7 @@ import torch
 import layerzero as lz
 from layerzero.dispatch.bind import Bound
 from layerzero.errors import ConfigurationError
-from layerzero.runtime.observing import families
+from layerzero.runtime.process_metrics import families
 from layerzero.runtime.state import state
 from layerzero.telemetry.counting import KernelCounters
 from layerzero.telemetry.events import events

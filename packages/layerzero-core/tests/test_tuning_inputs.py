@@ -11,9 +11,10 @@ import layerzero as lz
 from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import InvalidInputError
 from layerzero.model.dispatch_table import situation
+from layerzero.recording.tally import strides_of
 from layerzero.runtime.state import state
 from layerzero.selection.buckets import bucketed
-from layerzero.tuning.inputs import build, buildable, conditions, strides_of
+from layerzero.tuning.inputs import build, buildable, conditions
 from layerzero_verify.testing.cases import cases_of, load_cases
 
 OPS = sorted({group.op for groups in load_cases().values() for group in groups} - {"tokenize", "detokenize"})

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import cli
+from layerzero.dispatch import compiling as jit
 from layerzero.errors import ConfigurationError, InvalidInputError
-from layerzero.plans import jit
-from layerzero.plans.warm_manifest import Item, Manifest, mark_critical
 from layerzero.public.warming import manifest
+from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
-from layerzero.tuning.traffic import Recorded
+from layerzero.startup.manifest import Item, Manifest, mark_critical
 
 HERE = Path(__file__).parent
 
@@ -213,9 +213,9 @@ def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_besi
     """Its own kernels wait for it, those of the others do not."""
     import pluggy
 
-    from layerzero.plans import warm as module
     from layerzero.plugin import hookimpl
     from layerzero.plugin import spec as hooks
+    from layerzero.startup import warm as module
 
     told: list[str] = []
     others = threading.Event()
@@ -251,7 +251,7 @@ def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_besi
 
 
 def test_the_last_of_several_warm_ups_gives_the_interpreter_its_turns_back() -> None:
-    from layerzero.plans.warm import _short_turns
+    from layerzero.startup.warm import _short_turns
 
     usual = sys.getswitchinterval()
     one, two = _short_turns(), _short_turns()
@@ -267,7 +267,7 @@ def test_what_differs_in_its_gradient_alone_is_compiled_once(monkeypatch: pytest
     from types import ModuleType, SimpleNamespace
 
     from layerzero.model.variants import GradientVariant
-    from layerzero.plans import warm as module
+    from layerzero.startup import warm as module
 
     home = ModuleType("lab_of_twins")
     home.plain = lambda x: x  # type: ignore[attr-defined]
@@ -290,7 +290,7 @@ def test_adapters_are_looked_through_after_their_vendors_were_told_where_to_keep
     """QuACK reads the variable when it is imported; a vendor that has a process of its own is not imported at all."""
     from types import SimpleNamespace
 
-    from layerzero.plans import warm as module
+    from layerzero.startup import warm as module
 
     for name in ("lab_that_looks", "lab_apart"):
         (tmp_path / f"{name}.py").write_text(
@@ -449,7 +449,7 @@ def test_a_triton_kernel_compiles_in_warm_up_and_not_in_a_request(lab: Any, cach
 
 @pytest.mark.gpu
 def test_a_compile_beside_a_graph_capture_does_not_end_it(lab: Any, cache: Path) -> None:
-    from layerzero.plans.jit_inputs import relaxed_capture
+    from layerzero.jit.inputs import relaxed_capture
 
     done = threading.Event()
     go = threading.Event()

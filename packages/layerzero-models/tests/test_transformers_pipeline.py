@@ -90,8 +90,8 @@ def test_tokens_a_model_and_sampling_of_ours_follow_a_dispatch_table(tokenizer: 
     """Tokenize, a patched model, sample: every choice comes from the table, and without it the text is the same."""
     from layerzero.device.probe import probe_device
     from layerzero.dispatch.run import current_world
-    from layerzero.plans.table_file import hardware_of, make_table, save_table
     from layerzero.runtime.state import state
+    from layerzero.tables.file import hardware_of, make_table, save_table
 
     model = lz.patch(zoo.made("llama"))
     ids = torch.tensor([tokenizer(PROMPTS[1])["input_ids"]])

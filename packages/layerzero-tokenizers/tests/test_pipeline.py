@@ -15,8 +15,8 @@ import layerzero as lz
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
 from layerzero.model.dispatch_table import PlanEntry, bucket_sizes, situation
-from layerzero.plans.table_file import hardware_of, make_table, save_table
 from layerzero.runtime.state import state
+from layerzero.tables.file import hardware_of, make_table, save_table
 from layerzero_tokenizers import TextStream, TinyTransformer, generate
 from layerzero_tokenizers.pipeline import stream
 

@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.cli.app import cli
 from layerzero.cli.calls import context
 from layerzero.errors import ConfigurationError
-from layerzero.tuning.measured import TORCH_DEFAULT
+from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero_tune.bench import contest
 from layerzero_tune.bench.contest import Entry, Outcome, compete
 from layerzero_tune.bench.plot import svg

@@ -16,8 +16,8 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError, PlanMismatchError
+from layerzero.jit import cache as jit_cache
 from layerzero.model.enums import Layout
-from layerzero.plans import jit_cache
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
 from layerzero_tune.blocks import cost as blocks_cost

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from layerzero.tuning.measured import NOISE
+from layerzero.measurements.believed import NOISE
 from layerzero_tune.timing import launches
 from layerzero_tune.timing.launches import with_launch, with_launches
 from layerzero_tune.timing.race import Times, winner_of

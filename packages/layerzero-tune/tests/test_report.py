@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
+from layerzero.measurements.believed import REFUSED
 from layerzero.perfdb.measurement import Measurement, Platform
 from layerzero.perfdb.store import PerfDB
-from layerzero.tuning.measured import REFUSED
 from layerzero_tune.report.data import FORMAT, Measured, Timed, figures, from_json, phase
 from layerzero_tune.report.maps import axes, backends, maps
 from layerzero_tune.report.page import render

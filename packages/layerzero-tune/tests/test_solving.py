@@ -16,12 +16,12 @@ from layerzero.device.probe import probe_device
 from layerzero.errors import ConfigurationError, DispatchTableError, InvalidInputError
 from layerzero.model.enums import Platform
 from layerzero.perfdb.store import PerfDB
-from layerzero.plans.signing import sign, verify
-from layerzero.plans.table_file import load_table, make_table, save_table
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.selection.following import objections
-from layerzero.tuning.configs import ModelShape, model_traffic
+from layerzero.startup.model_calls import ModelShape, model_traffic
+from layerzero.tables.file import load_table, make_table, save_table
+from layerzero.tables.signing import sign, verify
 from layerzero_tune import tuning as public_tuning
 from layerzero_tune.tables.diff import diff_tables
 from layerzero_tune.trial import trial

@@ -15,14 +15,14 @@ import layerzero as lz
 from layerzero.cli.calls import context as written
 from layerzero.dispatch.run import describe
 from layerzero.errors import InvalidInputError, TuningError
+from layerzero.measurements.believed import measurements_from
 from layerzero.model.variants import GradientVariant, twins
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
+from layerzero.recording.traffic import Recorded, Traffic
 from layerzero.runtime.state import state
 from layerzero.tuning.inputs import build
-from layerzero.tuning.measured import measurements_from
 from layerzero.tuning.neutral import neutral
-from layerzero.tuning.traffic import Recorded, Traffic
 from layerzero_tune import candidates as bench_module
 from layerzero_tune import drift as drift_module
 from layerzero_tune import tuning_run as sitting

@@ -18,10 +18,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.dispatch.isolate.faults import ChildError, IsolationFault
-from layerzero.dispatch.isolate.proxy import close_all, settings_for, worker_for, workers
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
+from layerzero.isolation.faults import ChildError, IsolationFault
+from layerzero.isolation.proxy import close_all, settings_for, worker_for, workers
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.errors import LayerZeroError
+from layerzero.measurements.believed import holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
-from layerzero.tuning.measured import holding, mode_of, platform_of, versions_of
 from layerzero_tune.trial import Trial, trial
 
 __all__ = ["SLOWER", "Drift", "Watcher", "drifted", "watcher"]

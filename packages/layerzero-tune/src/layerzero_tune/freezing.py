@@ -19,7 +19,7 @@ from layerzero_tune.tuning import solve, tune
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
-    from layerzero.tuning.traffic import Traffic
+    from layerzero.recording.traffic import Traffic
 
 __all__ = ["FrozenFunction", "FrozenModule", "compile", "freeze"]
 

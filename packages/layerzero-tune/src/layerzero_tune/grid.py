@@ -35,7 +35,7 @@ from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
-from layerzero.tuning.traffic import Recorded
+from layerzero.recording.traffic import Recorded
 
 __all__ = ["OPTIONS", "Case", "Grid", "calls", "load", "parse"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from layerzero.measurements.believed import REFUSED, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.selection.world import World
-from layerzero.tuning.measured import REFUSED, mode_of, platform_of, versions_of
 from layerzero.tuning.truth import Verdict
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.host_load import BUSY

@@ -22,6 +22,7 @@ import torch
 
 from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
+from layerzero.measurements.believed import NOISE, believed, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
@@ -30,7 +31,6 @@ from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
 from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
-from layerzero.tuning.measured import NOISE, believed, platform_of, versions_of
 from layerzero.tuning.neutral import neutral
 from layerzero_tune.candidates import Bench
 from layerzero_tune.rows import refused_row, row, surroundings, torch_row

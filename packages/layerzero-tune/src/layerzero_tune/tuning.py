@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from layerzero import env
 from layerzero.device.probe import probe_device
 from layerzero.errors import InvalidInputError
+from layerzero.measurements.database import database as policy_database
+from layerzero.measurements.database import place
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.perfdb.store import PerfDB
 from layerzero.public.traffic import calls_of
-from layerzero.runtime.measuring import database as policy_database
-from layerzero.runtime.measuring import place
+from layerzero.recording.traffic import Recorded, Traffic, add_to_file
+from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
-from layerzero.tuning.traffic import Recorded, Traffic, add_to_file
-from layerzero.tuning.traffic import load as load_traffic
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable, PlanEntry
@@ -137,9 +137,9 @@ def _compiled_ahead(
     """
     import time
 
-    from layerzero.plans import jit
-    from layerzero.plans.warm import warm
-    from layerzero.plans.warm_manifest import Item
+    from layerzero.dispatch import compiling as jit
+    from layerzero.startup.manifest import Item
+    from layerzero.startup.warm import warm
     from layerzero_tune.tuning_run import Progress
 
     workers = env.read().jit_workers or min(_MOST_COMPILERS, (os.cpu_count() or 1) // 2)
@@ -205,7 +205,7 @@ def _believe(db: PerfDB) -> None:
     if place(state.world.policy) == db.path:
         state.remeasured()
         return
-    from layerzero.tuning.measured import measurements_from
+    from layerzero.measurements.believed import measurements_from
 
     state.measured(measurements_from(db, state.world))
 
@@ -228,8 +228,8 @@ def solve(
     """
     from dataclasses import replace
 
-    from layerzero.plans.table_file import save_table
-    from layerzero.tuning.measured import measurements_from
+    from layerzero.measurements.believed import measurements_from
+    from layerzero.tables.file import save_table
     from layerzero_tune.tables.solver import solve_table
 
     given = _device(device)
@@ -243,7 +243,7 @@ def solve(
         world = world.changed(measurements=measurements_from(db, world))
     table = solve_table(_described(contexts), world, where, db=db, model_id=model_id)
     if key is not None:
-        from layerzero.plans.signing import sign
+        from layerzero.tables.signing import sign
 
         table = replace(table, signature=sign(table.content_hash, Path(key)))
     if path is not None:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import LayerZeroError
+from layerzero.measurements.believed import NOISE
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
+from layerzero.recording.traffic import Recorded, context_to_json, volume
 from layerzero.runtime.state import state
-from layerzero.tuning.measured import NOISE
-from layerzero.tuning.traffic import Recorded, context_to_json, volume
 from layerzero_tune.ranks import Ranks
 from layerzero_tune.trial import Trial, trial
 

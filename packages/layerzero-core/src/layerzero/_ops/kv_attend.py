@@ -19,10 +19,9 @@ from layerzero._ops.kv_storage import Chunked, Paged
 from layerzero._ops.kv_tokens import pack, unpack, whole_numbers
 from layerzero._ops.paged import paged_attention
 from layerzero.dispatch.late import current_world
-from layerzero.dispatch.pages import pages_in_use
 from layerzero.errors import InvalidInputError, NoKernelFoundError
 from layerzero.model.checks import expect_tensor
-from layerzero.model.kv_cache import PagedBatch
+from layerzero.model.kv_cache import PagedBatch, pages_in_use
 from layerzero.reasons import Reason, reason
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def add(group: click.Group) -> None:
 
 def _against(kernel: KernelSpec) -> list[Reason]:
     """Why a kernel cannot be used on any device of this machine, before any call is looked at."""
-    from layerzero.device import probe_devices
+    from layerzero.device.probe import probe_devices
     from layerzero.dispatch.run import current_world
     from layerzero.plugin.vendor import hardware_reasons
 

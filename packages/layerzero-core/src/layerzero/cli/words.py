@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from layerzero.device import device_names, named_device, probe_device, probe_devices
+from layerzero.device.catalogue import device_names, named_device
+from layerzero.device.probe import probe_device, probe_devices
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform

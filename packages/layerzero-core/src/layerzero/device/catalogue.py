@@ -8,9 +8,9 @@ from typing import Any
 
 from layerzero.device.cpu import cpu_families
 from layerzero.device.cuda import gfx_features
+from layerzero.device.enums import InstructionFamily, Platform
+from layerzero.device.spec import CUDA_MAX_GRID, CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
 from layerzero.errors import UnknownNameError
-from layerzero.model.device import CUDA_MAX_GRID, CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
-from layerzero.model.enums import InstructionFamily, Platform
 
 __all__ = ["device_names", "named_device"]
 

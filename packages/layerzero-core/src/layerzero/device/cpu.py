@@ -11,8 +11,8 @@ import platform as host
 from collections.abc import Mapping
 from typing import Any
 
-from layerzero.model.device import DeviceSpec, canonical_cpu_feature
-from layerzero.model.enums import InstructionFamily, Platform
+from layerzero.device.enums import InstructionFamily, Platform
+from layerzero.device.spec import DeviceSpec, canonical_cpu_feature
 
 __all__ = ["cpu_families", "cpu_spec", "features_from_capabilities", "features_from_cpuinfo", "read_cpuinfo"]
 

@@ -6,14 +6,14 @@ import re
 import sys
 from typing import Any
 
-from layerzero.model.device import (
+from layerzero.device.enums import InstructionFamily, Platform
+from layerzero.device.spec import (
     CUDA_MAX_GRID,
     CUDA_MAX_THREADS_PER_BLOCK,
     DEFAULT_GENERATIONS,
     DeviceSpec,
     GenerationMap,
 )
-from layerzero.model.enums import InstructionFamily, Platform
 
 __all__ = ["cuda_spec", "driver_version", "gfx_features", "is_rocm", "rocm_spec"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform as host
 
-from layerzero.model.device import DeviceSpec
-from layerzero.model.enums import Platform
+from layerzero.device.enums import Platform
+from layerzero.device.spec import DeviceSpec
 
 __all__ = ["family_of"]
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.device.cpu import cpu_spec
 from layerzero.device.cuda import cuda_spec, is_rocm, rocm_spec
+from layerzero.device.enums import Platform
 from layerzero.device.signature import backend_versions
+from layerzero.device.spec import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
 from layerzero.errors import InvalidInputError
-from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
-from layerzero.model.enums import Platform
 
 if TYPE_CHECKING:
     import torch as torch_module

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 
 from layerzero.device.dists import installed_version
-from layerzero.model.device import DeviceSpec
+from layerzero.device.spec import DeviceSpec
 
 __all__ = ["VENDOR_DISTRIBUTIONS", "backend_versions", "environment_signature"]
 

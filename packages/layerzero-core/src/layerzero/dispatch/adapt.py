@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.pages import casting_pages
 from layerzero.model.context import Context
 from layerzero.model.folding import fold, unfold
+from layerzero.model.kv_cache import pages_in_use
 from layerzero.model.masks import dense_mask
 
 __all__ = ["adapt"]
@@ -25,6 +25,7 @@ Finish = Callable[[Any], Any]
 
 _QKV_FIRST = frozenset({"attention", "varlen_attention"})
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIBI, _LSE = range(11)
+_KEYS, _VALUES, _BATCH, _PAGE_LAYOUT = 1, 2, 3, 9  # of the canonical arguments of paged_attention
 
 
 def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
@@ -45,7 +46,7 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
             if not name.startswith("cast:mixed"):
                 after.append(_cast_back(_dtype(ctx.dtype), only_first=ctx.op in _QKV_FIRST))
         elif name.startswith("cast_kv:"):
-            before.append(casting_pages(_dtype(name.rpartition("->")[2])))
+            before.append(_casting_pages(_dtype(name.rpartition("->")[2])))
     if ctx.op == "attention":
         _adapt_attention(ctx, wanted, before, after)
     if "contiguous" in wanted:
@@ -133,6 +134,23 @@ def _casting(dtype: torch.dtype, count: int | None = None, only_floating_below_d
             if only_floating_below_double and item.dtype is torch.float64:
                 continue
             values[i] = item.to(dtype)
+
+    return step
+
+
+def _casting_pages(dtype: torch.dtype) -> Callable[[list[Any]], None]:
+    """A step that casts the caches of a paged attention call: the pages in use, or all where that is less."""
+
+    def step(values: list[Any]) -> None:
+        keys, batch = values[_KEYS], values[_BATCH]
+        page_size = keys.shape[1 if values[_PAGE_LAYOUT] == "NHD" else 2]
+        if batch.batch_size * -(-batch.max_context_len // page_size) < keys.shape[0]:
+            pages, values[_BATCH] = pages_in_use(batch, page_size)
+            # index_select, unlike indexing, refuses a negative page number.
+            values[_KEYS] = torch.index_select(keys, 0, pages).to(dtype)
+            values[_VALUES] = torch.index_select(values[_VALUES], 0, pages).to(dtype)
+        else:
+            values[_KEYS], values[_VALUES] = keys.to(dtype), values[_VALUES].to(dtype)
 
     return step
 

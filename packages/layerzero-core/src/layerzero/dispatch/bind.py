@@ -153,11 +153,11 @@ def bind(
     if kernel is None:  # a plan outlived the plugin it was made with
         raise BackendNotAvailableError(code="KERNEL_UNKNOWN", value=plan.kernel_id, limit="a registered kernel")
     if kernel.jit:
-        from layerzero.plans.jit_cache import prepare
+        from layerzero.jit.cache import prepare
 
         prepare()  # some vendors read where their cache is when they are imported
     if kernel.backend in world.enclosed:
-        from layerzero.dispatch.isolate.proxy import isolated
+        from layerzero.isolation.proxy import isolated
 
         kernel = apart(kernel)
         fn = isolated(kernel, world, rng=rng)
@@ -187,7 +187,7 @@ def bind(
     if world.health.watches(kernel.kernel_id, kernel.backend):
         run = _watched(run, kernel)
     if kernel.jit and artifact_for(kernel, decision.context, world) not in world.ready:
-        from layerzero.plans.jit import compiling
+        from layerzero.dispatch.compiling import compiling
 
         run = compiling(run, kernel, decision.context, world)
     if world.policy.breaker.deadline_s is not None:

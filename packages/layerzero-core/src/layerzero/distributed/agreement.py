@@ -14,10 +14,10 @@ from layerzero.distributed.choice import RankChoices, call_key
 from layerzero.distributed.facts import Facts, Findings, digest, judge
 from layerzero.distributed.here import channel_of, facts_of, free_here, kernels_of
 from layerzero.errors import DistributedError, InvalidInputError, LayerZeroWarning
-from layerzero.plans.table_file import table_from_json, table_json
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
+from layerzero.tables.file import table_from_json, table_json
 from layerzero.telemetry.events import observed
 
 __all__ = ["Agreement", "agree"]

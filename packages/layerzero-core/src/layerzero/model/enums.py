@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from layerzero.device.enums import GPUGeneration, InstructionFamily, Platform
+
 __all__ = ["Causal", "GPUGeneration", "InstructionFamily", "Layout", "MaskKind", "OpKind", "Platform", "QuantFormat"]
 
 
@@ -38,41 +40,6 @@ class Causal(enum.StrEnum):
     NONE = "none"
     TOP_LEFT = "top_left"
     BOTTOM_RIGHT = "bottom_right"
-
-
-class Platform(enum.StrEnum):
-    """Kind of device, in torch's words where torch has one."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    ROCM = "rocm"
-    MPS = "mps"
-    XPU = "xpu"
-    HPU = "hpu"
-    META = "meta"
-    OTHER = "other"
-
-
-class GPUGeneration(enum.IntEnum):
-    """NVIDIA generations, ordered by age. UNKNOWN sorts first."""
-
-    UNKNOWN = 0
-    TURING = 1
-    AMPERE = 2
-    ADA_LOVELACE = 3
-    HOPPER = 4
-    BLACKWELL = 5
-
-
-class InstructionFamily(enum.StrEnum):
-    """Matrix instructions a kernel is written for; routing asks for these, never for "SM >= x"."""
-
-    NONE = "none"
-    MMA = "mma"
-    WGMMA = "wgmma"
-    TCGEN05 = "tcgen05"
-    MFMA = "mfma"
-    AMX = "amx"
 
 
 class QuantFormat(enum.StrEnum):

@@ -13,7 +13,7 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BatchPlan", "PagedBatch", "make_paged_batch"]
+__all__ = ["BatchPlan", "PagedBatch", "make_paged_batch", "pages_in_use"]
 
 _INDEX_DTYPES = ("torch.int32", "torch.int64")
 
@@ -252,3 +252,19 @@ def _check_lengths(contexts: tuple[int, ...], queries: tuple[int, ...], batch: i
 
 def _invalid(value: str, limit: str) -> InvalidInputError:
     return InvalidInputError(code=ReasonCode.BLOCK_TABLE_INVALID, value=value, limit=limit)
+
+
+def pages_in_use(batch: PagedBatch, page_size: int) -> tuple[Tensor, PagedBatch]:
+    """Numbers of the pages a batch reads, and the same batch for a cache that holds just these, in this order.
+
+    A page that two sequences share stands twice. What lies in the tables beyond a sequence's context is not read.
+    """
+    import torch
+
+    tables = batch.block_tables
+    needed = -(-batch.max_context_len // page_size)
+    counts = (batch.context_lens + (page_size - 1)) // page_size
+    columns = torch.arange(needed, device=tables.device)
+    pages = torch.where(columns < counts.unsqueeze(-1), tables[:, :needed], 0).reshape(-1)
+    own = torch.arange(batch.batch_size * needed, dtype=tables.dtype, device=tables.device).view(-1, needed)
+    return pages, PagedBatch(own, batch.context_lens, batch.query_lens, batch.context_lens_host, batch.query_lens_host)

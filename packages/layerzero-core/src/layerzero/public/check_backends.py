@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 
-from layerzero.dispatch.isolate.proxy import settings_for
+from layerzero.isolation.proxy import settings_for
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.distributions import is_known

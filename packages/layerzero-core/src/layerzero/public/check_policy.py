@@ -27,7 +27,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
 if TYPE_CHECKING:
-    from layerzero.plans.jit_index import Entry
+    from layerzero.jit.index import Entry
 
 __all__ = ["named_nothing", "readiness", "required", "table"]
 
@@ -244,8 +244,8 @@ def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
 # -- compiled artifacts and caches -------------------------------------------------------------------------------
 def _jit(now: Situation, world: World, wanted: Mapping[str, tuple[str, ...]]) -> list[Check]:
     """Kernels that are compiled at first use and that the policy needs: no request compiles, so it must be done."""
-    from layerzero.plans.jit_cache import cache_folder, distrust
-    from layerzero.plans.jit_index import Index
+    from layerzero.jit.cache import cache_folder, distrust
+    from layerzero.jit.index import Index
 
     folder = cache_folder(now.env)
     found = (world.registry.kernels.get(kernel_id) for kernel_id in wanted)

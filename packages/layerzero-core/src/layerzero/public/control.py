@@ -90,8 +90,8 @@ def use_table(path: str | os.PathLike[str] | None) -> None:
         state.obey(None)
         return
     from layerzero.device.probe import probe_devices
-    from layerzero.plans.table_file import load_table
     from layerzero.selection.following import objections
+    from layerzero.tables.file import load_table
 
     table, world = load_table(path), state.world
     wrong = [objections(table, world, device) for device in probe_devices()]

@@ -14,7 +14,7 @@ from typing import Any
 
 from layerzero import env as environment
 from layerzero._ops.signature import PUBLIC
-from layerzero.device import probe_devices
+from layerzero.device.probe import probe_devices
 from layerzero.dispatch.run import current_world
 from layerzero.env import Env
 from layerzero.errors import LayerZeroError

@@ -13,11 +13,11 @@ from layerzero import companions
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.runtime.recording import Tally
+from layerzero.recording.tally import Tally
+from layerzero.recording.traffic import Recorded, Traffic, add_to_file
+from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
-from layerzero.tuning.configs import load_config, model_traffic
-from layerzero.tuning.traffic import Recorded, Traffic, add_to_file
-from layerzero.tuning.traffic import load as load_traffic
+from layerzero.startup.model_calls import load_config, model_traffic
 
 __all__ = ["Recording", "calls_of", "record"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerzero.dispatch import compiling as jit
 from layerzero.errors import InvalidInputError
-from layerzero.plans import jit
-from layerzero.plans.warm import Warmup, warm
-from layerzero.plans.warm_manifest import Manifest, config_hash, is_manifest, mark_critical
 from layerzero.runtime.state import state
+from layerzero.startup.manifest import Manifest, config_hash, is_manifest, mark_critical
+from layerzero.startup.warm import Warmup, warm
 
 __all__ = ["manifest", "warmup"]
 
@@ -50,7 +50,7 @@ def _is_config(path: Path) -> bool:
 
 
 def _config(source: Any) -> dict[str, Any]:
-    from layerzero.tuning.configs import load_config
+    from layerzero.startup.model_calls import load_config
 
     return dict(source) if isinstance(source, Mapping) else load_config(source)
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.files import write_whole
-from layerzero.runtime.observing import count_calls, families, kernel_calls
+from layerzero.runtime.process_metrics import count_calls, families, kernel_calls
 from layerzero.telemetry.chrome import Trace
 from layerzero.telemetry.events import events
 from layerzero.telemetry.exporter import Exporter, export

@@ -123,7 +123,7 @@ def _in_this_process(plugin: Any, backend: str, limit: float) -> str | None:
 
 
 def _in_own_process(runtime: Runtime, backend: str, limit: float) -> str | None:
-    from layerzero.dispatch.isolate.proxy import settings_for
+    from layerzero.isolation.proxy import settings_for
     from layerzero.plugin.probing import probe
 
     world = runtime.world

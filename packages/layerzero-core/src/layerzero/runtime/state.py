@@ -89,6 +89,8 @@ class Runtime:
         self.table_problem: DispatchTableError | None = None
         self.tally: Any = None
         self.counting: Any = None  # telemetry's counters, while calls are counted by kernel
+        self.compiler: Any = None  # the queue that compiles beside requests, once there is one
+        self.warmup: Any = None  # the latest warm-up
         self._listeners: list[Callable[[World], None]] = []
         self._forgetting: list[Callable[[], None]] = []
         self._policy_source: Callable[[], Policy] = _merged_policy
@@ -133,7 +135,7 @@ class Runtime:
             ops: ChainMap[str, Any] = ChainMap(builtin_ops, dict(loaded.ops))
             named = settings.dispatch_table or policy.dispatch_table
             table = None if named is None else self._read_table(named)
-            from layerzero.plans.jit_known import known
+            from layerzero.jit.known import known
 
             compiled = known(loaded.registry)
             from layerzero.runtime.proving import book
@@ -142,8 +144,8 @@ class Runtime:
                 registry=loaded.registry, ops=ops, policy=policy, table=table,
                 proofs=book.proofs(loaded.registry.backends, {}), **compiled,
             )  # fmt: skip
-            from layerzero.runtime.measuring import known_times
-            from layerzero.runtime.recording import tally_from
+            from layerzero.measurements.database import known_times
+            from layerzero.recording.tally import tally_from
 
             tally = self.tally or tally_from(settings)
             self.tally = tally
@@ -156,7 +158,7 @@ class Runtime:
 
     def _read_table(self, path: str) -> DispatchTable | None:
         """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
-        from layerzero.plans.table_file import load_table
+        from layerzero.tables.file import load_table
 
         self.table_path, self.table_problem = path, None
         try:
@@ -188,7 +190,7 @@ class Runtime:
             policy = policy or self._policy_source()
             self._apply(policy)
             self._take_up_quarantine(registry)
-            from layerzero.plans.jit_known import known
+            from layerzero.jit.known import known
 
             both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
             world = World(registry=registry, ops=both, policy=policy, **known(registry))
@@ -218,7 +220,7 @@ class Runtime:
             before = self._world.policy
             changes: dict[str, Any] = {}
             if policy.perfdb != before.perfdb:
-                from layerzero.runtime.measuring import known_times
+                from layerzero.measurements.database import known_times
 
                 changes["measurements"] = known_times(policy, self._world)
             if policy.dispatch_table != before.dispatch_table:
@@ -250,7 +252,7 @@ class Runtime:
 
     def remeasured(self) -> World:
         """Look at the database of the policy again: `lz.tune` has written to it."""
-        from layerzero.runtime.measuring import known_times
+        from layerzero.measurements.database import known_times
 
         with self._lock:
             return self.publish(measurements=known_times(self.world.policy, self.world))

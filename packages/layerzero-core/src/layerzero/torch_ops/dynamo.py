@@ -23,7 +23,8 @@ __all__ = ["add", "leave_alone", "register"]
 # selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
 # `dispatch` only what adapts the inputs of a kernel that is written out.
 _SKIPPED = ("ops", "_ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
-            "registry", "device", "plans")  # fmt: skip
+            "registry", "device.probe", "device.cpu", "device.cuda", "device.memory", "device.signature", "jit",
+            "tables", "startup", "isolation", "measurements", "recording")  # fmt: skip
 _TRACED = ("adapt",)
 
 

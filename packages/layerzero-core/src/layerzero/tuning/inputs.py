@@ -31,7 +31,7 @@ from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.op import Op, OperationSpec
 from layerzero.runtime.current import builtin_ops
 
-__all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named", "strides_of"]
+__all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named"]
 
 Lying = Sequence[Sequence[int] | None]
 
@@ -272,11 +272,6 @@ def _shifted(tensor: Tensor) -> Tensor:
     if 0 not in tensor.stride():
         view.copy_(tensor)
     return view
-
-
-def strides_of(args: Sequence[Any]) -> list[list[int] | None]:
-    """The strides of the tensors among arguments, None for anything else: what `build(strides=...)` takes."""
-    return [list(item.stride()) if isinstance(item, Tensor) else None for item in args]
 
 
 def _relaid(args: tuple[Any, ...], strides: Lying) -> tuple[Any, ...]:

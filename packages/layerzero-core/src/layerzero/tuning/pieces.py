@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.pages import pages_in_use
 from layerzero.model.context import Context
 from layerzero.model.enums import Causal, Layout
-from layerzero.model.kv_cache import PagedBatch
+from layerzero.model.kv_cache import PagedBatch, pages_in_use
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.op import Op
 from layerzero.tuning.inputs import op_named

@@ -10,8 +10,8 @@ import torch
 
 from layerzero.dispatch.run import current_world
 from layerzero.errors import InvalidInputError
+from layerzero.measurements.noise import alike
 from layerzero.selection.world import World
-from layerzero.tuning.noise import alike
 from layerzero_tune.blocks.block import Block
 from layerzero_tune.blocks.cost import Meter
 from layerzero_tune.blocks.in_place import in_place, time_in_place

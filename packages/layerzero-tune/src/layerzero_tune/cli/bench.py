@@ -119,7 +119,7 @@ def _asked(
     """The calls to measure, by name."""
     from layerzero.cli.calls import context
     from layerzero.cli.words import device as device_of
-    from layerzero.device import probe_devices
+    from layerzero.device.probe import probe_devices
     from layerzero_tune.grid import load
 
     spec = device_of(options.get("device"))

@@ -39,7 +39,7 @@ def add(group: click.Group) -> None:
         Each line comes with the measured cases behind it. A stack takes one value where the table has many: what that
         costs is said, with times from the database where they are known. Exit code 1: nothing could be said.
         """
-        from layerzero.plans.table_file import load_table
+        from layerzero.tables.file import load_table
         from layerzero_tune.tables.priorities import export_priorities
 
         found = export_priorities(load_table(table), stack, _times(database))
@@ -49,8 +49,8 @@ def add(group: click.Group) -> None:
 
 
 def _times(database: Path | None) -> Callable[[PlanEntry], dict[str, float]] | None:
+    from layerzero.measurements.database import place
     from layerzero.perfdb.store import PerfDB
-    from layerzero.runtime.measuring import place
     from layerzero.runtime.state import state
     from layerzero_tune.tables.solver import times_of
 

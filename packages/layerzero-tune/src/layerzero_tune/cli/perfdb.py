@@ -121,7 +121,7 @@ def add(group: click.Group) -> None:
     def prune(database: Path | None, foreign: bool, older_than: float | None) -> Answer:
         """Remove damaged rows, and what the options name."""
         from layerzero.device.probe import probe_device
-        from layerzero.tuning.measured import platform_of
+        from layerzero.measurements.believed import platform_of
 
         db = _opened(database)
         here = platform_of(probe_device()) if foreign else None
@@ -145,8 +145,8 @@ def _opened(database: Path | None, *, must_exist: bool = True) -> PerfDB:
 
 
 def _shown(db: PerfDB, op: str | None, kernel: str | None, everything: bool, limit: int) -> Answer:
+    from layerzero.measurements.believed import doubt_of
     from layerzero.runtime.state import state
-    from layerzero.tuning.measured import doubt_of
     from layerzero_tune.perfdb.summary import summarise
 
     world = state.world

@@ -40,7 +40,7 @@ def add(group: click.Group) -> None:
 def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:
     import torch
 
-    from layerzero.tuning.configs import ModelShape, load_config
+    from layerzero.startup.model_calls import ModelShape, load_config
     from layerzero_tune.blocks.block import decoder_layer
 
     shape = ModelShape.of(load_config(config))

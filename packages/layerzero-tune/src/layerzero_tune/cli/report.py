@@ -109,9 +109,9 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
 
     from layerzero import __version__
     from layerzero.dispatch.run import current_world
+    from layerzero.measurements.database import place
     from layerzero.perfdb.store import PerfDB
-    from layerzero.runtime.measuring import place
-    from layerzero.tuning.traffic import load
+    from layerzero.recording.traffic import load
     from layerzero_tune.report.perfdb import cases_of, torch_beside
     from layerzero_tune.tuning import calls_path
 

@@ -67,7 +67,7 @@ def add(group: click.Group) -> None:
         if new is not None:
             raise click.UsageError("one SOURCE; two files are for --diff")
         import layerzero as lz
-        from layerzero.plans.table_file import table_json
+        from layerzero.tables.file import table_json
         from layerzero_tune.tuning import calls_path
 
         chosen = source_of(source, grid, config, traffic)
@@ -117,7 +117,7 @@ def _blocks(out: Path, table: object) -> list[Block]:
 
 
 def _compared(old: Path, new: Path, database: Path | None) -> Answer:
-    from layerzero.plans.table_file import load_table
+    from layerzero.tables.file import load_table
     from layerzero_tune.tables.diff import diff_tables
     from layerzero_tune.tuning import times_in
 

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from layerzero.device import probe_devices
+from layerzero.device.probe import probe_devices
 from layerzero.dispatch.run import current_world, decide
 from layerzero.errors import LayerZeroError
+from layerzero.measurements.believed import NOISE, REFUSED, TORCH_DEFAULT
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
-from layerzero.tuning.measured import NOISE, REFUSED, TORCH_DEFAULT
 from layerzero_tune.bench.contest import compete
 from layerzero_tune.report.data import Measured, Timed
 from layerzero_tune.timing.clock import RULES

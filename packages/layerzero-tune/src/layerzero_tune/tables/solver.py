@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from layerzero.measurements.believed import holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
@@ -17,12 +18,11 @@ from layerzero.model.op import OperationSpec
 from layerzero.perfdb.bucket import GROWING, bucket_of, upper
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
-from layerzero.plans.table_file import hardware_of, make_table
 from layerzero.selection.buckets import boundaries, bucketed
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for, is_empty
 from layerzero.selection.world import World
-from layerzero.tuning.measured import holding, mode_of, platform_of, versions_of
+from layerzero.tables.file import hardware_of, make_table
 
 __all__ = ["solve_table", "time_of", "times_of"]
 

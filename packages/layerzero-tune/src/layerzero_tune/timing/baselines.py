@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero.runtime.current import builtin_ops
-from layerzero.tuning.measured import TORCH_DEFAULT
 
 __all__ = ["TORCH_DEFAULT", "has_default", "torch_default"]
 

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero.model.context import Context
 from layerzero.model.op import Op
 from layerzero.perfdb.bucket import upper
 from layerzero.tuning.inputs import op_named
-from layerzero.tuning.measured import TORCH_DEFAULT
 from layerzero_tune.timing.race import Times
 
 __all__ = ["confirmed", "far_apart", "other_end", "tied", "weighed", "within"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from layerzero.errors import InvalidInputError
+from layerzero.measurements.noise import SURE, alike, median_error
 from layerzero.selection.score import tie
-from layerzero.tuning.noise import SURE, alike, median_error
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero_tune.timing.common_mode import evened
 from layerzero_tune.timing.steady import quick_core

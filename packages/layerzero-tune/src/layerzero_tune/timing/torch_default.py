@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from layerzero.measurements.noise import alike
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
-from layerzero.tuning.noise import alike
 from layerzero_tune.timing.baselines import has_default, torch_default
 from layerzero_tune.timing.race import Times
 

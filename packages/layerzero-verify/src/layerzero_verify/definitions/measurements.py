@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from layerzero._ops.signature import public_op
-from layerzero.device import named_device
+from layerzero.device.catalogue import named_device
 from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import LayerZeroError
+from layerzero.measurements.believed import mode_of, versions_of
 from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement, Platform
-from layerzero.tuning.measured import mode_of, versions_of
 from layerzero_verify.definitions.adapters import adapter_for
 from layerzero_verify.definitions.dataset import Dataset, open_dataset
 from layerzero_verify.definitions.inputs import make_inputs

@@ -24,16 +24,16 @@ import torch
 
 from layerzero import env
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, from_outside
+from layerzero.jit import cache as jit_cache
+from layerzero.jit.index import Index
+from layerzero.jit.inputs import exercise, likeness
+from layerzero.jit.known import failure, with_hopeless
+from layerzero.jit.queue import Queue
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.plans import jit_cache
-from layerzero.plans.jit_index import Index
-from layerzero.plans.jit_inputs import exercise, likeness
-from layerzero.plans.jit_known import failure, with_hopeless
-from layerzero.plans.jit_queue import Queue
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
 from layerzero.runtime.timers import timers
@@ -229,7 +229,7 @@ def queue() -> Queue:
         if _queue is None:
             settings = env.read()
             workers = settings.jit_workers or max(1, min(4, (os.cpu_count() or 1) // 4))
-            _queue = Queue(workers, settings.jit_timeout, _late)
+            state.compiler = _queue = Queue(workers, settings.jit_timeout, _late)
         return _queue
 
 

@@ -7,9 +7,9 @@ import socket
 import time
 from typing import Any
 
-from layerzero.dispatch.isolate.faults import fault
-from layerzero.dispatch.isolate.process import Process
-from layerzero.dispatch.isolate.wire import HEADER_BYTES, Frame, Kind, WireError, decode, encode, head
+from layerzero.isolation.faults import fault
+from layerzero.isolation.process import Process
+from layerzero.isolation.wire import HEADER_BYTES, Frame, Kind, WireError, decode, encode, head
 
 __all__ = ["Channel"]
 

@@ -110,13 +110,10 @@ def _world() -> Iterator[Family]:
 def _compiled() -> Iterator[Family]:
     if not state.loaded:
         return
-    jit = sys.modules.get("layerzero.plans.jit")
-    queue = None if jit is None else jit._queue
     states = {"ready": len(state.world.ready), "failed": len(state.world.uncompilable)}
-    states["pending"] = 0 if queue is None else queue.busy
+    states["pending"] = 0 if state.compiler is None else state.compiler.busy
     yield family("layerzero_jit_artifacts", *(({"state": word}, count) for word, count in states.items()))
-    warm = sys.modules.get("layerzero.plans.warm")
-    last = None if warm is None else warm.latest
+    last = state.warmup
     if last is not None:
         told = {"asked": last.calls, "bound": last.bound, "failed": len(last.failed), "waiting": last.waiting}
         yield family("layerzero_warmup_calls", *(({"state": word}, count) for word, count in told.items()))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.files import write_whole
+from layerzero.jit.cache import locked
 from layerzero.model.artifact import Artifact
-from layerzero.plans.jit_cache import locked
 
 __all__ = ["Entry", "Index"]
 

@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from layerzero.dispatch import compiling as jit
 from layerzero.errors import LayerZeroError
+from layerzero.jit import cache as jit_cache
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.variants import twins
-from layerzero.plans import jit, jit_cache
-from layerzero.plans.warm_manifest import Item
 from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
+from layerzero.recording.traffic import volume
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
-from layerzero.tuning.traffic import volume
+from layerzero.startup.manifest import Item
 
 __all__ = ["Outcome", "Warmup", "warm"]
 
@@ -112,7 +113,6 @@ class Warmup:
 
 Told = Callable[[int, int], None]
 
-latest: Warmup | None = None  # what telemetry shows
 
 _turns = threading.Lock()
 _before: list[float] = []  # the interpreter's turns when each warm-up under way began
@@ -160,8 +160,7 @@ def _warm(
 ) -> Warmup:
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
-    global latest
-    latest = result = Warmup(calls=len(items))
+    state.warmup = result = Warmup(calls=len(items))
     queue = jit.queue()
     if workers is not None:
         queue.workers = workers

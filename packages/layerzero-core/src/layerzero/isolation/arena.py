@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.isolate.values import Malformed, Placed, span
+from layerzero.isolation.values import Malformed, Placed, span
 
 __all__ = ["ALIGNMENT", "NAME", "Arena", "Bump", "compact", "view"]
 

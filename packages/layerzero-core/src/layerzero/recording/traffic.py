@@ -19,7 +19,7 @@ from layerzero.model.enums import Causal, Layout, MaskKind, OpKind
 from layerzero.reasons import ReasonCode
 
 if TYPE_CHECKING:
-    from layerzero.runtime.recording import Tally
+    from layerzero.recording.tally import Tally
 
 __all__ = [
     "FORMAT", "Recorded", "Traffic", "add_to_file", "context_from_json", "context_to_json", "load", "save", "volume",

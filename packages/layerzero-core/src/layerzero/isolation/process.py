@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 
-from layerzero.dispatch.isolate.arena import Arena
-from layerzero.dispatch.isolate.faults import fault
-from layerzero.dispatch.isolate.settings import Settings
+from layerzero.isolation.arena import Arena
+from layerzero.isolation.faults import fault
+from layerzero.isolation.settings import Settings
 
 __all__ = ["Process", "uncollected"]
 
@@ -43,7 +43,7 @@ class Process:
         self._log = os.memfd_create("layerzero-log") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
         log = os.open(f"/proc/self/fd/{self._log}", os.O_WRONLY | os.O_APPEND) if _proc() else os.dup(self._log)
         command = [
-            sys.executable, "-P", "-m", "layerzero.dispatch.isolate.child",
+            sys.executable, "-P", "-m", "layerzero.isolation.child",
             str(theirs.fileno()), str(arena.handle), str(lifeline_theirs), json.dumps(settings.enclosure.to_json()),
         ]  # fmt: skip
         try:

@@ -21,7 +21,7 @@ from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import ConfigurationError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.tuning.traffic import Recorded, Traffic
+from layerzero.recording.traffic import Recorded, Traffic
 
 __all__ = ["ModelShape", "load_config", "model_traffic"]
 

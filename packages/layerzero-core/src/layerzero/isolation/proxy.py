@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.isolate.faults import ChildError, IsolationFault
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.worker import Worker
 from layerzero.errors import BackendNotAvailableError
+from layerzero.isolation.faults import ChildError, IsolationFault
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.worker import Worker
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
 from layerzero.selection.world import World

@@ -17,7 +17,7 @@ from typing import Any
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.files import write_whole
 from layerzero.model.context import Context
-from layerzero.tuning.traffic import Recorded, context_from_json, context_to_json
+from layerzero.recording.traffic import Recorded, context_from_json, context_to_json
 
 __all__ = ["FORMAT", "Item", "Manifest", "config_hash", "is_manifest", "mark_critical"]
 

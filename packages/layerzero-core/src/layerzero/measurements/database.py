@@ -54,7 +54,7 @@ def known_times(policy: Policy, world: World) -> Measurements:
     _watch(policy, path)
     if path is None or not path.exists():
         return Measurements()
-    from layerzero.tuning.measured import measurements_from
+    from layerzero.measurements.believed import measurements_from
 
     found = database(policy)
     assert found is not None

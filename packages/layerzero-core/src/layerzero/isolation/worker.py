@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from layerzero.dispatch.isolate.channel import Channel
-from layerzero.dispatch.isolate.faults import ChildError, ChildOutOfMemory, IsolationFault, fault
-from layerzero.dispatch.isolate.memory import Memory, home
-from layerzero.dispatch.isolate.process import Process
-from layerzero.dispatch.isolate.settings import Settings
-from layerzero.dispatch.isolate.values import Malformed, Unsendable, pack, tensors_in, unpack
-from layerzero.dispatch.isolate.wire import Frame, Kind, WireError
 from layerzero.errors import from_outside
 from layerzero.health.sticky import sticky
+from layerzero.isolation.channel import Channel
+from layerzero.isolation.faults import ChildError, ChildOutOfMemory, IsolationFault, fault
+from layerzero.isolation.memory import Memory, home
+from layerzero.isolation.process import Process
+from layerzero.isolation.settings import Settings
+from layerzero.isolation.values import Malformed, Unsendable, pack, tensors_in, unpack
+from layerzero.isolation.wire import Frame, Kind, WireError
 from layerzero.reasons import reason
 
 __all__ = ["Worker", "delay_s"]

@@ -75,7 +75,7 @@ def table_from_json(data: Any, name: str = "table", *, key: str | os.PathLike[st
 def _trusted(found: DispatchTable, key: str | os.PathLike[str] | None) -> DispatchTable:
     trusted = env.read().table_key if key is None else key
     if trusted is not None:
-        from layerzero.plans.signing import verify
+        from layerzero.tables.signing import verify
 
         verify(found.content_hash, found.signature, Path(trusted))
     return found
@@ -98,7 +98,7 @@ def _read(name: Path) -> DispatchTable:
 def _parsed(name: Path, data: Any) -> DispatchTable:
     from pydantic import ValidationError
 
-    from layerzero.plans.table_schema import SCHEMA_VERSION, TableFile
+    from layerzero.tables.schema import SCHEMA_VERSION, TableFile
 
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:

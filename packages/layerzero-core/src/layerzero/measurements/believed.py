@@ -19,6 +19,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from layerzero.measurements.noise import alike, median_error
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.perfdb.bucket import bucket_of
@@ -27,7 +28,6 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.selection.world import Measurements, World
-from layerzero.tuning.noise import alike, median_error
 
 __all__ = [
     "NOISE",

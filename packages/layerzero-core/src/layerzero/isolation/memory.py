@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.isolate.arena import ALIGNMENT, NAME, Arena, Bump, sent_bytes, view
-from layerzero.dispatch.isolate.device_arena import DeviceArena, DriverError, device_name
-from layerzero.dispatch.isolate.faults import ChildOutOfMemory, fault
-from layerzero.dispatch.isolate.values import Malformed, Placed
+from layerzero.isolation.arena import ALIGNMENT, NAME, Arena, Bump, sent_bytes, view
+from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name
+from layerzero.isolation.faults import ChildOutOfMemory, fault
+from layerzero.isolation.values import Malformed, Placed
 from layerzero.reasons import reason
 
 __all__ = ["Memory"]

@@ -18,8 +18,8 @@ def known(registry: KernelRegistry) -> dict[str, Any]:
     """The part of a World that the index on disk fills; nothing is read where no kernel compiles at run time."""
     if not any(kernel.jit for kernel in registry.kernels.values()):
         return {}
-    from layerzero.plans import jit_cache  # late: most processes have no such kernel
-    from layerzero.plans.jit_index import Index
+    from layerzero.jit import cache as jit_cache  # late: most processes have no such kernel
+    from layerzero.jit.index import Index
 
     folder = jit_cache.cache_folder()
     if jit_cache.distrust(folder) is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from layerzero.env import Env
     from layerzero.model.context import Context
 
-__all__ = ["CountingTable", "Tally", "tally_from"]
+__all__ = ["CountingTable", "Tally", "strides_of", "tally_from"]
 
 _log = logging.getLogger("layerzero.recording")
 _found = dict.get
@@ -60,8 +60,6 @@ class Tally:
         self, hot: dict[Any, Any], keys: tuple[Any, Any], ctx: Context, bound: Bound, args: tuple[Any, ...]
     ) -> None:
         """A call was described, on the cold path; what was made hot for it is counted under its context."""
-        from layerzero.tuning.inputs import strides_of
-
         strides = strides_of(args)
         counter: Any = None
         for key in keys:
@@ -100,6 +98,13 @@ class Tally:
             _log.warning("the recorded calls could not be written: %s", error)
 
 
+def strides_of(args: Sequence[Any]) -> list[list[int] | None]:
+    """The strides of the tensors among arguments, None for anything else: what `build(strides=...)` takes."""
+    from torch import Tensor
+
+    return [list(item.stride()) if isinstance(item, Tensor) else None for item in args]
+
+
 def _value(counter: Any) -> int:
     """What the next count would be; itertools offers no other way to look without counting."""
     return int(repr(counter)[len("count(") : -1])
@@ -112,7 +117,7 @@ def tally_from(settings: Env) -> Tally | None:
         return None
 
     def write(tally: Tally) -> None:
-        from layerzero.tuning.traffic import Traffic, add_to_file
+        from layerzero.recording.traffic import Traffic, add_to_file
 
         add_to_file(Traffic.of(tally), path)
 

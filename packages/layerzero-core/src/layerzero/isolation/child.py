@@ -1,7 +1,7 @@
-"""The other side: `python -m layerzero.dispatch.isolate.child SOCKET ARENA LIFELINE`.
+"""The other side: `python -m layerzero.isolation.child SOCKET ARENA LIFELINE`.
 
 Imports the adapters it is asked for, runs them on tensors in the arenas, and answers every frame with one frame.
-Started only by `layerzero.dispatch.isolate.process`. What a vendor prints goes to the log of the parent.
+Started only by `layerzero.isolation.process`. What a vendor prints goes to the log of the parent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.dispatch.isolate.arena import NAME, Arena, Bump, sent_bytes, view
-from layerzero.dispatch.isolate.channel import blocking
-from layerzero.dispatch.isolate.device_arena import OpenedArena
-from layerzero.dispatch.isolate.values import Malformed, Placed, pack, tensors_in, unpack
-from layerzero.dispatch.isolate.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
+from layerzero.isolation.arena import NAME, Arena, Bump, sent_bytes, view
+from layerzero.isolation.channel import blocking
+from layerzero.isolation.device_arena import OpenedArena
+from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpack
+from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
 from layerzero.plugin.enclosure import Enclosure, enter
 
 __all__ = ["Child", "main"]

@@ -1,1 +1,0 @@
-"""Decisions made beforehand: dispatch tables."""

@@ -1,0 +1,1 @@
+"""Recorded calls: counted while a program runs, kept in a file."""

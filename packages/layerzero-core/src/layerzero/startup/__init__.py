@@ -1,0 +1,1 @@
+"""Before the first request: which calls a process will make, and having them ready."""

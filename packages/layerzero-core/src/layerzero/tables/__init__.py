@@ -1,0 +1,1 @@
+"""Decisions made beforehand, in a file: reading, checking and signing dispatch tables."""
