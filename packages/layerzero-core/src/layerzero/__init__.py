@@ -10,25 +10,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from layerzero._ops.paged import paged_batch
-from layerzero._ops.positional import alibi_slopes
+from layerzero import ops
+from layerzero._ops.paged import paged_batch as paged_batch
+from layerzero._ops.positional import alibi_slopes as alibi_slopes
 from layerzero._ops.signature import PUBLIC as _PUBLIC
 from layerzero.ops import (
     add_rms_norm,
     attention,
-    dequantize,
-    embedding,
-    gelu_and_mul,
+    dequantize as dequantize,
+    embedding as embedding,
+    gelu_and_mul as gelu_and_mul,
     layer_norm,
     linear,
     paged_attention,
     quantize,
-    relu_and_mul,
+    relu_and_mul as relu_and_mul,
     rms_norm,
     rope,
     sample,
-    sample_topk,
-    sample_topp,
+    sample_topk as sample_topk,
+    sample_topp as sample_topp,
     silu_and_mul,
 )
 from layerzero.runtime.current import collector_paused as _collector_paused
@@ -38,54 +39,75 @@ from layerzero.torch_ops.functions import functions as _functions
 from layerzero.version import __version__
 
 if TYPE_CHECKING:
-    from layerzero._ops.conversion import cast
-    from layerzero._ops.feed_forward import mlp
-    from layerzero._ops.gemma import gemma_add_rms_norm, gemma_rms_norm
-    from layerzero._ops.grouped import grouped_attention, grouped_batch
-    from layerzero._ops.kv_cache import kv_cache
-    from layerzero._ops.loss import cross_entropy
-    from layerzero._ops.mla import mla_paged_attention
-    from layerzero._ops.moe import grouped_gemm, moe, topk_gate
-    from layerzero._ops.packing import pack_weight
-    from layerzero._ops.rotary import xpos
-    from layerzero._ops.speculative import sample_speculative, sample_tree, sampling_probs
-    from layerzero._ops.tokenize import detokenize, tokenize
-    from layerzero._ops.trees import tree_mask, tree_positions
+    from layerzero import distributed, graphs
+    from layerzero._ops.conversion import cast as cast
+    from layerzero._ops.feed_forward import mlp as mlp
+    from layerzero._ops.gemma import gemma_add_rms_norm as gemma_add_rms_norm, gemma_rms_norm as gemma_rms_norm
+    from layerzero._ops.grouped import grouped_attention as grouped_attention, grouped_batch as grouped_batch
+    from layerzero._ops.kv_cache import kv_cache as kv_cache
+    from layerzero._ops.loss import cross_entropy as cross_entropy
+    from layerzero._ops.mla import mla_paged_attention as mla_paged_attention
+    from layerzero._ops.moe import grouped_gemm as grouped_gemm, moe as moe, topk_gate as topk_gate
+    from layerzero._ops.packing import pack_weight as pack_weight
+    from layerzero._ops.rotary import xpos as xpos
+    from layerzero._ops.speculative import (
+        sample_speculative as sample_speculative,
+        sample_tree as sample_tree,
+        sampling_probs as sampling_probs,
+    )
+    from layerzero._ops.tokenize import detokenize as detokenize, tokenize as tokenize
+    from layerzero._ops.trees import tree_mask as tree_mask, tree_positions as tree_positions
     from layerzero._ops.varlen import varlen_attention
-    from layerzero.distributed.agreement import agree
-    from layerzero.model.bias import relative_bias
-    from layerzero.model.context import Context
-    from layerzero.model.device import DeviceSpec
-    from layerzero.model.masks import block_mask, chunk_mask
-    from layerzero.model.rope_tables import rope_tables
-    from layerzero.public.checks import doctor, readiness_check
+    from layerzero.distributed.agreement import agree as agree
+    from layerzero.graphs.checks import (
+        capture_graph as capture_graph,
+        is_graph_safe as is_graph_safe,
+        validate_graph_capture as validate_graph_capture,
+    )
+    from layerzero.model.bias import relative_bias as relative_bias
+    from layerzero.model.context import Context as Context
+    from layerzero.model.device import DeviceSpec as DeviceSpec
+    from layerzero.model.masks import block_mask as block_mask, chunk_mask as chunk_mask
+    from layerzero.model.rope_tables import rope_tables as rope_tables
+    from layerzero.public.checks import doctor, readiness_check as readiness_check
     from layerzero.public.control import (
         configure,
-        disabled,
-        get_config,
-        get_locks,
-        load_config,
+        disabled as disabled,
+        get_config as get_config,
+        get_locks as get_locks,
+        load_config as load_config,
         lock,
-        prefer,
-        reload_config,
-        reset,
+        prefer as prefer,
+        reload_config as reload_config,
+        reset as reset,
         scoped,
-        unlock,
-        use_table,
+        unlock as unlock,
+        use_table as use_table,
     )
-    from layerzero.public.graphing import capture_graph, is_graph_safe, validate_graph_capture
-    from layerzero.public.inspection import dry_run, explain, list_kernels, list_ops, select, validate, which
+    from layerzero.public.inspection import (
+        dry_run as dry_run,
+        explain,
+        list_kernels,
+        list_ops as list_ops,
+        select as select,
+        validate as validate,
+        which,
+    )
     from layerzero.public.planning import plan
-    from layerzero.public.traffic import record
-    from layerzero.public.warming import warmup
-    from layerzero.runtime.observation import metrics, observe, structured_logs
-    from layerzero_models.patching import patch, patched, unpatch
-    from layerzero_models.tensor_parallel import column_linear, row_linear, shard_weight
-    from layerzero_models.transformers import enable_transformers
-    from layerzero_tune.blocks.planning import plan_block
-    from layerzero_tune.freezing import compile
-    from layerzero_tune.tuning import solve, tune
-    from layerzero_verify.ladder import verify
+    from layerzero.public.traffic import record as record
+    from layerzero.public.warming import warmup as warmup
+    from layerzero.runtime.observation import metrics as metrics, observe as observe, structured_logs as structured_logs
+    from layerzero_models.patching import patch, patched as patched, unpatch as unpatch
+    from layerzero_models.tensor_parallel import (
+        column_linear as column_linear,
+        row_linear as row_linear,
+        shard_weight as shard_weight,
+    )
+    from layerzero_models.transformers import enable_transformers as enable_transformers
+    from layerzero_tune.blocks.planning import plan_block as plan_block
+    from layerzero_tune.freezing import compile as compile
+    from layerzero_tune.tuning import solve as solve, tune
+    from layerzero_verify.ladder import verify as verify
 
 # The cold path's modules and the libraries of discovery are imported here; plugins are discovered at the first cold
 # call. Both have a budget, and this split keeps both.
@@ -99,97 +121,33 @@ with _collector_paused():
         _fast.put_in_place(_functions.accelerated)
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
+# What a newcomer meets; every other name of `_LAZY`, of `lz.ops` and of installed packages is an attribute, too.
 __all__ = [
-    "Context",
-    "DeviceSpec",
     "__version__",
     "add_rms_norm",
-    "agree",
-    "alibi_slopes",
     "attention",
-    "block_mask",
-    "capture_graph",
-    "cast",
-    "chunk_mask",
-    "column_linear",
-    "compile",
     "configure",
-    "cross_entropy",
-    "dequantize",
-    "detokenize",
-    "disabled",
+    "distributed",
     "doctor",
-    "dry_run",
-    "embedding",
-    "enable_transformers",
     "explain",
-    "gelu_and_mul",
-    "gemma_add_rms_norm",
-    "gemma_rms_norm",
-    "get_config",
-    "get_locks",
-    "grouped_attention",
-    "grouped_batch",
-    "grouped_gemm",
-    "is_graph_safe",
-    "kv_cache",
+    "graphs",
     "layer_norm",
     "linear",
     "list_kernels",
-    "list_ops",
-    "load_config",
     "lock",
-    "metrics",
-    "mla_paged_attention",
-    "mlp",
-    "moe",
-    "observe",
-    "pack_weight",
+    "ops",
     "paged_attention",
-    "paged_batch",
     "patch",
-    "patched",
     "plan",
-    "plan_block",
-    "prefer",
     "quantize",
-    "readiness_check",
-    "record",
-    "relative_bias",
-    "reload_config",
-    "relu_and_mul",
-    "reset",
     "rms_norm",
     "rope",
-    "rope_tables",
-    "row_linear",
     "sample",
-    "sample_speculative",
-    "sample_topk",
-    "sample_topp",
-    "sample_tree",
-    "sampling_probs",
     "scoped",
-    "select",
-    "shard_weight",
     "silu_and_mul",
-    "solve",
-    "structured_logs",
-    "tokenize",
-    "topk_gate",
-    "tree_mask",
-    "tree_positions",
     "tune",
-    "unlock",
-    "unpatch",
-    "use_table",
-    "validate",
-    "validate_graph_capture",
     "varlen_attention",
-    "verify",
-    "warmup",
     "which",
-    "xpos",
 ]
 
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
@@ -204,7 +162,7 @@ _LAZY = {
     "grouped_batch": "layerzero._ops.grouped",
     "kv_cache": "layerzero._ops.kv_cache",
     "pack_weight": "layerzero._ops.packing",
-    **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.public.graphing"),
+    **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.graphs.checks"),
     "plan": "layerzero.public.planning",
     "readiness_check": "layerzero.public.checks",
     **dict.fromkeys(("metrics", "observe", "structured_logs"), "layerzero.runtime.observation"),
@@ -240,7 +198,9 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
-    if module is None:
+    if name in ("distributed", "graphs"):
+        found = importlib.import_module(f"layerzero.{name}")
+    elif module is None:
         if name.startswith("_"):  # Python and tools look for dunder names; no package brings one
             raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
         from layerzero.companions import Missing, public
@@ -255,4 +215,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from layerzero.companions import known_names
+
+    return sorted({*globals(), *__all__, *_LAZY, *known_names()})

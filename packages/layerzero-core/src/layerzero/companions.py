@@ -12,7 +12,19 @@ from typing import Any, NoReturn
 
 from layerzero.errors import PackageMissingError
 
-__all__ = ["COMMANDS", "NAMES", "PARTS", "Missing", "commands", "names", "package_of", "part", "public", "refuse"]
+__all__ = [
+    "COMMANDS",
+    "NAMES",
+    "PARTS",
+    "Missing",
+    "commands",
+    "known_names",
+    "names",
+    "package_of",
+    "part",
+    "public",
+    "refuse",
+]
 
 NAMES = "layerzero.names"
 COMMANDS = "layerzero.commands"
@@ -41,6 +53,11 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
 def package_of(kind: str, name: str) -> str | None:
     """The package of ours that brings this public name (NAMES), verb (COMMANDS) or part (PARTS), or None."""
     return next((dist for dist, brings in _OURS.items() if name in brings.get(kind, ())), None)
+
+
+def known_names() -> set[str]:
+    """Public names of packages that are installed, or that could be."""
+    return {name for brings in _OURS.values() for name in brings[NAMES]} | set(names())
 
 
 def refuse(kind: str, name: str) -> NoReturn:

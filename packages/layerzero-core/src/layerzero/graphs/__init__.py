@@ -3,3 +3,7 @@
 `rehearsal` runs a function as if it were being captured, with one World from the first warm-up to the last replay.
 `streams` gets the device ready and captures; `proof` tries single kernels; `capture` puts it all in order.
 """
+
+from layerzero.graphs.checks import capture_graph, is_graph_safe, validate_graph_capture
+
+__all__ = ["capture_graph", "is_graph_safe", "validate_graph_capture"]
