@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.fresh import sixty_seconds
 from tools.workspace import ROOT, packages
 
 WHEELHOUSE = ROOT / "wheelhouse"
@@ -93,7 +94,9 @@ def test_a_machine_without_a_network_is_installed_from_the_folder_and_the_doctor
     assert not {"pytest", "mypy", "ruff", "uv"} & set(installed), "the tools of developers are no part of it"
 
 
-def test_one_backend_beside_the_core_brings_nothing_else_of_ours(machine: Machine):
+def test_one_backend_beside_the_core_brings_nothing_else_of_ours_and_runs_the_sixty_seconds_of_the_readme(
+    machine: Machine,
+):
     chosen = "ARGS=--package layerzero-core --package layerzero-flashinfer"
     done = machine.run("make", "sync", f"PYTHON={sys.executable}", "VENV=deployed", chosen)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -102,6 +105,10 @@ def test_one_backend_beside_the_core_brings_nothing_else_of_ours(machine: Machin
     ours = [name for name in installed if name.startswith("layerzero")]
     assert ours == ["layerzero-core", "layerzero-flashinfer"]
     assert machine.run("deployed/bin/lz", "doctor").returncode == 0
+    readme = machine.run("deployed/bin/python", "-c", sixty_seconds())
+    assert readme.returncode == 0, readme.stderr[-2000:]
+    tune = machine.run("deployed/bin/python", "-c", "import layerzero as lz; lz.tune()")
+    assert "lz.tune needs layerzero-tune" in tune.stderr and "pip install layerzero-tune" in tune.stderr
 
 
 def test_a_flipped_byte_stops_the_install_before_anything_is_written(machine: Machine):
