@@ -136,7 +136,7 @@ def figures() -> list[Figure]:
         Figure("names in lz.__all__", len(layerzero.__all__), 25, 25),
         Figure("documented make targets", len(targets), 10, 10),
         Figure("lines of README.md", readme, 110, 110),
-        Figure("test files in one folder", crowd, 40, 135),
+        Figure("test files in one folder", crowd, 40, 40),
     ]
 
 

@@ -262,7 +262,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
     """Attention in float64, written apart from the reference (`attention_oracle.py`)."""
-    file = Path(__file__).parents[1] / "packages/layerzero-core/tests/attention_oracle.py"
+    file = Path(__file__).parents[1] / "packages/layerzero-core/tests/ops/attention_oracle.py"
     spec = importlib.util.spec_from_file_location("attention_oracle", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

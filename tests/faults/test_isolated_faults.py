@@ -33,7 +33,7 @@ KERNEL = "toy.attention.plain"
 
 
 def toy() -> ModuleType:
-    path = ROOT / "packages/layerzero-core/tests/isolated_backend.py"
+    path = ROOT / "packages/layerzero-core/tests/isolation/isolated_backend.py"
     spec = importlib.util.spec_from_file_location("isolated_backend", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -67,7 +67,12 @@ def test_the_hooks_are_our_own_and_need_no_network() -> None:
 
 # Pure parts of the core whose annotations hold at run time; what only type checkers import is left unchecked.
 TYPED = ("layerzero.numerics", "layerzero.policy", "layerzero.selection")
-TESTS = ("test_numerics.py", "test_policy_rules.py", "test_registry.py", "test_selection.py")
+TESTS = (
+    "numerics/test_numerics.py",
+    "policy/test_policy_rules.py",
+    "plugin/test_registry.py",
+    "selection/test_selection.py",
+)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def failed(report: ReadinessReport) -> dict[str, Any]:
 @pytest.mark.req("R-GATE-06", "R-OPS-03")
 def test_the_production_configuration_of_this_repository_is_ready() -> None:
     """The policy of docs/production.md, on this machine."""
-    page = (Path(__file__).parents[3] / "docs" / "production.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "production.md").read_text(encoding="utf-8")
     text = page.partition("```yaml\n")[2].partition("```")[0]
     file = Path("layerzero-production.yaml")
     file.write_text(text, encoding="utf-8")

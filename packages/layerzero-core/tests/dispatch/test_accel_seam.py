@@ -217,7 +217,7 @@ def test_the_dispatch_tests_pass_with_the_other_setting() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *files]
     env = {**os.environ, "LAYERZERO_ACCEL": other, "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=TESTS.parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=TESTS.parents[3])
     assert done.returncode == 0, done.stdout[-4000:]
 
 

@@ -286,7 +286,7 @@ def test_a_plugin_without_a_distribution_gets_no_install_hint() -> None:
 
 @pytest.mark.fault(28)
 def test_every_distribution_of_ours_and_every_vendor_of_ours_may_be_named_in_a_hint() -> None:
-    packages = Path(__file__).parents[2]
+    packages = Path(__file__).parents[3]
     ours = {tomllib.loads(file.read_text())["project"]["name"] for file in packages.glob("*/pyproject.toml")}
     assert ours == set(OURS)
     vendors = {
@@ -334,8 +334,17 @@ def test_an_open_breaker_is_shown_with_its_cause() -> None:
     assert "illegal instruction" in check.message
 
 
-def test_quarantined_kernels_and_a_corrupt_quarantine_are_shown() -> None:
+@pytest.fixture
+def own_quarantine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A quarantine file of the test's own: what was set aside is remembered by file for the life of the process."""
+    monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
     file = quarantine_file()
+    assert file is not None and file.parent == tmp_path
+    return file
+
+
+def test_quarantined_kernels_and_a_corrupt_quarantine_are_shown(own_quarantine: Path) -> None:
+    file = own_quarantine
     Quarantine(file).add("x.attention.y", "1.0", "device", "DEVICE_LOST", "illegal memory access")
     check = lz.doctor(probe=False).check("quarantine")
     assert check.code == "QUARANTINED" and "x.attention.y" in check.message
@@ -343,11 +352,13 @@ def test_quarantined_kernels_and_a_corrupt_quarantine_are_shown() -> None:
     assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
 
 
-def test_a_corrupt_quarantine_that_was_set_aside_when_the_kernels_were_listed_is_still_shown() -> None:
-    quarantine_file().write_text("{", encoding="utf-8")
+def test_a_corrupt_quarantine_that_was_set_aside_when_the_kernels_were_listed_is_still_shown(
+    own_quarantine: Path,
+) -> None:
+    own_quarantine.write_text("{", encoding="utf-8")
     state.reset()
     lz.list_kernels()
-    assert not quarantine_file().exists()
+    assert not own_quarantine.exists()
     assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
 
 

@@ -67,7 +67,7 @@ def test_the_installed_entry_points_and_the_built_in_list_agree() -> None:
 
 
 def test_the_core_declares_its_built_in_backends_as_a_third_party_would() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"][spec.ENTRY_POINT_GROUP] == BUILTINS
 
 
