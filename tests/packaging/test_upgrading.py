@@ -1,6 +1,6 @@
 """What release 0.1 left behind is read, and what is not kept is refused with what to do (docs/upgrading.md).
 
-The files of `from_0_1` were written by the programs of 0.1 on an x86 machine; its policy.yaml by hand, and read by them.
+The files of `from_0_1` were written by the programs of 0.1 on an x86 machine; policy.yaml by hand, and read by them.
 """
 
 from __future__ import annotations
