@@ -331,7 +331,7 @@ def test_a_baseline_that_takes_too_much_is_not_run(planted: Planted, why: str, m
     kernel_id = planted.kernel("rms_norm", counted)
     planted.start()
     if why == "long":
-        monkeypatch.setattr(first_use, "price_us", lambda ctx, args: 20_001.0)
+        monkeypatch.setattr(first_use, "price_us", lambda op, ctx, args: 20_001.0)
     else:
         monkeypatch.setattr(first_use, "free_bytes", lambda device: 1000)
     x, weight, expected = call(rows=300)

@@ -17,6 +17,7 @@ from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispat
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
     attention_context,
     check_dropout,
@@ -344,6 +345,19 @@ ATTENTION = register(
         ),
         describe=_describe,
         reference="layerzero.backends.reference.attention:attention",
+        cost=Roofline(
+            "element_bytes * batch * (head_dim + head_dim_v) * (num_heads * seq_len_q + num_kv_heads * seq_len_k) "
+            "+ (mask_bool + element_bytes * mask_float) * seq_len_q * seq_len_k",
+            "2 * batch * num_heads * seq_len_q * keys_seen * (head_dim + head_dim_v)",
+        ),
+        shapes={
+            "q": "batch,num_heads,seq_len_q,head_dim",
+            "k": "batch,num_kv_heads,seq_len_k,head_dim",
+            "v": "batch,num_kv_heads,seq_len_k,head_dim_v",
+        },
+        options=("layout", "causal", "dropout", "window", "softcap", "lse", "mask", "alibi",),
+        example="layerzero._ops.examples_attention:attention",
+        tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),
         random=lambda args: args[4] > 0.0,
         autocast=True,

@@ -9,6 +9,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import dtype_name, stride_class
 from layerzero.model.op import Call, Op
 
@@ -76,6 +77,11 @@ CAST = register(
         function=cast,
         describe=_describe,
         reference="layerzero.backends.reference.conversion:cast",
+        cost=Roofline("elements * (element_bytes + 1)", "elements"),
+        shapes={"shape": "*elements"},
+        options=("format",),
+        example="layerzero._ops.examples_rows:cast",
+        tolerance="exact",
         growing=("elements",),
         fusable=True,
     )

@@ -9,6 +9,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.op import Call, Op
 
@@ -65,6 +66,10 @@ EMBEDDING = register(
         function=embedding,
         describe=_describe,
         reference="layerzero.backends.reference.linear:embedding",
+        cost=Roofline("tokens * (2 * element_bytes * hidden + index_bytes)", "0"),
+        shapes={"shape": "*tokens", "weight": "vocab,hidden"},
+        example="layerzero._ops.examples_rows:embedding",
+        tolerance="exact",
         growing=("tokens",),
     )
 )

@@ -8,6 +8,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
 __all__ = ["ACTIVATIONS", "MLP", "check_activation", "gating", "mlp"]
@@ -105,6 +106,16 @@ MLP = register(
         function=mlp,
         describe=_describe,
         reference="layerzero.backends.reference.feed_forward:mlp",
+        cost=Roofline(
+            "element_bytes * (rows * (hidden + n) + inner * (hidden + bias) * (1 + gated + split_gate) "
+            "+ n * (inner + bias))",
+            "2 * rows * inner * (hidden * (1 + gated + split_gate) + n)",
+        ),
+        shapes={"shape": "*rows,hidden","weight": "2*inner,hidden","n": "hidden"},
+        options=("activation",),
+        example="layerzero._ops.examples_rows:mlp",
+        tolerance="gemm",
+        row_wise=(0,),
         growing=("rows",),
         autocast=True,
     )

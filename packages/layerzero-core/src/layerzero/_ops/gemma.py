@@ -8,6 +8,7 @@ from layerzero._ops.norm import norm_context
 from layerzero._ops.signature import dispatch, register
 from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
 __all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
@@ -51,6 +52,12 @@ GEMMA_RMS_NORM = register(
         function=gemma_rms_norm,
         describe=_plain,
         reference="layerzero.backends.reference.norm:gemma_rms_norm",
+        cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=("no_weight",),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0,),
         growing=("rows",),
         fusable=True,
     )
@@ -61,6 +68,12 @@ GEMMA_ADD_RMS_NORM = register(
         output_kind="tensors",
         describe=_added,
         reference="layerzero.backends.reference.norm:gemma_add_rms_norm",
+        cost=Roofline("element_bytes * hidden * (4 * rows + 1)", "6 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=("no_weight",),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0, 1),
         growing=("rows",),
         fusable=True,
     )

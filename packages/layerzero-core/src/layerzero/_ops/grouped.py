@@ -16,6 +16,7 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
 from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
@@ -247,6 +248,25 @@ GROUPED_ATTENTION = register(
         arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
         describe=_describe,
         reference="layerzero.backends.reference.grouped:grouped_attention",
+        cost=Roofline(
+            "element_bytes * batch * (head_dim + head_dim_v) * (num_groups * seq_len_q * num_heads "
+            "+ seq_len_k * num_kv_heads) + 3 * index_bytes * (batch * num_groups + 1)",
+            "2 * batch * num_groups * seq_len_q * num_heads * keys_seen * (head_dim + head_dim_v)",
+        ),
+        shapes={
+            "q": "tokens,num_heads,head_dim",
+            "k": "tokens_k,num_kv_heads,head_dim",
+            "batch": "1",
+            "num_groups": "2",
+            "seq_len_q": "tokens - tokens // 2",
+            "seq_len_k": "tokens_k",
+        },
+        options=(
+            "causal",
+            "lse",
+        ),
+        example="layerzero._ops.examples_attention:grouped",
+        tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),
         autocast=True,
         canonical=_canonical,

@@ -10,6 +10,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices
 from layerzero.model.op import Call, Op
 
@@ -105,6 +106,17 @@ LINEAR = register(
         function=linear,
         describe=_describe,
         reference="layerzero.backends.reference.linear:linear",
+        cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),
+        shapes={"shape": "*rows,k", "weight": "n,k"},
+        options=(
+            "bias",
+            "activation",
+            "format",
+            "granularity",
+        ),
+        example="layerzero._ops.examples_rows:linear",
+        tolerance="gemm",
+        row_wise=(0,),
         growing=("rows",),
         autocast=True,
     )

@@ -12,6 +12,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_softcap, dtype_name
 from layerzero.model.op import Call, Op
 
@@ -91,6 +92,11 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
+    given = dict(zip(CROSS_ENTROPY.arguments, args, strict=True))
+    return {**given, "label_smoothing": args[3] or 0.0, "z_loss": args[5] or 0.0}
+
+
 def _describe(call: Call) -> Context:
     logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction, return_lse = call.args
     logits, labels = expect_tensor(logits, "logits"), expect_tensor(labels, "labels")
@@ -127,6 +133,11 @@ CROSS_ENTROPY = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.loss:cross_entropy",
+        cost=Roofline("element_bytes * rows * vocab + (index_bytes + 4) * rows", "4 * rows * vocab"),
+        shapes={"shape": "*rows,vocab"},
+        options=("softcap", "lse",),
+        example="layerzero._ops.examples_tokens:cross_entropy",
+        keywords=_keywords,
         growing=("rows",),
         canonical=_canonical,
     )

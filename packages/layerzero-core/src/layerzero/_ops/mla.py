@@ -16,6 +16,7 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
 from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import PagedBatch
@@ -222,6 +223,26 @@ MLA_PAGED_ATTENTION = register(
         function=mla_paged_attention,
         describe=_describe,
         reference="layerzero.backends.reference.mla:mla_paged_attention",
+        cost=Roofline(
+            "element_bytes * tokens * num_heads * (2 * head_dim_ckv + head_dim_kpe) "
+            "+ cache_bytes * batch * seq_len_k * (head_dim_ckv + head_dim_kpe) "
+            "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
+            "2 * tokens * num_heads * keys_seen * (2 * head_dim_ckv + head_dim_kpe)",
+        ),
+        shapes={
+            "q": "tokens,num_heads,head_dim_ckv",
+            "k": "num_blocks,page_size,head_dim_ckv",
+            "head_dim_kpe": "64",
+            "batch": "tokens",
+            "seq_len_q": "1",
+            "seq_len_k": "max(1, num_blocks // max(1, tokens)) * page_size",
+        },
+        options=(
+            "context",
+            "lse",
+        ),
+        example="layerzero._ops.examples_attention:latent",
+        tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),
     )
 )

@@ -10,6 +10,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
@@ -55,6 +56,12 @@ def _op(function: Callable[..., Tensor]) -> Op:
             function=function,
             describe=_describer(name),
             reference=f"layerzero.backends.reference.mlp:{name}",
+            cost=Roofline("3 * element_bytes * rows * hidden", "8 * rows * hidden"),
+            shapes={"shape": "*rows,2*hidden"},
+            options=("approximate",) if name == "gelu_and_mul" else (),
+            example="layerzero._ops.examples_rows:gated",
+            tolerance="gemm",
+            row_wise=(0,),
             growing=("rows",),
             fusable=True,
         )

@@ -13,6 +13,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.op import Call, Op
 
@@ -206,6 +207,11 @@ def _canonical_gate(given: dict[str, Any]) -> tuple[Any, ...]:
     return (given["router_logits"], choice, given["scoring"], given["renormalize"], given["bias"], given["scale"])
 
 
+def _keywords_gate(args: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("router_logits", "k", "num_groups", "top_groups", "scoring", "renormalize", "bias", "scale")
+    return dict(zip(names, (args[0], *args[1], *args[2:]), strict=True))
+
+
 TOPK_GATE = register(
     Op(
         function=topk_gate,
@@ -214,6 +220,14 @@ TOPK_GATE = register(
         output_kind="tensors",
         describe=_describe_gate,
         reference="layerzero.backends.reference.moe:topk_gate",
+        cost=Roofline(
+            "element_bytes * tokens * experts + 4 * choice_bias * experts + 12 * tokens * top_k",
+            "6 * tokens * experts",
+        ),
+        shapes={"shape": "tokens,experts", "top_k": "2", "groups": "1"},
+        options=("top_k",),
+        example="layerzero._ops.examples_tokens:gate",
+        keywords=_keywords_gate,
         growing=("tokens",),
         canonical=_canonical_gate,
     )
@@ -224,6 +238,13 @@ GROUPED_GEMM = register(
         function=grouped_gemm,
         describe=_describe_grouped,
         reference="layerzero.backends.reference.moe:grouped_gemm",
+        cost=Roofline(
+            "element_bytes * (tokens * (k + n) + experts * n * k) + index_bytes * experts",
+            "2 * tokens * n * k",
+        ),
+        shapes={"shape": "tokens,k", "weight": "experts,n,k"},
+        example="layerzero._ops.examples_tokens:grouped_gemm",
+        tolerance="gemm",
         growing=("tokens",),
         autocast=True,
     )
@@ -234,6 +255,18 @@ MOE = register(
         function=moe,
         describe=_describe_moe,
         reference="layerzero.backends.reference.moe:moe",
+        cost=Roofline(
+            "element_bytes * hidden * (2 * tokens + min(experts, tokens * top_k) * inner * (2 + gated)) + (4 "
+            "+ index_bytes) * tokens * top_k",
+            "2 * tokens * top_k * inner * hidden * (2 + gated)",
+        ),
+        shapes={"shape": "tokens,hidden", "weight": "experts,2*inner,hidden", "top_k": "2"},
+        options=(
+            "top_k",
+            "activation",
+        ),
+        example="layerzero._ops.examples_tokens:moe",
+        tolerance="gemm",
         growing=("tokens",),
         autocast=True,
     )

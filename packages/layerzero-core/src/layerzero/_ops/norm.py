@@ -16,6 +16,7 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
 
@@ -132,6 +133,12 @@ RMS_NORM = register(
         function=rms_norm,
         describe=_rms,
         reference="layerzero.backends.reference.norm:rms_norm",
+        cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "4 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=("no_weight",),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0,),
         growing=("rows",),
         fusable=True,
     )
@@ -142,6 +149,12 @@ ADD_RMS_NORM = register(
         output_kind="tensors",
         describe=_add_rms,
         reference="layerzero.backends.reference.norm:add_rms_norm",
+        cost=Roofline("element_bytes * hidden * (4 * rows + 1)", "5 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=("no_weight",),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0, 1),
         growing=("rows",),
         fusable=True,
     )
@@ -151,6 +164,15 @@ LAYER_NORM = register(
         function=layer_norm,
         describe=_layer,
         reference="layerzero.backends.reference.norm:layer_norm",
+        cost=Roofline("element_bytes * hidden * (2 * rows + 1 + bias)", "8 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=(
+            "no_weight",
+            "bias",
+        ),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0,),
         growing=("rows",),
         fusable=True,
     )

@@ -17,6 +17,7 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
     check_devices,
     check_floating,
@@ -341,6 +342,29 @@ PAGED_ATTENTION = register(
         ),
         describe=_describe,
         reference="layerzero.backends.reference.paged:paged_attention",
+        cost=Roofline(
+            "(head_dim + head_dim_v) * (element_bytes * tokens * num_heads "
+            "+ cache_bytes * batch * seq_len_k * num_kv_heads) "
+            "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
+            "2 * tokens * num_heads * keys_seen * (head_dim + head_dim_v)",
+        ),
+        shapes={
+            "q": "tokens,num_heads,head_dim",
+            "k": "num_blocks,page_size,num_kv_heads,head_dim",
+            "batch": "max(1, tokens)",
+            "seq_len_q": "1",
+            "seq_len_k": "max(1, num_blocks // batch) * page_size",
+        },
+        options=(
+            "layout",
+            "context",
+            "window",
+            "softcap",
+            "lse",
+            "alibi",
+        ),
+        example="layerzero._ops.examples_attention:paged",
+        tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),
         canonical=_canonical,
     )

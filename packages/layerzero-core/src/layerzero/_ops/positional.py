@@ -15,6 +15,7 @@ from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
 from layerzero.model.enums import Layout
 from layerzero.model.op import Call, Op
@@ -189,6 +190,23 @@ ROPE = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:rope",
+        cost=Roofline(
+            "2 * element_bytes * batch * seq_len_q * head_dim * (num_heads + num_kv_heads * (1 - no_key)) "
+            "+ 4 * seq_len_q * rotary_dim",
+            "3 * batch * seq_len_q * rotary_dim * (num_heads + num_kv_heads * (1 - no_key))",
+        ),
+        shapes={
+            "q": "batch,num_heads,seq_len_q,head_dim",
+            "k": "batch,num_kv_heads,seq_len_q,head_dim",
+            "rotary_dim": "head_dim",
+        },
+        options=(
+            "layout",
+            "interleaved",
+            "rotary_dim",
+        ),
+        example="layerzero._ops.examples_rows:rotary",
+        tolerance="positional",
         growing=("seq_len_q",),
         fusable=True,
         mutates=lambda args: bool(args[7]),

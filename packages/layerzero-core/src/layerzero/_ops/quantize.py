@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
 if TYPE_CHECKING:
@@ -93,6 +94,17 @@ def _describe_dequantize(call: Call) -> Context:
     )
 
 
+def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
+    x, scheme = args
+    return {
+        "x": x,
+        "fmt": scheme.fmt.value,
+        "granularity": scheme.granularity,
+        "block_size": scheme.block_size,
+        "symmetric": scheme.symmetric,
+    }
+
+
 QUANTIZE = register(
     Op(
         function=quantize,
@@ -100,6 +112,14 @@ QUANTIZE = register(
         output_kind="quantized",
         describe=_describe_quantize,
         reference="layerzero.backends.reference.quantize:quantize",
+        cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "3 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=(
+            "format",
+            "granularity",
+        ),
+        example="layerzero._ops.examples_rows:quantize",
+        keywords=_keywords,
         growing=("rows",),
         canonical=lambda given: (
             given["x"],
@@ -112,6 +132,13 @@ DEQUANTIZE = register(
         function=dequantize,
         describe=_describe_dequantize,
         reference="layerzero.backends.reference.quantize:dequantize",
+        cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "2 * rows * hidden"),
+        shapes={"shape": "*rows,hidden"},
+        options=(
+            "format",
+            "granularity",
+        ),
+        example="layerzero._ops.examples_rows:dequantize",
         growing=("rows",),
     )
 )

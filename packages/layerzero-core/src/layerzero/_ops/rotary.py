@@ -7,7 +7,7 @@ from typing import overload
 
 from torch import Tensor
 
-from layerzero._ops.positional import rotary_context
+from layerzero._ops.positional import ROPE, rotary_context
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
@@ -77,6 +77,11 @@ XPOS = register(
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:xpos",
+        cost=ROPE.cost,
+        shapes=ROPE.shapes,
+        options=ROPE.options,
+        example="layerzero._ops.examples_rows:rotary",
+        tolerance="positional",
         growing=("seq_len_q",),
         fusable=True,
     )

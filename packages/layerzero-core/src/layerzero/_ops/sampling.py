@@ -14,6 +14,7 @@ from layerzero.dispatch import modes
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op, parameters
 
@@ -199,6 +200,13 @@ def _op(function: Callable[..., Tensor]) -> Op:
             output_kind="ids",
             describe=_describer(name, tuple(item for item in parameters(function) if item != "backend")),
             reference=f"layerzero.backends.reference.sampling:{name}",
+            cost=Roofline("(element_bytes * vocab + 8) * batch", "5 * batch * vocab"),
+            shapes={"shape": "batch,vocab"},
+            options=tuple(
+                option for option in ("top_k", "top_p") if name in ("sample", option.replace("top_", "sample_top"))
+            ),
+            example="layerzero._ops.examples_tokens:sampling",
+            tolerance="exact",
             random=lambda args: True,
         )
     )

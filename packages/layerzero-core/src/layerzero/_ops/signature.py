@@ -13,6 +13,7 @@ from layerzero.dispatch.hot import aside, before_dispatch, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import UnknownNameError
 from layerzero.model.op import Op, OperationSpec
+from layerzero.op_tables import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
@@ -24,6 +25,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 # The core's ops by name; those that are seldom used are imported when they are looked up.
 PUBLIC = builtin_ops
+OP_TABLES.append(PUBLIC)
 
 
 def register(op: Op) -> Op:

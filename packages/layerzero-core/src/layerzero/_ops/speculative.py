@@ -16,6 +16,7 @@ from layerzero._ops.trees import checked_parents
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_floating
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
@@ -193,6 +194,14 @@ SAMPLING_PROBS = register(
         function=sampling_probs,
         describe=_describe_probs,
         reference="layerzero.backends.reference.sampling:sampling_probs",
+        cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
+        shapes={"shape": "batch,vocab"},
+        options=(
+            "top_k",
+            "top_p",
+        ),
+        example="layerzero._ops.examples_tokens:sampling",
+        row_wise=(0,),
         canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
     )
 )
@@ -203,6 +212,13 @@ SAMPLE_SPECULATIVE = register(
         output_kind="ids",
         describe=_describe_judged("sample_speculative"),
         reference="layerzero.backends.reference.speculative:sample_speculative",
+        cost=Roofline(
+            "element_bytes * batch * vocab * (1 + draft_len * (2 - no_draft_probs)) + 24 * batch * (draft_len + 1)",
+            "3 * batch * vocab * (draft_len + 1)",
+        ),
+        shapes={"shape": "batch,draft_len,vocab"},
+        example="layerzero._ops.examples_tokens:speculative",
+        tolerance="exact",
         random=lambda args: not args[3],
     )
 )
@@ -213,6 +229,10 @@ SAMPLE_TREE = register(
         output_kind="ids",
         describe=_describe_judged("sample_tree"),
         reference="layerzero.backends.reference.speculative:sample_tree",
+        cost=SAMPLE_SPECULATIVE.cost,
+        shapes={"shape": "batch,draft_len,vocab"},
+        example="layerzero._ops.examples_tokens:speculative",
+        tolerance="exact",
         random=lambda args: not args[4],
         canonical=lambda a: (
             a["draft_ids"],

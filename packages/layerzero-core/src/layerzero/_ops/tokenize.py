@@ -253,6 +253,7 @@ TOKENIZE = register(
         describe=_describe_encode,
         reference="layerzero_tokenizers.kernels:own_encode",
         fallback_id="own.tokenize.library",
+        tolerance="exact",
         canonical=_canonical_encode,
     )
 )
@@ -264,6 +265,7 @@ DETOKENIZE = register(
         describe=_describe_decode,
         reference="layerzero_tokenizers.kernels:own_decode",
         fallback_id="own.detokenize.library",
+        tolerance="exact",
         canonical=_canonical_decode,
     )
 )

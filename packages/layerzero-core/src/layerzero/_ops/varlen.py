@@ -19,6 +19,7 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_tensor
 from layerzero.model.context import Context
+from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
     check_devices,
     check_floating,
@@ -336,6 +337,22 @@ VARLEN_ATTENTION = register(
             ),
         describe=_describe,
         reference="layerzero.backends.reference.varlen:varlen_attention",
+        cost=Roofline(
+            "element_bytes * (head_dim + head_dim_v) * (tokens * num_heads + tokens_k * num_kv_heads) "
+            "+ 2 * index_bytes * (batch + 1)",
+            "2 * tokens * num_heads * min(keys_seen, tokens_k / batch) * (head_dim + head_dim_v)",
+        ),
+        shapes={
+            "q": "tokens,num_heads,head_dim",
+            "k": "tokens_k,num_kv_heads,head_dim",
+            "v": "tokens_k,num_kv_heads,head_dim_v",
+            "seq_len_k": "tokens_k",
+            "seq_len_q": "min(seq_len_k, tokens)",
+            "batch": "max(1, ceil(tokens_k / seq_len_k))",
+        },
+        options=("context", "causal", "window", "softcap", "lse", "alibi",),
+        example="layerzero._ops.examples_attention:varlen",
+        tolerance="attention",
         growing=_GROWING,
         autocast=True,
         canonical=_canonical,

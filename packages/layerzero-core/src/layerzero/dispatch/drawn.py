@@ -36,7 +36,7 @@ def example(
         return None
     calm = neutral(world, jit="off")
     calm = calm.changed(proofs=None)  # whether it is proven is the question
-    for wanted in _smaller(ctx, kernel):
+    for wanted in _smaller(spec, ctx):
         with conditions(ctx):
             call = build(wanted, seed=7)
             described = describe(spec, call.args, call.layout, kernel.kernel_id, calm)
@@ -48,7 +48,7 @@ def example(
     return None
 
 
-def _smaller(ctx: Context, kernel: KernelSpec) -> list[Context]:
+def _smaller(spec: OperationSpec, ctx: Context) -> list[Context]:
     """Contexts of the same kind, the smallest first; the call's own sizes last, where those are not large."""
     sizes = dict(ctx.dims)
     small = dict(sizes)
@@ -65,6 +65,6 @@ def _smaller(ctx: Context, kernel: KernelSpec) -> list[Context]:
             narrow[name] //= 2
     if narrow != small:
         tried.insert(0, narrow)
-    if operations(ctx) <= _LIGHT and sizes not in tried:
+    if operations(spec, ctx) <= _LIGHT and sizes not in tried:
         tried.append(sizes)
     return [replace(ctx, dims=tuple(each.items()), backend=None) for each in tried]

@@ -352,7 +352,7 @@ def _affordable(ctx: Context, world: World, base: _Base, args: tuple[Any, ...]) 
     """Whether the baseline takes neither long nor more memory than the policy leaves free."""
     times = 4 if ctx.needs_grad else 1
     measured = world.measurements.lookup(base.kernel_id, ctx)
-    if (price_us(ctx, args) if measured is None else measured) * times > LONGEST_US:
+    if (price_us(world.ops[ctx.op], ctx, args) if measured is None else measured) * times > LONGEST_US:
         return False
     free = free_bytes(device_name(ctx))
     if free is None:

@@ -7,6 +7,7 @@ from typing import Any
 from layerzero.dispatch import modes
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
+from layerzero.model.op import Op, OperationSpec
 
 __all__ = ["price_us"]
 
@@ -16,29 +17,16 @@ _GPU_OPS, _GPU_BYTES = 1e7, 3e5
 _PASSES = 4.0  # over its inputs, of a formula written in torch
 
 
-def price_us(ctx: Context, args: tuple[Any, ...]) -> float:
+def price_us(op: OperationSpec, ctx: Context, args: tuple[Any, ...]) -> float:
     """Estimated µs of the call as torch code; 0 for what has no tensors."""
     held = sum(item.numel() * item.element_size() for item in modes.tensors_of(args))
-    work = operations(ctx)
+    work = operations(op, ctx)
     if ctx.device.platform is Platform.CPU:
         rate = _CPU_HALF_OPS if ctx.dtype in ("float16", "bfloat16") else _CPU_OPS
         return work / rate + _PASSES * held / _CPU_BYTES
     return work / _GPU_OPS + _PASSES * held / _GPU_BYTES
 
 
-def operations(ctx: Context) -> float:
-    """Multiplications and additions of the op's products."""
-    sizes = dict(ctx.dims)
-
-    def size(*names: str) -> float:
-        return float(next((sizes[name] for name in names if name in sizes), 1))
-
-    if "head_dim" in sizes and "seq_len_k" in sizes:
-        queries = size("batch") * size("seq_len_q", "tokens")
-        return 4.0 * queries * size("num_heads") * size("seq_len_k") * size("head_dim")
-    rows = size("rows", "tokens", "batch")
-    if "in_features" in sizes and "out_features" in sizes:
-        return 2.0 * rows * size("in_features") * size("out_features")
-    if "intermediate" in sizes:
-        return 6.0 * rows * size("hidden") * size("intermediate") * size("top_k")
-    return 0.0
+def operations(op: OperationSpec, ctx: Context) -> float:
+    """Multiplications and additions of a call; 0 for an op that does not say."""
+    return float(op.cost(ctx).flops) if isinstance(op, Op) and op.cost is not None else 0.0

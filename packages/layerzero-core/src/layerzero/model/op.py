@@ -16,6 +16,7 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.model.context import Context
+from layerzero.model.cost import Cost
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import OpKind
 
@@ -124,10 +125,16 @@ class Op(OperationSpec):
     canonical   public arguments by name -> canonical ones, where these are not simply the parameters in order
     features    every word that `describe` may put among a call's needs; the reference has them all
     sizes       names of the op's sizes, each with some that are worth a try; `--shape` on the command line gives them
-    example     (Draw) -> canonical arguments of a call like `draw.context`; tuning, verification, warm-up and `lz
-                explain --shape` make their calls with it
+    shapes      the sizes that `--shape`, `--q`, `--k`, `--v` and `--weight` give on the command line ("*rows,hidden":
+                all axes but the last are rows), then formulas of those that follow; default: `sizes`, in order
+    options     the other options of a call that the op has there
+    keywords    canonical arguments -> those of the public function by name, where `canonical` changes more than order
+    example     (Draw) -> canonical arguments of a call like `draw.ctx`; tuning, verification, the conformance kit,
+                warm-up, `lz explain --shape` and `lz bench` make their calls with it; a function or "module:name"
+    cost        (Context) -> bytes moved and operations made: a `Roofline`, or any such function
     fake        canonical arguments -> empty tensors like the result's: torch.compile and torch.export follow from it
-    truth       float64 formula on canonical arguments, where the reference in float64 will not do
+    truth       float64 formula on canonical arguments, where the reference in float64 will not do; a function or
+                "module:name"
     tolerance   row of the tolerance table: attention, norm, gemm, positional; "" for that of the dtype, "exact"
     baseline    what a torch user writes today, on canonical arguments; itself a kernel of the op on every device
     row_wise    places of the arguments whose rows make the rows of the result: a large call is checked by some of them
@@ -146,9 +153,13 @@ class Op(OperationSpec):
     canonical: Callable[[dict[str, Any]], tuple[Any, ...]] | None = field(default=None, compare=False)
     features: tuple[str, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
-    example: Callable[[Any], tuple[Any, ...]] | None = field(default=None, compare=False)
+    shapes: Mapping[str, str] = field(default_factory=dict, compare=False)
+    options: tuple[str, ...] = ()
+    keywords: Callable[[tuple[Any, ...]], dict[str, Any]] | None = field(default=None, compare=False)
+    example: Callable[[Any], tuple[Any, ...]] | str | None = field(default=None, compare=False)
+    cost: Callable[[Context], Cost] | None = field(default=None, compare=False)
     fake: Callable[..., Any] | None = field(default=None, compare=False)
-    truth: Callable[..., Any] | None = field(default=None, compare=False)
+    truth: Callable[..., Any] | str | None = field(default=None, compare=False)
     tolerance: str = ""
     baseline: Callable[..., Any] | str | None = field(default=None, compare=False)
     row_wise: tuple[int, ...] = ()
@@ -165,6 +176,7 @@ class Op(OperationSpec):
             kind_of_argument(names.get(name, "")) for name in given["arguments"]
         )
         given["reference"] = self.reference or self.function
+        given["example"], given["truth"] = _lazily(self.example), _lazily(self.truth)
         given["fallback_id"] = self.fallback_id or f"reference.{given['op_id']}.plain"
         given["fallback_impl"] = self.fallback_impl or _lazily(given["reference"])
         for name, value in given.items():
@@ -230,8 +242,8 @@ def kind_of_argument(annotation: str) -> str:
     return "tensor?" if found == "tensor" and re.search(r"\bNone\b", annotation) else found
 
 
-def _lazily(reference: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The reference; one that is named is imported at its first use."""
+def _lazily(reference: Callable[..., Any] | str | None) -> Any:
+    """The function; one that is named is imported at its first use."""
     if not isinstance(reference, str):
         return reference
 

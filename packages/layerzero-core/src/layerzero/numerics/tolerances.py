@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from layerzero.op_tables import OP_TABLES
+
 if TYPE_CHECKING:
     import torch
 
@@ -114,35 +116,8 @@ _ROWS: dict[str, dict[str, Tolerance]] = {
     },
 }
 
-_ROW_OF_OP = {
-    "attention": "attention",
-    "paged_attention": "attention",
-    "grouped_attention": "attention",
-    "varlen_attention": "attention",
-    "mla_paged_attention": "attention",
-    "rms_norm": "norm",
-    "add_rms_norm": "norm",
-    "layer_norm": "norm",
-    "gemma_rms_norm": "norm",
-    "gemma_add_rms_norm": "norm",
-    "linear": "gemm",
-    "gemm": "gemm",
-    "mlp": "gemm",
-    "moe": "gemm",
-    "grouped_gemm": "gemm",
-    "silu_and_mul": "gemm",
-    "gelu_and_mul": "gemm",
-    "relu_and_mul": "gemm",
-    "rope": "positional",
-    "xpos": "positional",
-    "alibi": "positional",
-}
-
-# Tokens are right or wrong, a lookup copies, and a conversion has one right answer.
-_EXACT_OPS = frozenset({
-    "sample", "sample_topk", "sample_topp", "sample_speculative", "sample_tree", "tokenize", "detokenize", "embedding",
-    "cast",
-})  # fmt: skip
+# Rows by other names than those of ops that say theirs (`Op.tolerance`).
+_ROW_OF_OP = {"gemm": "gemm", "alibi": "positional"}
 
 _DEFINITIONS = {
     "float32": Tolerance(1e-5, 1e-5),
@@ -164,14 +139,13 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
     error of a sum does. `declared` is the error a backend itself states for a quantized format: a matrix product of
     quantized weights has no bound of its own, so there the backend's word is taken, and held against it.
     """
-    name = dtype_name(dtype)
-    if op in _EXACT_OPS or _ROW_OF_OP.get(op) == "exact":
+    name, row = dtype_name(dtype), _row_of(op)
+    if row == "exact":
         return _EXACT
-    if declared is not None and name in _QUANTIZED and _ROW_OF_OP.get(op) == "gemm":
+    if declared is not None and name in _QUANTIZED and row == "gemm":
         return Tolerance(declared, declared)
     if name in _LOW_BIT_FLOATS:
         return _HIT_RATIO
-    row = _ROW_OF_OP.get(op, "")
     found = _ROWS.get(row, {}).get(name)
     if found is None:
         return _EXACT if name in _INTEGERS else _generic(name)
@@ -179,6 +153,11 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
         growth = math.sqrt(k)
         return replace(found, rtol=found.rtol * growth, atol=found.atol * growth)
     return found
+
+
+def _row_of(op: str) -> str:
+    known = next((table[op] for table in OP_TABLES if op in table), None)
+    return _ROW_OF_OP.get(op, "") if known is None else known.tolerance
 
 
 def classify(op: str, row: str) -> None:

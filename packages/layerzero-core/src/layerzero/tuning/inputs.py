@@ -5,9 +5,9 @@
     lz.attention(**call.kwargs)                 # the same call for the public function
     with conditions(context): ...               # autocast, grad, determinism and switches as described
 
-Supported is every built-in tensor and sampling op, and a plugin's op that stands for one of them: all dtypes, layouts,
-GQA, masks (tensors, blocks, chunks), windows, packed and paged batches, quantized and packed weights, gradients.
-Tokenization is not: a context names its tokenizer and does not hold it.
+The arguments come from the op's own `example` or that of the op it stands for: all dtypes, layouts, GQA,
+masks (tensors, blocks, chunks), windows, packed and paged batches, quantized and packed weights, gradients.
+Tokenization has none: a context names its tokenizer and does not hold it.
 
 A context says less than a call. What it leaves open is chosen so that describing the built call gives the context
 again: a mask is [Sq, Sk], every sequence of a paged batch is as long as the longest, sequences of a packed batch are
@@ -19,8 +19,9 @@ to the end of its bucket is fine, too: lengths are then cut to what fits togethe
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ class Call:
 class Draw:
     """Seeded numbers on a device, in the dtypes and strides of one context."""
 
-    def __init__(self, ctx: Context, device: torch.device, seed: int) -> None:
+    def __init__(self, ctx: Context, device: torch.device, seed: int, choices: Mapping[str, Any] | None = None) -> None:
         self.ctx = ctx
+        self._choices = choices or {}
         self.device = device
-        self.autocast = ctx.autocast is not None and _is_autocast(ctx.op)
+        spec = op_named(ctx.op)
+        self.autocast = ctx.autocast is not None and spec is not None and spec.autocast
         self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def dtype(self, place: int = 0) -> torch.dtype:
@@ -111,9 +114,9 @@ class Draw:
         """The tensor, with a gradient where the context asks for one."""
         return tensor.requires_grad_() if self.ctx.needs_grad and tensor.is_floating_point() else tensor
 
-    def index(self) -> torch.dtype:
+    def index(self, usual: str = "int64") -> torch.dtype:
         """The dtype of indices."""
-        return getattr(torch, self.ctx.index_dtype or "int64")  # type: ignore[no-any-return]
+        return getattr(torch, self.ctx.index_dtype or usual)  # type: ignore[no-any-return]
 
     def generator(self) -> torch.Generator | None:
         """A generator where the call brings its own."""
@@ -121,44 +124,19 @@ class Draw:
             return None
         return torch.Generator(self.device).manual_seed(1234)
 
+    def choice(self, name: str, default: Any = None) -> Any:
+        """What a context leaves open, as whoever draws wants it: a softcap, lengths of sequences, a kind of mask."""
+        return self._choices.get(name, default)
+
     def size(self, name: str, default: int = 1) -> int:
         """A size of the context."""
         return int(dict(self.ctx.dims).get(name, default))
 
 
-Maker = Callable[[Draw], tuple[tuple[Any, ...], Mapping[str, Any] | None]]
-"""Canonical arguments, and public keywords where these are not simply the canonical names."""
-
-
-@dataclass
-class _Makers:
-    """Makers by op; the modules that hold them are imported at the first use."""
-
-    found: dict[str, Maker] = field(default_factory=dict)
-
-    def get(self, op: str) -> Maker | None:
-        if not self.found:
-            from layerzero.tuning import inputs_attention, inputs_more, inputs_tokens
-
-            for module in (inputs_attention, inputs_more, inputs_tokens):
-                self.found.update(module.MAKERS)
-        return self.found.get(op)
-
-
-_makers = _Makers()
-
-
 def buildable(op: str) -> bool:
     """Whether calls of an op can be built."""
-    return _maker(op_named(op)) is not None
-
-
-def _maker(spec: OperationSpec | None) -> Maker | None:
-    """The op's own `example`; else what this module knows of it."""
-    if isinstance(spec, Op) and spec.example is not None:
-        example = spec.example
-        return lambda draw: (example(draw), None)
-    return None if spec is None else _makers.get(spec.op_id)
+    spec = op_named(op)
+    return isinstance(spec, Op) and spec.example is not None
 
 
 def build(
@@ -170,8 +148,7 @@ def build(
     whose calls cannot be made up.
     """
     spec = op_named(context.op)
-    maker = _maker(spec)
-    if spec is None or maker is None:
+    if not isinstance(spec, Op) or not callable(spec.example):
         raise InvalidInputError(
             f"no inputs can be made for {context.op}",
             code="OP_UNKNOWN",
@@ -181,17 +158,11 @@ def build(
     where = torch.device(device if device is not None else _place(context))
     draw = Draw(context, where, seed)
     with torch.no_grad() if not context.needs_grad else contextlib.nullcontext():
-        args, named = maker(draw)
+        args = spec.example(draw)
     layout = context.layout.value if context.layout is not None and "layout" not in spec.arguments else None
     if strides is not None:
-        before = {id(item): place for place, item in enumerate(args)}
         args = _relaid(args, strides)
-        if named is not None:  # public keywords hold the same tensors
-            named = {
-                key: args[before[id(item)]] if isinstance(item, Tensor) and id(item) in before else item
-                for key, item in named.items()
-            }
-    kwargs = dict(zip(spec.arguments, args, strict=True)) if named is None else dict(named)
+    kwargs = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=True))
     if layout is not None:
         kwargs["layout"] = layout
     if context.backend is not None:
@@ -207,11 +178,6 @@ def op_named(op: str) -> OperationSpec | None:
 
     spec = state.world.ops.get(op)
     return spec if spec is None or not spec.stands_for else builtin_ops[spec.stands_for]
-
-
-def _is_autocast(op: str) -> bool:
-    spec = op_named(op)
-    return spec is not None and spec.autocast
 
 
 def _place(context: Context) -> str:
@@ -249,10 +215,7 @@ def _sliced(tensor: Tensor, aligned: bool, axis: int) -> Tensor:
     """A slice of a larger buffer: along `axis` where that leaves a gap, else along the last axis."""
     if tensor.ndim == 0:
         return tensor
-    outer = 1
-    for size in tensor.shape[:axis]:
-        outer *= size
-    if not aligned or tensor.ndim < 3 or outer < 2:
+    if not aligned or tensor.ndim < 3 or math.prod(tensor.shape[:axis]) < 2:
         axis, room = -1, 1 if not aligned else 16 // element_bytes(str(tensor.dtype).removeprefix("torch."))
     else:
         room = max(1, tensor.shape[axis] // 8)

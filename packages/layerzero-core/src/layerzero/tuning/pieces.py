@@ -40,7 +40,7 @@ def pieces(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
     """Calls that together stand for the whole; `room` is how many numbers the largest intermediate may have."""
     maker, op = _MAKERS.get(ctx.op), op_named(ctx.op)
     if maker is None and isinstance(op, Op) and op.row_wise:
-        maker = _rows(op.row_wise, _width)
+        maker = _rows(op.row_wise)
     if maker is None:
         yield Piece(ctx.op, args, lambda outputs: outputs)
     else:
@@ -239,12 +239,15 @@ def _tokens(first: int, last: int) -> Callable[[Outputs], Outputs]:
 
 
 # -- rows ----------------------------------------------------------------------------------------------
-def _rows(places: tuple[int, ...], weight: Callable[[tuple[Any, ...]], int]) -> Callable[..., Iterator[Piece]]:
+def _rows(places: tuple[int, ...]) -> Callable[..., Iterator[Piece]]:
     """Some rows of the arguments at `places`, where each row of the result depends on its own rows alone."""
 
     def make(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
         count = args[places[0]].numel() // max(1, args[places[0]].shape[-1])
-        most = max(16, room // max(1, weight(args)))
+        beside = [
+            max(t.shape) for place, t in enumerate(args) if isinstance(t, Tensor) and t.ndim > 1 and place not in places
+        ]
+        most = max(16, room // max(1, 4 * int(args[places[0]].shape[-1]), *beside))
         if count <= most:
             yield Piece(ctx.op, args, lambda outputs: outputs)
             return
@@ -261,14 +264,6 @@ def _rows(places: tuple[int, ...], weight: Callable[[tuple[Any, ...]], int]) -> 
     return make
 
 
-def _width(args: tuple[Any, ...]) -> int:
-    return 4 * int(args[0].shape[-1])
-
-
-def _product(args: tuple[Any, ...]) -> int:
-    return max(_width(args), *(max(item.shape) for item in args if isinstance(item, Tensor) and item.ndim > 1))
-
-
 assert MASK_VALUES == (BlockMask, ChunkMask)  # both are cut above
 _MAKERS: dict[str, Callable[[Context, tuple[Any, ...], int], Iterator[Piece]]] = {
     "attention": _attention,
@@ -276,10 +271,4 @@ _MAKERS: dict[str, Callable[[Context, tuple[Any, ...], int], Iterator[Piece]]] =
     "grouped_attention": _grouped,
     "paged_attention": _paged,
     "mla_paged_attention": _latent,
-    **dict.fromkeys(("rms_norm", "layer_norm", "gemma_rms_norm"), _rows((0,), _width)),
-    **dict.fromkeys(("add_rms_norm", "gemma_add_rms_norm"), _rows((0, 1), _width)),
-    **dict.fromkeys(("silu_and_mul", "gelu_and_mul", "relu_and_mul"), _rows((0,), _width)),
-    "linear": _rows((0,), _product),
-    "mlp": _rows((0,), _product),
-    "sampling_probs": _rows((0,), _width),
 }

@@ -1,6 +1,6 @@
 """What a step costs: measured in the database, measured here, or estimated.
 
-An estimate is a roofline: bytes moved and products made, at rates that are only good for comparing. It decides where
+An estimate is a roofline (`Op.cost`): bytes and operations, at rates that are only good for comparing. It decides where
 nothing was measured; `plan_block(measure=True)` measures. On a GPU a step measured here costs what takes longer, its
 kernel or its launch: in a layer of short kernels the device waits for the host, and a kernel of 5 µs that takes 90 µs
 to launch is not a fast one. On a CPU a kernel timed by itself finds its weight where its last call has left it, so what
@@ -23,6 +23,7 @@ from layerzero.dispatch.modes import tensors_of
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import Op
 from layerzero.numerics import assert_close, tolerance
 from layerzero.selection.world import World
 from layerzero_tune.timing.clock import clock_for
@@ -33,8 +34,8 @@ __all__ = ["Candidate", "Cost", "Meter"]
 
 _BYTES_PER_US = {Platform.CPU: 8_000.0}
 _BYTES_PER_US_GPU = 2_000_000.0
-_PRODUCTS_PER_US = {Platform.CPU: 30_000.0}
-_PRODUCTS_PER_US_GPU = 200_000_000.0
+_FLOPS_PER_US = {Platform.CPU: 60_000.0}
+_FLOPS_PER_US_GPU = 400_000_000.0
 _CALL_US = {Platform.CPU: 8.0}
 _CALL_US_GPU = 6.0
 _TURNS = 5
@@ -184,30 +185,19 @@ class Meter:
 
     def _estimate(self, kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> float:
         platform = ctx.device.platform
-        tensors = tensors_of(args)
-        moved = sum(t.nbytes for t in tensors) + max((t.nbytes for t in tensors[:1]), default=0)
-        products = _products(ctx)
+        op = self.world.ops[ctx.op]
+        if isinstance(op, Op) and op.cost is not None:
+            moved, work = op.cost(ctx)
+        else:
+            moved, work = 2 * sum(t.nbytes for t in tensors_of(args)), 0
         us = _CALL_US.get(platform, _CALL_US_GPU) + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU)
-        us += products / _PRODUCTS_PER_US.get(platform, _PRODUCTS_PER_US_GPU)
+        us += work / _FLOPS_PER_US.get(platform, _FLOPS_PER_US_GPU)
         # Authors' priorities order kernels of one op where nothing else is known.
         return us * (1.0 - max(-0.5, min(0.5, kernel.priority / 1000.0)))
 
 
 def _key(kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> Any:
     return kernel.kernel_id, ctx, tuple((t.shape, t.stride()) for t in tensors_of(args))
-
-
-def _products(ctx: Context) -> float:
-    rows = float(ctx.dim("rows") or 0)
-    if ctx.op == "linear":
-        return rows * (ctx.dim("n") or 0) * (ctx.dim("k") or 0)
-    if ctx.op == "mlp":
-        widths = 3 if ctx.needs & {"gated", "split_gate"} else 2
-        return rows * (ctx.dim("hidden") or 0) * (ctx.dim("inner") or 0) * widths
-    if ctx.op == "attention":
-        pairs = float(ctx.seq_len_q or 0) * (ctx.seq_len_k or 0) * (ctx.batch or 1) * (ctx.num_heads or 1)
-        return 2.0 * pairs * (ctx.head_dim or 1)
-    return 0.0
 
 
 def _tensors(out: Any) -> list[Tensor]:

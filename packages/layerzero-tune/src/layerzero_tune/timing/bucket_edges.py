@@ -27,11 +27,8 @@ _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
 _CLOSE_SHORT = 0.10  # the same where launches count
 _SHORT_US = 100.0
 _FAR = 0.05  # who ties at one size and is so far behind at another is raced there twice: it may have been bad luck
-# Ops whose growing sizes can be chosen freely, each for itself or (of square attention) together.
-_FREE = frozenset(
-    "attention rms_norm add_rms_norm gemma_rms_norm gemma_add_rms_norm layer_norm silu_and_mul gelu_and_mul "
-    "relu_and_mul linear paged_attention".split()
-)
+# Beside ops of independent rows: their growing sizes can be chosen freely, or (of square attention) together.
+_FREE = frozenset({"attention", "paged_attention"})
 _GROWING = ("batch", "tokens", "seq_len_q", "seq_len_k", "rows")
 
 

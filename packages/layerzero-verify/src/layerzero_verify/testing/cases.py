@@ -109,7 +109,7 @@ def group(name: str, op: str, *requires: str, every_dtype: bool = False) -> Call
 def declare(op: Op) -> None:
     """Cases of an op that says itself how a call is made: its sizes at their least and at their most, each feature."""
     example = op.example
-    if example is None or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
+    if not callable(example) or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
         return
 
     def maker(spec: KernelSpec, place: int, *needs: str) -> Maker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
 from itertools import accumulate
 from typing import Any
 
@@ -13,17 +13,18 @@ from layerzero.model.enums import Causal, Layout, MaskKind
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.masks import block_mask, chunk_mask
-from layerzero.tuning.inputs import Draw, Maker
+from layerzero.tuning.inputs import Draw, lay
 
-__all__ = ["MAKERS"]
+__all__ = ["attention", "grouped", "latent", "paged", "varlen"]
 
-Made = tuple[tuple[Any, ...], Mapping[str, Any] | None]
+Args = tuple[Any, ...]
 
 SOFTCAP = 30.0
 _CAUSAL = {Causal.NONE: False, Causal.TOP_LEFT: True, Causal.BOTTOM_RIGHT: "bottom_right"}
 
 
-def _attention(draw: Draw) -> Made:
+def attention(draw: Draw) -> Args:
+    """Dense attention, with masks of every kind."""
     ctx, needs = draw.ctx, draw.ctx.needs
     batch, heads, kv_heads = draw.size("batch"), draw.size("num_heads"), draw.size("num_kv_heads")
     dim = draw.size("head_dim")
@@ -39,15 +40,19 @@ def _attention(draw: Draw) -> Made:
     elif ctx.layout is Layout.BSHD:
         shapes, axis = [(b, s, h, d) for b, h, s, d in shapes], 1
     # Of the three, keys and values are what usually lies in a larger buffer.
-    sliced = _gap(shapes[1], axis)
+    sliced = math.prod(shapes[1][:axis]) > 1  # a slice along the axis then leaves a gap between rows
     query, key, value = (
         draw.main(*shape, place=place, axis=axis, odd=place > 0 or not sliced) for place, shape in enumerate(shapes)
     )
     dropout = (ctx.dropout_p or 0.1) if ctx.dropout else 0.0
     return (
         query, key, value, _mask(draw, rows, cols), dropout, _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        SOFTCAP if "softcap" in needs else None, slopes(draw, heads), "lse" in needs,
-    ), None  # fmt: skip
+        _softcap(draw), slopes(draw, heads), "lse" in needs,
+    )  # fmt: skip
+
+
+def _softcap(draw: Draw) -> float | None:
+    return draw.choice("softcap", SOFTCAP) if "softcap" in draw.ctx.needs else None
 
 
 def related(rows: int, cols: int, relation: str) -> tuple[int, int]:
@@ -59,14 +64,6 @@ def related(rows: int, cols: int, relation: str) -> tuple[int, int]:
     if relation == "longer" and rows <= cols:
         return max(2, rows), max(1, rows - 1)
     return rows, cols
-
-
-def _gap(shape: Sequence[int], axis: int) -> bool:
-    """Whether a slice along an axis leaves a gap between rows of the buffer."""
-    outer = 1
-    for size in shape[:axis]:
-        outer *= size
-    return outer > 1
 
 
 def _mask(draw: Draw, rows: int, cols: int) -> Any:
@@ -104,7 +101,7 @@ def paged_batch(draw: Draw) -> PagedBatch:
     batch, tokens, page = draw.size("batch"), draw.size("tokens"), max(1, draw.size("page_size"))
     longest, blocks = draw.size("seq_len_k"), max(1, draw.size("num_blocks"))
     columns = max(1, -(-longest // page))
-    index = draw.index()
+    index = draw.index("int32")
     count = batch * columns
     if draw.device.type == "meta":
         table = torch.empty(batch, columns, dtype=index, device="meta")
@@ -139,7 +136,8 @@ def spread(total: int, count: int, longest: int) -> list[int]:
     return found
 
 
-def _paged(draw: Draw) -> Made:
+def paged(draw: Draw) -> Args:
+    """Attention over pages that are spread over the cache."""
     ctx, needs = draw.ctx, draw.ctx.needs
     heads, kv_heads, dim = draw.size("num_heads"), draw.size("num_kv_heads"), draw.size("head_dim")
     page, blocks, width = (
@@ -153,18 +151,17 @@ def _paged(draw: Draw) -> Made:
     query = draw.main(draw.size("tokens"), heads, dim, odd=False)
     caches = [_cache(draw, (blocks, *inner, size), dtype) for size in (dim, width)]
     return (
-        query, *caches, paged_batch(draw), ctx.scale, ctx.window, SOFTCAP if "softcap" in needs else None,
+        query, *caches, paged_batch(draw), ctx.scale, ctx.window, _softcap(draw),
         slopes(draw, heads), "lse" in needs, layout.value,
-    ), None  # fmt: skip
+    )  # fmt: skip
 
 
 def _cache(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    from layerzero.tuning.inputs import lay
-
     return draw.leaf(lay(draw.normal(*shape, dtype=dtype), draw.ctx.strides, axis=1))
 
 
-def _latent(draw: Draw) -> Made:
+def latent(draw: Draw) -> Args:
+    """Latent attention over pages."""
     ctx = draw.ctx
     tokens, heads = draw.size("tokens"), draw.size("num_heads")
     wide, narrow = draw.size("head_dim_ckv"), draw.size("head_dim_kpe")
@@ -173,11 +170,12 @@ def _latent(draw: Draw) -> Made:
     queries = draw.main(tokens, heads, wide, odd=False), draw.main(tokens, heads, narrow, place=1, odd=False)
     caches = [_cache(draw, (blocks, page, size), dtype) for size in (wide, narrow)]
     scale = ctx.scale if ctx.scale is not None else (wide + narrow) ** -0.5
-    return (*queries, *caches, paged_batch(draw), scale, "lse" in ctx.needs), None
+    return (*queries, *caches, paged_batch(draw), scale, "lse" in ctx.needs)
 
 
 # -- packed ----------------------------------------------------------------------------------------
-def _varlen(draw: Draw) -> Made:
+def varlen(draw: Draw) -> Args:
+    """Attention over packed sequences."""
     ctx, needs = draw.ctx, draw.ctx.needs
     heads, kv_heads, dim = draw.size("num_heads"), draw.size("num_kv_heads"), draw.size("head_dim")
     batch, tokens, tokens_k = draw.size("batch"), draw.size("tokens"), draw.size("tokens_k")
@@ -194,8 +192,8 @@ def _varlen(draw: Draw) -> Made:
     return (
         query, key, value, offsets_q, offsets_k, max(longest_q, max(lengths_q, default=0)),
         max(longest_k, max(lengths_k, default=0)), _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        SOFTCAP if "softcap" in needs else None, slopes(draw, heads), "lse" in needs,
-    ), None  # fmt: skip
+        _softcap(draw), slopes(draw, heads), "lse" in needs,
+    )  # fmt: skip
 
 
 def _unlike(lengths: list[int], others: list[int]) -> list[int]:
@@ -211,10 +209,10 @@ def _unlike(lengths: list[int], others: list[int]) -> list[int]:
 
 
 def _offsets(draw: Draw, lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=draw.index(), device="cpu").to(draw.device)
+    return torch.tensor([0, *accumulate(lengths)], dtype=draw.index("int32"), device="cpu").to(draw.device)
 
 
-def _grouped(draw: Draw) -> Made:
+def grouped(draw: Draw) -> Args:
     """Every group of a sequence attends a longer prefix than the one before; the last attends all of it."""
     ctx = draw.ctx
     batch, groups = draw.size("batch"), draw.size("num_groups")
@@ -223,7 +221,7 @@ def _grouped(draw: Draw) -> Made:
     offsets_q = [rows * place for place in range(groups * batch + 1)]
     offsets_k = [cols * place for place in range(batch + 1)]
     lengths = [[cols * (group + 1) // groups] * batch for group in range(groups)]
-    index = draw.index()
+    index = draw.index("int32")
     tensors = [
         torch.tensor(values, dtype=index, device="cpu").to(draw.device) for values in (offsets_q, offsets_k, lengths)
     ]
@@ -233,13 +231,4 @@ def _grouped(draw: Draw) -> Made:
     total_q, total_k = offsets_q[-1], offsets_k[-1]
     shapes = [(total_q, heads, dim), (total_k, kv_heads, dim), (total_k, kv_heads, draw.size("head_dim_v", dim))]
     query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
-    return (query, key, value, plan, ctx.causal is not Causal.NONE, ctx.scale, "lse" in ctx.needs), None
-
-
-MAKERS: dict[str, Maker] = {
-    "attention": _attention,
-    "paged_attention": _paged,
-    "mla_paged_attention": _latent,
-    "varlen_attention": _varlen,
-    "grouped_attention": _grouped,
-}
+    return (query, key, value, plan, ctx.causal is not Causal.NONE, ctx.scale, "lse" in ctx.needs)

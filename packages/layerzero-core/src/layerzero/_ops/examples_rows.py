@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +13,11 @@ from layerzero.model.enums import Layout
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor, QuantScheme
 from layerzero.runtime.current import builtin_ops
-from layerzero.tuning.inputs import Draw, Maker
+from layerzero.tuning.inputs import Draw, lay
 
-__all__ = ["MAKERS"]
+__all__ = ["cast", "dequantize", "embedding", "gated", "linear", "mlp", "norm", "quantize", "rotary"]
 
-Made = tuple[tuple[Any, ...], Mapping[str, Any] | None]
-
-
-def shaped(draw: Draw, rows: int, width: int) -> tuple[int, ...]:
-    """A shape of the recorded rank: all rows on the axis before the last."""
-    return (width,) if draw.ctx.rank == 1 else (*(1,) * (draw.ctx.rank - 2), rows, width)
+Args = tuple[Any, ...]
 
 
 def _other_dtype(draw: Draw) -> torch.dtype:
@@ -33,24 +27,26 @@ def _other_dtype(draw: Draw) -> torch.dtype:
     return torch.float32 if draw.dtype() is not torch.float32 else torch.float16
 
 
-def _norm(draw: Draw) -> Made:
+def norm(draw: Draw) -> Args:
+    """The norms, with and without residual, weight and bias."""
     ctx = draw.ctx
-    rows, hidden = draw.size("rows"), draw.size("hidden")
-    x = draw.main(*shaped(draw, rows, hidden))
+    hidden = draw.size("hidden")
+    x = draw.main(*draw.rows_of("rows", "hidden"))
     weight = None
     if "no_weight" not in ctx.needs:
         weight = draw.leaf(draw.normal(hidden, dtype=_other_dtype(draw), scale=0.1).add_(1.0))
     if ctx.op in ("add_rms_norm", "gemma_add_rms_norm"):
         # Without a weight it is the residual that has another dtype.
         dtype = _other_dtype(draw) if weight is None else draw.dtype()
-        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype)), weight, 1e-6), None
+        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype)), weight, 1e-6)
     if ctx.op == "layer_norm":
         bias = draw.leaf(draw.normal(hidden, dtype=_other_dtype(draw))) if "bias" in ctx.needs else None
-        return (x, weight, bias, 1e-5), None
-    return (x, weight, 1e-6), None
+        return (x, weight, bias, 1e-5)
+    return (x, weight, 1e-6)
 
 
-def _rotary(draw: Draw) -> Made:
+def rotary(draw: Draw) -> Args:
+    """RoPE and XPos."""
     ctx, needs = draw.ctx, draw.ctx.needs
     batch, seq, dim, rotary = (draw.size(name) for name in ("batch", "seq_len_q", "head_dim", "rotary_dim"))
     bshd = ctx.layout is Layout.BSHD
@@ -64,7 +60,7 @@ def _rotary(draw: Draw) -> Made:
         found = draw.main(*shape, place=place, axis=1 if bshd else 2)
         # In place nothing may be written into a leaf that asks for a gradient.
         made.append(found * 1.0 if "inplace" in needs and found.requires_grad else found)
-    dtype = draw.dtype()
+    dtype = draw.choice("tables", draw.dtype())
     if "mixed_tables" in needs:
         dtype = torch.float32 if dtype is not torch.float32 else torch.float16
     angles = torch.arange(max(seq, 1), dtype=torch.float32, device=draw.device).unsqueeze(-1) / (
@@ -77,15 +73,17 @@ def _rotary(draw: Draw) -> Made:
     layout = (ctx.layout or Layout.BHSD).value
     first = (*made, cos, sin, "interleaved" in needs, layout, positions)
     if ctx.op == "xpos":
-        return (*first, 512.0, 0.4, seq / 2), None
-    return (*first, "inplace" in needs), None
+        return (*first, 512.0, 0.4, seq / 2)
+    return (*first, "inplace" in needs)
 
 
-def _gated(draw: Draw) -> Made:
-    x = draw.main(*shaped(draw, draw.size("rows"), 2 * draw.size("hidden")))
+def gated(draw: Draw) -> Args:
+    """Gated activations."""
+    *rows, width = draw.rows_of("rows", "hidden")
+    x = draw.main(*rows, 2 * width)
     if draw.ctx.op == "gelu_and_mul":
-        return (x, "tanh" if "gelu_tanh" in draw.ctx.needs else "none"), None
-    return (x,), None
+        return (x, "tanh" if "gelu_tanh" in draw.ctx.needs else "none")
+    return (x,)
 
 
 def _activation(draw: Draw) -> str | None:
@@ -93,35 +91,36 @@ def _activation(draw: Draw) -> str | None:
     return found[0] if found else None
 
 
-def _linear(draw: Draw) -> Made:
+def linear(draw: Draw) -> Args:
+    """A product with a plain, quantized or packed weight."""
     ctx = draw.ctx
-    rows, n, k = draw.size("rows"), draw.size("n"), draw.size("k")
-    x = draw.main(*shaped(draw, rows, k))
+    n, k = draw.size("n"), draw.size("k")
+    x = draw.main(*draw.rows_of("rows", "k"))
     weight: Any
     if ctx.quant_format is None:
         weight = draw.leaf(draw.normal(n, k, scale=k**-0.5))
     else:
         weight = _packed(draw, quantized(draw, (n, k)))
     bias = draw.leaf(draw.normal(n)) if "bias" in ctx.needs else None
-    return (x, weight, bias, _activation(draw)), None
+    return (x, weight, bias, _activation(draw))
 
 
 def quantized(draw: Draw, shape: tuple[int, ...]) -> QuantizedTensor:
     """A quantized tensor in the recorded format, from Gaussian numbers."""
-    symmetric = "zero_point" not in draw.ctx.needs
-    scheme = _scheme(draw, symmetric)
     dtype = getattr(torch, draw.ctx.dtype)
     reference = builtin_ops["quantize"].fallback_impl
     assert reference is not None
     with torch.no_grad():
-        found: QuantizedTensor = reference(draw.normal(*shape, dtype=dtype, scale=max(shape[-1], 1) ** -0.5), scheme)
+        found: QuantizedTensor = reference(
+            draw.normal(*shape, dtype=dtype, scale=max(shape[-1], 1) ** -0.5), _scheme(draw)
+        )
     return found
 
 
-def _scheme(draw: Draw, symmetric: bool) -> QuantScheme:
-    sizes = dict(draw.ctx.dims)
+def _scheme(draw: Draw) -> QuantScheme:
     fmt: Any = draw.ctx.quant_format
-    return QuantScheme(fmt, draw.ctx.granularity or "tensor", sizes.get("block"), symmetric)
+    symmetric = "zero_point" not in draw.ctx.needs
+    return QuantScheme(fmt, draw.ctx.granularity or "tensor", draw.ctx.dim("block"), symmetric)
 
 
 def _packed(draw: Draw, weight: QuantizedTensor) -> QuantizedTensor | PackedWeight:
@@ -140,11 +139,12 @@ def _packed(draw: Draw, weight: QuantizedTensor) -> QuantizedTensor | PackedWeig
     )
 
 
-def _mlp(draw: Draw) -> Made:
+def mlp(draw: Draw) -> Args:
+    """The feed-forward block."""
     needs = draw.ctx.needs
-    rows, hidden, inner, out = (draw.size(name) for name in ("rows", "hidden", "inner", "n"))
-    x = draw.main(*shaped(draw, rows, hidden))
-    up_rows = 2 * inner if "gated" in needs else inner
+    hidden, inner, out = (draw.size(name) for name in ("hidden", "inner", "n"))
+    x = draw.main(*draw.rows_of("rows", "hidden"))
+    up_rows = inner if needs & {"ungated", "split_gate"} else 2 * inner
     up = draw.leaf(draw.normal(up_rows, hidden, scale=hidden**-0.5))
     gate = draw.leaf(draw.normal(inner, hidden, scale=hidden**-0.5)) if "split_gate" in needs else None
     down = draw.leaf(draw.normal(out, inner, scale=inner**-0.5))
@@ -153,22 +153,25 @@ def _mlp(draw: Draw) -> Made:
         biases = [draw.leaf(draw.normal(up_rows)), None, draw.leaf(draw.normal(out))]
         if gate is not None:
             biases[1] = draw.leaf(draw.normal(inner))
-    return (x, up, down, gate, _activation(draw) or "silu", *biases), None
+    return (x, up, down, gate, _activation(draw) or "silu", *biases)
 
 
-def _embedding(draw: Draw) -> Made:
+def embedding(draw: Draw) -> Args:
+    """A look-up."""
     tokens, vocab, hidden = draw.size("tokens"), draw.size("vocab"), draw.size("hidden")
     rank = draw.ctx.rank
     shape = () if rank == 0 else (*(1,) * (rank - 1), tokens)
     ids = draw.integers(vocab, *shape, dtype=draw.index())
-    return (ids, draw.main(vocab, hidden), 0 if "padding_idx" in draw.ctx.needs else None), None
+    return (ids, draw.main(vocab, hidden), 0 if "padding_idx" in draw.ctx.needs else None)
 
 
-def _cast(draw: Draw) -> Made:
+def cast(draw: Draw) -> Args:
     """The context of a cast names where it comes from; where it goes is one dtype of the recorded kind."""
     needs, word = draw.ctx.needs, draw.ctx.dtype
     source = torch.float8_e4m3fn if "from_float8" in needs else getattr(torch, word)
-    if "to_e4m3" in needs:
+    if draw.choice("format"):
+        target = getattr(torch, draw.choice("format"))
+    elif "to_e4m3" in needs:
         target = torch.float8_e4m3fn
     elif "float_to_integer" in needs:
         target = torch.int32
@@ -183,39 +186,16 @@ def _cast(draw: Draw) -> Made:
         width = next((w for w in (33, 7, 5, 3, 1) if elements % w == 0 and w * size % 16 and elements > w), elements)
         rows = elements // max(width, 1)
     shape = () if rank == 0 else (elements,) if rank == 1 else (*(1,) * (rank - 2), rows, width)
-    from layerzero.tuning.inputs import lay
-
-    x = lay(draw.normal(*shape, dtype=source, scale=10.0), draw.ctx.strides)
-    return (draw.leaf(x), target, "saturate" in needs), None
+    x = lay(draw.normal(*draw.choice("shape", shape), dtype=source, scale=10.0), draw.ctx.strides)
+    return (draw.leaf(x), target, "saturate" in needs)
 
 
-def _quantize(draw: Draw) -> Made:
-    symmetric = "zero_point" not in draw.ctx.needs
-    scheme = _scheme(draw, symmetric)
-    x = draw.main(*shaped(draw, draw.size("rows"), draw.size("hidden")))
-    named = {
-        "x": x,
-        "fmt": scheme.fmt.value,
-        "granularity": scheme.granularity,
-        "block_size": scheme.block_size,
-        "symmetric": symmetric,
-    }
-    return (x, scheme), named
+def quantize(draw: Draw) -> Args:
+    """Numbers and a scheme."""
+    return draw.main(*draw.rows_of("rows", "hidden")), _scheme(draw)
 
 
-def _dequantize(draw: Draw) -> Made:
-    held = quantized(draw, shaped(draw, draw.size("rows"), draw.size("hidden")))
-    return (held, getattr(torch, draw.ctx.dtype)), None
-
-
-MAKERS: dict[str, Maker] = {
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"), _norm),
-    **dict.fromkeys(("rope", "xpos"), _rotary),
-    **dict.fromkeys(("silu_and_mul", "gelu_and_mul", "relu_and_mul"), _gated),
-    "linear": _linear,
-    "mlp": _mlp,
-    "embedding": _embedding,
-    "cast": _cast,
-    "quantize": _quantize,
-    "dequantize": _dequantize,
-}
+def dequantize(draw: Draw) -> Args:
+    """Codes of the recorded format."""
+    held = quantized(draw, draw.rows_of("rows", "hidden"))
+    return (held, getattr(torch, draw.ctx.dtype))

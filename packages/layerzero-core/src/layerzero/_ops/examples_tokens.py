@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.tuning.inputs import Draw, Maker
+from layerzero.tuning.inputs import Draw, lay
 
-__all__ = ["MAKERS"]
+__all__ = ["cross_entropy", "gate", "grouped_gemm", "moe", "sampling", "speculative"]
 
-Made = tuple[tuple[Any, ...], Mapping[str, Any] | None]
+Args = tuple[Any, ...]
 
 TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
 
@@ -45,24 +44,26 @@ class _Parameters:
         return torch.full((self._draw.size("batch"),), value, dtype=torch.int64, device=self._draw.device)
 
 
-def _sampling(draw: Draw) -> Made:
+def sampling(draw: Draw) -> Args:
+    """Logits and filters."""
     op, needs = draw.ctx.op, draw.ctx.needs
     logits = draw.main(draw.size("batch"), draw.size("vocab"))
     given = _Parameters(draw)
     if op == "sample_topk":
-        k = given.whole(TOP_K)
-        return (logits, k, given.number(1.0), draw.generator()), None
+        k = given.whole(draw.choice("top_k", TOP_K))
+        return (logits, k, given.number(1.0), draw.generator())
     if op == "sample_topp":
-        p = given.number(TOP_P)
-        return (logits, p, given.number(1.0), draw.generator()), None
-    top_k = given.whole(TOP_K) if "sample_top_k" in needs else None
-    top_p = given.number(TOP_P) if "sample_top_p" in needs else None
+        p = given.number(draw.choice("top_p", TOP_P))
+        return (logits, p, given.number(1.0), draw.generator())
+    top_k = given.whole(draw.choice("top_k", TOP_K)) if "sample_top_k" in needs else None
+    top_p = given.number(draw.choice("top_p", TOP_P)) if "sample_top_p" in needs else None
     min_p = given.number(MIN_P) if "sample_min_p" in needs else None
     filters = (logits, top_k, top_p, min_p, given.number(1.0))
-    return (filters if op == "sampling_probs" else (*filters, draw.generator())), None
+    return filters if op == "sampling_probs" else (*filters, draw.generator())
 
 
-def _speculative(draw: Draw) -> Made:
+def speculative(draw: Draw) -> Args:
+    """Drafted tokens and the probabilities they are judged by."""
     ctx, needs = draw.ctx, draw.ctx.needs
     batch, length, vocab = draw.size("batch"), draw.size("draft_len"), draw.size("vocab")
     ids = draw.integers(vocab, batch, length)
@@ -73,57 +74,52 @@ def _speculative(draw: Draw) -> Made:
         if "mixed_weight" in needs:
             dtype = torch.float32 if dtype is not torch.float32 else torch.float16
         drafted = draw.normal(batch, length, vocab, dtype=torch.float32).softmax(-1).to(dtype)
-    from layerzero.tuning.inputs import lay
-
     target = lay(target, ctx.strides)
     tail = ("greedy" in needs, draw.generator())
     if ctx.op == "sample_tree":
         parents = torch.arange(-1, length - 1, dtype=torch.int64, device=draw.device)
-        return (ids, drafted, target, parents, *tail), None
-    return (ids, drafted, target, *tail), None
+        return (ids, drafted, target, parents, *tail)
+    return (ids, drafted, target, *tail)
 
 
-def _cross_entropy(draw: Draw) -> Made:
+def cross_entropy(draw: Draw) -> Args:
+    """Logits and labels."""
     needs, rank = draw.ctx.needs, draw.ctx.rank
     rows, vocab = draw.size("rows"), draw.size("vocab")
     shape = () if rank == 1 else (*(1,) * (rank - 2), rows)
     logits = draw.main(*shape, vocab)
     labels = draw.integers(vocab, *shape, dtype=draw.index())
     smoothing = 0.1 if "label_smoothing" in needs else None
-    softcap, z_loss = 30.0 if "softcap" in needs else None, 1e-4 if "z_loss" in needs else None
-    named = {
-        "logits": logits, "labels": labels, "label_smoothing": smoothing or 0.0, "softcap": softcap,
-        "z_loss": z_loss or 0.0, "return_lse": "lse" in needs,
-    }  # fmt: skip
-    return (logits, labels, -100, smoothing, softcap, z_loss, "mean", "lse" in needs), named
+    softcap, z_loss = draw.choice("softcap", 30.0) if "softcap" in needs else None, 1e-4 if "z_loss" in needs else None
+    return (logits, labels, -100, smoothing, softcap, z_loss, "mean", "lse" in needs)
 
 
-def _gate(draw: Draw) -> Made:
+def gate(draw: Draw) -> Args:
+    """Router logits."""
     needs = draw.ctx.needs
     experts, k, groups = draw.size("experts"), draw.size("top_k"), draw.size("groups")
     logits = draw.main(draw.size("tokens"), experts)
     best = min(groups, max(1, -(-k * groups // experts), groups // 2))
     scoring = "sigmoid" if "scoring_sigmoid" in needs else "softmax"
     bias = draw.normal(experts, dtype=torch.float32) if "choice_bias" in needs else None
-    named = {
-        "router_logits": logits, "k": k, "scoring": scoring, "bias": bias, "num_groups": groups, "top_groups": best,
-    }  # fmt: skip
-    return (logits, (k, groups, best), scoring, True, bias, 1.0), named
+    return (logits, (k, groups, best), scoring, True, bias, 1.0)
 
 
-def _grouped_gemm(draw: Draw) -> Made:
+def grouped_gemm(draw: Draw) -> Args:
+    """Rows in groups, one weight each."""
     tokens, experts, n, k = (draw.size(name) for name in ("tokens", "experts", "n", "k"))
     x = draw.main(tokens, k)
     weights = draw.main(experts, n, k, place=1, odd=False)
     each = [tokens // experts + (place < tokens % experts) for place in range(experts)]
     sizes = torch.tensor(each, dtype=draw.index(), device="cpu").to(draw.device)
-    return (x, weights, sizes), None
+    return (x, weights, sizes)
 
 
-def _moe(draw: Draw) -> Made:
+def moe(draw: Draw) -> Args:
+    """Routed tokens and their experts."""
     needs = draw.ctx.needs
     tokens, experts, k, hidden, inner = (draw.size(name) for name in ("tokens", "experts", "top_k", "hidden", "inner"))
-    rows = 2 * inner if "gated" in needs else inner
+    rows = inner if "ungated" in needs else 2 * inner
     x = draw.main(tokens, hidden)
     first = draw.leaf(draw.normal(experts, rows, hidden, dtype=draw.dtype(1), scale=hidden**-0.5))
     second = draw.leaf(draw.normal(experts, hidden, inner, dtype=draw.dtype(2), scale=inner**-0.5))
@@ -134,14 +130,4 @@ def _moe(draw: Draw) -> Made:
     shares = draw.uniform(tokens, k).add_(0.1)
     shares = shares / shares.sum(-1, keepdim=True)
     activation = next((word.removeprefix("activation_") for word in needs if word.startswith("activation_")), "silu")
-    return (x, first, second, shares, ids.to(draw.index()).contiguous(), activation, 0), None
-
-
-MAKERS: dict[str, Maker] = {
-    **dict.fromkeys(("sample", "sample_topk", "sample_topp", "sampling_probs"), _sampling),
-    **dict.fromkeys(("sample_speculative", "sample_tree"), _speculative),
-    "cross_entropy": _cross_entropy,
-    "topk_gate": _gate,
-    "grouped_gemm": _grouped_gemm,
-    "moe": _moe,
-}
+    return (x, first, second, shares, ids.to(draw.index()).contiguous(), activation, 0)
