@@ -1,13 +1,13 @@
 """tox reads this file: one environment per package, `pkg-core`, `pkg-flashattn`, …, derived from packages/*.
 
-Each installs core and that package alone, as a user would, asserts that nothing else came with them, and only then
-brings in the test tools and runs the package's own tests.
+Each installs core and that package alone (the metapackage: what it asks for), as a user would, asserts that nothing
+else came with them, and only then brings in the test tools and runs the package's own tests.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tox.config.loader.memory import MemoryLoader
@@ -24,9 +24,9 @@ from tools.workspace import Package, group, packages  # noqa: E402  (needs the l
 PREFIX = "pkg-"
 
 
-def _settings(core: Package, package: Package) -> dict[str, object]:
+def _settings(package: Package, found: Sequence[Package]) -> dict[str, object]:
     pip = ["python", "-m", "pip", "install", "-q"]
-    wanted = [core] if package.name == core.name else [core, package]
+    wanted = [p for p in found if p.short == "core" or p.name in (package.name, *package.ours)]
     kit = package.path.parent / "layerzero-verify"  # every package's tests use the conformance kit
     models = package.path.parent / "layerzero-models"  # the kit's level 4 patches models
     return {
@@ -53,5 +53,5 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     """Give each of them its commands."""
     found = packages(ROOT)
     for package in found:
-        loader = MemoryLoader(**_settings(found[0], package))
+        loader = MemoryLoader(**_settings(package, found))
         state.conf.memory_seed_loaders[PREFIX + package.short].append(loader)

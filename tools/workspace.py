@@ -38,13 +38,23 @@ class Package:
 
     @property
     def short(self) -> str:
-        """What follows `layerzero-`: core, flashattn, …"""
+        """What follows `layerzero-`: core, flashattn, …; the metapackage has its whole name."""
         return self.name.removeprefix("layerzero-")
 
     @property
     def dependencies(self) -> tuple[str, ...]:
         """Declared dependencies, our own packages left out."""
         return tuple(d for d in self.data["project"].get("dependencies", ()) if not is_ours(d))
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The packages of this workspace among its dependencies."""
+        return tuple(project_name(d) for d in self.data["project"].get("dependencies", ()) if is_ours(d))
+
+    @property
+    def has_code(self) -> bool:
+        """Whether there is anything to import: not in the metapackage."""
+        return (self.path / "src").is_dir()
 
     @property
     def build_requires(self) -> tuple[str, ...]:
@@ -67,7 +77,7 @@ def project_name(requirement: str) -> str:
 
 def is_ours(requirement: str) -> bool:
     """Whether a requirement names a package of this workspace."""
-    return project_name(requirement).startswith("layerzero-")
+    return re.fullmatch(r"layerzero(-.+)?", project_name(requirement)) is not None
 
 
 def packages(root: Path = ROOT) -> tuple[Package, ...]:

@@ -15,7 +15,7 @@ from tools.workspace import ROOT, Package, packages
 
 CONTRACTS = configparser.ConfigParser(comment_prefixes=("#",), interpolation=None)
 CONTRACTS.read(ROOT / ".importlinter", encoding="utf-8")
-PACKAGES = packages()
+PACKAGES = [package for package in packages() if package.has_code]
 CORE = ROOT / "packages" / "layerzero-core" / "src" / "layerzero"
 FOR_PLUGIN_AUTHORS = {"plugin", "model", "errors", "reasons", "files"}
 # Modules of another package that are named in a string: where they may be absent, and the core says so.

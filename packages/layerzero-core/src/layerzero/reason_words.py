@@ -185,7 +185,7 @@ TABLE: dict[str, tuple[ReasonCategory, str, str]] = {
     "PLUGIN_REGISTER_FAILED": (_C.PLUGIN, "the plugin raised in layerzero_register: {value}", "upgrade or uninstall the plugin, or deny it"),
     "PLUGIN_HOOK_UNKNOWN": (_C.PLUGIN, "the plugin declares an unknown hook {value}", "known hooks: {limit}"),
     "PLUGIN_HOOK_TIMEOUT": (_C.PLUGIN, "the hook did not return within {limit} s", "report it to the plugin's author, or deny the plugin"),
-    "PLUGIN_API_MISMATCH": (_C.PLUGIN, "the plugin wants API {limit}, this core has {value}", "install matching versions of plugin and core"),
+    "PLUGIN_API_MISMATCH": (_C.PLUGIN, "the plugin wants API {limit}, this core has {value}", "upgrade the plugin, or install the layerzero-core it was made for; its author reads docs/upgrading.md"),
     "PLUGIN_DENIED": (_C.PLUGIN, "kept out by LAYERZERO_PLUGINS or LAYERZERO_PLUGINS_DENY", "change the variable"),
     "PLUGIN_DUPLICATE": (_C.PLUGIN, "the backend name {value} is taken by {limit}", "uninstall one of the two"),
     "KERNEL_DUPLICATE": (_C.PLUGIN, "kernel id {value} is already registered by {limit}", "choose another kernel id"),

@@ -19,7 +19,7 @@ from layerzero.registry.kinds import Choice, Expression, Flag, Number, Text, Whe
 __all__ = ["DEFAULT_API", "DOCUMENT", "DTYPES", "FEATURES", "FLAG_FEATURES", "KERNEL", "SCHEMA_VERSION"]
 
 SCHEMA_VERSION = "1.0"
-DEFAULT_API = ">=1,<2"
+DEFAULT_API = ">=2,<3"
 
 DTYPES = frozenset({
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
