@@ -68,7 +68,7 @@ def tune(
             break
         say(f"{stage} {number}/{len(cases)} {name}")
         try:
-            found = trial(ctx, seconds=seconds, only=_ready(ctx, compiled))
+            found = trial(ctx, seconds=seconds, only=ready(ctx, compiled))
         except LayerZeroError as error:
             kept.put(stage, name, {"failed": str(error).splitlines()[0][:200]})
             continue
@@ -82,7 +82,7 @@ def tune(
     return whole
 
 
-def _ready(ctx: Any, compiled: str) -> frozenset[str] | None:
+def ready(ctx: Any, compiled: str) -> frozenset[str] | None:
     """Who may be tuned: everybody, or who needs no compiler and those whose backend may use one here."""
     if compiled == "all":
         return None

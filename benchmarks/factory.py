@@ -1,0 +1,152 @@
+"""The measurements that ship with the packages: every kernel against torch's own code, at sizes that fill the space.
+
+    python benchmarks/factory.py --out DIR [--device cuda] [--cases 400] [--budget 480] [--seconds 0.08]
+
+Draws calls (`drawing.py`, a fixed seed, other calls than `untuned.py` draws), holds every kernel's result against the
+reference, and races those that are right; one that was wrong or raised is listed under `refused` and has no time. What
+is done is kept in DIR/done.jsonl line by line: the same command goes on where a run was stopped or its budget ended.
+At the end DIR/BACKEND.factory.json holds, for each backend, its kernels' times as multiples of torch's, hashed, with
+commit, device, versions and threads; DIR/summary.json the counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from drawing import drawn
+from timing import commit, machine, write_json
+from tuned_state import Kept
+
+SEED = 27_000_001
+SCHEMA_VERSION = "1.0"
+TORCHS = ("torch", "sdpa")
+
+
+def taken(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
+    """One call: sizes, kind, µs of torch's code and of every kernel that was right, and who was refused why."""
+    from tuned import ready
+
+    from layerzero.cli.calls import context
+    from layerzero.model.proof import kind_of
+    from layerzero_tune.bench.contest import compete
+
+    ctx = context(call.op, call.options)
+    found = compete(call.name, ctx, seconds=seconds, least=5, only=ready(ctx, compiled) or ())
+    times = found.times
+    own = [us for name, us in times.items() if name.partition(".")[0] in TORCHS]
+    return {
+        "op": call.op, "kind": kind_of(found.context), "mode": "eager", "sizes": dict(found.context.dims),
+        "base": found.torch.us or min(own or times.values(), default=None), "times": times,
+        "refused": {name: item.why for name, item in found.kernels.items() if item.why}, "busy": round(found.busy, 3),
+        "bytes": call.bytes, "operations": call.operations,
+    }  # fmt: skip
+
+
+def documents(records: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """One document a backend. Pure."""
+    from layerzero.registry.proofs import sealed
+
+    grouped: dict[str, dict[tuple[str, ...], list[Mapping[str, Any]]]] = {}
+    for record in records:
+        axes = tuple(record["sizes"])
+        for backend in {name.partition(".")[0] for name in record["times"]}:
+            key = (record["op"], record["kind"], record["mode"], *axes)
+            grouped.setdefault(backend, {}).setdefault(key, []).append(record)
+    made = {}
+    for backend, groups in sorted(grouped.items()):
+        rows, reached = [], {}
+        for (op, kind, mode, *axes), found in sorted(groups.items()):
+            names = sorted({n for item in found for n in item["times"] if n.startswith(f"{backend}.")})
+            points = [
+                [*(item["sizes"][axis] for axis in axes), round(item["base"], 3),
+                 *(round(item["times"][n] / item["base"], 4) if n in item["times"] else None for n in names)]
+                for item in found
+            ]  # fmt: skip
+            rows.append({"op": op, "kind": kind, "mode": mode, "axes": axes, "kernels": names, "points": points})
+            for name in names:
+                own = [
+                    (item["bytes"], item["operations"], item["times"][name]) for item in found if name in item["times"]
+                ]
+                best = reached.setdefault(name, [0.0, 0.0, float("inf")])
+                best[0] = max(best[0], *(round(moved / us, 1) for moved, _, us in own))
+                best[1] = max(best[1], *(round(count / us, 1) for _, count, us in own))
+                best[2] = min(best[2], *(round(us, 3) for _, _, us in own))
+        family = {key: header[key] for key in ("made", "device", "commit", "versions", "threads", "capped")}
+        entry = {**family, "efficiency": reached, "groups": rows}
+        made[backend] = sealed({
+            "schema_version": SCHEMA_VERSION, "backend": backend, "version": header["backends"].get(backend, "0"),
+            "families": {header["family"]: entry},
+        })  # fmt: skip
+    return made
+
+
+def header_of(device: str, compiled: str) -> dict[str, Any]:
+    """What was measured on, and with which versions."""
+    import torch
+
+    from layerzero.device.family import family_of
+    from layerzero.device.probe import probe_device
+    from layerzero.runtime.state import state
+
+    spec, backends = probe_device(device), state.world.registry.backends
+    vendors = {item.vendor: item.vendor_version for item in backends.values() if item.vendor and item.vendor_version}
+    capped = os.environ.get("ATEN_CPU_CAPABILITY") or os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return {
+        "family": family_of(spec), "device": spec.name or device, "commit": commit(), "capped": bool(capped),
+        "versions": {"torch": torch.__version__, **vendors}, "compiled": compiled,
+        "threads": torch.get_num_threads() if device == "cpu" else 0,
+        "backends": {name: item.version for name, item in backends.items()},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that is written to")
+    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--cases", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=0.08, help="of racing a case")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for this run")
+    parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
+    given = parser.parse_args()
+    nowhere = Path(tempfile.mkdtemp(prefix="factory-")) / "none.db"
+    os.environ.update(LAYERZERO_PERFDB=str(nowhere), LAYERZERO_JIT="off")
+    import torch
+
+    begin = time.monotonic()
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    header = header_of(device, given.compile)
+    kept = Kept(given.out.resolve(), header, fresh=False)
+    for number, call in enumerate(drawn(SEED, device)):
+        if number >= given.cases or time.monotonic() - begin > given.budget:
+            break
+        if ("taken", call.name) in kept.records:
+            continue
+        try:
+            record = taken(call, given.seconds, given.compile)
+        except Exception as error:  # one call that does not fit must not end the run
+            record = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        kept.put("taken", call.name, record)
+    whole = kept.of("taken")
+    right = [item for item in whole if item.get("times") and item.get("base")]
+    stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    words = f"python benchmarks/factory.py; {stamp}; {len(right)} calls; load {machine()['load']}"
+    for backend, document in documents(right, {**header, "made": words}).items():
+        write_json(given.out / f"{backend}.factory.json", document)
+    refused = sorted({f"{name}: {why}" for item in right for name, why in item["refused"].items()})
+    failed = {item["name"]: item["failed"] for item in whole if "failed" in item}
+    summary = {"asked": given.cases, "taken": len(right), "failed": failed, "refused": refused, "made": words}
+    write_json(given.out / "summary.json", summary)
+    print(f"{len(right)} of {given.cases} calls taken, {len(failed)} failed, {len(refused)} refusals, in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

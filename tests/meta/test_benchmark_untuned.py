@@ -1,0 +1,82 @@
+"""The drawn calls, what they are judged by, and the files that the factory run writes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from drawing import LIMITS, OPS, drawn
+from factory import documents
+from untuned import judged, summary
+
+from layerzero.cli.calls import context
+from layerzero.registry.reading import digest
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_drawn_calls_are_real_calls_inside_the_limits_and_the_same_for_a_seed(device):
+    first = list(itertools.islice(drawn(3, device), 120))
+    assert first == list(itertools.islice(drawn(3, device), 120))
+    assert first != list(itertools.islice(drawn(4, device), 120))
+    assert len({call.name for call in first}) == 120
+    assert {call.op for call in first} == set(OPS)
+    for call in first:
+        assert call.bytes <= LIMITS[device][0] and call.operations <= LIMITS[device][1]
+        options = {**call.options, "device": "h200" if device == "cuda" else "cpu"}
+        assert context(call.op, options).op == call.op
+
+
+def record(chosen_us, torch_us, call_us, best_us=None, **more):
+    kernels = {"a.rms_norm.x": {"us": chosen_us}, "b.rms_norm.x": {"us": best_us or chosen_us}, "c.rms_norm.x": {}}
+    return {"chosen": "a.rms_norm.x", "best": "b.rms_norm.x", "kernels": kernels, "torch": {"us": torch_us},
+            "call": {"us": call_us}, **more}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chosen", "torch", "call", "ok"),
+    [(100, 100, 102, True), (100, 100, 110, False), (10, 10, 12.9, True), (10, 10, 13.5, False)],
+)
+def test_a_long_call_is_judged_by_its_share_and_a_short_one_by_microseconds(chosen, torch, call, ok):
+    found = judged(record(chosen, torch, call, chosen / 2), 0.97)
+    assert found["ok"] is ok and found["oracle"] == 2.0 and found["torch"] == torch / call
+
+
+def test_a_short_call_on_a_gpu_also_has_to_hold_in_a_replayed_graph():
+    graph = {"chosen": "a.rms_norm.x", "kernels": {"a.rms_norm.x": {"us": 5.0}}, "torch": {"us": 4.0}}
+    assert not judged(record(10, 10, 11, graph=graph), 0.97)["ok"]
+    graph = {**graph, "torch": {"us": 6.0}}
+    assert judged(record(10, 10, 11, graph=graph), 0.97)["ok"]
+
+
+def test_the_summary_holds_each_goal_beside_its_figure():
+    found = [
+        {"name": "x", "oracle": 1.0, "torch": 2.0, "ok": True},
+        {"name": "y", "oracle": 1.4, "torch": 0.5, "ok": False},
+    ]
+    told = summary(found, "cpu")
+    assert [item["met"] for item in told["figures"].values()] == [False, False, False]
+    assert told["slower than torch"] == ["y"] and told["× torch, geomean"] == 1.0
+
+
+def test_each_backend_gets_its_own_kernels_as_multiples_of_torch_and_a_hash():
+    sizes = {"rows": 16, "hidden": 4096}
+    taken = {"op": "rms_norm", "kind": "bfloat16", "mode": "eager", "sizes": sizes, "base": 10.0, "bytes": 1e5,
+             "operations": 1e6, "times": {"torch.rms_norm.native": 10.0, "acme.rms_norm.fast": 5.0}}  # fmt: skip
+    wrong = {**taken, "sizes": {"rows": 32, "hidden": 4096}, "times": {"torch.rms_norm.native": 11.0}}
+    header = {"made": "here", "device": "H", "commit": "c", "versions": {}, "threads": 0, "capped": False,
+              "family": "sm90", "backends": {"acme": "1.2"}}  # fmt: skip
+    made = documents([taken, wrong], header)
+    assert set(made) == {"torch", "acme"}
+    (group,) = made["acme"]["families"]["sm90"]["groups"]
+    assert group["kernels"] == ["acme.rms_norm.fast"] and group["points"] == [[16, 4096, 10.0, 0.5]]
+    (group,) = made["torch"]["families"]["sm90"]["groups"]
+    assert group["points"] == [[16, 4096, 10.0, 1.0], [32, 4096, 10.0, 1.1]]
+    assert made["acme"]["version"] == "1.2" and made["acme"]["families"]["sm90"]["efficiency"] == {
+        "acme.rms_norm.fast": [20000.0, 200000.0, 5.0]
+    }
+    body = {name: value for name, value in made["acme"].items() if name != "hash"}
+    assert made["acme"]["hash"] == digest(body)
