@@ -3,8 +3,8 @@
     python benchmarks/faults.py --machine NAME [--json FILE] [--threads N] [--calls N]
 
 "breaker" is a hot call with breakers on less the same call with breakers off, around a kernel that computes nothing;
-two Worlds, alternating in one run. "crumb" is what the mark around a first run adds to a cold call. "storm" is many
-threads calling while policies change and kernels fail: every result names its kernel, so a stale choice is seen.
+two Worlds, alternating in one run. "crash marker" is what it adds to the first run of a kernel. "storm" is many threads
+calling while policies change and kernels fail: every result names its kernel, so a stale choice is seen.
 Limits: 60 ns for the breaker, 10 µs between the 99th percentiles of the storm and of one idle thread. Wants an idle
 machine.
 """
@@ -33,7 +33,7 @@ os.environ["LAYERZERO_QUARANTINE"] = str(Path(tempfile.mkdtemp(prefix="layerzero
 os.environ.setdefault("LAYERZERO_PLUGINS", "")
 
 import layerzero as lz
-from layerzero.health.crumbs import Crumbs
+from layerzero.health.crash_markers import CrashMarkers
 from layerzero.runtime.quarantining import take_up
 from layerzero.runtime.state import state
 from tools.load import Load
@@ -96,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
     load = Load()
     cost = breaker_cost(given.rounds, 200)  # short turns: a preempted one is an outlier, not the median
     breaker = cost["on"] - cost["off"]
-    crumbs = Crumbs(Path(os.environ["LAYERZERO_QUARANTINE"]).parent / "measured")
-    crumb = each(lambda: crumbs.leave(crumbs.enter("a.rms_norm.b", "1", "signature", "rms_norm")), 30, 200)
-    crumbs.close()
+    markers = CrashMarkers(Path(os.environ["LAYERZERO_QUARANTINE"]).parent / "measured")
+    marker = each(lambda: markers.leave(markers.enter("a.rms_norm.b", "1", "signature", "rms_norm")), 30, 200)
+    markers.close()
     start = each(lambda: take_up(state, state.world.registry), 20, 20)
     idle = load.run(1, 100_000, quiet=True)
     loaded = load.run(given.threads, given.calls)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"hot call, breakers off          {cost['off']:>10.1f} ns")
     print(f"breaker on the path of success  {breaker:>10.1f} ns   limit {BREAKER_NS} ns")
     print(f"deadline, where asked for       {cost['deadline'] - cost['on']:>10.1f} ns")
-    print(f"crumb around a first run        {crumb:>10.2f} us")
+    print(f"crash marker of a first run     {marker:>10.2f} us")
     print(f"quarantine at start, none kept  {start:>10.2f} us")
     print(
         f"storm: {given.threads} threads x {given.calls} calls in {loaded.seconds:.1f} s, {loaded.swaps} changes, "
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         "hot_ns": {name: round(value, 1) for name, value in cost.items()},
         "breaker_ns": round(breaker, 1),
         "breaker_limit_ns": BREAKER_NS,
-        "crumb_us": round(crumb, 2),
+        "crash_marker_us": round(marker, 2),
         "quarantine_start_us": round(start, 2),
         "storm": {
             "threads": given.threads, "calls_each": given.calls, "calls": loaded.calls,

@@ -63,7 +63,7 @@ def test_a_segmentation_fault_in_a_first_run_is_avoided_at_the_next_start(tmp_pa
     assert second.said == {"why": ["QUARANTINED"], "which": "torch.rms_norm.native", "right": True}
     (entry,) = Quarantine(tmp_path / "quarantine.json").entries()
     assert (entry.kernel_id, entry.code) == ("bad.rms_norm.kernel", "KERNEL_CRASHED")
-    assert "Segmentation fault" in entry.detail and not list((tmp_path / "crumbs").iterdir())
+    assert "Segmentation fault" in entry.detail and not list((tmp_path / "crash_markers").iterdir())
 
 
 @PROVE
@@ -97,7 +97,7 @@ def test_a_vendor_that_crashes_at_import_is_avoided_at_the_next_start(tmp_path: 
 
 
 @PROVE
-def test_exceptions_interrupts_and_good_ends_leave_no_crumb(tmp_path: Path) -> None:
+def test_exceptions_interrupts_and_good_ends_leave_no_crash_marker(tmp_path: Path) -> None:
     kernel = """
     import torch
     def rms_norm(x, weight, eps):
@@ -294,7 +294,7 @@ def test_on_a_full_disk_calls_go_on_and_no_half_file_is_left(tmp_path: Path, sma
     assert ended.said["why"] == ["QUARANTINED"], "what could not be written down still holds in this process"
     assert "could not be written into the quarantine" in ended.err
     left = [path for path in small_disk.rglob("*") if path.is_file() and "ballast" not in path.name]
-    assert not [path for path in left if path.suffix in (".tmp", ".json", ".crumb")], left
+    assert not [path for path in left if path.suffix in (".tmp", ".json", ".marker")], left
 
 
 @PROVE
@@ -303,23 +303,23 @@ def test_a_file_size_limit_is_a_full_disk_too(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from layerzero.health.quarantine import Quarantine\n"
-        "from layerzero.health.crumbs import Crumbs; from pathlib import Path\n"
+        "from layerzero.health.crash_markers import CrashMarkers; from pathlib import Path\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n"
-        "book = Quarantine(sys.argv[1])\n"
-        "print(Crumbs(Path(sys.argv[1]).parent / 'crumbs').enter('a.b.c', '1', 's'))\n"
-        "try:\n    book.add('a.b.c', '1', 's', 'DEVICE_LOST', 'x' * 1900)\n"
+        "quarantine = Quarantine(sys.argv[1])\n"
+        "print(CrashMarkers(Path(sys.argv[1]).parent / 'crash_markers').enter('a.b.c', '1', 's'))\n"
+        "try:\n    quarantine.add('a.b.c', '1', 's', 'DEVICE_LOST', 'x' * 1900)\n"
         "except OSError as error: print(error.errno)\n"
-        "print(len(book.entries()))\n"
+        "print(len(quarantine.entries()))\n"
     )
     places = os.pathsep.join(place for place in sys.path if place)
     env = {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1"}  # Python itself writes half files under such a limit
-    book = Quarantine(tmp_path / "quarantine.json")
-    book.add("kept.b.c", "1", "s", "DEVICE_LOST")
+    quarantine = Quarantine(tmp_path / "quarantine.json")
+    quarantine.add("kept.b.c", "1", "s", "DEVICE_LOST")
     done = subprocess.run(
-        [sys.executable, "-c", code, str(book.path)], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(quarantine.path)], env=env, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["None", "27", "1"], done.stderr
-    assert [entry.kernel_id for entry in book.entries()] == ["kept.b.c"] and not list(tmp_path.glob(".*.tmp"))
+    assert [entry.kernel_id for entry in quarantine.entries()] == ["kept.b.c"] and not list(tmp_path.glob(".*.tmp"))
 
 
 # -- 10, 11 and memory: real limits, in processes of their own -----------------------------------------

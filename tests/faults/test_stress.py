@@ -61,7 +61,7 @@ def test_a_hundred_threads_times_a_hundred_thousand_calls(load: Load, capsys: py
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(load: Load) -> None:
-    """Timers armed, a breaker open, crumbs, memory watched: the child has all of it anew and can fail over itself."""
+    """Timers, an open breaker, crash markers, memory watched: the child has all of it anew and fails over itself."""
     x, w = torch.ones(3, 8), torch.ones(8)
     lz.configure(memory_headroom_mb=0, breaker={"cooldown_s": 0.2, "deadline_s": 20.0})
     load.failing.add("load0.rms_norm.tagged")

@@ -70,9 +70,9 @@ def quarantined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     def judge(policy: dict[str, Any] | None = None, **other: str) -> ReadinessReport:
         path = quarantine_file()
         assert path is not None
-        book = Quarantine(path)
-        book.remove(name)
-        book.add(name, **(here | other), code="KERNEL_RAISED", detail="it crashed")
+        quarantine = Quarantine(path)
+        quarantine.remove(name)
+        quarantine.add(name, **(here | other), code="KERNEL_RAISED", detail="it crashed")
         lz.reset()
         assert lz.readiness_check(policy).ok
         return lz.readiness_check(policy, production=True)

@@ -171,7 +171,7 @@ def test_breaker_opens_rests_and_closes_again_by_the_clock(lab: Any, hand_clock:
     assert lab.run(lz.rms_norm, X, W)[1] == [first]
 
 
-def test_a_failure_on_probation_opens_the_breaker_again(lab: Any, hand_clock: Any) -> None:
+def test_a_failure_while_half_open_opens_the_breaker_again(lab: Any, hand_clock: Any) -> None:
     three(lab, breaker={"failures": 1, "cooldown_s": 0.1})
     first = "bad.rms_norm.first"
     lab.faults[first] = RuntimeError("still broken")

@@ -1,4 +1,4 @@
-"""Circuit breakers: the pure state machine, and the book that holds one per kernel and backend."""
+"""Circuit breakers: the pure state machine, and the registry that holds one per kernel and backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.errors import ConfigurationError
-from layerzero.health.book import HealthBook
 from layerzero.health.breaker import (
     BreakerPhase,
     BreakerSettings,
@@ -22,6 +21,7 @@ from layerzero.health.breaker import (
     on_success,
     tick,
 )
+from layerzero.health.registry import HealthRegistry
 
 CLOSED, OPEN, HALF_OPEN = BreakerPhase.CLOSED, BreakerPhase.OPEN, BreakerPhase.HALF_OPEN
 KERNEL = "fake.attention.fast"
@@ -40,8 +40,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def book(clock: Clock, **kwargs: Any) -> HealthBook:
-    return HealthBook(BreakerSettings(**kwargs), clock=clock)
+def registry(clock: Clock, **kwargs: Any) -> HealthRegistry:
+    return HealthRegistry(BreakerSettings(**kwargs), clock=clock)
 
 
 # -- the state machine
@@ -225,12 +225,12 @@ def test_calls_through_the_breaker_agree_with_pybreaker(limits: tuple[int, int, 
                 assert peer.current_state.replace("-", "_") == state.phase.value
 
 
-# -- the book
+# -- the registry
 
 
 @pytest.mark.req("R-HLTH-02", "R-REG-03")
 def test_a_kernel_is_disabled_after_n_failures_and_enabled_after_the_cooldown(clock: Clock) -> None:
-    health = book(clock, failures=2, cooldown_s=30.0)
+    health = registry(clock, failures=2, cooldown_s=30.0)
     health.kernel_failed(KERNEL, RuntimeError("boom"))
     assert not health.snapshot().blocks(KERNEL)
     health.kernel_failed(KERNEL, RuntimeError("boom"))
@@ -250,7 +250,7 @@ def test_a_kernel_is_disabled_after_n_failures_and_enabled_after_the_cooldown(cl
 
 
 def test_a_failed_backend_blocks_all_its_kernels_and_no_other(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     health.backend_failed("fake", "self test failed")
     now = health.snapshot()
     reason = now.blocked_by(KERNEL)
@@ -264,7 +264,7 @@ def test_a_failed_backend_blocks_all_its_kernels_and_no_other(clock: Clock) -> N
 
 
 def test_quarantine_blocks_whatever_the_breaker_says(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     health.set_quarantined({KERNEL: "DEVICE_LOST: illegal memory access"})
     reason = health.snapshot().blocked_by(KERNEL)
     assert reason is not None and reason.code == "QUARANTINED" and "illegal memory access" in reason.message
@@ -278,7 +278,7 @@ def test_quarantine_blocks_whatever_the_breaker_says(clock: Clock) -> None:
 
 
 def test_fingerprint_depends_only_on_what_is_blocked(clock: Clock) -> None:
-    health = book(clock, failures=2)
+    health = registry(clock, failures=2)
     healthy = health.snapshot().fingerprint
     health.kernel_failed(KERNEL, "one")
     assert health.snapshot().fingerprint == healthy
@@ -289,16 +289,16 @@ def test_fingerprint_depends_only_on_what_is_blocked(clock: Clock) -> None:
     clock.now += 30.0
     health.tick()
     assert health.snapshot().fingerprint == healthy
-    other = book(clock)
+    other = registry(clock)
     other.kernel_failed(KERNEL, "elsewhere")
     assert other.snapshot().fingerprint == opened
-    backend = book(clock)
+    backend = registry(clock)
     backend.backend_failed(KERNEL)
     assert backend.snapshot().fingerprint not in (opened, healthy)
 
 
 def test_a_snapshot_does_not_change_afterwards(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     before = health.snapshot()
     health.kernel_failed(KERNEL)
     assert not before.blocks(KERNEL) and health.snapshot().blocks(KERNEL)
@@ -307,7 +307,7 @@ def test_a_snapshot_does_not_change_afterwards(clock: Clock) -> None:
 
 
 def test_listeners_hear_visible_changes_and_only_those(clock: Clock) -> None:
-    health = book(clock, failures=3, cooldown_s=5.0)
+    health = registry(clock, failures=3, cooldown_s=5.0)
     heard: list[Health] = []
     stop = health.subscribe(heard.append)
     health.kernel_failed(KERNEL)  # healthy → degraded
@@ -326,7 +326,7 @@ def test_listeners_hear_visible_changes_and_only_those(clock: Clock) -> None:
 
 
 def test_a_raising_listener_costs_nobody_else(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    health = book(clock)
+    health = registry(clock)
     heard: list[Health] = []
 
     def bad(_: Health) -> None:
@@ -339,7 +339,7 @@ def test_a_raising_listener_costs_nobody_else(clock: Clock, caplog: pytest.LogCa
 
 
 def test_a_listener_may_ask_the_book(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     seen: list[bool] = []
     health.subscribe(lambda _: seen.append(health.snapshot().blocks(KERNEL)))
     health.kernel_failed(KERNEL)
@@ -347,7 +347,7 @@ def test_a_listener_may_ask_the_book(clock: Clock) -> None:
 
 
 def test_next_deadline_is_the_earliest_and_never_in_the_past(clock: Clock) -> None:
-    health = book(clock, cooldown_s=10.0)
+    health = registry(clock, cooldown_s=10.0)
     health.kernel_failed("a.b.c")
     clock.now += 4.0
     health.backend_failed("d")
@@ -356,7 +356,7 @@ def test_next_deadline_is_the_earliest_and_never_in_the_past(clock: Clock) -> No
 
 
 def test_new_settings_reach_open_breakers(clock: Clock) -> None:
-    health = book(clock, cooldown_s=1000.0)
+    health = registry(clock, cooldown_s=1000.0)
     health.kernel_failed(KERNEL)
     health.configure(BreakerSettings(cooldown_s=1.0))
     clock.now += 1.0
@@ -364,7 +364,7 @@ def test_new_settings_reach_open_breakers(clock: Clock) -> None:
 
 
 def test_reset_forgets_one_name_or_all(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     for name in ("a.b.c", "d.e.f"):
         health.kernel_failed(name)
     health.reset("a.b.c")
@@ -375,7 +375,7 @@ def test_reset_forgets_one_name_or_all(clock: Clock) -> None:
 
 @pytest.mark.req("R-HLTH-01")
 def test_concurrent_failures_are_all_counted() -> None:
-    health = HealthBook(BreakerSettings(failures=10_000))
+    health = HealthRegistry(BreakerSettings(failures=10_000))
     start = threading.Barrier(8)
 
     def fail() -> None:
@@ -392,14 +392,14 @@ def test_concurrent_failures_are_all_counted() -> None:
 
 
 def test_the_book_works_after_its_lock_was_lost_in_a_fork(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     health._lock.acquire()
     health.reinit_after_fork()
     assert health.kernel_failed(KERNEL).blocks
 
 
 def test_states_are_readable_as_json(clock: Clock) -> None:
-    health = book(clock)
+    health = registry(clock)
     state = health.kernel_failed(KERNEL, ValueError("bad"))
     assert state.to_json() == {
         "phase": "open", "status": "unhealthy", "failures": 1, "successes": 0, "last_error": "ValueError: bad",

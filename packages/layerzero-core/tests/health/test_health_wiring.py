@@ -1,4 +1,4 @@
-"""Health in a running process: backends set aside, self tests before traffic, deadlines, sticky errors, crumbs."""
+"""Health in a process: backends set aside, self tests before traffic, deadlines, device errors, crash markers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.cli.app import cli
-from layerzero.health import crumbs
-from layerzero.health.book import HealthBook
+from layerzero.health import crash_markers
 from layerzero.health.breaker import BreakerPhase, BreakerSettings
-from layerzero.health.crumbs import Crumb, Crumbs, gather, here, started
+from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather, here, started
 from layerzero.health.quarantine import Quarantine
+from layerzero.health.registry import HealthRegistry
 from layerzero.health.sticky import LOST, POISONED, sticky
 from layerzero.plugin import hookimpl
-from layerzero.runtime import probation
+from layerzero.runtime import half_open
 from layerzero.runtime.quarantining import place
 from layerzero.runtime.state import state
 from layerzero.runtime.watchdog import watchdog
@@ -73,9 +73,9 @@ def test_the_book_agrees_with_pybreaker_for_kernels_and_backends(
 
     peer = pybreaker.CircuitBreaker(fail_max=limits[0], reset_timeout=limits[1], success_threshold=limits[2])
     rules = BreakerSettings(limits[0], float(limits[1]), limits[2], backend_kernels=100)
-    book = HealthBook(rules, clock=lambda: now[0])
+    health = HealthRegistry(rules, clock=lambda: now[0])
     name = "mine.op.kernel" if kind == "kernel" else "mine"
-    failed, succeeded = getattr(book, f"{kind}_failed"), getattr(book, f"{kind}_succeeded")
+    failed, succeeded = getattr(health, f"{kind}_failed"), getattr(health, f"{kind}_succeeded")
 
     def run(fails: bool) -> None:
         ran.append(1)
@@ -93,11 +93,11 @@ def test_the_book_agrees_with_pybreaker_for_kernels_and_backends(
                 peer.call(run, event == "fail")
             except (ValueError, pybreaker.CircuitBreakerError):
                 pass
-            book.tick()
-            assert bool(ran) is not book.snapshot().blocks("mine.op.kernel")
+            health.tick()
+            assert bool(ran) is not health.snapshot().blocks("mine.op.kernel")
             if ran:
                 failed(name, "boom") if event == "fail" else succeeded(name)
-            states = book.snapshot().kernels if kind == "kernel" else book.snapshot().backends
+            states = health.snapshot().kernels if kind == "kernel" else health.snapshot().backends
             ours = states[name].phase.value if name in states else "closed"
             assert peer.current_state.replace("-", "_") == ours
 
@@ -122,7 +122,7 @@ def test_three_kernels_set_aside_open_the_backend_and_a_good_call_closes_it(lab:
     assert phase("bad", "backends") is CLOSED and phase(names[0]) is CLOSED
 
 
-def test_a_backend_on_probation_that_fails_is_set_aside_again(lab: Any) -> None:
+def test_a_half_open_backend_that_fails_is_set_aside_again(lab: Any) -> None:
     lab.use(lab.kernel("bad.rms_norm.k", priority=90), breaker={"cooldown_s": 0.1})
     state.health.backend_failed("bad", "its server is gone")
     wait_until(lambda: phase("bad", "backends") is HALF_OPEN)
@@ -224,15 +224,15 @@ def test_a_third_partys_self_test_runs_in_a_process_of_its_own(
     faults.install(site, "fails_health", "frail")
     lz.reset()
     lz.configure(breaker={"cooldown_s": 3600.0})
-    assert "frail" in state.world.registry.backends and probation.has_self_test(state, "frail")
+    assert "frail" in state.world.registry.backends and half_open.has_self_test(state, "frail")
     state.health.backend_failed("frail", "boom")
-    wrong = probation.self_test(state, "frail")
+    wrong = half_open.self_test(state, "frail")
     assert wrong is not None and "HEALTH_CHECK_FAILED" in wrong and "got 5, expected 4" in wrong
     if os.environ.get("LAYERZERO_PROVE") != "1":  # each costs a process that imports torch
         return
     faults.install(site, "chatters_in_probe", "frail")
     state.health.configure(BreakerSettings(cooldown_s=0.0))
-    assert probation.advance(state)
+    assert half_open.advance(state)
     assert phase("frail", "backends") is CLOSED
 
 
@@ -341,29 +341,29 @@ def test_no_number_is_in_both_lists() -> None:
     assert not set(POISONED) & set(LOST)
 
 
-# -- crumbs -----------------------------------------------------------------------------------------
+# -- crash markers -----------------------------------------------------------------------------------------
 KEY = ("bad.rms_norm.x", "1.0", "sig")
 
 
-def dead_crumbs(folder: Path, *keys: tuple[str, str, str]) -> Path:
-    """A file of crumbs as a process leaves it that ends without a word."""
+def dead_markers(folder: Path, *keys: tuple[str, str, str]) -> Path:
+    """A file of crash markers as a process leaves it that ends without a word."""
     code = (
         "import importlib.util, json, os, sys; from pathlib import Path\n"
-        "spec = importlib.util.spec_from_file_location('crumbs', sys.argv[3])\n"
-        "sys.modules['crumbs'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "mine = module.Crumbs(Path(sys.argv[1]))\n"
+        "spec = importlib.util.spec_from_file_location('markers', sys.argv[3])\n"
+        "sys.modules['markers'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "mine = module.CrashMarkers(Path(sys.argv[1]))\n"
         "for key in json.loads(sys.argv[2]): mine.enter(*key)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    command = [sys.executable, "-c", code, str(folder), json.dumps(keys), crumbs.__file__]
+    command = [sys.executable, "-c", code, str(folder), json.dumps(keys), crash_markers.__file__]
     assert subprocess.run(command, check=False).returncode == -9
-    (path,) = folder.glob("*.crumb")
+    (path,) = folder.glob("*.marker")
     return path
 
 
-def test_a_crumb_outlives_its_process_and_is_reported_once(tmp_path: Path) -> None:
-    dead_crumbs(tmp_path, (*KEY, "rms_norm"), ("bad.rope.y", "2", "sig", "rope"))
-    found: list[Crumb] = []
+def test_a_crash_marker_outlives_its_process_and_is_reported_once(tmp_path: Path) -> None:
+    dead_markers(tmp_path, (*KEY, "rms_norm"), ("bad.rope.y", "2", "sig", "rope"))
+    found: list[CrashMarker] = []
     assert gather(tmp_path, found.append) == 2
     assert {(c.kernel_id, c.op, c.fault) for c in found} == {
         ("bad.rms_norm.x", "rms_norm", ""),
@@ -372,56 +372,56 @@ def test_a_crumb_outlives_its_process_and_is_reported_once(tmp_path: Path) -> No
     assert gather(tmp_path, found.append) == 0 and not list(tmp_path.iterdir())
 
 
-def test_what_is_over_leaves_no_crumb_and_the_living_are_left_alone(tmp_path: Path) -> None:
-    mine = Crumbs(tmp_path)
+def test_what_is_over_leaves_no_crash_marker_and_the_living_are_left_alone(tmp_path: Path) -> None:
+    mine = CrashMarkers(tmp_path)
     first, second = mine.enter(*KEY), mine.enter("bad.rope.y", "1", "sig")
     mine.leave(first)
-    assert gather(tmp_path, lambda crumb: pytest.fail("this process lives")) == 0
-    (path,) = tmp_path.glob("*.crumb")
+    assert gather(tmp_path, lambda marker: pytest.fail("this process lives")) == 0
+    (path,) = tmp_path.glob("*.marker")
     assert path.stem == f"{here()}-{os.getpid()}-{started(os.getpid())}"
-    path.rename(tmp_path / f"{here()}-999999-1.crumb")  # as if somebody else had left it
-    found: list[Crumb] = []
+    path.rename(tmp_path / f"{here()}-999999-1.marker")  # as if somebody else had left it
+    found: list[CrashMarker] = []
     gather(tmp_path, found.append)
     assert [c.kernel_id for c in found] == ["bad.rope.y"]
     mine.leave(second)
     mine.close()
 
 
-def test_crumbs_of_other_machines_and_containers_are_nobodys_to_judge(tmp_path: Path) -> None:
+def test_crash_markers_of_other_machines_and_containers_are_nobodys_to_judge(tmp_path: Path) -> None:
     """A home folder that many machines share: a pid means nothing elsewhere. What is a week old is swept up."""
-    mine = dead_crumbs(tmp_path, (*KEY, "op"))
-    other = mine.with_name(f"0123456789ab-{mine.stem.partition('-')[2]}.crumb")
+    mine = dead_markers(tmp_path, (*KEY, "op"))
+    other = mine.with_name(f"0123456789ab-{mine.stem.partition('-')[2]}.marker")
     mine.rename(other)
-    assert gather(tmp_path, lambda crumb: pytest.fail("not ours to judge")) == 0 and other.exists()
+    assert gather(tmp_path, lambda marker: pytest.fail("not ours to judge")) == 0 and other.exists()
     os.utime(other, (time.time() - 8 * 86_400,) * 2)
-    assert gather(tmp_path, lambda crumb: pytest.fail("not ours to judge")) == 0 and not other.exists()
+    assert gather(tmp_path, lambda marker: pytest.fail("not ours to judge")) == 0 and not other.exists()
 
 
 def test_what_cannot_be_written_down_is_found_again(tmp_path: Path) -> None:
-    dead_crumbs(tmp_path, (*KEY, "op"))
+    dead_markers(tmp_path, (*KEY, "op"))
 
-    def full(crumb: Crumb) -> None:
+    def full(marker: CrashMarker) -> None:
         raise OSError(28, "No space left on device")
 
     assert gather(tmp_path, full) == 0
-    found: list[Crumb] = []
+    found: list[CrashMarker] = []
     assert gather(tmp_path, found.append) == 1
 
 
 @given(st.binary(max_size=2000))
 @settings(max_examples=60, deadline=None)
-def test_no_content_of_a_crumb_file_is_an_error(data: bytes) -> None:
+def test_no_content_of_a_crash_marker_file_is_an_error(data: bytes) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / f"{here()}-999999-1.crumb").write_bytes(data)
+        (Path(folder) / f"{here()}-999999-1.marker").write_bytes(data)
         (Path(folder) / f"{here()}-999999-1.fault").write_bytes(data)
-        gather(Path(folder), lambda crumb: None)
+        gather(Path(folder), lambda marker: None)
         assert not list(Path(folder).iterdir())
 
 
 def test_more_first_runs_at_once_than_places_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    mine = Crumbs(tmp_path / "a")
+    mine = CrashMarkers(tmp_path / "a")
     slots = [mine.enter(*KEY) for _ in range(20)]
     assert sum(slot is not None for slot in slots) == 16
     for slot in slots:
@@ -429,7 +429,7 @@ def test_more_first_runs_at_once_than_places_and_a_folder_that_cannot_be_written
     assert mine.enter(*KEY) is not None
     mine.close()
     (tmp_path / "file").write_text("")
-    blocked = Crumbs(tmp_path / "file" / "crumbs")
+    blocked = CrashMarkers(tmp_path / "file" / "crash_markers")
     assert blocked.enter(*KEY) is None
     blocked.leave(None)
 
@@ -438,16 +438,16 @@ def test_a_fault_handler_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     """In a process where C code handles SIGSEGV already, ours is not put in its place."""
     code = (
         "import ctypes, faulthandler, importlib.util, signal, sys; from pathlib import Path\n"
-        "spec = importlib.util.spec_from_file_location('crumbs', sys.argv[2])\n"
-        "sys.modules['crumbs'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "mine = module.Crumbs(Path(sys.argv[1]))\n"
+        "spec = importlib.util.spec_from_file_location('markers', sys.argv[2])\n"
+        "sys.modules['markers'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "mine = module.CrashMarkers(Path(sys.argv[1]))\n"
         "slot = mine.enter('a.b.c', '1', 's'); print(faulthandler.is_enabled()); mine.leave(slot)\n"
         "print(faulthandler.is_enabled())\n"
         "handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)\n"
         "ctypes.CDLL(None).signal(signal.SIGSEGV, handler); sys.modules['new'] = module\n"
         "slot = mine.enter('a.b.c', '1', 's'); print(faulthandler.is_enabled()); mine.leave(slot)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), crumbs.__file__]
+    command = [sys.executable, "-c", code, str(tmp_path), crash_markers.__file__]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False", "False"], done.stderr
 
@@ -507,14 +507,14 @@ def test_an_isolated_process_that_crashed_twice_puts_its_kernel_away(lab: Any, k
     assert lab.run(lz.rms_norm, X, W)[1] == ["torch.rms_norm.native"]
 
 
-def test_off_means_no_file_and_no_crumbs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_off_means_no_file_and_no_crash_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LAYERZERO_QUARANTINE", "off")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     lz.reset()
     assert place() is None
     lz.rms_norm(X, W)
-    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").glob("layerzero/crumbs/*"))
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").glob("layerzero/crash_markers/*"))
     assert CliRunner().invoke(cli, ["quarantine", "list"]).exit_code == 1
     lz.reset()
 

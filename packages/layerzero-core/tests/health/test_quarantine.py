@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layerzero.health.book import HealthBook
 from layerzero.health.quarantine import Quarantine
+from layerzero.health.registry import HealthRegistry
 
 KERNEL = ("fake.attention.fast", "1.2.0", "0123456789abcdef")
 
@@ -79,9 +79,9 @@ def test_blocked_kernels_reach_the_health_book(path: Path) -> None:
     blocked = quarantine.blocked({KERNEL[0]: KERNEL[1], "other.a.b": "1"}, KERNEL[2])
     assert blocked == {KERNEL[0]: "DEVICE_LOST"}
     assert quarantine.blocked({KERNEL[0]: "9.9"}, KERNEL[2]) == {}
-    book = HealthBook()
-    book.set_quarantined(blocked)
-    assert book.snapshot().blocks(KERNEL[0])
+    health = HealthRegistry()
+    health.set_quarantined(blocked)
+    assert health.snapshot().blocks(KERNEL[0])
 
 
 GOOD_ROW = {

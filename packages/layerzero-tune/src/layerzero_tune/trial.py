@@ -26,7 +26,7 @@ from layerzero.measurements.believed import NOISE, believed, platform_of, versio
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
-from layerzero.runtime.proving import book
+from layerzero.runtime.proving import proof_registry
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
@@ -142,7 +142,7 @@ def trial(
                 break
         busy = others(before, load())
     if not ctx.needs_grad and here.registry is state.world.registry:
-        book.tuned(state, ctx, bench.errors)
+        proof_registry.tuned(state, ctx, bench.errors)
     around = surroundings(ctx, found.stolen, busy)
     wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}

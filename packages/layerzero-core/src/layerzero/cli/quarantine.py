@@ -25,14 +25,14 @@ def add(group: click.Group) -> None:
     @verb(quarantine, "list")
     def show() -> Answer:
         """List the kernels in quarantine, with what they did and when."""
-        book = _book()
-        entries = _read(book)
+        quarantine = _quarantine()
+        entries = _read(quarantine)
         rows = [
             (item.kernel_id, item.version, _when(item.since), item.code, item.detail or "-", item.device_signature)
             for item in entries
         ]
         data = {
-            "path": str(book.path),
+            "path": str(quarantine.path),
             "entries": [
                 {
                     "kernel_id": entry.kernel_id, "version": entry.version, "device_signature": entry.device_signature,
@@ -40,9 +40,9 @@ def add(group: click.Group) -> None:
                 }
                 for entry in entries
             ],
-            "problems": [item.to_json() for item in book.problems],
+            "problems": [item.to_json() for item in quarantine.problems],
         }  # fmt: skip
-        blocks: list[Block] = [Line(str(problem), STYLES["warn"], hang=2) for problem in book.problems]
+        blocks: list[Block] = [Line(str(problem), STYLES["warn"], hang=2) for problem in quarantine.problems]
         if not rows:
             return Answer(data, [*blocks, Line("nothing is in quarantine", STYLES["ok"])])
         head = ("kernel", "version", "since", "code", "what happened", "device")
@@ -56,18 +56,18 @@ def add(group: click.Group) -> None:
         """Lift the quarantine of kernels. Exit code 1 when one of them was not in it."""
         if bool(kernels) == everything:
             raise click.UsageError("name the kernels, or say --all")
-        book = _book()
-        names = tuple(dict.fromkeys(entry.kernel_id for entry in _read(book))) if everything else kernels
-        lifted = {name: book.remove(name) for name in names}
+        quarantine = _quarantine()
+        names = tuple(dict.fromkeys(entry.kernel_id for entry in _read(quarantine))) if everything else kernels
+        lifted = {name: quarantine.remove(name) for name in names}
         absent = [name for name, count in lifted.items() if not count]
         blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
         blocks += [Line(f"{name}: was not in quarantine", STYLES["warn"]) for name in absent]
         blocks = blocks or [Line("nothing was in quarantine", STYLES["ok"])]
-        data = {"path": str(book.path), "lifted": lifted, "absent": absent}
+        data = {"path": str(quarantine.path), "lifted": lifted, "absent": absent}
         return Answer(data, blocks, PROBLEM if absent else OK)
 
 
-def _book() -> Quarantine:
+def _quarantine() -> Quarantine:
     from layerzero.runtime.quarantining import place
 
     file: Path | None = place()
@@ -77,12 +77,12 @@ def _book() -> Quarantine:
     return Quarantine(file)
 
 
-def _read(book: Quarantine) -> tuple[QuarantineEntry, ...]:
+def _read(quarantine: Quarantine) -> tuple[QuarantineEntry, ...]:
     try:
-        return book.entries()
+        return quarantine.entries()
     except OSError as error:
-        message = f"{book.path} cannot be read: {error.strerror}"
-        raise ConfigurationError(message, value=str(book.path), limit="a readable file") from error
+        message = f"{quarantine.path} cannot be read: {error.strerror}"
+        raise ConfigurationError(message, value=str(quarantine.path), limit="a readable file") from error
 
 
 def _when(since: float) -> str:

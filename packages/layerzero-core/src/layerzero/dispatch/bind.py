@@ -162,12 +162,12 @@ def bind(
         kernel = apart(kernel)
         fn = isolated(kernel, world, rng=rng)
     else:
-        crumbs, slot = first_run(kernel, decision.context.device)  # a vendor may crash at its import
+        markers, slot = first_run(kernel, decision.context.device)  # a vendor may crash at its import
         try:
             fn = resolve(kernel)
         finally:
-            if crumbs is not None:
-                crumbs.leave(slot)
+            if markers is not None:
+                markers.leave(slot)
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
         fn = functools.partial(fn, layout=_own_layout(kernel, decision))
@@ -313,7 +313,7 @@ def _derived_once(run: Callable[..., Any], kernel_id: str) -> Callable[..., Any]
 
 
 def _watched(run: Callable[..., Any], kernel: KernelSpec) -> Callable[..., Any]:
-    """A kernel on probation tells the breaker when it succeeds; the swap that follows drops this wrapper."""
+    """A half-open kernel tells the breaker when it succeeds; the swap that follows drops this wrapper."""
 
     def watched(*args: Any) -> Any:
         out = run(*args)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.dispatch.bind import Bound, bind
+from layerzero.dispatch.describe import describe
 from layerzero.dispatch.price import operations
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
@@ -28,7 +29,6 @@ def example(
 
     None where none can be made: an op whose inputs nobody can draw, or a kernel that refuses every smaller call.
     """
-    from layerzero.dispatch.run import describe
     from layerzero.tuning.inputs import build, buildable, conditions
     from layerzero.tuning.neutral import neutral
 

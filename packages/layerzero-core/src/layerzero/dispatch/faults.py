@@ -41,18 +41,18 @@ _oom_seen: dict[str, list[float]] = {}
 
 
 class Running:
-    """Around the run of a cold call: a crumb in case the process does not survive it; the GPU is waited for once.
+    """Around the run of a cold call: a crash marker in case the process ends in it; the GPU is waited for once.
 
     Errors of a GPU come late. Waiting after the first run of each kernel on a device makes the first thing that goes
     wrong the fault of the kernel that did it. Never inside a capture, where waiting is an error.
     """
 
-    __slots__ = ("_bound", "_crumbs", "_device", "_slot")
+    __slots__ = ("_bound", "_device", "_markers", "_slot")
 
     def __init__(self, bound: Bound, world: World, ctx: Context) -> None:
         self._bound, self._device = bound, ctx.device
         apart = bound.kernel.backend in world.enclosed  # its crash is not ours
-        self._crumbs, self._slot = (None, None) if apart or ctx.capturing else first_run(bound.kernel, ctx.device)
+        self._markers, self._slot = (None, None) if apart or ctx.capturing else first_run(bound.kernel, ctx.device)
 
     def __enter__(self) -> None:
         return None
@@ -65,8 +65,8 @@ class Running:
                     torch.cuda.current_stream(self._device.index).synchronize()
                     _settled.add(key)
         finally:
-            if self._crumbs is not None:
-                self._crumbs.leave(self._slot)
+            if self._markers is not None:
+                self._markers.leave(self._slot)
 
 
 def device_label(kind: str, index: int | None) -> str:

@@ -37,7 +37,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.proof import kind_of
 from layerzero.numerics import compare, tolerance
 from layerzero.reasons import Reason, reason
-from layerzero.runtime.proving import BASELINES, book
+from layerzero.runtime.proving import BASELINES, proof_registry
 from layerzero.runtime.quarantining import put
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
@@ -275,7 +275,7 @@ def _settled(
     asked = (bound.decision.locked or ctx.backend is not None) and world.policy.on_fault != "fallback"
     if own.ok:
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
-        book.learn(state, bound.kernel, ctx, own.error, agreed=grouped)
+        proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=grouped)
     elif own.ok is False:
         why = _mismatch(own)
         put(state, bound.kernel, ctx.device, why)
@@ -311,14 +311,14 @@ def _together(
     served: Served | None = None
     own = known
     if own.ok is None:
-        error = book.error_of(kernel, ctx, state.world)
+        error = proof_registry.error_of(kernel, ctx, state.world)
         if error is not None or world.measurements.lookup(kernel.kernel_id, ctx) is not None:
             own = _Verdict(True, error or 0.0)
         else:
             own, served = _own(spec, ctx, world, bound, args, base)
         own = _agreed(ctx, world, kernel, own)
     elif own.ok:  # all others went on with it at their last call
-        book.learn(state, kernel, ctx, own.error, agreed=True)
+        proof_registry.learn(state, kernel, ctx, own.error, agreed=True)
         return None
     return _settled(spec, ctx, world, bound, own, served, base, args)
 

@@ -9,18 +9,29 @@ import torch
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import bind
+from layerzero.dispatch.decide import current_world, decide
+from layerzero.dispatch.describe import describe
 from layerzero.dispatch.hot import aside
-from layerzero.dispatch.run import bypass, decide
 from layerzero.errors import KernelExecutionError
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
+from layerzero.runtime.current import opaque_ops
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World
 
-__all__ = ["in_plain_torch", "seen"]
+__all__ = ["bypass", "in_plain_torch", "seen"]
 
 # Backends whose kernels are torch's own operations: each transform of torch knows what to do with them, or says so.
 _TORCHS_OWN = frozenset({"torch", "sdpa"})
+
+
+def bypass(spec: OperationSpec, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    """Subclasses, dispatch modes and tracers meet one opaque op; functorch and dual tensors the plain reference."""
+    opaque = opaque_ops.get(spec.op_id)
+    if modes.functorch_active() or opaque is None or modes.carries_tangent(modes.tensors_of(args)):
+        world = current_world()
+        return in_plain_torch(spec, describe(spec, args, layout, backend, world), world, args)
+    return opaque(args, layout, backend)
 
 
 def seen(

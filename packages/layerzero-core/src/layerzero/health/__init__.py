@@ -1,1 +1,1 @@
-"""Which kernels may be tried: `breaker` and `book` (in memory), `quarantine` and `crumbs` (on disk), `sticky`."""
+"""Which kernels may be tried: `breaker`, `registry` (in memory), `quarantine`, `crash_markers` (on disk), `sticky`."""

@@ -1,7 +1,7 @@
 """Circuit breakers: closed → open after N failures → half-open after a cooldown → closed, or open again.
 
 The state machine is a handful of pure functions over a frozen `BreakerState`; time comes in as an argument.
-`Health` is what selection reads of them; `layerzero.health.book` holds the states and hands out such snapshots.
+`Health` is what selection reads of them; `layerzero.health.registry` holds the states and hands out such snapshots.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BreakerState:
 
     @property
     def status(self) -> HealthStatus:
-        """Healthy, degraded (failed lately, or on probation) or unhealthy (open)."""
+        """Healthy, degraded (failed lately, or half-open) or unhealthy (open)."""
         if self.phase is BreakerPhase.OPEN:
             return HealthStatus.UNHEALTHY
         return HealthStatus.DEGRADED if self.watched else HealthStatus.HEALTHY
@@ -79,7 +79,7 @@ _FRESH = BreakerState()
 
 
 def on_failure(state: BreakerState, now: float, settings: BreakerSettings, error: str = "") -> BreakerState:
-    """The state after a failed call. A failure on probation reopens; while open it only adds to the count."""
+    """The state after a failed call. A failure while half-open reopens; while open it only adds to the count."""
     failed = replace(state, failures=state.failures + 1, last_error=error)
     if state.phase is BreakerPhase.OPEN or not settings.enabled:
         return failed

@@ -80,7 +80,7 @@ class Quarantine:
         return None if found is None else _reason_of(found)
 
     def blocked(self, versions: Mapping[str, str], device_signature: str) -> dict[str, str]:
-        """For `HealthBook.set_quarantined`: of the kernels {id: version}, those in quarantine and why. One read."""
+        """For `HealthRegistry.set_quarantined`: of the kernels {id: version}, those in quarantine and why. One read."""
         found = self._load()
         keys = {name: (name, version, device_signature) for name, version in versions.items()}
         return {name: _text_of(found[key]) for name, key in keys.items() if key in found}

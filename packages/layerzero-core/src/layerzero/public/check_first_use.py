@@ -8,7 +8,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCode, reason
-from layerzero.runtime.proving import book
+from layerzero.runtime.proving import proof_registry
 
 __all__ = ["first_use", "standing"]
 
@@ -34,7 +34,7 @@ def standing(kernel: KernelSpec, now: Situation) -> str | None:
     """By what a kernel is proven for some calls on a device of this machine; None where it is not."""
     for device in now.devices:
         if not kernel.check_device(device):
-            found = book.standing(kernel, now.world, device)
+            found = proof_registry.standing(kernel, now.world, device)
             if found is not None:
                 return found
     return None
@@ -46,7 +46,7 @@ def _usable(kernel: KernelSpec, now: Situation) -> bool:
 
 
 def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Iterator[Check]:
-    invalid = book.problems.get(backend)
+    invalid = proof_registry.problems.get(backend)
     blocked = now.world.health.quarantined
     fallbacks = {spec.fallback_id for spec in now.world.ops.values()}
     unproven = []
@@ -58,7 +58,7 @@ def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Ite
             yield Check(_GROUP, backend, Status.FAIL, message, ReasonCode.NUMERICS_MISMATCH, fix)
         elif not away and kernel.kernel_id not in fallbacks and standing(kernel, now) is None:
             unproven.append(kernel.kernel_id)
-    invalid = book.problems.get(backend) or invalid  # looking has read the file
+    invalid = proof_registry.problems.get(backend) or invalid  # looking has read the file
     if invalid is not None:
         yield Check.because(_GROUP, backend, Status.WARN, invalid)
     if not unproven:

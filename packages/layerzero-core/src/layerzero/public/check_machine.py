@@ -184,11 +184,11 @@ def _canaries(now: Situation) -> Iterable[Check]:
 
 
 def _breakers(now: Situation) -> Iterable[Check]:
-    book = now.world.health
-    for kind, states in (("kernel", book.kernels), ("backend", book.backends)):
+    health = now.world.health
+    for kind, states in (("kernel", health.kernels), ("backend", health.backends)):
         for name, breaker in states.items():
             if breaker.watched or breaker.blocks:
-                why = reason("CIRCUIT_OPEN", breaker.last_error, book.settings.cooldown_s, detail=breaker.phase.value)
+                why = reason("CIRCUIT_OPEN", breaker.last_error, health.settings.cooldown_s, detail=breaker.phase.value)
                 yield Check.because("health", f"{kind} {name}", Status.WARN, why)
 
 
@@ -198,14 +198,14 @@ def _unbindable(now: Situation) -> Iterable[Check]:
 
 
 def _quarantine(now: Situation, path: Path, policy: Policy) -> Iterable[Check]:
-    book = Quarantine(path)
+    quarantine = Quarantine(path)
     try:
-        entries = book.entries()
+        entries = quarantine.entries()
     except OSError as error:
         why = reason("CACHE_CORRUPT", f"{path.name}: {error.strerror}")
         yield Check.because("health", "quarantine", Status.WARN, why, "make the file readable, or remove it")
         return
-    for problem in (*set_aside(path), *book.problems):
+    for problem in (*set_aside(path), *quarantine.problems):
         yield Check.because("health", "quarantine", Status.WARN, problem)
     for entry in entries:
         what = f"{entry.kernel_id} {entry.version}: {entry.code} {entry.detail}".rstrip()

@@ -29,9 +29,9 @@ def with_enclosures(world: World) -> World:
     changed = world.changed(enclosed=found)
     if world.proofs is None:
         return changed
-    from layerzero.runtime.proving import book
+    from layerzero.runtime.proving import proof_registry
 
-    return changed.changed(proofs=book.of_world(changed))  # a process of its own may have other versions
+    return changed.changed(proofs=proof_registry.of_world(changed))  # a process of its own may have other versions
 
 
 def _names(world: World) -> dict[str, str]:

@@ -30,7 +30,7 @@ from layerzero.selection.world import Proofs, World
 if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
 
-__all__ = ["BASELINES", "Book", "book"]
+__all__ = ["BASELINES", "ProofRegistry", "proof_registry"]
 
 _log = logging.getLogger("layerzero.health")
 
@@ -42,7 +42,7 @@ _TOKENIZERS = "layerzero-tokenizers"
 _TEXT = frozenset({"text"})
 
 
-class Book:
+class ProofRegistry:
     """What is known of kernels in this process; what checks have shown is kept on disk as well."""
 
     def __init__(self) -> None:
@@ -194,6 +194,6 @@ def _who(kernel: KernelSpec, backend: BackendSpec | None, device: DeviceSpec) ->
     return Checked(kernel.kernel_id, version, family_of(device))
 
 
-book = Book()
+proof_registry = ProofRegistry()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=book.reinit_after_fork)
+    os.register_at_fork(after_in_child=proof_registry.reinit_after_fork)

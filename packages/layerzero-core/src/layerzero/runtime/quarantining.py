@@ -1,6 +1,6 @@
 """The quarantine in this process: read when the World is built, written when a kernel takes something down.
 
-Three things put a kernel there: a process that ended during its first run (its crumb is found at the next start), a
+Three things put a kernel there: a process that ended during its first run (the next start finds its crash marker), a
 device error that no process survives, and an isolated process it crashed twice.
 """
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from layerzero import env
 from layerzero.errors import LayerZeroError
-from layerzero.health.book import LAST_RESORT
-from layerzero.health.crumbs import Crumb, Crumbs, gather
+from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather
 from layerzero.health.quarantine import SUSPECTED, Quarantine, default_file
+from layerzero.health.registry import LAST_RESORT
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
@@ -32,7 +32,7 @@ _log = logging.getLogger("layerzero.health")
 
 _CHILD_CRASHES = 2
 
-_crumbs: Crumbs | None = None  # of this process, since the World was built; None: none are left
+_markers: CrashMarkers | None = None  # of this process, since the World was built; None: none are left
 _child_crashes: Counter[str] = Counter()
 _set_aside: dict[Path, tuple[Reason, ...]] = {}  # what was wrong with a file when the World was built
 
@@ -50,39 +50,39 @@ def set_aside(file: Path) -> tuple[Reason, ...]:
     return _set_aside.get(file, ())
 
 
-def _leave_crumbs(file: Path | None) -> None:
-    """Leave crumbs beside this quarantine file from now on."""
-    global _crumbs
-    folder = None if file is None else file.parent / "crumbs"
-    if _crumbs is not None and _crumbs.folder != folder:
-        _crumbs.close()
-        _crumbs = None
-    if _crumbs is None and folder is not None:
-        _crumbs = Crumbs(folder)
+def _leave_markers(file: Path | None) -> None:
+    """Leave crash markers beside this quarantine file from now on."""
+    global _markers
+    folder = None if file is None else file.parent / "crash_markers"
+    if _markers is not None and _markers.folder != folder:
+        _markers.close()
+        _markers = None
+    if _markers is None and folder is not None:
+        _markers = CrashMarkers(folder)
 
 
 def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
-    """Turn the crumbs of processes that are gone into entries, and block what is in quarantine on a device here.
+    """Turn the crash markers of processes that are gone into entries, and block what is in quarantine on a device here.
 
     Never raises: a file that cannot be read blocks nothing, and the log says so.
     """
     _child_crashes.clear()
     file = place()
-    _leave_crumbs(file)
+    _leave_markers(file)
     if file is None:
         runtime.health.set_quarantined({})
         return
-    book = Quarantine(file)
+    quarantine = Quarantine(file)
     try:
-        gather(file.parent / "crumbs", lambda crumb: _judge(book, crumb))
-        entries = book.entries() if file.exists() else ()
+        gather(file.parent / "crash_markers", lambda marker: _judge(quarantine, marker))
+        entries = quarantine.entries() if file.exists() else ()
     except OSError as error:
         _log.warning("the quarantine cannot be read or written: %s", error)
         entries = ()
-    for problem in book.problems:
+    for problem in quarantine.problems:
         _log.warning("%s", problem)
-    if book.problems:
-        _set_aside[file] = book.problems
+    if quarantine.problems:
+        _set_aside[file] = quarantine.problems
     versions = {kernel.kernel_id: kernel.version for kernel in registry.kernels.values()} if entries else {}
     meant = [entry for entry in entries if versions.get(entry.kernel_id) == entry.version]
     here = _signatures() if meant else set()  # devices are looked at only where it matters
@@ -94,17 +94,19 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
     runtime.health.set_quarantined(blocked)
 
 
-def _judge(book: Quarantine, crumb: Crumb) -> None:
+def _judge(quarantine: Quarantine, marker: CrashMarker) -> None:
     """A fatal signal convicts at once; a process that was killed or left makes a suspect."""
-    key = (crumb.kernel_id, crumb.version, crumb.device_signature)
-    if crumb.kernel_id.partition(".")[0] == LAST_RESORT:
+    key = (marker.kernel_id, marker.version, marker.device_signature)
+    if marker.kernel_id.partition(".")[0] == LAST_RESORT:
         return
-    if crumb.fault:
-        book.add(*key, ReasonCode.KERNEL_CRASHED, f"{crumb.fault} in the first run of {crumb.op or 'the kernel'}")
+    if marker.fault:
+        quarantine.add(
+            *key, ReasonCode.KERNEL_CRASHED, f"{marker.fault} in the first run of {marker.op or 'the kernel'}"
+        )
         return
-    times = book.suspect(*key)
+    times = quarantine.suspect(*key)
     if times >= SUSPECTED:
-        book.add(*key, ReasonCode.KERNEL_CRASHED, f"{times} processes ended during the first run of {crumb.op}")
+        quarantine.add(*key, ReasonCode.KERNEL_CRASHED, f"{times} processes ended during the first run of {marker.op}")
 
 
 def _signatures() -> set[str]:
@@ -140,20 +142,20 @@ def child_crashed(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why:
 
 
 def _leave() -> None:
-    if _crumbs is not None:
-        _crumbs.close()
+    if _markers is not None:
+        _markers.close()
 
 
 def _after_fork() -> None:
-    if _crumbs is not None:
-        _crumbs.after_fork()
+    if _markers is not None:
+        _markers.after_fork()
 
 
-def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[Crumbs | None, int | None]:
-    """Leave a crumb for a run that may be the last thing this process does."""
+def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[CrashMarkers | None, int | None]:
+    """Leave a crash marker for a run that may be the last thing this process does."""
     if kernel.backend == LAST_RESORT:
         return None, None
-    kept = _crumbs
+    kept = _markers
     return kept, None if kept is None else kept.enter(kernel.kernel_id, kernel.version, device.signature, kernel.op)
 
 

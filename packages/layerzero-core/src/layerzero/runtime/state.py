@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import DispatchTableError
-from layerzero.health.book import HealthBook
+from layerzero.health.registry import HealthRegistry
 from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -79,7 +79,7 @@ class Runtime:
         self._world: World | None = None
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
         self.counters = Counters()
-        self.health = HealthBook()
+        self.health = HealthRegistry()
         self.records: tuple[PluginRecord, ...] = ()
         self.plugin_manager: Any = None
         self.ran: dict[Any, str] = {}
@@ -138,11 +138,11 @@ class Runtime:
             from layerzero.jit.known import known
 
             compiled = known(loaded.registry)
-            from layerzero.runtime.proving import book
+            from layerzero.runtime.proving import proof_registry
 
             world = World(
                 registry=loaded.registry, ops=ops, policy=policy, table=table,
-                proofs=book.proofs(loaded.registry.backends, {}), **compiled,
+                proofs=proof_registry.proofs(loaded.registry.backends, {}), **compiled,
             )  # fmt: skip
             from layerzero.measurements.database import known_times
             from layerzero.recording.tally import tally_from
@@ -195,9 +195,9 @@ class Runtime:
             both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
             world = World(registry=registry, ops=both, policy=policy, **known(registry))
             if not proven:
-                from layerzero.runtime.proving import book
+                from layerzero.runtime.proving import proof_registry
 
-                world = world.changed(proofs=book.of_world(world))
+                world = world.changed(proofs=proof_registry.of_world(world))
             return self._install(world)
 
     def policy_from(self, source: Callable[[], Policy]) -> None:
@@ -312,9 +312,9 @@ class Runtime:
             self.health.reset()
             self.health.set_quarantined({})
             if "layerzero.runtime.proving" in sys.modules:
-                from layerzero.runtime.proving import book
+                from layerzero.runtime.proving import proof_registry
 
-                book.forget()
+                proof_registry.forget()
             for forget in tuple(self._forgetting):
                 forget()
 

@@ -50,7 +50,7 @@ class Timers:
             return
 
         def tick() -> None:
-            from layerzero.runtime.probation import advance
+            from layerzero.runtime.half_open import advance
 
             advance(runtime)
             self.at_health_deadline(runtime)

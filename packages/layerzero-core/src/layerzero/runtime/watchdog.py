@@ -1,8 +1,8 @@
 """Calls that take too long: seen, said, and their kernel set aside, while the call itself goes on.
 
 A thread cannot be stopped from outside, so in this process a hang can only be observed: the kernel's breaker opens and
-other calls go elsewhere, the log names the kernel and the thread, and the crumb of a process that is then killed names
-it at the next start. A kernel that may hang belongs into a process of its own, which can be ended (`isolation`).
+other calls go elsewhere, the log names the kernel and the thread, and the crash marker of a process that is then
+killed names it at the next start. A kernel that may hang belongs into a process that can be ended (`isolation`).
 Only where the policy sets `breaker.deadline_s` are calls watched at all; then one costs about a microsecond more.
 """
 

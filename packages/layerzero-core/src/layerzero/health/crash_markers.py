@@ -1,8 +1,8 @@
-"""Crumbs: which kernels a process was running for the first time, left where the next process finds them.
+"""CrashMarkers: which kernels a process was running for the first time, left where the next process finds them.
 
 A kernel that crashes its process cannot report itself. So before the first run of a kernel its name is written into a
 small file that is mapped into memory (a crash does not lose it, and writing costs a copy), and wiped out after the
-run. A crumb whose process is gone names a suspect. While such a run lasts, Python's fault handler writes into a second
+run. A marker whose process is gone names a suspect. While such a run lasts, Python's fault handler writes into a second
 file what signal ended the process, unless the program has set up a handler itself: a crash is then told from a kill.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Crumb", "Crumbs", "gather", "here", "started"]
+__all__ = ["CrashMarker", "CrashMarkers", "gather", "here", "started"]
 
 _SLOTS = 16
 _SLOT = 512
@@ -36,7 +36,7 @@ _FIELDS = ("kernel_id", "version", "device_signature", "op")
 
 
 @dataclass(frozen=True, slots=True)
-class Crumb:
+class CrashMarker:
     """One kernel that was being run when its process ended; `fault` is the fatal signal in words, if there was one."""
 
     kernel_id: str
@@ -46,8 +46,8 @@ class Crumb:
     fault: str = ""
 
 
-class Crumbs:
-    """The crumbs of this process. Nothing is written before the first `enter`; trouble with the file costs nothing."""
+class CrashMarkers:
+    """The markers of this process. Nothing is written before the first `enter`; trouble with the file costs nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,11 +62,11 @@ class Crumbs:
         self._modules, self._foreign = -1, False
 
     def enter(self, kernel_id: str, version: str, signature: str, op: str = "") -> int | None:
-        """Say that the kernel is about to run; returns what `leave` takes. None when no crumb could be left."""
+        """Say that the kernel is about to run; returns what `leave` takes. None when no crash marker could be left."""
         key = (kernel_id, version, signature, op)
         text = self._texts.get(key)
         if text is None:
-            text = json.dumps(asdict(Crumb(*key))).encode()
+            text = json.dumps(asdict(CrashMarker(*key))).encode()
             if len(text) >= _SLOT or self._off:
                 return None
             self._texts[key] = text
@@ -78,7 +78,7 @@ class Crumbs:
             slot = self._free.pop()
             assert self._map is not None
             start = slot * _SLOT
-            # The first byte last: a half written crumb is an empty one.
+            # The first byte last: a half written crash marker is an empty one.
             self._map[start + 1 : start + len(text) + 1] = text[1:] + b"\0"
             self._map[start : start + 1] = text[:1]
             self._listen()
@@ -125,14 +125,14 @@ class Crumbs:
 
     def _open(self) -> bool:
         stem = f"{here()}-{os.getpid()}-{started(os.getpid())}"
-        path, fault = self.folder / f"{stem}.crumb", self.folder / f"{stem}.fault"
+        path, fault = self.folder / f"{stem}.marker", self.folder / f"{stem}.fault"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 # Written, not only made longer: on a full disk a mapping of a hole would kill its writer.
                 if os.write(handle, bytes(_SIZE)) != _SIZE:
-                    raise OSError("no space left for crumbs")
+                    raise OSError("no space left for markers")
                 self._map = mmap.mmap(handle, _SIZE)
             finally:
                 os.close(handle)
@@ -211,13 +211,13 @@ def _forgotten(path: Path) -> bool:
 
 
 def gather(folder: Path, take: Any) -> int:
-    """Hand every crumb of a process that is gone to `take(crumb)`, once; returns how many there were.
+    """Hand every crash marker of a process that is gone to `take(marker)`, once; returns how many there were.
 
     A file is claimed by renaming it, so that of several processes that start at once one reports it, and removed
     only after `take` has returned: what could not be written down is found again at the next start.
     """
     try:
-        files = sorted(folder.glob("*.crumb"))[:_MOST_FILES]
+        files = sorted(folder.glob("*.marker"))[:_MOST_FILES]
     except OSError:
         return 0
     count = 0
@@ -234,8 +234,8 @@ def gather(folder: Path, take: Any) -> int:
         except OSError:
             continue  # another process was faster, or the folder is not ours
         try:
-            for crumb in _read(mine, fault):
-                take(crumb)
+            for marker in _read(mine, fault):
+                take(marker)
                 count += 1
         except OSError:
             with contextlib.suppress(OSError):
@@ -247,8 +247,8 @@ def gather(folder: Path, take: Any) -> int:
     return count
 
 
-def _read(path: Path, fault: Path) -> list[Crumb]:
-    """What a file of crumbs says; slots that are no crumb say nothing."""
+def _read(path: Path, fault: Path) -> list[CrashMarker]:
+    """What a file of crash markers says; slots that are no crash marker say nothing."""
     try:
         data = path.read_bytes()[:_SIZE]
     except OSError:
@@ -264,7 +264,7 @@ def _read(path: Path, fault: Path) -> list[Crumb]:
             kernel_id, version, signature, op = (str(said[name]) for name in _FIELDS)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        found.append(Crumb(kernel_id, version, signature, op, words))
+        found.append(CrashMarker(kernel_id, version, signature, op, words))
     return found
 
 

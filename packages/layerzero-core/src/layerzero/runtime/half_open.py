@@ -2,7 +2,7 @@
 
 A breaker that may half-open is not handed real calls before `layerzero_health` of its backend has passed. Built-in
 backends are asked in this process; others in a process of their own, because a vendor that failed may crash or hang. A
-backend without such a hook goes straight to probation, where its next call is the test. Nothing here runs on the path
+backend without such a hook is half-opened at once, and its next call is the test. Nothing here runs on the path
 of a call: the timer's thread does it.
 """
 
@@ -27,23 +27,23 @@ _one_at_a_time = threading.Lock()
 
 def on_miss(runtime: Runtime) -> bool:
     """On the cold path: half-open what needs no self test; True when that changed the World."""
-    book = runtime.health
-    if book.next_deadline() is None:
+    health = runtime.health
+    if health.next_deadline() is None:
         return False
-    due = book.due()
+    due = health.due()
     plain = [item for item in due if not has_self_test(runtime, _backend(runtime, *item))]
     if len(plain) < len(due):  # the timer's thread may be gone (a fork) or late: see that one is under way
         from layerzero.runtime.timers import timers
 
         timers.ensure_health(runtime)
-    return bool(plain) and book.tick(only=plain)
+    return bool(plain) and health.tick(only=plain)
 
 
 def advance(runtime: Runtime) -> bool:
     """Test every backend one of whose breakers may half-open, and move those that pass; True when any moved."""
-    book = runtime.health
+    health = runtime.health
     with _one_at_a_time:
-        due = book.due()
+        due = health.due()
         passed: list[tuple[str, str]] = []
         told: dict[str, str | None] = {}
         for kind, name in due:
@@ -55,12 +55,12 @@ def advance(runtime: Runtime) -> bool:
                 passed.append((kind, name))
             else:
                 _log.warning("%s %s stays set aside: %s", kind, name, wrong)
-                book.rest(kind, name, wrong)
-        moved = bool(passed) and book.tick(only=passed)
+                health.rest(kind, name, wrong)
+        moved = bool(passed) and health.tick(only=passed)
         for backend, wrong in told.items():
             # For the backend's own breaker a passed self test is a good run; a kernel's next call is its own.
             if wrong is None and ("backend", backend) in passed and has_self_test(runtime, backend):
-                book.backend_succeeded(backend)
+                health.backend_succeeded(backend)
         return moved
 
 

@@ -27,7 +27,7 @@ from layerzero.health.breaker import (
 )
 from layerzero.model.config import BreakerSettings
 
-__all__ = ["LAST_RESORT", "HealthBook", "Listener"]
+__all__ = ["LAST_RESORT", "HealthRegistry", "Listener"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _OPEN, _HALF_OPEN = BreakerPhase.OPEN, BreakerPhase.HALF_OPEN
 Listener = Callable[[Health], None]
 
 
-class HealthBook:
+class HealthRegistry:
     """Thread-safe breakers of all kernels and backends. Names without a past cost no memory."""
 
     def __init__(self, settings: BreakerSettings | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +64,7 @@ class HealthBook:
         return after
 
     def _backend_of(self, kernel_id: str, backend: str | None, error: str) -> None:
-        """A kernel is open: so is its backend, when it was on probation or enough of its kernels are set aside."""
+        """A kernel is open: so is its backend, when it was half-open or enough of its kernels are set aside."""
         name = kernel_id.partition(".")[0] if backend is None else backend
         if name == LAST_RESORT or not self._settings.enabled:
             return
