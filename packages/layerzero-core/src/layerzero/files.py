@@ -1,12 +1,14 @@
-"""Writing files that other processes read: whole or not at all."""
+"""Writing files that other processes read: whole or not at all, and one writer at a time."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_whole"]
+__all__ = ["locked", "sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -35,3 +37,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked(path: Path, mode: int = 0o600) -> Iterator[None]:
+    """Hold the advisory lock of this lock file: two processes that add to one file at once both end up in it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: a write stays whole, the last of two writers wins
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # closing releases the lock

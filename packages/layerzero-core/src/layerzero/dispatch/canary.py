@@ -106,7 +106,9 @@ def _bound(spec: OperationSpec, decision: Decision, world: World, kernel_id: str
 
 
 def _differs(mine: Any, truth: Any, ctx: Context) -> str | None:
-    ours, theirs = _leaves(mine), _leaves(truth)
+    from layerzero.tuning.truth import flat  # start-up time
+
+    ours, theirs = flat(mine), flat(truth)
     if len(ours) != len(theirs):
         return f"{len(ours)} results, expected {len(theirs)}"
     for a, b in zip(ours, theirs, strict=True):
@@ -118,12 +120,6 @@ def _differs(mine: Any, truth: Any, ctx: Context) -> str | None:
         if not found.ok:
             return str(reason("NUMERICS_MISMATCH", found.seen, found.allowed))
     return None
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _count(kernel_id: str, world: World, wrong: str | None, wanted: int) -> None:

@@ -7,17 +7,16 @@ is not believed. Files are written whole or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layerzero.files import write_whole
+from layerzero.files import locked, write_whole
 from layerzero.reasons import Reason, reason
 
 __all__ = ["FOLDER", "Checked", "FirstUses"]
@@ -70,7 +69,7 @@ class FirstUses:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not self._ours(self.folder.stat(), self.folder):
                 return False
-            with _alone(self.folder):
+            with locked(self.folder / ".lock"):
                 known = self.kinds(who)
                 if len(known) >= _MAX_KINDS:
                     known = {}
@@ -102,19 +101,3 @@ def _parsed(raw: bytes, who: Checked) -> dict[str, float]:
     if Checked(data["kernel_id"], data["version"], data["family"]) != who:
         raise ValueError("of another kernel")
     return {str(kind): float(error) for kind, error in data["kinds"].items()}
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two processes that add at once both end up in the file."""
-    try:
-        import fcntl
-    except ImportError:  # no fcntl: the write stays whole, the last of two writers wins
-        yield
-        return
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import write_whole
+from layerzero.files import locked, write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = ["SUSPECTED", "Quarantine", "QuarantineEntry", "default_file"]
@@ -69,6 +69,7 @@ class Quarantine:
         self.path = Path(path)
         self.problems: tuple[Reason, ...] = ()
         self._clock = clock
+        self._lock = self.path.with_name(f".{self.path.name}.lock")
 
     def entries(self) -> tuple[QuarantineEntry, ...]:
         """All entries, sorted by key. A missing file is an empty one; a corrupt one is set aside."""
@@ -92,7 +93,7 @@ class Quarantine:
         entry = QuarantineEntry(
             kernel_id, version, device_signature, ReasonCode(code).value, detail[:_MAX_TEXT], self._clock()
         )
-        with _FileLock(self.path):
+        with locked(self._lock):
             entries, suspects = self._read()
             suspects.pop(entry.key, None)
             self._write(entries | {entry.key: entry}, suspects)
@@ -101,7 +102,7 @@ class Quarantine:
     def suspect(self, kernel_id: str, version: str, device_signature: str) -> int:
         """Count one more process that ended while the kernel ran; returns how many that makes."""
         key = (kernel_id, version, device_signature)
-        with _FileLock(self.path):
+        with locked(self._lock):
             entries, suspects = self._read()
             suspects[key] = suspects.get(key, 0) + 1
             self._write(entries, suspects)
@@ -117,7 +118,7 @@ class Quarantine:
                 and device_signature in (None, entry.device_signature)
             )
 
-        with _FileLock(self.path):
+        with locked(self._lock):
             before, suspects = self._read()
             after = {key: entry for key, entry in before.items() if not goes(entry)}
             kept = {key: times for key, times in suspects.items() if key[0] != kernel_id}
@@ -189,24 +190,3 @@ def _text_of(entry: QuarantineEntry) -> str:
 
 def _reason_of(entry: QuarantineEntry) -> Reason:
     return reason(ReasonCode.QUARANTINED, _text_of(entry), entry.device_signature)
-
-
-class _FileLock:
-    """An advisory lock beside the file, so that two processes adding at once both end up in it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_name(f".{path.name}.lock")
-        self._handle: int | None = None
-
-    def __enter__(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # no fcntl: the write stays atomic, the last of two writers wins
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            os.close(self._handle)  # closing releases the lock

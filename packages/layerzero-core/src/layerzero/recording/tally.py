@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from layerzero.telemetry.counting import counter_value
+
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound
     from layerzero.env import Env
@@ -80,7 +82,7 @@ class Tally:
         with self._lock:
             for ctx, strides, counter in self._entries:
                 before = found.get(ctx, (0, strides))
-                found[ctx] = (before[0] + _value(counter), before[1])
+                found[ctx] = (before[0] + counter_value(counter), before[1])
             for ctx, (count, strides) in self._once.items():
                 before = found.get(ctx, (0, strides))
                 found[ctx] = (before[0] + count, before[1])
@@ -103,11 +105,6 @@ def strides_of(args: Sequence[Any]) -> list[list[int] | None]:
     from torch import Tensor
 
     return [list(item.stride()) if isinstance(item, Tensor) else None for item in args]
-
-
-def _value(counter: Any) -> int:
-    """What the next count would be; itertools offers no other way to look without counting."""
-    return int(repr(counter)[len("count(") : -1])
 
 
 def tally_from(settings: Env) -> Tally | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import ConfigurationError, LayerZeroError
-from layerzero.files import write_whole
+from layerzero.files import locked, write_whole
 from layerzero.model.context import Context, Strides, TokenizerIdentity
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind, OpKind
@@ -211,7 +210,8 @@ def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:
 
     A damaged file is set aside, not overwritten.
     """
-    with _locked(Path(path)):
+    whole = Path(path)
+    with locked(whole.with_name(f".{whole.name}.lock"), 0o666):
         before = Traffic()
         if Path(path).exists():
             try:
@@ -219,20 +219,6 @@ def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:
             except ConfigurationError:
                 os.replace(path, f"{os.fspath(path)}.corrupt-{os.getpid()}")
         save(before + traffic, path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone with a file, where the system knows locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: the last one to write wins
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _bad(why: str, value: str) -> ConfigurationError:

@@ -14,7 +14,8 @@ from typing import IO, Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.files import write_whole
-from layerzero.runtime.process_metrics import count_calls, families, kernel_calls
+from layerzero.runtime.process_metrics import count_calls, families
+from layerzero.runtime.process_metrics import counters as kernel_counters
 from layerzero.telemetry.chrome import Trace
 from layerzero.telemetry.events import events
 from layerzero.telemetry.exporter import Exporter, export
@@ -44,7 +45,7 @@ class Observation:
 
     def calls(self) -> dict[tuple[str, str], int]:
         """Calls by (op, kernel id), counted since the process first counted."""
-        return kernel_calls()
+        return kernel_counters.calls()
 
     def trace(self) -> dict[str, Any]:
         """The Chrome trace so far."""

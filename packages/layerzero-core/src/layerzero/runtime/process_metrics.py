@@ -17,7 +17,7 @@ from layerzero.telemetry.events import KINDS, events
 from layerzero.telemetry.metrics import Family, family, histogram
 from layerzero.version import __version__
 
-__all__ = ["count_calls", "counters", "families", "kernel_calls"]
+__all__ = ["count_calls", "counters", "families"]
 
 _PHASES = {BreakerPhase.CLOSED: 0, BreakerPhase.HALF_OPEN: 1, BreakerPhase.OPEN: 2}
 _lock = threading.Lock()
@@ -41,11 +41,6 @@ def count_calls(on: bool) -> None:
             state.counting = counters if after else None
             if state.loaded:
                 state.publish()
-
-
-def kernel_calls() -> dict[tuple[str, str], int]:
-    """Calls by (op, kernel id) while counting was on, hot and cold."""
-    return counters.calls()
 
 
 def families() -> list[Family]:

@@ -115,7 +115,12 @@ class Runtime:
             if self._world is not None and not again:
                 return self._world
             from layerzero import env
+            from layerzero.jit.known import known
+            from layerzero.measurements.database import known_times
             from layerzero.plugin.manager import load_plugins
+            from layerzero.recording.tally import tally_from
+            from layerzero.runtime.proving import proof_registry
+            from layerzero.runtime.quarantining import take_up
 
             policy = self._policy_source()
             # Who may come in is policy too: environment, and files that may speak of it, merged.
@@ -131,30 +136,16 @@ class Runtime:
             self.records = loaded.records
             self.plugin_manager = loaded.pm
             self._apply(policy)
-            self._take_up_quarantine(loaded.registry)
+            take_up(self, loaded.registry)
             ops: ChainMap[str, Any] = ChainMap(builtin_ops, dict(loaded.ops))
             named = settings.dispatch_table or policy.dispatch_table
             table = None if named is None else self._read_table(named)
-            from layerzero.jit.known import known
-
-            compiled = known(loaded.registry)
-            from layerzero.runtime.proving import proof_registry
-
             world = World(
                 registry=loaded.registry, ops=ops, policy=policy, table=table,
-                proofs=proof_registry.proofs(loaded.registry.backends, {}), **compiled,
+                proofs=proof_registry.proofs(loaded.registry.backends, {}), **known(loaded.registry),
             )  # fmt: skip
-            from layerzero.measurements.database import known_times
-            from layerzero.recording.tally import tally_from
-
-            tally = self.tally or tally_from(settings)
-            self.tally = tally
-            return self._install(world.changed(measurements=known_times(policy, world), tally=tally))
-
-    def _take_up_quarantine(self, registry: KernelRegistry) -> None:
-        from layerzero.runtime.quarantining import take_up
-
-        take_up(self, registry)
+            self.tally = self.tally or tally_from(settings)
+            return self._install(world.changed(measurements=known_times(policy, world), tally=self.tally))
 
     def _read_table(self, path: str) -> DispatchTable | None:
         """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
@@ -189,8 +180,10 @@ class Runtime:
         with self._lock:
             policy = policy or self._policy_source()
             self._apply(policy)
-            self._take_up_quarantine(registry)
             from layerzero.jit.known import known
+            from layerzero.runtime.quarantining import take_up
+
+            take_up(self, registry)
 
             both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
             world = World(registry=registry, ops=both, policy=policy, **known(registry))
