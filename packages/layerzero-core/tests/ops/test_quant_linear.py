@@ -240,7 +240,7 @@ def test_tensor_subclasses_reach_the_op(act):
 def test_the_opaque_op_passes_torchs_own_check(fmt):
     qt = weight_of(fmt, 8, 32)
     parts = (qt.data, qt.scale, qt.zero_point, qt.tensor_scale, fmt, qt.granularity, qt.block_size, list(qt.shape))
-    args = (draw(3, 32).requires_grad_(), *parts, qt.dtype, draw(8), "silu", None)
+    args = (draw(3, 32).requires_grad_(), *parts, qt.dtype, None, draw(8), "silu")
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if fmt == "int8":
         utils.append("test_schema")  # it multiplies its inputs, which float8 cannot

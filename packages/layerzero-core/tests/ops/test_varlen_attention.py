@@ -145,7 +145,7 @@ def test_the_masked_form_is_the_same_function():
                 options.get("softcap"), options.get("alibi_slopes"), True,
             )  # fmt: skip
             one = reference(*qkv, *cu, max(lens_q), max(keys), *rest)
-            other = varlen_masked(*qkv, *cu, *rest)
+            other = varlen_masked(*qkv, *cu, None, None, *rest)
             assert_close(other, one, tolerance("attention", torch.float64), path=name)
 
 

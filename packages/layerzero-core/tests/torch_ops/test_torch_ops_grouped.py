@@ -7,7 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
-from layerzero.torch_ops.more_grouped import OPS
+from layerzero.torch_ops.library import opaque_ops
+
+OPS = [made for made in opaque_ops() if made.name.startswith(("grouped_attention", "mla_paged_attention"))]
 
 NAMES = [op.name for op in OPS]
 

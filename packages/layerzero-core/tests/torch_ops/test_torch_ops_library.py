@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
 from layerzero.runtime.late_ops import LATE_OPS
-from layerzero.torch_ops import OPAQUE
-from layerzero.torch_ops.library import OPS
+from layerzero.torch_ops.declared import opaque_of
 
+OPAQUE = {name: opaque_of(PUBLIC[name]) for name in PUBLIC if name not in LATE_OPS}
+OPS = [made for found in OPAQUE.values() for made in found if made.name != "linear_quantized"]
 ALL_OPS = tuple(op.name for op in OPS)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.trace_rules import is_polyfilled_callable
 from torch._dynamo.utils import counters
 from torch.nn.attention.bias import causal_lower_right
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
 from layerzero.runtime.late_ops import LATE_OPS
-from layerzero.torch_ops.traced import TWINS
+from layerzero.torch_ops.functions import functions
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +109,10 @@ def outs_of(result):
     return result if isinstance(result, (tuple, list)) else (result,)
 
 
-def test_every_public_op_has_a_twin_and_is_tried_here():
+def test_every_public_op_has_a_traced_form_and_is_tried_here():
     early = set(PUBLIC) - set(LATE_OPS)
-    assert early <= set(TWINS)
+    assert early <= {op.op_id for op in functions.ops()}
+    assert all(is_polyfilled_callable(functions[name]) for name in early)
     assert early <= {name.split()[0] for name in CALLS}
 
 

@@ -14,8 +14,7 @@ import layerzero as lz
 from layerzero._ops.signature import PUBLIC
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
-from layerzero.torch_ops.more import more_twins
-from layerzero.torch_ops.traced import TWINS
+from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.written import OPEN
 
 BUILTIN = load_plugins(entry_points=()).registry
@@ -78,9 +77,8 @@ def test_every_op_with_a_kernel_that_can_be_written_out_is_tried_here():
     assert {kernel.function for kernel in kernels} == set(OPEN)
 
 
-def test_every_op_on_tensors_has_a_twin():
-    twins = {**TWINS, **more_twins()}
-    assert set(PUBLIC) - set(twins) == {"tokenize", "detokenize"}
+def test_every_op_on_tensors_has_a_traced_form():
+    assert set(PUBLIC) - {op.op_id for op in functions.ops()} == {"tokenize", "detokenize"}
 
 
 @pytest.mark.req("R-PT-02")

@@ -326,6 +326,7 @@ def _vetoed(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: flo
 ATTENTION = register(
     Op(
         function=attention,
+        lowering="layerzero.torch_ops.attention",
         arguments=(
             "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
             "alibi_slopes", "return_lse",

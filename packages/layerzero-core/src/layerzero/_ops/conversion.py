@@ -75,6 +75,7 @@ def _describe(call: Call) -> Context:
 CAST = register(
     Op(
         function=cast,
+        fake=lambda x, dtype, *rest: x.new_empty(x.shape, dtype=dtype),
         describe=_describe,
         reference="layerzero.backends.reference.conversion:cast",
         cost=Roofline("elements * (element_bytes + 1)", "elements"),

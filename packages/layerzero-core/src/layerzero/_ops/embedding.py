@@ -64,6 +64,8 @@ def _describe(call: Call) -> Context:
 EMBEDDING = register(
     Op(
         function=embedding,
+        fake=lambda ids, weight, *rest: weight.new_empty((*ids.shape, weight.shape[1])),
+        torch_names=("embedding_lookup",),
         describe=_describe,
         reference="layerzero.backends.reference.linear:embedding",
         cost=Roofline("tokens * (2 * element_bytes * hidden + index_bytes)", "0"),

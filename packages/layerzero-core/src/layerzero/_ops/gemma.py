@@ -10,6 +10,7 @@ from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import both, same
 
 __all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
 
@@ -50,6 +51,7 @@ def _added(call: Call) -> Context:
 GEMMA_RMS_NORM = register(
     Op(
         function=gemma_rms_norm,
+        fake=same,
         describe=_plain,
         reference="layerzero.backends.reference.norm:gemma_rms_norm",
         cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"),
@@ -65,6 +67,7 @@ GEMMA_RMS_NORM = register(
 GEMMA_ADD_RMS_NORM = register(
     Op(
         function=gemma_add_rms_norm,
+        fake=both,
         output_kind="tensors",
         describe=_added,
         reference="layerzero.backends.reference.norm:gemma_add_rms_norm",

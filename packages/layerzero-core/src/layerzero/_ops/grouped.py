@@ -21,6 +21,7 @@ from layerzero.model.describe import check_devices, check_floating, check_scale,
 from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import with_lse
 
 __all__ = ["GROUPED_ATTENTION", "grouped_attention", "grouped_batch"]
 
@@ -245,6 +246,7 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 GROUPED_ATTENTION = register(
     Op(
         function=grouped_attention,
+        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
         arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
         describe=_describe,
         reference="layerzero.backends.reference.grouped:grouped_attention",

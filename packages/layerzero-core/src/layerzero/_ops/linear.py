@@ -104,6 +104,7 @@ def _quantized_context(
 LINEAR = register(
     Op(
         function=linear,
+        fake=lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
         describe=_describe,
         reference="layerzero.backends.reference.linear:linear",
         cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from layerzero._ops.indices import expect_below
@@ -97,6 +98,12 @@ def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
     return {**given, "label_smoothing": args[3] or 0.0, "z_loss": args[5] or 0.0}
 
 
+def _fake(logits: Tensor, labels: Tensor, *rest: Any) -> Tensor | tuple[Tensor, Tensor]:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    loss = logits.new_empty(labels.shape if rest[4] == "none" else (), dtype=dtype)
+    return (loss, logits.new_empty(labels.shape, dtype=dtype)) if rest[5] else loss
+
+
 def _describe(call: Call) -> Context:
     logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction, return_lse = call.args
     logits, labels = expect_tensor(logits, "logits"), expect_tensor(labels, "labels")
@@ -130,6 +137,8 @@ def _describe(call: Call) -> Context:
 CROSS_ENTROPY = register(
     Op(
         function=cross_entropy,
+        fake=_fake,
+        lowered={"label_smoothing": "absent for 0", "z_loss": "absent for 0"},
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.loss:cross_entropy",

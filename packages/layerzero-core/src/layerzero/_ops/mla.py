@@ -21,6 +21,7 @@ from layerzero.model.describe import check_devices, check_floating, check_scale,
 from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import with_lse
 
 __all__ = ["MLA_PAGED_ATTENTION", "mla_paged_attention"]
 
@@ -221,6 +222,7 @@ def _same(names: str, found: Any, wanted: tuple[int, ...], tensor: Tensor) -> No
 MLA_PAGED_ATTENTION = register(
     Op(
         function=mla_paged_attention,
+        fake=lambda q_nope, *rest: with_lse(q_nope.new_empty(q_nope.shape), rest[-1]),
         describe=_describe,
         reference="layerzero.backends.reference.mla:mla_paged_attention",
         cost=Roofline(

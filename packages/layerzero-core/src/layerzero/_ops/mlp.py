@@ -12,6 +12,7 @@ from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import gated
 
 __all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
 
@@ -54,6 +55,7 @@ def _op(function: Callable[..., Tensor]) -> Op:
     return register(
         Op(
             function=function,
+            fake=gated,
             describe=_describer(name),
             reference=f"layerzero.backends.reference.mlp:{name}",
             cost=Roofline("3 * element_bytes * rows * hidden", "8 * rows * hidden"),

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from layerzero._ops.feed_forward import check_activation, gating
@@ -16,6 +17,7 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import same
 
 __all__ = ["GROUPED_GEMM", "MOE", "TOPK_GATE", "grouped_gemm", "moe", "topk_gate"]
 
@@ -212,9 +214,16 @@ def _keywords_gate(args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, (args[0], *args[1], *args[2:]), strict=True))
 
 
+def _fake_gate(logits: Tensor, k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], k)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
 TOPK_GATE = register(
     Op(
         function=topk_gate,
+        fake=_fake_gate,
         arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
         input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
         output_kind="tensors",
@@ -236,6 +245,8 @@ TOPK_GATE = register(
 GROUPED_GEMM = register(
     Op(
         function=grouped_gemm,
+        fake=lambda x, weights, *rest: x.new_empty((x.shape[0], weights.shape[1])),
+        plain="layerzero.backends.torch_native.traced:grouped_gemm",
         describe=_describe_grouped,
         reference="layerzero.backends.reference.moe:grouped_gemm",
         cost=Roofline(
@@ -253,6 +264,8 @@ GROUPED_GEMM = register(
 MOE = register(
     Op(
         function=moe,
+        fake=same,
+        plain="layerzero.backends.torch_native.traced:moe",
         describe=_describe_moe,
         reference="layerzero.backends.reference.moe:moe",
         cost=Roofline(

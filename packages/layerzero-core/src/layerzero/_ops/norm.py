@@ -18,6 +18,7 @@ from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import both, same
 from layerzero.runtime.current import now, scope
 
 __all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]
@@ -131,6 +132,7 @@ def _layer(call: Call) -> Context:
 RMS_NORM = register(
     Op(
         function=rms_norm,
+        fake=same,
         describe=_rms,
         reference="layerzero.backends.reference.norm:rms_norm",
         cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "4 * rows * hidden"),
@@ -146,6 +148,7 @@ RMS_NORM = register(
 ADD_RMS_NORM = register(
     Op(
         function=add_rms_norm,
+        fake=both,
         output_kind="tensors",
         describe=_add_rms,
         reference="layerzero.backends.reference.norm:add_rms_norm",
@@ -162,6 +165,7 @@ ADD_RMS_NORM = register(
 LAYER_NORM = register(
     Op(
         function=layer_norm,
+        fake=same,
         describe=_layer,
         reference="layerzero.backends.reference.norm:layer_norm",
         cost=Roofline("element_bytes * hidden * (2 * rows + 1 + bias)", "8 * rows * hidden"),

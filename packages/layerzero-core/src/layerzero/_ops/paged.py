@@ -31,6 +31,7 @@ from layerzero.model.describe import (
 from layerzero.model.enums import Causal, Layout
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import with_lse
 
 __all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
 
@@ -328,6 +329,7 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 PAGED_ATTENTION = register(
     Op(
         function=paged_attention,
+        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[-1])), rest[-1]),
         arguments=(
             "query",
             "key_cache",

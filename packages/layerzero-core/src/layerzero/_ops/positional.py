@@ -20,6 +20,7 @@ from layerzero.model.describe import check_devices, check_floating, dtype_name, 
 from layerzero.model.enums import Layout
 from layerzero.model.op import Call, Op
 from layerzero.model.overlap import overlapping
+from layerzero.model.shapes import turned
 
 __all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
 
@@ -187,6 +188,10 @@ def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> N
 ROPE = register(
     Op(
         function=rope,
+        fake=turned,
+        plain="layerzero.backends.reference.positional:rope_halves",
+        lowered={"k": "may be absent"},
+        keeps_order=True,
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:rope",

@@ -105,9 +105,28 @@ def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
+def _fake(x: Tensor, fmt: str, granularity: str, block_size: int | None, symmetric: bool) -> list[Tensor]:
+    """Codes, scales, the zero points of an asymmetric scheme, and for NVFP4 the tensor scale."""
+    from layerzero.model.quant import format_traits
+
+    scheme = _scheme(format_traits(fmt)[0], granularity, block_size, symmetric)
+    traits, block, width = scheme.traits, scheme.block_size, x.shape[-1]
+    codes = (*x.shape[:-1], width // 2 if traits.packed else width)
+    scales = () if scheme.granularity == "tensor" else (*x.shape[:-1], 1 if block is None else width // block)
+    parts = [
+        x.new_empty(codes, dtype=getattr(torch, traits.data_dtype)),
+        x.new_empty(scales, dtype=getattr(torch, traits.scale_dtype)),
+    ]
+    if not scheme.symmetric:
+        parts.append(x.new_empty(scales, dtype=torch.int32))
+    return parts + ([x.new_empty((), dtype=torch.float32)] if traits.tensor_scale else [])
+
+
 QUANTIZE = register(
     Op(
         function=quantize,
+        fake=_fake,
+        lowered={"symmetric": "negated"},
         arguments=("x", "scheme"),
         output_kind="quantized",
         describe=_describe_quantize,
@@ -130,6 +149,7 @@ QUANTIZE = register(
 DEQUANTIZE = register(
     Op(
         function=dequantize,
+        fake=lambda qt, dtype: qt.data.new_empty(qt.shape, dtype=dtype or qt.dtype),
         describe=_describe_dequantize,
         reference="layerzero.backends.reference.quantize:dequantize",
         cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "2 * rows * hidden"),

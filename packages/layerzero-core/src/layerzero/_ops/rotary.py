@@ -12,6 +12,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import turned
 
 __all__ = ["XPOS", "xpos"]
 
@@ -74,6 +75,9 @@ def _describe(call: Call) -> Context:
 XPOS = register(
     Op(
         function=xpos,
+        fake=turned,
+        lowered={"k": "may be absent"},
+        keeps_order=True,
         output_kind="tensors",
         describe=_describe,
         reference="layerzero.backends.reference.positional:xpos",

@@ -17,6 +17,7 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op, parameters
+from layerzero.model.shapes import ids
 
 __all__ = ["check_filters", "check_generator", "check_param", "sample", "sample_topk", "sample_topp"]
 
@@ -196,6 +197,7 @@ def _op(function: Callable[..., Tensor]) -> Op:
     return register(
         Op(
             function=function,
+            fake=ids,
             op_kind=OpKind.SAMPLING,
             output_kind="ids",
             describe=_describer(name, tuple(item for item in parameters(function) if item != "backend")),

@@ -189,9 +189,25 @@ def _expect_vocabulary(tensor: Tensor, name: str) -> None:
         )
 
 
+# -- shapes ----------------------------------------------------------------------------------------
+def _fake_probs(logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def _fake_tokens(draft_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, length = draft_ids.shape
+    return draft_ids.new_empty((batch, length + 1), dtype=torch.int64), draft_ids.new_empty(batch, dtype=torch.int64)
+
+
+def _fake_tree(draft_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_tokens(draft_ids), draft_ids.new_empty(draft_ids.shape, dtype=torch.int64)
+
+
 SAMPLING_PROBS = register(
     Op(
         function=sampling_probs,
+        fake=_fake_probs,
+        plain="layerzero.backends.reference.sampling:probs_of_rows",
         describe=_describe_probs,
         reference="layerzero.backends.reference.sampling:sampling_probs",
         cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
@@ -208,6 +224,7 @@ SAMPLING_PROBS = register(
 SAMPLE_SPECULATIVE = register(
     Op(
         function=sample_speculative,
+        fake=_fake_tokens,
         op_kind=OpKind.SAMPLING,
         output_kind="ids",
         describe=_describe_judged("sample_speculative"),
@@ -225,6 +242,7 @@ SAMPLE_SPECULATIVE = register(
 SAMPLE_TREE = register(
     Op(
         function=sample_tree,
+        fake=_fake_tree,
         op_kind=OpKind.SAMPLING,
         output_kind="ids",
         describe=_describe_judged("sample_tree"),

@@ -32,6 +32,7 @@ from layerzero.model.describe import (
 )
 from layerzero.model.enums import Causal
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import with_lse
 
 __all__ = ["VARLEN_ATTENTION", "varlen_attention"]
 
@@ -331,6 +332,8 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 VARLEN_ATTENTION = register(
     Op(
         function=varlen_attention,
+        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
+        plain="layerzero.backends.reference.varlen:varlen_masked",
         input_kinds=(
                 "tensor", "tensor", "tensor", "tensor", "tensor", "number", "number", "flag", "number", "object",
                 "number", "tensor?", "flag",

@@ -132,7 +132,15 @@ class Op(OperationSpec):
     example     (Draw) -> canonical arguments of a call like `draw.ctx`; tuning, verification, the conformance kit,
                 warm-up, `lz explain --shape` and `lz bench` make their calls with it; a function or "module:name"
     cost        (Context) -> bytes moved and operations made: a `Roofline`, or any such function
-    fake        canonical arguments -> empty tensors like the result's: torch.compile and torch.export follow from it
+    fake        the function's arguments in order -> empty tensors like the result's (`model.shapes`): torch.compile and
+                torch.export follow from it. A batch that only the device knows is None there
+    plain       what is traced where a gradient is needed, on canonical arguments. Default: the reference
+    lowered     parameters that stand in torch schemas in another way than their annotation says (`torch_ops.lowering`):
+                "may be absent" for a tensor without which there is one result less, "absent for 0" for a number,
+                "negated" for a flag
+    lowering    module of the op's own `OPS` and `bridge`, where these cannot be derived; MODULE_traced has its `traced`
+    torch_names further names of its opaque op
+    keeps_order each result has the memory order of the argument in its place; else results are contiguous
     truth       float64 formula on canonical arguments, where the reference in float64 will not do; a function or
                 "module:name"
     tolerance   row of the tolerance table: attention, norm, gemm, positional; "" for that of the dtype, "exact"
@@ -159,6 +167,11 @@ class Op(OperationSpec):
     example: Callable[[Any], tuple[Any, ...]] | str | None = field(default=None, compare=False)
     cost: Callable[[Context], Cost] | None = field(default=None, compare=False)
     fake: Callable[..., Any] | None = field(default=None, compare=False)
+    plain: Callable[..., Any] | str | None = field(default=None, compare=False)
+    lowered: Mapping[str, str] = field(default_factory=dict, compare=False)
+    lowering: str = ""
+    torch_names: tuple[str, ...] = ()
+    keeps_order: bool = False
     truth: Callable[..., Any] | str | None = field(default=None, compare=False)
     tolerance: str = ""
     baseline: Callable[..., Any] | str | None = field(default=None, compare=False)

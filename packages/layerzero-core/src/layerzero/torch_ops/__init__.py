@@ -3,13 +3,13 @@
 Eager calls never come through here, unless torch looks on. Four doors lead in, all of them opened by `install` and none
 of them costing anything until it is used:
 
-* `torch.ops.layerzero.<op>`: one opaque op per public op (`library`), registered when first asked for. Each runs the
-  public function, so the kernel is selected at run time, on the real tensors.
+* `torch.ops.layerzero.<op>`: opaque ops (`library`), derived from each op's declaration (`declared`), registered when
+  first asked for. Each runs the public function, so the kernel is selected at run time, on the real tensors.
 * tensor subclasses, FakeTensor and export among them, dispatch modes and tracers: `dispatch.run.bypass` hands their
-  calls to that op (`bridge`).
+  calls to that op.
 * torch's FLOP counter: it is told what to count (`flops`) when, and only if, it is imported.
-* torch.compile: every public op has a twin that Dynamo traces in its place (`traced`), registered (`dynamo`) when, and
-  only if, `torch._dynamo` is imported.
+* torch.compile: what Dynamo traces in place of every public op (`traced`), registered (`dynamo`) when, and only if,
+  `torch._dynamo` is imported.
 """
 
 from __future__ import annotations
@@ -24,21 +24,14 @@ import torch
 
 from layerzero.model.op import Op
 from layerzero.runtime.current import opaque_ops
-from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.imports import after_import
 
-__all__ = ["NAMESPACE", "OPAQUE", "adopt", "install"]
+__all__ = ["NAMESPACE", "adopt", "install"]
 
 _log = logging.getLogger("layerzero.torch_ops")
 
 NAMESPACE = "layerzero"
-
-# The public ops that have an opaque op and a twin, beside all late ops (`more`).
-OPAQUE = (
-    "add_rms_norm", "attention", "dequantize", "embedding", "gelu_and_mul", "layer_norm", "linear", "paged_attention",
-    "quantize", "relu_and_mul", "rms_norm", "rope", "sample", "sample_topk", "sample_topp", "silu_and_mul",
-)  # fmt: skip
 
 
 class _Public(Protocol):
@@ -49,7 +42,7 @@ class _Public(Protocol):
 
 
 class _LazyNamespace(torch._ops._OpNamespace):
-    """`torch.ops.layerzero` until an op of it is asked for: registering twenty ops takes some 25 ms."""
+    """`torch.ops.layerzero` until an op of it is asked for: registering forty ops takes some 25 ms."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,7 +56,7 @@ class _LazyNamespace(torch._ops._OpNamespace):
 def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None:
     """Open the doors for these ops and helper functions. Called once, by `import layerzero`; takes microseconds."""
     functions.fill(public, helpers)
-    for name in (*OPAQUE, *LATE_OPS):
+    for name in public:
         opaque_ops[name] = functools.partial(_bridge, name)
     if NAMESPACE not in vars(torch.ops):
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
@@ -73,10 +66,9 @@ def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None
 
 def adopt(op: Op) -> None:
     """Open the same doors for the op of a plugin, as far as its declaration allows: without `fake` there are none."""
-    functions.add(op.op_id, op.function)
-    if op.fake is None:
+    functions.add(op)
+    if op.fake is None and not op.lowering:
         return
-    functions.declared[op.op_id] = op
     opaque_ops[op.op_id] = functools.partial(_bridge, op.op_id)
     if "layerzero.torch_ops.library" in sys.modules:
         sys.modules["layerzero.torch_ops.library"].add(op)
@@ -85,9 +77,10 @@ def adopt(op: Op) -> None:
 
 
 def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
-    from layerzero.torch_ops import bridge
+    from layerzero.torch_ops import declared, library
 
-    return bridge.call(name, args, layout, backend)
+    library.register()
+    return declared.bridge(functions.op(name), args, layout, backend)
 
 
 def _count() -> None:

@@ -1,101 +1,300 @@
-"""What torch needs of an op, derived from its declaration: the opaque op, and what torch.compile traces in its place.
+"""What torch needs of an op, derived from its declaration: opaque ops, and what torch.compile traces in its place.
 
-The schema follows from the signature, the shapes from `Op.fake`, the gradient from `Op.reference`. Ops whose
-arguments are no tensors, numbers and words have modules of their own (`library.OPS`, `more`).
+The schemas follow from the function's signature (`lowering`), shapes from `Op.fake`, the gradient from `Op.plain`.
+All of it is written as source, once for each op: an opaque op costs no loop over its arguments when it runs, and
+Dynamo has straight lines to follow. An op that cannot be derived so names a module of its own (`Op.lowering`).
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerzero.model.op import Op, annotation_text
+from layerzero.model.shapes import ordered
+from layerzero.torch_ops import traced
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, differentiable, place
-from layerzero.torch_ops.written import chosen, write
+from layerzero.torch_ops.lowering import HELPERS, Variant, variants
+from layerzero.torch_ops.opaque import OpaqueOp
 
-__all__ = ["opaque_of", "schema", "traced_form"]
+__all__ = ["bridge", "opaque_of", "schema", "traced_form"]
 
-_TYPES = {"Tensor": "Tensor", "float": "Scalar", "int": "SymInt", "bool": "bool", "str": "str", "dtype": "ScalarType"}
-
-
-def schema(op: Op) -> str:
-    """The signature of the opaque op: canonical arguments, then the backend."""
-    written = op.signature.parameters
-    parts = []
-    for name in op.arguments:
-        text = annotation_text(written[name].annotation)
-        word = re.split(r"[^\w.]", text, maxsplit=1)[0].rpartition(".")[2]
-        optional = "?" if re.search(r"\bNone\b", text) else ""
-        parts.append(f"{_TYPES[word]}{optional} {name}")
-    result = "Tensor"
-    if op.output_kind == "tensors":
-        count = annotation_text(op.signature.return_annotation).count("Tensor")
-        result = f"({', '.join(['Tensor'] * count)})"
-    return f"({', '.join(parts)}, str? backend=None) -> {result}"
+# Where the generated functions live: a module that Dynamo may trace, so that guards on it can be told from others.
+_SPACE = vars(traced)
 
 
-def opaque_of(op: Op) -> OpaqueOp:
-    """The opaque op: it runs the public function, on contiguous results."""
-    name = op.op_id
-    by_name = [p.name for p in op.signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    places = [(place, argument) for place, argument in enumerate(op.arguments) if argument in by_name]
-    first = places[0][0] if places else len(op.arguments)
-
-    def run(*args: Any) -> Any:
-        named = {argument: args[place] for place, argument in places}
-        return _dense(functions.fastest(name)(*args[:first], **named, backend=args[-1]))
-
-    def fake(*args: Any) -> Any:
-        made = functions.declared[name].fake
-        assert made is not None
-        return made(*args[:-1])
-
-    def plain(*args: Any) -> Any:
-        return _reference(name)(*args[:-1])
-
-    random = op.random is not None
-    return OpaqueOp(name, schema(op), run, fake, None if random else plain, autocast=op.autocast, random=random)
-
-
-def _dense(result: Any) -> Any:
-    return result.contiguous() if isinstance(result, Tensor) else tuple(item.contiguous() for item in result)
-
-
-def _reference(name: str) -> Callable[..., Any]:
-    found = functions.declared[name].fallback_impl
-    assert found is not None
-    return found
-
-
-_TRACED = """\
-def {name}({declared}):
-    args = ({args},)
-    own = chosen("{name}", args, None, backend, differentiable(backend, {tensors}))
-    return write(own, PLAIN, args, {casts}) if own else place(torch.ops.layerzero.{name}, *args, backend)
-"""
+def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
+    """The opaque ops: each runs the public function."""
+    if op.lowering:
+        own: tuple[OpaqueOp, ...] = importlib.import_module(op.lowering).OPS
+        return own
+    _generate(op)
+    made = []
+    for variant in variants(op):
+        run, fake, plain = (_SPACE[f"{word}_{variant.name}"] for word in ("run", "fake", "plain"))
+        direct = {name for part in variant.parts.values() if len(part.places) == 1 for name in part.names}
+        names = [name for part in variant.parts.values() for name in part.names]
+        made.append(
+            OpaqueOp(
+                variant.name,
+                schema(op, variant),
+                run,
+                fake,
+                plain if _derivable(op) else None,
+                autocast=op.autocast,
+                kept=frozenset(i for i, name in enumerate(names) if name not in direct),
+                replay=variant.replay,
+                random=op.random is not None,
+            )
+        )
+    return *made, *(replace(made[-1], name=name) for name in op.torch_names)
 
 
 def traced_form(op: Op) -> Callable[..., Any]:
     """What Dynamo traces in place of the public function."""
-    tensors = (name for name, kind in zip(op.arguments, op.input_kinds, strict=True) if kind.startswith("tensor"))
-    declared, defaults = op.parameters_written()
-    text = _TRACED.format(
-        name=op.op_id,
+    if op.lowering:
+        own: Callable[..., Any] = importlib.import_module(f"{op.lowering}_traced").traced
+        return own
+    _generate(op)
+    found: Callable[..., Any] = _SPACE[op.op_id]
+    return found
+
+
+def bridge(op: Op, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    """One call, by its canonical arguments, through its opaque op."""
+    if op.lowering:
+        return importlib.import_module(op.lowering).bridge(args, layout, backend)
+    named = op.keywords(args) if op.keywords else dict(zip(op.arguments, args, strict=True))
+    if named.get("generator") is not None:
+        # An op cannot carry it; plain torch is what every subclass that knows torch's ops can follow.
+        assert op.fallback_impl is not None
+        return op.fallback_impl(*args)
+    _generate(op)
+    return _SPACE[f"bridged_{op.op_id}"](**named, backend=backend)
+
+
+def schema(op: Op, variant: Variant) -> str:
+    """The signature of an opaque op: what stands for the parameters, then the backend."""
+    given = op.signature.parameters
+    places: list[str] = []
+    for name, part in reversed(variant.parts.items()):
+        absent = given[name].default is None and len(part.places) == 1 and "?" in part.places[0]
+        if absent and all("=None" in place for place in places):
+            places.insert(0, f"{part.places[0]}=None")
+        else:
+            places[:0] = part.places
+    text = annotation_text(op.signature.return_annotation)
+    result = "Tensor"
+    if op.output_kind == "quantized":
+        result = "Tensor[]"
+    elif "return_lse" in given:
+        result = "Tensor" if variant.replay else "(Tensor, Tensor)"
+    elif text.startswith("tuple") and not variant.first_only:
+        result = f"({', '.join(['Tensor'] * text.count('Tensor'))})"
+    return f"({', '.join(places)}, str? backend=None) -> {result}"
+
+
+# -- the source ------------------------------------------------------------------------------------------
+_FUNCTIONS = """
+def run_{name}({places}, backend):
+    return {run}
+
+
+def fake_{name}({places}, backend):
+    return {fake}
+
+
+def plain_{name}({places}, backend):
+    return {plain}
+
+"""
+_CALLS = """
+def {op}({declared}):
+{checks}{traced}    return {result}
+
+
+def bridged_{op}({bridged_parameters}):
+{bridged}    return {result}
+"""
+_SIMPLE = """\
+    {when}:
+        args = ({canonical},)
+        own = chosen("{op}", args, {layout}, backend, differentiable(backend, {tensors}))
+        found = write(own, PLAIN["{op}"], args, {casts}) if own else {placed}
+"""
+_STRUCTURED = """\
+    {when}:
+        places = ({flat},)
+        if differentiable(backend, {tensors}):
+            {planned}
+            found = plain_{name}(*places, backend)
+        else:
+            found = place(torch.ops.layerzero.{name}, *places, backend)
+"""
+_PLACED = """\
+    {when}:
+        found = {placed}
+"""
+
+_made: dict[str, Op] = {}
+
+
+def _derivable(op: Op) -> bool:
+    return op.random is None and op.output_kind != "quantized"
+
+
+def _generate(op: Op) -> None:
+    """Write the functions of an op into the module of generated functions, once."""
+    if _made.get(op.op_id) is op:
+        return
+    name = op.op_id
+    _SPACE["PLAIN"][name] = _function(op.plain or op.reference)
+    _SPACE["CANONICAL"][name], _SPACE["FAKE"][name] = op.canonical, op.fake
+    declared, _SPACE["DEFAULTS"] = op.parameters_written()
+    exec(compile(_source(op, declared), f"<layerzero.torch_ops {name}>", "exec"), _SPACE)
+    _made[name] = op
+
+
+def _function(named: Callable[..., Any] | str | None) -> Any:
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _source(op: Op, declared: str) -> str:
+    given = [name for name in op.signature.parameters if name != "backend"]
+    found = variants(op)
+    last = len(found) - 1
+    heads = ["if True" if not i and not last else "if " + v.when if not i else "else" for i, v in enumerate(found)]
+    checks = "".join(
+        f"    {call}\n"
+        for name, call in (
+            ("generator", "no_generator(generator)"),
+            ("inplace", f"lie_apart({', '.join(given[:2])}) if inplace else None"),
+        )
+        if name in given
+    )
+    written = ", ".join(
+        name if p.default is p.empty else f"{name}=DEFAULTS[{name!r}]" for name, p in op.signature.parameters.items()
+    )
+    return "".join(_functions(op, item) for item in found) + _CALLS.format(
+        op=op.op_id,
         declared=declared,
-        args=", ".join(op.arguments),
+        checks=checks,
+        traced="".join(_traced(op, item, head) for item, head in zip(found, heads, strict=True)),
+        bridged_parameters=f"*, {written}",
+        bridged="".join(
+            _PLACED.format(when=head, placed=_placed(op, item, "default"))
+            for item, head in zip(found, heads, strict=True)
+        ),
+        result=f"copied(({', '.join(given[:2])}), found) if inplace else found" if "inplace" in given else "found",
+    )
+
+
+def _functions(op: Op, variant: Variant) -> str:
+    """run, fake and plain of one opaque op."""
+    parameters = op.signature.parameters
+    raised = {name: variant.fixed.get(name, "None") for name in parameters} | {
+        name: part.back for name, part in variant.parts.items()
+    }
+    shown = raised | {name: part.shown for name, part in variant.parts.items() if part.shown}
+    call = [
+        raised[name] if p.kind is p.POSITIONAL_OR_KEYWORD else f"{name}={raised[name]}"
+        for name, p in parameters.items()
+        if name != "backend" and not (p.kind is p.KEYWORD_ONLY and variant.fixed.get(name) == repr(p.default))
+    ]
+    run = f'fastest("{op.op_id}")({", ".join(call)}, backend=backend)'
+    first = "[0]" if variant.first_only else ""
+    kept = list(parameters)[: 1 if variant.first_only else 2]
+    if op.output_kind == "quantized":
+        run = f"promised({run}, x, scheme_of(fmt, granularity, block_size, asymmetric))"
+    else:
+        run = f"in_order({run}{first}, {', '.join(kept)})" if op.keeps_order else f"dense({run}{first})"
+    return _FUNCTIONS.format(
+        name=variant.name,
+        places=", ".join(name for part in variant.parts.values() for name in part.names),
+        run=run,
+        fake=f'FAKE["{op.op_id}"]({", ".join(shown[name] for name in parameters if name != "backend")}){first}',
+        plain=f'PLAIN["{op.op_id}"]({_canonical(op, variant, raised)}){first}' if _derivable(op) else "None",
+    )
+
+
+def _canonical(op: Op, variant: Variant, values: dict[str, str]) -> str:
+    """The canonical arguments, from expressions of the public ones."""
+    if op.canonical is not None and variant.simple:
+        given = ", ".join(f"{name}={text}" for name, text in values.items())
+        return f'*CANONICAL["{op.op_id}"](dict({given}))'
+    return ", ".join(values[name] for name in op.arguments)
+
+
+def _flat(variant: Variant) -> str:
+    return ", ".join(part.flat for part in variant.parts.values())
+
+
+def _placed(op: Op, variant: Variant, overload: str = "") -> str:
+    """One opaque op on the public arguments."""
+    target = f"torch.ops.layerzero.{variant.name}"
+    call = (
+        f"{target}.{overload}({_flat(variant)}, backend)" if overload else f"place({target}, {_flat(variant)}, backend)"
+    )
+    if op.output_kind == "quantized":
+        return f"assembled({call}, scheme_of(fmt, granularity, block_size, not symmetric), x)"
+    return f"({call}, None)" if variant.first_only else call
+
+
+def _traced(op: Op, variant: Variant, when: str) -> str:
+    parameters = op.signature.parameters
+    if not _derivable(op):
+        return _PLACED.format(when=when, placed=_placed(op, variant))
+    if not variant.simple:
+        planned = next((part for part in variant.parts.values() if part.planned), None)
+        names = [name for part in variant.parts.values() for name in part.names]
+        return _STRUCTURED.format(
+            when=when,
+            name=variant.name,
+            flat=_flat(variant),
+            tensors=", ".join(f"places[{i}]" for i in variant.tensors),
+            planned=f"planned(places[{names.index(planned.planned)}])" if planned else "pass",
+        )
+    public = {name: "False" if name == "inplace" else name for name in parameters}
+    tensors = [name for name, part in variant.parts.items() if part.places[0].startswith("Tensor")]
+    return _SIMPLE.format(
+        when=when,
+        op=op.op_id,
+        canonical=_canonical(op, variant, public),
+        layout="layout" if "layout" in parameters else None,
         tensors=", ".join(tensors),
         casts=op.autocast,
+        placed=_placed(op, variant),
     )
-    space: dict[str, Any] = {
-        "__name__": __name__, "chosen": chosen, "differentiable": differentiable, "write": write, "place": place,
-        "torch": torch, "PLAIN": _reference(op.op_id), "DEFAULTS": defaults,
-    }  # fmt: skip
-    exec(compile(text, f"<layerzero {op.op_id}>", "exec"), space)
-    found: Callable[..., Any] = space[op.op_id]
-    return found
+
+
+# -- what the generated functions call ---------------------------------------------------------------------
+def dense(result: Any) -> Any:
+    """Contiguous results."""
+    return result.contiguous() if isinstance(result, Tensor) else tuple(item.contiguous() for item in result)
+
+
+def in_order(result: Any, *like: Tensor) -> Any:
+    """Results in the memory order of these arguments."""
+    if isinstance(result, Tensor):
+        return ordered(result, like[0])
+    return tuple(ordered(item, own) for item, own in zip(result, like, strict=True))
+
+
+def promised(made: Any, x: Tensor, scheme: Any) -> list[Tensor]:
+    """The parts of a quantized tensor: codes, scales, the zero points of an asymmetric scheme, and for NVFP4 the tensor
+    scale. A traced graph was promised these very parts: where a kernel gives others, the reference makes them."""
+    if (made.zero_point is None) != scheme.symmetric or made.block_size != scheme.block_size:
+        words = {"granularity": scheme.granularity, "block_size": scheme.block_size, "symmetric": scheme.symmetric}
+        made = functions.fastest("quantize")(x, scheme.fmt.value, backend="reference", **words)
+    return [part.contiguous() for part in made.tensors()]
+
+
+_SPACE.update(HELPERS)
+_SPACE.update(dense=dense, in_order=in_order, promised=promised, fastest=functions.fastest)

@@ -1,4 +1,4 @@
-"""Telling Dynamo about LayerZero: which function traces as which twin, and which rooms it stays out of."""
+"""Telling Dynamo about LayerZero: what it traces in place of which function, and which rooms it stays out of."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from typing import Any
 import torch
 
 from layerzero.model.op import Op
-from layerzero.torch_ops import declared
+from layerzero.torch_ops import declared, traced, written
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.more import more_twins
-from layerzero.torch_ops.traced import TWINS
-from layerzero.torch_ops.written import prepare
 
 __all__ = ["add", "leave_alone", "register"]
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
-# selection, and run natively. The twins, the reference and the values of `model` are the rooms it may trace; of
+# selection, and run natively. The traced forms, the reference and the values of `model` are the rooms it may trace; of
 # `dispatch` only what adapts the inputs of a kernel that is written out.
-_SKIPPED = ("ops", "_ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
+_SKIPPED = ("ops", "public", "runtime", "selection", "plugin", "policy", "perfdb", "health", "telemetry",
             "registry", "device.probe", "device.cpu", "device.cuda", "device.memory", "device.signature", "jit",
             "tables", "startup", "isolation", "measurements", "recording")  # fmt: skip
-_TRACED = ("adapt",)
+_TRACED = ("dispatch.adapt", "_ops.loss", "_ops.moe")
 
 
 def register() -> None:
-    """Tell Dynamo of every twin. Called once, right after `torch._dynamo` was imported."""
+    """Tell Dynamo of every op. Called once, right after `torch._dynamo` was imported."""
     from torch._dynamo import trace_rules
 
     if trace_rules.is_polyfilled_callable(functions["attention"]):
         return
-    prepare()
-    dispatch = importlib.import_module("layerzero.dispatch").__path__
-    inner = (f"dispatch.{module.name}" for module in pkgutil.iter_modules(dispatch) if module.name not in _TRACED)
-    for room in (*_SKIPPED, *inner):
+    written.prepare()
+    traced.chosen, traced.write = written.chosen, written.write
+    for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
-    for name, twin in {**TWINS, **more_twins()}.items():
-        _substitute(name, twin)
-    for op in tuple(functions.declared.values()):
+    for room in ("dispatch", "_ops"):
+        for module in pkgutil.iter_modules(importlib.import_module(f"layerzero.{room}").__path__, f"{room}."):
+            if module.name not in _TRACED:
+                trace_rules.add(f"layerzero.{module.name}")
+    for helper in traced.HELPERS:
+        _substitute(helper.__name__, helper)
+    for op in functions.ops():
         add(op)
-    # What adapts inputs is followed where a twin calls it; by itself, around a kernel that runs, it is never compiled.
-    for module in ("layerzero.public.planning", *(f"layerzero.dispatch.{name}" for name in _TRACED)):
+    # What adapts inputs is followed where a traced form calls it; around a kernel that runs, it is never compiled.
+    for module in ("layerzero.public.planning", "layerzero.dispatch.adapt"):
         for item in vars(importlib.import_module(module)).values():
             if isinstance(item, FunctionType):
                 _run_natively(item.__code__)
@@ -60,18 +60,18 @@ def leave_alone(module: str, *codes: CodeType) -> None:
 
 
 def add(op: Op) -> None:
-    """Tell Dynamo of the op of a plugin."""
+    """Tell Dynamo of an op."""
     from torch._dynamo import trace_rules
 
     if not trace_rules.is_polyfilled_callable(functions[op.op_id]):
         _substitute(op.op_id, declared.traced_form(op))
 
 
-def _substitute(name: str, twin: Callable[..., Any]) -> None:
-    torch.compiler.substitute_in_graph(functions[name])(twin)
+def _substitute(name: str, form: Callable[..., Any]) -> None:
+    torch.compiler.substitute_in_graph(functions[name])(form)
     _run_natively(functions[name].__code__)
     if name in functions.accelerated:
-        torch.compiler.substitute_in_graph(functions.accelerated[name])(twin)
+        torch.compiler.substitute_in_graph(functions.accelerated[name])(form)
 
 
 def _run_natively(code: CodeType) -> None:

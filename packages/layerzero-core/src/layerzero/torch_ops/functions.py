@@ -17,24 +17,35 @@ class _Functions:
     def __init__(self) -> None:
         self._public: Mapping[str, Any] = {}
         self._helpers: dict[str, Callable[..., Any]] = {}
-        # Ops whose place in torch follows from their declaration. Looked up when a graph runs: a plugin may come again.
-        self.declared: dict[str, Op] = {}
+        # The ops of plugins that torch knows. Looked up when a graph runs: a plugin may come again.
+        self._declared: dict[str, Op] = {}
         # The C forms that stand in the public namespace in their place; they are traced alike.
         self.accelerated: dict[str, Callable[..., Any]] = {}
 
     def fill(self, public: Mapping[str, Any], helpers: Iterable[Callable[..., Any]]) -> None:
         """Take the ops and the helper functions that are not ops."""
         self._public = public
-        self._helpers = {helper.__name__: helper for helper in helpers}
+        self._helpers |= {helper.__name__: helper for helper in helpers}
 
     def accelerate(self, found: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         """Take C forms of some functions; returns all there are."""
         self.accelerated.update(found)
         return self.accelerated
 
-    def add(self, name: str, function: Callable[..., Any]) -> None:
-        """Take the function of a plugin's op; a plugin that is loaded again replaces it."""
-        self._helpers[name] = function
+    def add(self, op: Op) -> None:
+        """Take a plugin's op; a plugin that is loaded again replaces it."""
+        self._helpers[op.op_id] = op.function
+        if _lowered(op):
+            self._declared[op.op_id] = op
+
+    def op(self, name: str) -> Op:
+        """An op by name."""
+        found: Op = self._declared[name] if name in self._declared else self._public[name]
+        return found
+
+    def ops(self) -> list[Op]:
+        """All ops that torch knows: those that say what their results are shaped like."""
+        return [*filter(_lowered, self._public.values()), *self._declared.values()]
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function
@@ -43,6 +54,10 @@ class _Functions:
     def fastest(self, name: str) -> Callable[..., Any]:
         """The C form of a function where there is one: what a call from below costs least."""
         return self.accelerated.get(name) or self[name]
+
+
+def _lowered(op: Op) -> bool:
+    return op.fake is not None or bool(op.lowering)
 
 
 functions = _Functions()

@@ -1,8 +1,8 @@
-"""The opaque ops `torch.ops.layerzero.*`: one for each public op, registered once, when first needed.
+"""The opaque ops `torch.ops.layerzero.*`: one or two for each public op, registered once, when first needed.
 
-Below autograd an op calls the public function (`calls`), so the kernel is selected when the op runs. For tracing it
-knows the shape of its result (`fakes`), for gradients its plain form (`plain`), for autocast whether its inputs are
-cast. `torch.library.custom_op` is not used: it costs 13 µs a call where this costs 3.
+Below autograd an op calls the public function, so the kernel is selected when the op runs. For tracing it knows the
+shape of its result, for gradients its plain form, for autocast whether its inputs are cast (`declared`).
+`torch.library.custom_op` is not used: it costs 13 µs a call where this costs 3.
 
 Each has an overload `call` as well, which stands in compiled graphs where no gradient is recorded: it has no layer for
 autograd, so a call crosses from C++ into Python once instead of three times.
@@ -23,139 +23,25 @@ from torch.nn import Parameter
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside, watched
 from layerzero.model.op import Op
-from layerzero.torch_ops import calls, declared, fakes, plain, sites
+from layerzero.torch_ops import declared
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.more import more_ops
 from layerzero.torch_ops.opaque import OpaqueOp, uncounted
 
-__all__ = ["OPS", "add", "namespace", "register"]
+__all__ = ["add", "namespace", "opaque_ops", "register"]
 
 _NAMESPACE = "layerzero"
 
-
-_ATTENTION = (
-    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, str causal, Scalar? scale, str layout, "
-    "SymInt[]? window, Scalar? softcap, Tensor? alibi_slopes, str? backend=None)"
-)
-_PAGED = (
-    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lens, "
-    "Tensor? query_lens, SymInt[]? context_lens_host, SymInt[]? query_lens_host, Scalar? scale, str layout, "
-    "SymInt[]? window, Scalar? softcap, Tensor? alibi_slopes, str? backend=None)"
-)
-_ROPE = "Tensor cos, Tensor sin, bool interleaved, str layout, Tensor? position_ids, str? backend=None)"
-_EMBEDDING = "(Tensor ids, Tensor weight, SymInt? padding_idx=None, str? backend=None) -> Tensor"
-_TEMPERATURE = "Scalar temperature, Tensor? temperature_rows, str? backend=None) -> Tensor"
-_SAMPLE = (
-    "(Tensor logits, SymInt? top_k, Tensor? top_k_rows, Scalar? top_p, Tensor? top_p_rows, Scalar? min_p, "
-    "Tensor? min_p_rows, "
-)
-_QUANTIZED = (
-    "(Tensor data, Tensor scale, Tensor? zero_point, Tensor? tensor_scale, str fmt, str granularity, "
-    "SymInt? block_size, SymInt[] shape, ScalarType dtype, str? backend=None)"
-)
-_NORM = "Tensor? weight, Scalar eps, str? backend=None)"
-
-OPS: tuple[OpaqueOp, ...] = (
-    OpaqueOp(
-        "attention",
-        f"{_ATTENTION} -> Tensor",
-        calls.attention,
-        fakes.attention,
-        plain.attention,
-        autocast=True,
-        call=(sites.SIGNATURE, sites.run),
-    ),
-    # The fused kernels give no gradient through the log-sum-exp.
-    OpaqueOp(
-        "attention_lse",
-        f"{_ATTENTION} -> (Tensor, Tensor)",
-        calls.attention_lse,
-        fakes.attention_lse,
-        plain.attention_lse,
-        autocast=True,
-        replay=False,
-    ),
-    OpaqueOp(
-        "paged_attention", f"{_PAGED} -> Tensor", calls.paged_attention, fakes.paged_attention, plain.paged_attention
-    ),
-    OpaqueOp(
-        "paged_attention_lse",
-        f"{_PAGED} -> (Tensor, Tensor)",
-        calls.paged_attention_lse,
-        fakes.paged_attention_lse,
-        plain.paged_attention_lse,
-        replay=False,
-    ),
-    OpaqueOp("rms_norm", f"(Tensor x, {_NORM} -> Tensor", calls.rms_norm, fakes.same, plain.rms_norm),
-    OpaqueOp(
-        "add_rms_norm",
-        f"(Tensor x, Tensor residual, {_NORM} -> (Tensor, Tensor)",
-        calls.add_rms_norm,
-        fakes.add_rms_norm,
-        plain.add_rms_norm,
-    ),
-    OpaqueOp(
-        "layer_norm",
-        "(Tensor x, Tensor? weight, Tensor? bias, Scalar eps, str? backend=None) -> Tensor",
-        calls.layer_norm,
-        fakes.same,
-        plain.layer_norm,
-    ),
-    OpaqueOp("rope", f"(Tensor q, Tensor k, {_ROPE} -> (Tensor, Tensor)", calls.rope, fakes.rope, plain.rope),
-    OpaqueOp("rope_query", f"(Tensor q, {_ROPE} -> Tensor", calls.rope_query, fakes.rope_query, plain.rope_query),
-    OpaqueOp(
-        "silu_and_mul", "(Tensor x, str? backend=None) -> Tensor", calls.silu_and_mul, fakes.gated, plain.silu_and_mul
-    ),
-    OpaqueOp(
-        "gelu_and_mul",
-        "(Tensor x, str approximate, str? backend=None) -> Tensor",
-        calls.gelu_and_mul,
-        fakes.gated,
-        plain.gelu_and_mul,
-    ),
-    OpaqueOp(
-        "relu_and_mul", "(Tensor x, str? backend=None) -> Tensor", calls.relu_and_mul, fakes.gated, plain.relu_and_mul
-    ),
-    OpaqueOp(
-        "linear",
-        "(Tensor x, Tensor weight, Tensor? bias, str? activation, str? backend=None) -> Tensor",
-        calls.linear,
-        fakes.linear,
-        plain.linear,
-        autocast=True,
-    ),
-    OpaqueOp("embedding", _EMBEDDING, calls.embedding, fakes.embedding, plain.embedding),
-    OpaqueOp("embedding_lookup", _EMBEDDING, calls.embedding, fakes.embedding, plain.embedding),
-    OpaqueOp(
-        "sample_topk",
-        f"(Tensor logits, SymInt k, Tensor? k_rows, {_TEMPERATURE}",
-        calls.sample_topk,
-        fakes.ids,
-        random=True,
-    ),
-    OpaqueOp(
-        "sample_topp",
-        f"(Tensor logits, Scalar p, Tensor? p_rows, {_TEMPERATURE}",
-        calls.sample_topp,
-        fakes.ids,
-        random=True,
-    ),
-    OpaqueOp("sample", f"{_SAMPLE}{_TEMPERATURE}", calls.sample, fakes.ids, random=True),
-    OpaqueOp(
-        "quantize",
-        "(Tensor x, str fmt, str granularity, SymInt? block_size=None, bool? asymmetric=None, str? backend=None) "
-        "-> Tensor[]",
-        calls.quantize,
-        fakes.quantize,
-    ),
-    OpaqueOp("dequantize", f"{_QUANTIZED} -> Tensor", calls.dequantize, fakes.dequantize, plain.dequantize),
-)
 
 _lock = threading.RLock()
 _library: Any = None
 _complete = False
 _namespace = torch._ops._OpNamespace(_NAMESPACE)
+
+
+def opaque_ops() -> list[OpaqueOp]:
+    """All opaque ops there are."""
+    return [made for op in functions.ops() for made in declared.opaque_of(op)]
 
 
 def register() -> None:
@@ -168,7 +54,7 @@ def register() -> None:
             return  # this thread is at it: torch looks ops up by name while they are being defined
         make: Any = torch.library.Library
         _library = make(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
-        for op in (*OPS, *more_ops(), *(declared.opaque_of(item) for item in functions.declared.values())):
+        for op in opaque_ops():
             _define(_library, op)
         setattr(torch.ops, _NAMESPACE, _namespace)
         _complete = True
@@ -178,7 +64,8 @@ def add(op: Op) -> None:
     """Define the op of a plugin, where the others are defined already; else it is defined with them."""
     with _lock:
         if _complete and not hasattr(_namespace, op.op_id):
-            _define(_library, declared.opaque_of(op))
+            for made in declared.opaque_of(op):
+                _define(_library, made)
 
 
 def namespace() -> Any:
@@ -204,7 +91,7 @@ def _define(library: Any, op: OpaqueOp) -> None:
         library.impl(op.name, _derived(op, overload), "Autograd", with_keyset=True)
         torch.library.register_vmap(full, _vmap(overload), lib=library)
     for kind in ("CPU", "CUDA", "XPU"):
-        library.impl(op.name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
+        library.impl(op.name, _autocast(overload, kind, op), f"Autocast{kind}")
 
 
 def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
@@ -217,7 +104,7 @@ def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
     torch.library.register_fake(f"{_NAMESPACE}::{name}", _filled(op.fake, count), lib=library)
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for kind in ("CPU", "CUDA", "XPU"):
-        library.impl(name, _autocast(overload, kind, cast=op.autocast), f"Autocast{kind}")
+        library.impl(name, _autocast(overload, kind, op), f"Autocast{kind}")
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -300,15 +187,15 @@ def _without_gradient(overload: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _autocast(overload: Any, kind: str, *, cast: bool) -> Callable[..., Any]:
+def _autocast(overload: Any, kind: str, op: OpaqueOp) -> Callable[..., Any]:
     """Cast once, here, then switch autocast off: a traced graph holds the casts and means the same when it runs."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{kind}"))
     device = kind.lower()
 
     def kernel(*args: Any) -> Any:
-        if cast:
+        if op.autocast:
             dtype = torch.get_autocast_dtype(device)
-            args = tuple(item.to(dtype) if _narrows(item) else item for item in args)
+            args = tuple(item.to(dtype) if i not in op.kept and _narrows(item) else item for i, item in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return overload(*args)
 

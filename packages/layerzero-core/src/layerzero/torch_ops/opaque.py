@@ -1,4 +1,4 @@
-"""What one opaque op consists of, and when a twin traces plain torch instead of it."""
+"""What one opaque op consists of, and when plain torch is traced instead of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class OpaqueOp:
     """One op. `run`, `fake` and `plain` take the schema's arguments; without `plain` there is no gradient.
 
     autocast    under autocast the floating inputs are cast first (matmul-like ops)
+    kept        places whose tensors are not: parts of a batch or of a quantized tensor
     replay      the backward may run the public function again; otherwise it takes the plain form
     random      draws from the default generator
     call        schema and kernel of the overload `call`, where they are not those of the op itself
@@ -30,6 +31,7 @@ class OpaqueOp:
     fake: Callable[..., Any]
     plain: Callable[..., Any] | None = None
     autocast: bool = False
+    kept: frozenset[int] = frozenset()
     replay: bool = True
     random: bool = False
     call: tuple[str, Callable[..., Any]] | None = None

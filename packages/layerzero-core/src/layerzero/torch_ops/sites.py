@@ -20,11 +20,12 @@ from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside
 from layerzero.dispatch.late import current_world, recover
 from layerzero.dispatch.run import decide, describe
+from layerzero.model.shapes import ordered
 from layerzero.runtime.current import now, scope
 from layerzero.selection.proven import unchecked
 from layerzero.torch_ops.absent import present
-from layerzero.torch_ops.calls import CAUSAL, ordered
 from layerzero.torch_ops.functions import functions
+from layerzero.torch_ops.lowering import CAUSAL
 
 __all__ = ["SIGNATURE", "run", "spelled"]
 

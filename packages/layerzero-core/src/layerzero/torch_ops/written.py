@@ -1,6 +1,6 @@
 """Kernels that are plain torch, written into a traced graph so that the compiler fuses across them.
 
-`chosen` asks, while Dynamo traces a twin, what shall stand in the graph (`basis`); `write` then runs that kernel's own
+`chosen` asks, while Dynamo traces an op, what shall stand in the graph (`basis`); `write` then runs that kernel's own
 function, which Dynamo follows. `OPEN` are the functions it can follow: torch's own, SDPA, the reference, and those of
 the inductor backend, which are the same formulas compiled one by one. All other kernels are opaque ops.
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from layerzero.model.decision import Decision
 from layerzero.selection.world import World
-from layerzero.torch_ops import attention_forms, basis, calls, sites
+from layerzero.torch_ops import attention_forms, basis, sites
+from layerzero.torch_ops.lowering import CAUSAL
 
 __all__ = ["OPEN", "chosen", "decided", "prepare", "spelled", "write", "write_attention"]
 
@@ -98,6 +99,9 @@ def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool
 def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
     kind = args[0].device.type
     if own == "plain":
+        if casts and kind in _AUTOCAST and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            args = tuple(_narrowed(item, dtype) for item in args)
         return form(*args)
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
         if casts:
@@ -160,7 +164,7 @@ def _ask(ctx: Any) -> None:
 
 def _spell(question: basis.Question) -> str:
     query, key, value, mask, _, causal, scale, window, softcap, slopes, _ = question.args
-    word = next(word for word, flag in calls.CAUSAL.items() if flag == causal)
+    word = next(word for word, flag in CAUSAL.items() if flag == causal)
     tensors = (query, key, value, mask, slopes)
     return sites.spelled(tensors, word, scale, question.layout or "BHSD", window, softcap, question.backend)
 
@@ -197,7 +201,7 @@ def _guard(found: basis.Basis) -> None:
 
 
 # Sources of values in rooms that Dynamo traces for us. Nobody assigns to them, and each guard costs at every run.
-_OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "backends", "model", "dispatch"))
+_OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "_ops", "backends", "model", "dispatch"))
 
 
 def _tidy(ctx: Any) -> None:
@@ -212,7 +216,7 @@ def _tidy(ctx: Any) -> None:
 
 
 def prepare() -> None:
-    """Called when Dynamo is told of the twins: nothing here may import it before."""
+    """Called when Dynamo is told of the ops: nothing here may import it before."""
     global comptime
     from torch._dynamo import assume_constant_result
     from torch._dynamo.comptime import comptime as found

@@ -11,7 +11,7 @@ from layerzero.backends.reference.precision import compute_dtype
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["alibi_slopes", "rope", "xpos"]
+__all__ = ["alibi_slopes", "rope", "rope_halves", "xpos"]
 
 
 def rope(
@@ -33,6 +33,43 @@ def rope(
     full_cos, full_sin = _tables(q, cos, sin, interleaved, layout, position_ids)
     rotated_q = _rotate(q, full_cos, full_sin, interleaved, inplace)
     return rotated_q, None if k is None else _rotate(k, full_cos, full_sin, interleaved, inplace)
+
+
+def rope_halves(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    layout: str,
+    position_ids: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`rope` for compilers: pairs (i, i + rotary_dim / 2) are turned half by half, which makes one loop of it."""
+    full = cos.dim() == 3  # the two elements of a pair have entries of their own
+    half = cos.shape[-1] // 2 if full else cos.shape[-1]
+    if interleaved or 2 * half > q.shape[-1]:
+        return rope(q, k, cos, sin, interleaved, layout, position_ids, False)
+    seq_len = q.shape[2] if layout == "BHSD" else q.shape[1]
+    tables = [_rows(table, position_ids, seq_len) for table in (cos, sin)]
+    if tables[0].dim() == 3 or layout != "BHSD":
+        tables = [table.unsqueeze(1 if layout == "BHSD" else -2) for table in tables]
+    return _halves(q, tables, half, full), None if k is None else _halves(k, tables, half, full)
+
+
+def _halves(x: Tensor, tables: list[Tensor], half: int, full: bool) -> Tensor:
+    wide = torch.float64 if torch.float64 in (x.dtype, tables[0].dtype) else torch.float32
+    cos, sin = (table.to(wide) for table in tables)
+    turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
+    one, two = (part.to(wide) for part in turning.chunk(2, dim=-1))
+    if full:
+        turned = (one * cos[..., :half] - two * sin[..., :half], two * cos[..., half:] + one * sin[..., half:])
+    else:
+        turned = (one * cos - two * sin, two * cos + one * sin)
+    parts = [part.to(x.dtype) for part in turned]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
 
 
 def xpos(

@@ -16,6 +16,7 @@ Logits need not be finite: -inf bans a token; tokens at +inf share all the mass.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,18 @@ def sampling_probs(
         return probs
     assert isinstance(temperature, Tensor)
     return torch.where(temperature.to(probs.device).unsqueeze(1) > 0, probs, certain)
+
+
+def probs_of_rows(logits: Tensor, *params: Any) -> Tensor:
+    """`sampling_probs` of logits of any rank; a parameter has one value a row, or one an entry of the first axis."""
+    lead = logits.shape[:-1]
+
+    def spread(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.reshape(value.shape + (1,) * (len(lead) - value.dim())).expand(lead).reshape(-1)
+
+    return sampling_probs(logits.flatten(0, -2), *(spread(item) for item in params)).reshape(logits.shape)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ def varlen_masked(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     is_causal: bool | str,
     scale: float | None,
     window: tuple[int, int] | None,
@@ -72,7 +74,10 @@ def varlen_masked(
     alibi_slopes: Tensor | None,
     return_lse: bool,
 ) -> Attended:
-    """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host."""
+    """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host.
+
+    Right for any offsets, but its memory grows with the square of the tokens.
+    """
     seq_q, own_q = _places(cu_seqlens_q, query.shape[0])
     seq_k, own_k = _places(cu_seqlens_k, key.shape[0])
     lengths = cu_seqlens_k.diff() - cu_seqlens_q.diff()

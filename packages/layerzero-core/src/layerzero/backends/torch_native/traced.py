@@ -1,0 +1,37 @@
+"""Groups of rows and experts as a compiler traces them where a gradient is needed: torch's own grouped product where it
+takes the tensors; the reference, which multiplies by every expert, comes last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerzero.backends.reference import moe as reference
+from layerzero.backends.torch_native import moe as native
+
+__all__ = ["grouped_gemm", "moe"]
+
+
+def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
+    """Rows of x, group after group, each times its group's weight transposed."""
+    chosen = native if _groupable(x, weights, weights.shape[1]) else reference
+    return chosen.grouped_gemm(x, weights, group_sizes)
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_offset: int,
+) -> Tensor:
+    """The weighted sum of each token's experts."""
+    alike = gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
+    return (native if alike else reference).moe(x, gate_up, down, topk_weights, topk_ids, activation, expert_offset)
+
+
+def _groupable(x: Tensor, weights: Tensor, other: int) -> bool:
+    fits = x.shape[1] % 8 == 0 and other % 8 == 0
+    return fits and x.dtype == torch.bfloat16 and weights.dtype == torch.bfloat16 and weights.is_contiguous()

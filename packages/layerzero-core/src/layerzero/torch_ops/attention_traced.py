@@ -1,0 +1,81 @@
+"""What torch.compile traces in place of `lz.attention` (see `traced`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import bias as _bias  # not its names: this may run while that very module is imported
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.folding import fold, is_folded, unfold
+from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
+from layerzero.torch_ops import traced as forms
+from layerzero.torch_ops.attention import attend, written_out
+from layerzero.torch_ops.lowering import CAUSAL, causal_word, pair, sides
+from layerzero.torch_ops.nested import nested_attention
+from layerzero.torch_ops.opaque import differentiable, place, recorded
+from layerzero.torch_ops.written import chosen, spelled, write_attention
+
+__all__ = ["traced"]
+
+
+def traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | BlockMask | ChunkMask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    *,
+    layout: str = "BHSD",
+    window: int | Sequence[int] | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Traced for `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
+        return nested_attention(forms.varlen_attention, given, layout, backend)
+    number: Any = scale
+    if isinstance(number, Tensor):
+        scale = number.item()
+    if is_folded(query, key, value, layout):
+        how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
+        found = traced(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
+        return unfold(found, how)
+    causal = causal_word(is_causal)
+    if isinstance(attn_mask, _bias.CausalBias):
+        if causal != "none":
+            raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
+        causal = "bottom_right" if attn_mask.variant == _bias.CausalVariant.LOWER_RIGHT else "top_left"
+        attn_mask = None
+    elif isinstance(attn_mask, MASK_VALUES):
+        attn_mask = written_out(attn_mask, query, key, layout, window)
+    around = sides(window)
+    args = (query, key, value, attn_mask, causal, scale, layout, around, softcap, alibi_slopes)
+    grad = differentiable(backend, query, key, value, attn_mask, alibi_slopes)
+    if dropout_p != 0.0 or (grad and return_lse):  # the fused kernels give no gradient through the log-sum-exp
+        return attend(*args, dropout_p=dropout_p, return_lse=return_lse)
+    flag = CAUSAL[causal]
+    canonical = (query, key, value, attn_mask, 0.0, flag, scale, pair(around), softcap, alibi_slopes, return_lse)
+    own = chosen("attention", canonical, layout, backend, grad)
+    if own == "plain":
+        return attend(*args, return_lse=return_lse)
+    if own:
+        return write_attention(own, canonical)
+    if return_lse:
+        return place(torch.ops.layerzero.attention_lse, *args, backend)
+    call = "" if recorded(query, key, value, attn_mask, alibi_slopes) else spelled()
+    if not call:
+        return torch.ops.layerzero.attention.default(*args, backend)
+    return torch.ops.layerzero.attention.call(query, key, value, attn_mask, alibi_slopes, call)

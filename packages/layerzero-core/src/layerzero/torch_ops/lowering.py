@@ -1,0 +1,345 @@
+"""How the parameters of a public function stand in torch schemas, by their annotations, and what turns them there.
+
+A schema knows tensors, numbers, words and lists of them. A number that may be a tensor of one value a row has two
+places there, a batch or a quantized tensor one for each of its parts. `return_lse`, a second tensor that may be left
+out and a weight that may be quantized make an op of their own each: another number or kind of results or inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerzero.errors import InvalidInputError
+from layerzero.model.describe import check_window_fits
+from layerzero.model.grouped import GroupedBatch, make_grouped_batch
+from layerzero.model.kv_cache import PagedBatch, make_paged_batch
+from layerzero.model.op import Op, annotation_text
+from layerzero.model.packed import PackedWeight
+from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
+
+__all__ = ["CAUSAL", "HELPERS", "Part", "Variant", "batch_of", "causal_word", "sides", "variants"]
+
+_TYPES = {"Tensor": "Tensor", "float": "Scalar", "int": "SymInt", "bool": "bool", "str": "str", "dtype": "ScalarType"}
+
+
+class Part(NamedTuple):
+    """One parameter: its places in the schema, and as source how it is spread there and put together again.
+
+    `shown` is what `Op.fake` is given for it; `planned` the place that is None as long as a batch is not planned.
+    """
+
+    places: tuple[str, ...]
+    flat: str
+    back: str
+    simple: bool = False
+    shown: str | None = None
+    planned: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its places."""
+        return tuple(place.split(" ")[1].split("=")[0] for place in self.places)
+
+
+class Variant(NamedTuple):
+    """One op of torch for an op of ours: its name, the parameters in it, and those that have one value there."""
+
+    name: str
+    when: str
+    parts: dict[str, Part]
+    fixed: dict[str, str]
+    replay: bool = True
+    first_only: bool = False
+
+    @property
+    def simple(self) -> bool:
+        """Whether every parameter is a tensor, a number, a word or a flag."""
+        return all(part.simple for part in self.parts.values())
+
+    @property
+    def tensors(self) -> list[int]:
+        """Where the tensors stand."""
+        places = [place for part in self.parts.values() for place in part.places]
+        return [i for i, place in enumerate(places) if place.startswith("Tensor")]
+
+
+_PAGED = (
+    "Tensor block_tables", "Tensor context_lens", "Tensor? query_lens", "SymInt[]? context_lens_host",
+    "SymInt[]? query_lens_host",
+)  # fmt: skip
+_GROUPED = (
+    "Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor kv_lens", "SymInt[]? cu_seqlens_q_host",
+    "SymInt[]? cu_seqlens_k_host", "SymInt[]? kv_lens_host",
+)  # fmt: skip
+_QUANTIZED = (
+    "Tensor data", "Tensor scale", "Tensor? zero_point", "Tensor? tensor_scale", "str fmt", "str granularity",
+    "SymInt? block_size", "SymInt[] shape", "ScalarType weight_dtype",
+)  # fmt: skip
+
+
+def _names(places: tuple[str, ...]) -> str:
+    return ", ".join(place.split(" ")[1] for place in places)
+
+
+def _part(op: Op, name: str) -> Part:
+    """The part of one parameter, from its annotation."""
+    given = op.signature.parameters
+    text = annotation_text(given[name].annotation)
+    words = set(re.findall(r"[A-Za-z]\w*", text))
+    if "PagedBatch" in words:
+        loose = ", context_lens" if "context_lens" in given else ""
+        return Part(
+            _PAGED, f"*paged_parts({name}{loose})", f"batch_of({_names(_PAGED)})", False, "None", "context_lens_host"
+        )
+    if "GroupedBatch" in words:
+        loose = ", cu_seqlens_k, kv_lens" if "kv_lens" in given else ""
+        back = f"grouped_of({_names(_GROUPED)})"
+        return Part(_GROUPED, f"*grouped_parts({name}{loose})", back, False, "None", "kv_lens_host")
+    if "QuantizedTensor" in words and "Tensor" not in words:
+        return Part(_QUANTIZED, f"*quantized_parts({name})", f"quantized_of({_names(_QUANTIZED)})")
+    if "Sequence" in words and "Tensor" in words:
+        return Part((f"Tensor {name}",), f"as_tensor({name}, {next(iter(given))})", name)
+    if "Sequence" in words:
+        return Part((f"SymInt[]? {name}",), f"sides({name})", f"pair({name})")
+    if {"bool", "str"} <= words:
+        return Part(("str causal",), f"causal_word({name})", "CAUSAL[causal]")
+    optional = "?" if "None" in words else ""
+    number = "int" if "int" in words else "float" if words & {"float", "Number"} else ""
+    if number and words & {"Tensor", "Number"}:
+        absent = "None" if optional else f"{number}(1)"
+        places = f"{_TYPES[number]}{optional} {name}", f"Tensor? {name}_rows"
+        return Part(places, f"*split({name}, {absent})", f"either({name}, {name}_rows)")
+    if op.lowered.get(name) == "absent for 0":
+        return Part((f"Scalar? {name}",), name, f"({name} or 0.0)", True)
+    if op.lowered.get(name) == "negated":
+        return Part((f"bool? a{name}=None",), f"not {name}", f"not a{name}", True)
+    first = re.split(r"[^\w.]", text, maxsplit=1)[0].rpartition(".")[2]
+    return Part((f"{_TYPES[first]}{optional} {name}",), name, name, True)
+
+
+def variants(op: Op) -> list[Variant]:
+    """The ops of torch that an op of ours needs, special ones first, the one of its own name last."""
+    given = op.signature.parameters
+    fixed = {name: word for name, word in (("generator", "None"), ("inplace", "False")) if name in given}
+    loose = {
+        name: "None"
+        for name in given
+        if name not in op.arguments and {"context_lens", "cu_seqlens_k", "kv_lens"} & {name}
+    }
+    left = {"backend", "return_lse", *fixed, *loose}
+    mixed = [name for name in given if "QuantizedTensor" in (text := annotation_text(given[name].annotation)) and
+             "Tensor |" in text]  # fmt: skip
+    parts = {name: _part(op, name) for name in given if name not in left and name not in mixed}
+    if mixed:
+        (name,) = mixed
+        ahead = {name: Part((f"Tensor {name}",), name, name, True)}
+        places = (*_QUANTIZED, "str? act")
+        wide = {name: Part(places, f"*weight_parts({name})", f"weight_of({_names(places)})")}
+        ordered, split = (
+            {p: {**parts, **chosen}[p] for p in given if p in {**parts, **chosen}} for chosen in (ahead, wide)
+        )
+        return [
+            Variant(f"{op.op_id}_quantized", f"not isinstance({name}, Tensor)", split, fixed),
+            Variant(op.op_id, "True", ordered, fixed),
+        ]
+    if op.lowered:
+        for name in [name for name, word in op.lowered.items() if word == "may be absent"]:
+            part = parts[name]
+            present = {**parts, name: part._replace(places=(part.places[0].replace("?", ""),))}
+            absent = {key: value for key, value in parts.items() if key != name}
+            return [
+                Variant(f"{op.op_id}_query", f"{name} is None", absent, {**fixed, name: "None"}, first_only=True),
+                Variant(op.op_id, "True", present, fixed),
+            ]
+    fixed |= loose
+    if "return_lse" not in given:
+        return [Variant(op.op_id, "True", parts, fixed)]
+    # The fused kernels give no gradient through the log-sum-exp: there the backward takes the plain form.
+    return [
+        Variant(f"{op.op_id}_lse", "return_lse", parts, {**fixed, "return_lse": "True"}, replay=False),
+        Variant(op.op_id, "True", parts, {**fixed, "return_lse": "False"}),
+    ]
+
+
+# -- what the expressions above call, traced by Dynamo ----------------------------------------------------
+# The causal words of a schema, as the public functions spell them.
+CAUSAL: dict[str, bool | str] = {"none": False, "top_left": True, "bottom_right": "bottom_right"}
+
+
+def causal_word(is_causal: bool | str) -> str:
+    """The word of a schema for a causal flag."""
+    if is_causal is False or is_causal is None:
+        return "none"
+    if is_causal is True:
+        return "top_left"
+    if is_causal == "bottom_right":
+        return "bottom_right"
+    raise InvalidInputError(code="VALUE_INVALID", value=str(is_causal), limit="False, True or 'bottom_right'")
+
+
+def sides(window: int | Sequence[int] | None) -> list[int] | None:
+    """A window as the list that a schema takes."""
+    if window is None:
+        return None
+    if isinstance(window, int):
+        if window < 0:
+            raise InvalidInputError(code="WINDOW_INVALID", value=str(window))
+        window = (window, 0)
+    check_window_fits(window)
+    return list(window)
+
+
+def pair(window: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The list of a schema as a window."""
+    return None if window is None else tuple(window)
+
+
+def split(value: Any, absent: float | None = None) -> tuple[Any, Tensor | None]:
+    """A parameter as a schema has it: a number, and beside it the tensor of one value a row."""
+    return (absent, value) if isinstance(value, Tensor) else (value, None)
+
+
+def either(number: float | None, rows: Tensor | None) -> Any:
+    """The tensor of one value a row where there is one, else the number."""
+    return number if rows is None else rows
+
+
+def as_tensor(values: Tensor | Sequence[int], like: Tensor) -> Tensor:
+    """Numbers as a tensor on the device of `like`."""
+    made = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return made.to(like.device)
+
+
+def paged_parts(batch: PagedBatch | Tensor, context_lens: Tensor | None = None) -> tuple[Any, ...]:
+    """A batch of pages, planned or as its two tensors."""
+    if not isinstance(batch, PagedBatch):
+        return batch, context_lens, None, None, None
+    hosts = list(batch.context_lens_host), list(batch.query_lens_host)
+    return batch.block_tables, batch.context_lens, batch.query_lens, *hosts
+
+
+def batch_of(
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_lens: Tensor | None,
+    context_host: Sequence[int] | None,
+    query_host: Sequence[int] | None,
+) -> PagedBatch:
+    """The batch those parts describe; without host lengths it is planned here, which waits for the device."""
+    if context_host is None or query_host is None:
+        return make_paged_batch(block_tables, context_lens, query_lens)
+    return PagedBatch(block_tables, context_lens, query_lens, tuple(context_host), tuple(query_host))
+
+
+def grouped_parts(
+    batch: GroupedBatch | Tensor, cu_seqlens_k: Tensor | None = None, kv_lens: Tensor | None = None
+) -> tuple[Any, ...]:
+    """A grouped batch, planned or as its three tensors."""
+    if not isinstance(batch, GroupedBatch):
+        return batch, cu_seqlens_k, kv_lens, None, None, None
+    hosts = list(batch.cu_seqlens_q_host), list(batch.cu_seqlens_k_host), list(batch.kv_lens_host)
+    return batch.cu_seqlens_q, batch.cu_seqlens_k, batch.kv_lens, *hosts
+
+
+def grouped_of(
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    kv_lens: Tensor,
+    q_host: Sequence[int] | None,
+    k_host: Sequence[int] | None,
+    lens_host: Sequence[int] | None,
+) -> GroupedBatch:
+    """The batch those parts describe; without host numbers it is planned here, which waits for the device."""
+    if q_host is None or k_host is None or lens_host is None:
+        return make_grouped_batch(offsets_q, offsets_k, kv_lens)
+    return GroupedBatch(offsets_q, offsets_k, kv_lens, tuple(q_host), tuple(k_host), tuple(lens_host))
+
+
+def planned(host: Any) -> None:
+    """Leave the graph where a gradient needs lengths that only the device knows."""
+    if host is None:
+        torch._dynamo.graph_break(msg="a gradient needs the lengths; make the batch outside of the graph")
+
+
+def quantized_parts(source: QuantizedTensor) -> tuple[Any, ...]:
+    """A quantized tensor."""
+    words = source.fmt.value, source.granularity, source.block_size, list(source.shape), source.dtype
+    return source.data, source.scale, source.zero_point, source.tensor_scale, *words
+
+
+def quantized_of(
+    data: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    tensor_scale: Tensor | None,
+    fmt: str,
+    granularity: str,
+    block_size: int | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    """The quantized tensor of these parts."""
+    known, _ = format_traits(fmt)
+    return QuantizedTensor(data, scale, known, granularity, tuple(shape), dtype, block_size, zero_point, tensor_scale)
+
+
+def weight_parts(weight: QuantizedTensor | PackedWeight) -> tuple[Any, ...]:
+    """A quantized weight, and how its activations are quantized. Of a packed one the source: whether the packed parts
+    are still its own can only be asked outside of a graph."""
+    source, act = (weight, None) if isinstance(weight, QuantizedTensor) else (weight.source, weight.act)
+    return (*quantized_parts(source), act)
+
+
+def weight_of(*parts: Any) -> QuantizedTensor | PackedWeight:
+    """The weight of these parts."""
+    made = quantized_of(*parts[:-1])
+    return made if parts[-1] is None else PackedWeight(made, act=parts[-1])
+
+
+def scheme_of(fmt: str, granularity: str, block_size: int | None, asymmetric: bool | None) -> QuantScheme:
+    """The scheme that the arguments of a schema name."""
+    known, _ = format_traits(fmt)
+    return QuantScheme(known, granularity, block_size, not asymmetric)
+
+
+def assembled(parts: Sequence[Tensor], scheme: QuantScheme, like: Tensor) -> QuantizedTensor:
+    """The quantized tensor of the parts that `quantize` gives, in their order, made from `like`."""
+    zero_point = None if scheme.symmetric else parts[2]
+    tensor_scale = parts[-1] if scheme.traits.tensor_scale else None
+    shape, block = tuple(like.shape), scheme.block_size
+    return QuantizedTensor(
+        parts[0], parts[1], scheme.fmt, scheme.granularity, shape, like.dtype, block, zero_point, tensor_scale
+    )
+
+
+def no_generator(generator: torch.Generator | None) -> None:
+    """Leave the graph to draw with a generator."""
+    if generator is not None:
+        torch._dynamo.graph_break(msg="LayerZero samples with a generator outside of the graph")
+
+
+def lie_apart(q: Tensor, k: Tensor | None) -> None:
+    """Refuse to write two results into one tensor."""
+    if k is q:
+        raise InvalidInputError(
+            code="INPLACE_UNSUPPORTED", value="q and k share memory", limit="tensors that lie apart"
+        )
+
+
+def copied(targets: tuple[Tensor | None, ...], found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Results written into these tensors: a copy at the end, which the compiler turns back into a write."""
+    return tuple(None if target is None else target.copy_(item) for target, item in zip(targets, found, strict=True))
+
+
+HELPERS = {
+    item.__name__: item
+    for item in (
+        causal_word, sides, pair, split, either, as_tensor, paged_parts, batch_of, grouped_parts, grouped_of, planned,
+        quantized_parts, quantized_of, weight_parts, weight_of, scheme_of, assembled, no_generator, lie_apart, copied,
+    )
+}  # fmt: skip
