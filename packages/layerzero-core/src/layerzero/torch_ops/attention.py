@@ -52,6 +52,7 @@ def _run(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     backend: str | None,
+    *,
     return_lse: bool = False,
 ) -> Any:
     found = functions.fastest("attention")(
@@ -202,7 +203,7 @@ def bridge(args: tuple[Any, ...], layout: str | None, backend: str | None) -> An
     query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse = args
     if isinstance(mask, MASK_VALUES):
         mask = written_out(mask, query, key, layout or "BHSD", window)
-    flat = (query, key, value, mask, causal_word(is_causal), scale, layout, window, softcap, slopes)
+    flat: tuple[Any, ...] = (query, key, value, mask, causal_word(is_causal), scale, layout, window, softcap, slopes)
     if dropout_p:
         return attend(*flat, dropout_p=dropout_p, return_lse=return_lse)
     ops = torch.ops.layerzero

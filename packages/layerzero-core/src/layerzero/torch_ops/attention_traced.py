@@ -42,7 +42,12 @@ def traced(
     """Traced for `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
     if query.is_nested or key.is_nested or value.is_nested:
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
-        return nested_attention(forms.varlen_attention, given, layout, backend)
+        return nested_attention(
+            forms.varlen_attention,  # type: ignore[attr-defined] # generated
+            given,
+            layout,
+            backend,
+        )
     number: Any = scale
     if isinstance(number, Tensor):
         scale = number.item()

@@ -44,8 +44,8 @@ def register() -> None:
     for op in functions.ops():
         add(op)
     # What adapts inputs is followed where a traced form calls it; around a kernel that runs, it is never compiled.
-    for module in ("layerzero.public.planning", "layerzero.dispatch.adapt"):
-        for item in vars(importlib.import_module(module)).values():
+    for name in ("layerzero.public.planning", "layerzero.dispatch.adapt"):
+        for item in vars(importlib.import_module(name)).values():
             if isinstance(item, FunctionType):
                 _run_natively(item.__code__)
 

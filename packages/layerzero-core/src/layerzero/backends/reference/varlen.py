@@ -39,8 +39,9 @@ def varlen_attention(
     """
     if not _readable(cu_seqlens_q, cu_seqlens_k):
         return varlen_masked(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, window, softcap, alibi_slopes, return_lse
-        )
+            query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, is_causal, scale, window, softcap, alibi_slopes,
+            return_lse,
+        )  # fmt: skip
 
     def sequence(row: int, queries: tuple[int, int], keys: tuple[int, int]) -> Attended:
         parts = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])

@@ -14,8 +14,9 @@ __all__ = ["grouped_gemm", "moe"]
 
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     """Rows of x, group after group, each times its group's weight transposed."""
-    chosen = native if _groupable(x, weights, weights.shape[1]) else reference
-    return chosen.grouped_gemm(x, weights, group_sizes)
+    if _groupable(x, weights, weights.shape[1]):
+        return native.grouped_gemm(x, weights, group_sizes)
+    return reference.grouped_gemm(x, weights, group_sizes)
 
 
 def moe(
@@ -28,8 +29,9 @@ def moe(
     expert_offset: int,
 ) -> Tensor:
     """The weighted sum of each token's experts."""
+    args = (x, gate_up, down, topk_weights, topk_ids, activation, expert_offset)
     alike = gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
-    return (native if alike else reference).moe(x, gate_up, down, topk_weights, topk_ids, activation, expert_offset)
+    return native.moe(*args) if alike else reference.moe(*args)
 
 
 def _groupable(x: Tensor, weights: Tensor, other: int) -> bool:
