@@ -20,8 +20,8 @@ CORE = ROOT / "packages" / "layerzero-core" / "src" / "layerzero"
 FOR_PLUGIN_AUTHORS = {"plugin", "model", "errors", "reasons", "files"}
 # Modules of another package that are named in a string: where they may be absent, and the core says so.
 BY_NAME = {
-    # the hot path in C, and the reference of the text ops, where they are installed
-    "layerzero-core": {"layerzero_accel._hot", "layerzero_tokenizers.kernels"},
+    # the hot path in C, where it is installed
+    "layerzero-core": {"layerzero_accel._hot"},
 }
 
 

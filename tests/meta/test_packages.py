@@ -168,7 +168,13 @@ THROUGH = {
 }
 FOUND_ONLY = {  # used where they happen to be installed, and in no extra since no test environment should get them
     # our hot path; types of names of entry points
-    "layerzero-core": {"layerzero_accel", "layerzero_models", "layerzero_tune", "layerzero_verify"},
+    "layerzero-core": {
+        "layerzero_accel",
+        "layerzero_models",
+        "layerzero_tokenizers",
+        "layerzero_tune",
+        "layerzero_verify",
+    },
     "layerzero-verify": {"flashinfer", "sglang"},  # other truths for definitions
     "layerzero-cpu": {"zentorch"},  # AMD's kernels
     "layerzero-flashattn": {"flash_attn_interface"},  # FlashAttention 3 is on no index

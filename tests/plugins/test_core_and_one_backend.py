@@ -49,7 +49,9 @@ def test_doctor_and_list_of_the_readme_run_and_know_the_backend(place: Fresh):
     assert listed.returncode == 0 and "flashinfer." in listed.stdout
 
 
-@pytest.mark.parametrize(("name", "package"), [("tune", "tune"), ("verify", "verify"), ("patch", "models")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("tune", "tune"), ("verify", "verify"), ("patch", "models"), ("tokenize", "tokenizers")]
+)
 def test_a_name_of_a_missing_package_says_which_one_it_needs(place: Fresh, name: str, package: str):
     assert f"layerzero-{package}" in {found.name for found in packages()}
     done = place.run("-c", f"import layerzero as lz; lz.{name}()")

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         sample_tree as sample_tree,
         sampling_probs as sampling_probs,
     )
-    from layerzero._ops.tokenize import detokenize as detokenize, tokenize as tokenize
     from layerzero._ops.trees import tree_mask as tree_mask, tree_positions as tree_positions
     from layerzero._ops.varlen import varlen_attention
     from layerzero.distributed.agreement import agree as agree
@@ -104,6 +103,7 @@ if TYPE_CHECKING:
         shard_weight as shard_weight,
     )
     from layerzero_models.transformers import enable_transformers as enable_transformers
+    from layerzero_tokenizers.ops import detokenize as detokenize, tokenize as tokenize
     from layerzero_tune.blocks.planning import plan_block as plan_block
     from layerzero_tune.freezing import compile as compile
     from layerzero_tune.tuning import solve as solve, tune

@@ -79,7 +79,7 @@ def test_a_plugin_may_bring_an_op_of_its_own() -> None:
     assert record(taken, "b").reasons[0].code == "PLUGIN_DUPLICATE"
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "moe", "tokenize"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "moe", "varlen_attention"])
 def test_a_plugins_op_named_like_one_of_the_core_is_refused_by_name(name: str) -> None:
     op = OperationSpec(name, OpKind.TENSOR, ("x",), ("tensor",), "tensor", fallback_impl=lambda x: x)
     loaded = load_plugins([FakeEntryPoint("mine", plugin(ops=[op]))], {}, builtin_ops)

@@ -149,7 +149,7 @@ def compare(own: Engine, other: Engine, texts: Sequence[str], special: Sequence[
 
 def measure(handle: Tokenizer, rounds: int = 60) -> dict[str, dict[str, float]]:
     """Median µs of each engine that may serve the handle, interleaved; by op and kernel id. Selection learns them."""
-    from layerzero._ops.tokenize_measured import learned
+    from layerzero_tokenizers.measured import learned
 
     ids = handle.engines[handle.home].encode(_SAMPLE, True, True)
     runs: dict[str, dict[str, Callable[[], Any]]] = {"tokenize": {}, "detokenize": {}}

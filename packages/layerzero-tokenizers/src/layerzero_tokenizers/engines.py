@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from layerzero._ops.tokenize_results import Tokens
+from layerzero_tokenizers.results import Tokens
 
 __all__ = ["Engine", "in_threads"]
 

@@ -1,4 +1,4 @@
-"""Hooks of the tokenizer backends. The libraries are independent, so each is a backend of its own."""
+"""Hooks of the text ops and their backends. The libraries are independent, so each is a backend of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Registrar, hookimpl, vendor_status
+from layerzero_tokenizers.ops import DETOKENIZE, TOKENIZE
 
 FOLDERS = ("hf", "tiktoken", "sentencepiece", "own")
 CAPABILITIES = tuple(Path(__file__).parent / folder / "capabilities.json" for folder in FOLDERS)
@@ -13,7 +14,9 @@ CAPABILITIES = tuple(Path(__file__).parent / folder / "capabilities.json" for fo
 
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
-    """Register the backends from their descriptors."""
+    """Register the two ops, and the backends from their descriptors."""
+    registrar.op(TOKENIZE)
+    registrar.op(DETOKENIZE)
     for capabilities in CAPABILITIES:
         registrar.backend(capabilities)
 

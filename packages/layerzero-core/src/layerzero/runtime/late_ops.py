@@ -31,8 +31,6 @@ LATE_OPS: dict[str, str] = {
     "sample_speculative": "layerzero._ops.speculative",
     "sample_tree": "layerzero._ops.speculative",
     "sampling_probs": "layerzero._ops.speculative",
-    "tokenize": "layerzero._ops.tokenize",
-    "detokenize": "layerzero._ops.tokenize",
 }
 
 

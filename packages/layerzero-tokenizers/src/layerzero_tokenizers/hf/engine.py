@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero._ops.tokenize_results import Tokens
+from layerzero_tokenizers.results import Tokens
 
 __all__ = ["HFEngine"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero._ops.tokenize_results import Tokens
 from layerzero_tokenizers.engines import in_threads
+from layerzero_tokenizers.results import Tokens
 
 __all__ = ["SentencePieceEngine"]
 

@@ -7,19 +7,20 @@ may run only where it was proven to give the same ids.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from layerzero._ops.signature import register
-from layerzero._ops.tokenize_results import TokenBatch, Tokens, cut, pad
-from layerzero._ops.tokenize_sources import canonical_ids, check_text, handle_of
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
+from layerzero_tokenizers.arguments import canonical_ids, check_text, handle_of
 
-__all__ = ["DETOKENIZE", "TOKENIZE", "TokenBatch", "Tokens", "detokenize", "tokenize"]
+if TYPE_CHECKING:
+    from layerzero_tokenizers.results import TokenBatch, Tokens
+
+__all__ = ["DETOKENIZE", "TOKENIZE", "detokenize", "tokenize"]
 
 _scope = scope.get
 
@@ -127,6 +128,8 @@ def tokenize(
         out = miss(TOKENIZE, current_world(), hot_key, args, None, backend)
     if max_length is None and padding is None:
         return out
+    from layerzero_tokenizers.results import cut, pad  # registering the ops needs none of it
+
     around = tokenizer.around if add_special_tokens else (0, 0)
     if max_length is not None:
         out = cut(out, max_length, truncation_side, around)
@@ -243,29 +246,25 @@ def _canonical_decode(given: dict[str, Any]) -> tuple[Any, ...]:
     return ids, handle_of(given["tokenizer"]), given["skip_special_tokens"]
 
 
-TOKENIZE = register(
-    Op(
-        function=tokenize,
-        op_kind=OpKind.TOKENIZATION,
-        arguments=("text", "tokenizer", "add_special_tokens", "return_offsets", "parse_special"),
-        input_kinds=("text", "object", "flag", "flag", "flag"),
-        output_kind="ids",
-        describe=_describe_encode,
-        reference="layerzero_tokenizers.kernels:own_encode",
-        fallback_id="own.tokenize.library",
-        tolerance="exact",
-        canonical=_canonical_encode,
-    )
+TOKENIZE = Op(
+    function=tokenize,
+    op_kind=OpKind.TOKENIZATION,
+    arguments=("text", "tokenizer", "add_special_tokens", "return_offsets", "parse_special"),
+    input_kinds=("text", "object", "flag", "flag", "flag"),
+    output_kind="ids",
+    describe=_describe_encode,
+    reference="layerzero_tokenizers.kernels:own_encode",
+    fallback_id="own.tokenize.library",
+    tolerance="exact",
+    canonical=_canonical_encode,
 )
-DETOKENIZE = register(
-    Op(
-        function=detokenize,
-        op_kind=OpKind.TOKENIZATION,
-        output_kind="text",
-        describe=_describe_decode,
-        reference="layerzero_tokenizers.kernels:own_decode",
-        fallback_id="own.detokenize.library",
-        tolerance="exact",
-        canonical=_canonical_decode,
-    )
+DETOKENIZE = Op(
+    function=detokenize,
+    op_kind=OpKind.TOKENIZATION,
+    output_kind="text",
+    describe=_describe_decode,
+    reference="layerzero_tokenizers.kernels:own_decode",
+    fallback_id="own.detokenize.library",
+    tolerance="exact",
+    canonical=_canonical_decode,
 )

@@ -1,45 +1,28 @@
-"""From what a caller passes to what an op takes: tokenizer handles, texts and ids, each refused in one clear way.
-
-The libraries live in the package layerzero-tokenizers, which is imported by name when a tokenizer is first used.
-"""
+"""From what a caller passes to what an op takes: tokenizer handles, texts and ids, each refused in one clear way."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import InvalidInputError
 
 __all__ = ["canonical_ids", "check_text", "handle_of"]
 
-_PACKAGE = "layerzero_tokenizers"
 _resolve: Callable[[Any], Any] | None = None
 
 
 def handle_of(tokenizer: Any) -> Any:
-    """The handle of a tokenizer: itself, or what layerzero-tokenizers makes of an object, a folder, a file or an id."""
+    """The handle of a tokenizer: itself, or one made from an object, a folder, a file or an id."""
     if hasattr(tokenizer, "lz_key"):
         return tokenizer
     if tokenizer is None or tokenizer == "":
         raise InvalidInputError(code="TOKENIZER_ID_MISSING")
     global _resolve
-    if _resolve is not None:
-        return _resolve(tokenizer)
-    try:
-        sources = importlib.import_module(f"{_PACKAGE}.sources")
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith(_PACKAGE):
-            raise
-        raise BackendNotAvailableError(
-            "tokenization needs the package layerzero-tokenizers",
-            code="BACKEND_NOT_INSTALLED",
-            value="layerzero-tokenizers",
-            limit="'layerzero-tokenizers[hf]'",
-        ) from None
-    _resolve = sources.resolve
+    if _resolve is None:
+        from layerzero_tokenizers.sources import resolve as _resolve  # registering the ops needs none of it
     return _resolve(tokenizer)
 
 
