@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
+from layerzero.backends.torch_native.rotary import _few_launches
+from layerzero.cli.calls import context
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
+from layerzero.runtime.state import state
+from layerzero.selection.engine import select
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXACT64 = tolerance("rope", "float64")
@@ -121,6 +125,26 @@ def test_a_faster_kernel_runs_where_it_can_and_the_reference_elsewhere(lab):
         function = lz.xpos if "xpos" in expected else lz.rope
         _, ran = lab.run(function, *arguments, **options)
         assert ran == [expected]
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "t4", "mi300x"])
+@pytest.mark.parametrize(("interleaved", "expected"), [(False, "torch.rope.halves"), (True, "torch.rope.complex")])
+def test_on_an_accelerator_torch_turns_both_conventions_not_the_reference(lab, device, interleaved, expected):
+    words = {"q": (2, 8, 64, 64), "k": (2, 2, 64, 64), "interleaved": interleaved, "device": device}
+    for more in ({}, {"rotary_dim": 32}, {"grad": True}, {"layout": "BSHD", "k": (2, 8, 2, 64)}):
+        for dtype in ("float16", "float32"):
+            assert select(context("rope", {**words, **more, "dtype": dtype}), state.world).chosen == expected
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_halves_in_few_launches_equal_the_rotation(dtype, inplace):
+    x, (cos, sin) = draw(2, 3, 9, 16, dtype=dtype), tables(9, 16, torch.float32)
+    want = turn(x, cos, sin, False)
+    out = x if inplace else torch.empty_like(x)
+    pair, to = ((t.narrow(-1, 0, 8), t.narrow(-1, 8, 8)) for t in (x, out))
+    _few_launches(pair, (cos, sin, cos, sin), to)
+    assert_close(out, want, tolerance("rope", torch.float32 if dtype is torch.float64 else dtype))
 
 
 @pytest.mark.req("R-OP-15", "R-POS-02")

@@ -6,16 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero.backends.reference.feed_forward import ACTIVATIONS, activate
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.backends.reference.quantize import dequantize, quantize
-from layerzero.errors import InvalidInputError
 from layerzero.model.packed import PackedWeight, activation_scheme
 from layerzero.model.quant import QuantizedTensor
-from layerzero.reasons import ReasonCode
 
 __all__ = ["ACTIVATIONS", "embedding", "linear"]
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
 def linear(
@@ -32,7 +29,7 @@ def linear(
     out = F.linear(x, weight, bias)
     if activation is None:
         return out
-    return _activated(out.to(compute_dtype(out)), activation).to(out.dtype)
+    return activate(out.to(compute_dtype(out)), activation).to(out.dtype)
 
 
 def _quantized(
@@ -49,21 +46,7 @@ def _quantized(
         wide = wide + (stored - wide).detach() if x.requires_grad else stored
     with no_autocast(x.device.type):
         out = F.linear(wide, dequantize(source, dtype), None if bias is None else bias.to(dtype))
-    return (out if activation is None else _activated(out, activation)).to(x.dtype)
-
-
-def _activated(wide: Tensor, activation: str) -> Tensor:
-    if activation == "gelu":
-        return F.gelu(wide)
-    if activation == "gelu_tanh":
-        return F.gelu(wide, approximate="tanh")
-    if activation == "silu":
-        return F.silu(wide)
-    if activation == "relu":
-        return F.relu(wide)
-    raise InvalidInputError(
-        code=ReasonCode.VALUE_INVALID, value=f"activation {activation!r}", limit=f"one of {', '.join(ACTIVATIONS)}"
-    )
+    return (out if activation is None else activate(out, activation)).to(x.dtype)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

@@ -103,8 +103,8 @@ def tempered(ordered: Tensor, head: Tensor, temperature: Param) -> Tensor:
     # A tiny temperature then sends the tail to -inf, never the head to +inf; inf - inf counts as no distance.
     shifted = torch.where(ordered == head, 0.0, ordered - head)
     if isinstance(temperature, Tensor):
-        column = _column(temperature, shifted)
-        weights = torch.exp(shifted / torch.where(column > 0, column, 1.0))
+        given = column(temperature, shifted)
+        weights = torch.exp(shifted / torch.where(given > 0, given, 1.0))
     else:
         weights = torch.exp(shifted / temperature)
     return torch.where(head > -math.inf, weights, 0.0)
@@ -146,22 +146,22 @@ def filtered(weights: Tensor, top_k: int | Tensor | None, top_p: Param | None, m
     """Which of the ranked weights, likeliest first, the filters keep."""
     keep = torch.ones_like(weights, dtype=torch.bool)
     if top_k is not None:
-        limit = _column(top_k, weights)
+        limit = column(top_k, weights)
         rank = torch.arange(weights.shape[-1], device=weights.device)
         keep = keep & ((rank < limit) | (limit <= 0))
     if top_p is not None:
-        share = _column(top_p, weights)
+        share = column(top_p, weights)
         left = weights * keep
         before = left.cumsum(dim=-1) - left
         goal = (share - SLACK) * left.sum(dim=-1, keepdim=True)
         keep = keep & ((before < goal) | (share >= 1))  # p = 1 keeps all
     if min_p is not None:
-        keep = keep & (weights >= _column(min_p, weights) * weights[:, :1])
+        keep = keep & (weights >= column(min_p, weights) * weights[:, :1])
     keep[:, 0] = True
     return keep
 
 
-def _column(value: Param, like: Tensor) -> Tensor:
+def column(value: Param, like: Tensor) -> Tensor:
     """A parameter as [B, 1] (or a 0-d tensor made on the device, without a copy from the host)."""
     if isinstance(value, Tensor):
         return value.to(device=like.device, dtype=like.dtype).reshape(-1, 1)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero.backends.torch_native.feed_forward import activated
+
 __all__ = [
     "add_rms_norm",
     "embedding",
@@ -55,13 +57,7 @@ def relu_and_mul(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The BLAS behind `F.linear`, then the activation."""
     out = F.linear(x, weight, bias)
-    if activation is None:
-        return out
-    if activation == "silu":
-        return F.silu(out)
-    if activation == "relu":
-        return F.relu(out)
-    return F.gelu(out, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return out if activation is None else activated(out, activation)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["cross_entropy"]
+
+_WIDE = (torch.float32, torch.float64)
+_SUM = 2  # torch's number for this reduction
 
 
 def cross_entropy(
@@ -20,9 +25,13 @@ def cross_entropy(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`F.cross_entropy` in float32; the mean is taken here, so that no row to count gives 0 and not NaN."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = logits if logits.dtype in _WIDE else logits.float()
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
+    if reduction == "mean" and label_smoothing is None and z_loss is None and not return_lse:
+        if labels.ndim != 1:
+            wide, labels = wide.reshape(-1, wide.shape[-1]), labels.reshape(-1)
+        return _mean(wide, labels if labels.dtype is torch.int64 else labels.to(torch.int64), ignore_index)
     loss = F.cross_entropy(
         wide.reshape(-1, wide.shape[-1]),
         labels.reshape(-1).to(torch.int64),
@@ -39,3 +48,20 @@ def cross_entropy(
     if reduction == "mean" and counted is not None:
         loss = loss / counted.sum().clamp(min=1)
     return (loss, lse) if return_lse and lse is not None else loss
+
+
+def _mean(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The mean loss over the rows that count, 0 where none does.
+
+    torch divides by the number of those rows and gives NaN for none. On a CPU looking at the result is cheap; elsewhere
+    the host would wait for the device, so the sum is divided here, by the number that torch counts anyway.
+    """
+    hidden = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    if logits.device.type == "cpu" and type(logits) is Tensor and not hidden:
+        loss = F.cross_entropy(logits, labels, ignore_index=ignore_index)
+        if not math.isnan(loss.item()) or bool((labels != ignore_index).any()):
+            return loss
+    total, count = torch.ops.aten.nll_loss_forward.default(
+        torch.log_softmax(logits, dim=-1), labels, None, _SUM, ignore_index
+    )
+    return total / count.clamp(min=1.0)  # type: ignore[no-any-return]

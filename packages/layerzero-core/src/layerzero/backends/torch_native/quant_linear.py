@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero.backends.torch_native.feed_forward import activated
 from layerzero.backends.torch_native.quantize import dequantize, quantize
 from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight, activation_scheme
@@ -109,10 +110,6 @@ def _finished(out: Tensor, bias: Tensor | None, activation: str | None, x: Tenso
     """Bias and activation, then the shape and dtype of the result."""
     if bias is not None:
         out = out + bias
-    if activation == "silu":
-        out = F.silu(out)
-    elif activation == "relu":
-        out = F.relu(out)
-    elif activation is not None:
-        out = F.gelu(out, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation is not None:
+        out = activated(out, activation)
     return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)

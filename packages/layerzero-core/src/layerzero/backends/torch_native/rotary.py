@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.positional import _rows
+
 __all__ = ["rope_complex", "rope_halves"]
 
 
@@ -61,18 +63,6 @@ def _both(
     return turn(q, cos, sin, full, inplace), None if k is None else turn(k, cos, sin, full, inplace)
 
 
-def _rows(table: Tensor, position_ids: Tensor | None, seq_len: int) -> Tensor:
-    """The rows of each token: [S, width] or [B, S, width]."""
-    if position_ids is None:
-        return table.narrow(-2, 0, seq_len)
-    if table.ndim == 2:
-        return table[position_ids]
-    if table.shape[0] == 1:
-        return table[0][position_ids]
-    ids = position_ids.expand(table.shape[0], -1).to(torch.int64)
-    return table.gather(1, ids.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
-
-
 def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> Tensor:
     half = cos.shape[-1] // 2 if full else cos.shape[-1]
     tables = (cos, sin, cos, sin)
@@ -84,11 +74,13 @@ def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> T
     out = x if inplace else torch.empty_like(x)
     to_one, to_two = out.narrow(-1, 0, half), out.narrow(-1, half, half)
     one, two = x.narrow(-1, 0, half), x.narrow(-1, half, half)
-    if x.dtype == cos.dtype:
+    if x.dtype == cos.dtype and x.device.type == "cpu":
         if inplace:
             one, two = one.clone(), two.clone()
         torch.mul(one, cos_one, out=to_one).addcmul_(two, sin_one, value=-1)
         torch.mul(two, cos_two, out=to_two).addcmul_(one, sin_two)
+    elif x.device.type != "cpu":
+        _few_launches((one, two), tables, (to_one, to_two))
     else:
         one, two = one.to(cos.dtype), two.to(cos.dtype)
         to_one.copy_((one * cos_one).addcmul_(two, sin_one, value=-1))
@@ -96,6 +88,14 @@ def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> T
     if not inplace and 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
+
+
+def _few_launches(pair: tuple[Tensor, Tensor], tables: tuple[Tensor, ...], to: tuple[Tensor, Tensor]) -> None:
+    """Four launches, in place too: torch widens the elements and rounds the results inside them."""
+    (one, two), (cos_one, sin_one, cos_two, sin_two) = pair, tables
+    first, second = one * cos_one, one * sin_two
+    torch.addcmul(first, two, sin_one, value=-1, out=to[0])  # `one` is not read after this
+    torch.addcmul(second, two, cos_two, out=to[1])
 
 
 def _recorded_halves(x: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor], half: int, inplace: bool) -> Tensor:

@@ -107,7 +107,7 @@ def _kept(
     else:
         return None
     if min_p is not None:
-        weights = torch.where(weights >= _column(min_p, weights).clamp(max=1), weights, 0.0)
+        weights = torch.where(weights >= reference.column(min_p, weights).clamp(max=1), weights, 0.0)
     return weights, None
 
 
@@ -125,7 +125,7 @@ def _weights(logits: Tensor, temperature: Param) -> Tensor:
     if logits.device.type != "cpu" or not bool(top.isfinite().all()):
         return reference.tempered(wide, top, temperature)
     if isinstance(temperature, Tensor):
-        column = _column(temperature, wide)
+        column = reference.column(temperature, wide)
         return wide.sub_(top).div_(torch.where(column > 0, column, 1.0)).exp_()
     return wide.sub_(top).div_(temperature).exp_()
 
@@ -136,7 +136,7 @@ def _nucleus(logits: Tensor, top_p: Param, temperature: Param) -> Tensor:
     bucket = _buckets(logits, temperature)
     sums = torch.zeros(len(weights), _BUCKETS, dtype=weights.dtype).scatter_add_(1, bucket, weights)
     mass = sums.cumsum(dim=-1)
-    shares = _column(top_p, weights).expand(len(weights), 1)
+    shares = reference.column(top_p, weights).expand(len(weights), 1)
     goals = ((shares - reference.SLACK) * mass[:, -1:]).contiguous()
     crossings = torch.searchsorted(mass, goals).clamp_(max=_BUCKETS - 1)
     crossings = torch.where(shares >= 1, _BUCKETS, crossings)  # p = 1 keeps all
@@ -156,7 +156,7 @@ def _nucleus(logits: Tensor, top_p: Param, temperature: Param) -> Tensor:
 def _buckets(logits: Tensor, temperature: Param) -> Tensor:
     """The bucket of each token: the same for equal logits, and never lower for a smaller one."""
     narrow = logits if logits.dtype == torch.float64 else logits.float()
-    step = 64.0 / math.log(2.0) / _column(temperature, narrow)
+    step = 64.0 / math.log(2.0) / reference.column(temperature, narrow)
     step = torch.where(step > 0, step, 1.0).clamp_(max=1e30)  # no 0 * inf at a tiny temperature
     distance = narrow.amax(dim=-1, keepdim=True) - narrow
     return distance.mul_(step).clamp_(max=_BUCKETS - 1).long()
@@ -191,9 +191,3 @@ def _by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _wide(logits: Tensor) -> torch.dtype:
     return torch.float32 if logits.device.type == "mps" else torch.float64
-
-
-def _column(value: Param, like: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.to(device=like.device, dtype=like.dtype).reshape(-1, 1)
-    return torch.full((), value, device=like.device, dtype=like.dtype)
