@@ -3,9 +3,9 @@
     python benchmarks/faults.py --machine NAME [--json FILE] [--threads N] [--calls N]
 
 "breaker" is a hot call with breakers on less the same call with breakers off, around a kernel that computes nothing;
-two Worlds, alternating in one run. "crash marker" is what it adds to the first run of a kernel. "storm" is many threads
+two Worlds, alternating in one run. "crash marker" is what it adds to the first run of a kernel. "load" is many threads
 calling while policies change and kernels fail: every result names its kernel, so a stale choice is seen.
-Limits: 60 ns for the breaker, 10 µs between the 99th percentiles of the storm and of one idle thread. Wants an idle
+Limits: 60 ns for the breaker, 10 µs between the 99th percentiles under load and of one idle thread. Wants an idle
 machine.
 """
 
@@ -112,11 +112,11 @@ def main(argv: Sequence[str]) -> int:
     print(f"crash marker of a first run     {marker:>10.2f} us")
     print(f"quarantine at start, none kept  {start:>10.2f} us")
     print(
-        f"storm: {given.threads} threads x {given.calls} calls in {loaded.seconds:.1f} s, {loaded.swaps} changes, "
+        f"load: {given.threads} threads x {given.calls} calls in {loaded.seconds:.1f} s, {loaded.swaps} changes, "
         f"{loaded.failures} failures, {loaded.stale} stale, {len(loaded.errors)} errors"
     )
     print(f"p99 idle                        {quiet:>10.2f} us")
-    print(f"p99 in the storm                {loaded.percentile(0.99):>10.2f} us   limit idle + {P99_ABOVE_IDLE_US} us")
+    print(f"p99 under load                  {loaded.percentile(0.99):>10.2f} us   limit idle + {P99_ABOVE_IDLE_US} us")
     data = {
         "commit": commit(),
         "machine": machine(),

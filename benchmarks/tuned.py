@@ -88,11 +88,11 @@ def ready(ctx: Any, compiled: str) -> frozenset[str] | None:
         return None
     from layerzero.runtime.state import state
     from layerzero.selection.engine import select
-    from layerzero.tuning.neutral import neutral
+    from layerzero.tuning.measurement_settings import measurement_settings
 
-    now = set(select(ctx, neutral(state.world, jit="off")).ranking)
+    now = set(select(ctx, measurement_settings(state.world, jit="off")).ranking)
     may = set(compiled.split(","))
-    every = select(ctx, neutral(state.world)).ranking
+    every = select(ctx, measurement_settings(state.world)).ranking
     return frozenset(name for name in every if name in now or name.partition(".")[0] in may)
 
 

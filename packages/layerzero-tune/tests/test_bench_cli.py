@@ -49,7 +49,7 @@ def test_rounds_can_be_spread_over_time(lab, monkeypatch):
     monkeypatch.setattr(
         "layerzero_tune.timing.race._keep_busy", lambda who, seconds: pauses.append((len(who), seconds))
     )
-    monkeypatch.setattr("layerzero_tune.bench.contest.calmly", lambda run: (run(), 0.125))
+    monkeypatch.setattr("layerzero_tune.bench.contest.with_little_steal", lambda run: (run(), 0.125))
     found = compete("norm", asked(), seconds=0.02, spread=4.0)
     assert pauses == [(4, 0.1)] * 40  # two kernels, torch and the public call
     assert found.kernels["alpha.rms_norm.x"].samples == 40 and found.to_json()["stolen"] == 0.125

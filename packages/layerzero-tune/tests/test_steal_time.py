@@ -23,7 +23,7 @@ from layerzero_tune.report.data import figures
 from layerzero_tune.report.perfdb import cases_of
 from layerzero_tune.timing import steal_time as stolen
 from layerzero_tune.timing.host_load import BUSY, Load, load, others
-from layerzero_tune.timing.steal_time import LIMIT, Ticks, calmly, ticks
+from layerzero_tune.timing.steal_time import LIMIT, Ticks, ticks, with_little_steal
 from layerzero_tune.timing.torch_default import loses
 from layerzero_tune.tuning_run import Outcome
 
@@ -47,8 +47,8 @@ class Machine:
         self.runs += 1
         return f"try {self.runs}"
 
-    def calmly(self) -> tuple[str, float]:
-        return calmly(self.run, self.read, self.waits.append)
+    def with_little_steal(self) -> tuple[str, float]:
+        return with_little_steal(self.run, self.read, self.waits.append)
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +60,16 @@ def patience(monkeypatch):
 @pytest.mark.req("R-TUNE-03")
 def test_what_was_timed_while_the_host_served_others_is_timed_again():
     calm, once, always, little = Machine(0), Machine(30, 1), Machine(30, 11, 20), Machine(4)
-    assert calm.calmly() == ("try 1", 0.0) and not calm.waits
-    assert once.calmly() == ("try 2", 0.0) and len(once.waits) == 1
-    assert always.calmly() == ("try 2", 0.11) and always.runs == 3  # the calmest, and no fourth
-    assert little.calmly() == ("try 1", 0.0)  # a tick or two in a moment are no share
+    assert calm.with_little_steal() == ("try 1", 0.0) and not calm.waits
+    assert once.with_little_steal() == ("try 2", 0.0) and len(once.waits) == 1
+    assert always.with_little_steal() == ("try 2", 0.11) and always.runs == 3  # the calmest, and no fourth
+    assert little.with_little_steal() == ("try 1", 0.0)  # a tick or two in a moment are no share
     hurried = Machine(30, 1)
-    assert calmly(hurried.run, hurried.read, pytest.fail, patient=False) == ("try 1", 0.3)
+    assert with_little_steal(hurried.run, hurried.read, pytest.fail, patient=False) == ("try 1", 0.3)
 
 
 def test_a_system_that_does_not_count_is_believed_at_once(tmp_path):
-    assert calmly(lambda: 7, lambda: None, pytest.fail) == (7, 0.0)
+    assert with_little_steal(lambda: 7, lambda: None, pytest.fail) == (7, 0.0)
     assert ticks(str(tmp_path / "absent")) is None
     for text in ("", "cpu 1 2 3\n", "cpu a b c d e f g h\n", "intr 1 2 3 4 5 6 7 8\n"):
         (tmp_path / "stat").write_text(text)
@@ -93,7 +93,7 @@ def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
     ctx = lz.select("rms_norm", torch.randn(4, 64), torch.ones(64)).context
 
     def told(share):
-        monkeypatch.setattr(trial_module, "calmly", lambda run, patient: (run(), share))
+        monkeypatch.setattr(trial_module, "with_little_steal", lambda run, patient: (run(), share))
         return trial_module.trial(ctx, seconds=0.02, jit="off")
 
     found = told(0.25)

@@ -22,15 +22,15 @@ from layerzero.reasons import ReasonCode
 from layerzero.recording.traffic import Recorded, Traffic
 from layerzero.runtime.state import state
 from layerzero.tuning.inputs import build
-from layerzero.tuning.neutral import neutral
+from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero_tune import candidates as bench_module
 from layerzero_tune import drift as drift_module
-from layerzero_tune import tuning_run as sitting
+from layerzero_tune import tuning_run
 from layerzero_tune.cli import tune as tuning_cli
 from layerzero_tune.drift import Watcher, drifted
 from layerzero_tune.timing import baselines
 from layerzero_tune.timing.clock import cpu_clock
-from layerzero_tune.timing.screening import hopeful, screened
+from layerzero_tune.timing.screening import pass_screening, screened
 from layerzero_tune.timing.torch_default import maker
 from layerzero_tune.trial import trial as any_trial
 from tests import own_time
@@ -130,12 +130,12 @@ def test_screening_takes_three_samples_in_turns_and_the_fastest_counts():
 
     found = screened(calls, clock)
     assert found == told and order == ["good", "slow", "bad"] * 4  # one to warm up, three samples
-    assert hopeful(found) == ["good", "slow"]
+    assert pass_screening(found) == ["good", "slow"]
     assert counts == [1, 1, 1, 1, 5, 1, 1, 5, 1]  # long calls are not made more often than needed
     lucky = {"lucky": [4_000.0, 20_000.0, 21_000.0], "steady": [17_000.0, 17_500.0, 18_000.0]}
-    assert hopeful(lucky) == ["lucky", "steady"]  # one sample on an idle machine sends nobody away
+    assert pass_screening(lucky) == ["lucky", "steady"]  # one sample on an idle machine sends nobody away
     # A late launch is as long as many kernels: nobody is sent away for 44 µs against 5.
-    assert hopeful({"a": [5.0], "late": [44.0], "far": [300.0]}) == ["a", "late"]
+    assert pass_screening({"a": [5.0], "late": [44.0], "far": [300.0]}) == ["a", "late"]
 
 
 # -- the gate ------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_the_most_frequent_calls_come_first_and_of_equals_the_largest():
     ctx = context()
     sized = {rows: replace(ctx, dims=(("rows", rows), ("hidden", 64))) for rows in (4, 64, 512)}
     calls = [("small", Recorded(sized[4], 1)), ("large", Recorded(sized[512], 1)), ("often", Recorded(sized[64], 9))]
-    assert [name for name, _ in sitting.distinct(calls)] == ["often", "large", "small"]
+    assert [name for name, _ in tuning_run.distinct(calls)] == ["often", "large", "small"]
 
 
 @pytest.mark.req("R-TUNE-03")
@@ -410,7 +410,7 @@ def test_torch_itself_takes_part_where_it_gives_what_the_op_gives(op, options, t
     spec, here = state.world.ops[op], state.world.changed()
     made = build(asked)
     ctx = describe(spec, made.args, made.layout, None, here)
-    admitted = bench_module.Bench(spec, ctx, lambda: build(asked), neutral(here, jit="off"))
+    admitted = bench_module.Bench(spec, ctx, lambda: build(asked), measurement_settings(here, jit="off"))
     admitted.admit(frozenset(item for item in admitted._decision.ranking if item.startswith("reference.")))
     assert (admitted.plain_error is not None) is takes_part
 
@@ -445,7 +445,7 @@ def test_a_budget_ends_a_sitting_and_the_next_one_goes_on(bench, tmp_path):
     rest = tune(contexts, database=tmp_path / "p.db", seconds=0.05)
     assert len(rest.resumed) == 1 and len(rest.outcomes) == 2 and not rest.left
     again = tune(contexts, database=tmp_path / "p.db", seconds=0.05)
-    assert not again.resumed and len(again.outcomes) == 3  # a finished sitting is begun anew
+    assert not again.resumed and len(again.outcomes) == 3  # a finished tuning run is begun anew
     assert not list(tmp_path.glob(".p.db.tuning-*"))
 
 
@@ -462,7 +462,7 @@ def test_a_killed_sitting_goes_on_where_it_stopped(bench, tmp_path, monkeypatch)
                 os.kill(os.getpid(), signal.SIGKILL)
             return trial(*args, **kwargs)
 
-        sitting.trial = deadly
+        tuning_run.trial = deadly
         tune(contexts, database=path, seconds=0.02)
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -25,7 +25,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.tuning.inputs import Call, build
-from layerzero.tuning.neutral import neutral
+from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate, Verdict, flat
 from layerzero_tune.timing.allocations import Places, room
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
@@ -33,7 +33,7 @@ from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, 
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
 from layerzero_tune.timing.launches import SAME, with_launches
 from layerzero_tune.timing.race import LOOKS, Times, over_time, race
-from layerzero_tune.timing.screening import hopeful, screened
+from layerzero_tune.timing.screening import pass_screening, screened
 from layerzero_tune.timing.torch_default import Make, maker, result_of
 
 __all__ = ["Bench"]
@@ -47,9 +47,9 @@ _SPREAD = 3.0  # times the seconds of a call, for such a race
 class Bench:
     """The kernels of one call: who may race, and their times."""
 
-    def __init__(self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], calm: World) -> None:
-        self._spec, self._ctx, self._call, self._calm = spec, ctx, call, calm
-        self._decision = select(ctx, calm)
+    def __init__(self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], world: World) -> None:
+        self._spec, self._ctx, self._call, self._world = spec, ctx, call, world
+        self._decision = select(ctx, world)
         if not self._decision.chosen:
             raise TuningError(code="TUNING_IMPOSSIBLE", value=ctx.op, limit=str(self._decision.refusal))
         self.errors: dict[str, float] = {}
@@ -65,9 +65,9 @@ class Bench:
         for kernel_id in self._decision.ranking:
             if only is not None and kernel_id not in only:
                 continue
-            kernel = self._calm.registry.kernels[kernel_id]
+            kernel = self._world.registry.kernels[kernel_id]
             try:
-                run = bind(self._spec, self._decision, self._calm, kernel_id).run
+                run = bind(self._spec, self._decision, self._world, kernel_id).run
             except BackendNotAvailableError as error:
                 self.absent[kernel_id] = str(error)
                 continue
@@ -116,7 +116,7 @@ class Bench:
 
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
-        same = {} if self._ctx.needs_grad else twins({name: self._calm.registry.kernels[name] for name in self.errors})
+        same = {} if self._ctx.needs_grad else twins({name: self._world.registry.kernels[name] for name in self.errors})
         clock = clock_for(_torch_device(self._ctx))
         places = self._places(clock)
         calls = {name: self._step(name, places) for name in self.errors if name not in same}
@@ -167,10 +167,10 @@ class Bench:
         """Some kernels raced on another call; nothing where there is no room for it, or it is not for everyone."""
         try:
             made = [build(ctx)]
-            decision = select(describe(self._spec, made[0].args, made[0].layout, None, self._calm), self._calm)
+            decision = select(describe(self._spec, made[0].args, made[0].layout, None, self._world), self._world)
             places = Places(lambda: (made.pop() if made else build(ctx)).args, room() if clock is cuda_clock else 0)
             calls = {
-                name: places.step(bind(self._spec, decision, self._calm, name).run)
+                name: places.step(bind(self._spec, decision, self._world, name).run)
                 for name in near
                 if name in decision.ranking
             }
@@ -214,13 +214,13 @@ class Bench:
 
     def _step(self, kernel_id: str, places: Places) -> Callable[[], Any]:
         # Bound again: what compiled above is ready now and needs no wrapper any more.
-        calm = self._calm
-        if calm.ready != state.world.ready:
-            calm = neutral(state.world, jit=calm.policy.jit)
-        decision = self._decision if calm is self._calm else select(self._ctx, calm)
+        world = self._world
+        if world.ready != state.world.ready:
+            world = measurement_settings(state.world, jit=world.policy.jit)
+        decision = self._decision if world is self._world else select(self._ctx, world)
         if kernel_id not in decision.ranking:
-            calm, decision = self._calm, self._decision
-        run = bind(self._spec, decision, calm, kernel_id).run
+            world, decision = self._world, self._decision
+        run = bind(self._spec, decision, world, kernel_id).run
         if "inplace" in self._ctx.needs:  # nobody finds what another has written
             places = Places(lambda: self._call().args)
         if not self._ctx.needs_grad:
@@ -250,8 +250,8 @@ def _there_and_back(call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[
 
 def _hopeful(samples: Mapping[str, list[float]]) -> list[str]:
     """Who may win among the kernels, and torch's own code unless all of them leave it far behind."""
-    kernels = hopeful({name: found for name, found in samples.items() if name != TORCH_DEFAULT})
-    return [*kernels, *(name for name in hopeful(samples) if name == TORCH_DEFAULT)]
+    kernels = pass_screening({name: found for name, found in samples.items() if name != TORCH_DEFAULT})
+    return [*kernels, *(name for name in pass_screening(samples) if name == TORCH_DEFAULT)]
 
 
 def _near(times: Mapping[str, Times], close: float | None = None) -> list[str]:

@@ -30,14 +30,14 @@ from layerzero.runtime.proving import proof_registry
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed
-from layerzero.tuning.inputs import Call, Lying, build, buildable, conditions
-from layerzero.tuning.neutral import neutral
+from layerzero.tuning.inputs import ArgumentStrides, Call, build, buildable, conditions
+from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero_tune.candidates import Bench
 from layerzero_tune.rows import refused_row, row, surroundings, torch_row
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.host_load import load, others
 from layerzero_tune.timing.race import Times, leader, winner_of
-from layerzero_tune.timing.steal_time import calmly
+from layerzero_tune.timing.steal_time import with_little_steal
 from layerzero_tune.timing.torch_default import loses
 
 __all__ = ["Trial", "trial"]
@@ -104,7 +104,7 @@ def trial(
     context: Context,
     *,
     seed: int = 0,
-    strides: Lying | None = None,
+    strides: ArgumentStrides | None = None,
     seconds: float = 2.0,
     least: int = 12,
     noise: float = NOISE,
@@ -130,10 +130,10 @@ def trial(
 
     with conditions(context):
         first = _made(call, context)
-        calm = neutral(here, jit=jit)
-        ctx = describe(spec, first.args, first.layout, None, calm)
+        measuring = measurement_settings(here, jit=jit)
+        ctx = describe(spec, first.args, first.layout, None, measuring)
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
-        bench = Bench(spec, ctx, call, calm)
+        bench = Bench(spec, ctx, call, measuring)
         bench.admit(only)
         before = load()
         for tries in range(_TRIES if patient else 1, 0, -1):
@@ -159,7 +159,7 @@ def _timed(
 ) -> Trial:  # fmt: skip
     """One race, and what selection would make of it."""
     (found, clear), stolen = (
-        calmly(lambda: bench.timed(seconds, least, noise), patient=patient)
+        with_little_steal(lambda: bench.timed(seconds, least, noise), patient=patient)
         if ctx.device.device_type == "cpu"
         else (bench.timed(seconds, least, noise), 0.0)
     )

@@ -54,7 +54,7 @@ def tune(
     budget    seconds for all calls together, the most frequent first
     seconds   for the timing of one; default 2, on a GPU 0.3
     check     only look at calls that were measured before, and measure those anew whose kernel has drifted
-    fresh     begin anew instead of going on with a sitting that was interrupted
+    fresh     begin anew instead of going on with a tuning run that was interrupted
     compile   kernels that are not compiled yet are compiled and measured, too; False leaves them out
 
     No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
@@ -63,7 +63,7 @@ def tune(
     if budget is not None and (isinstance(budget, bool) or not budget > 0):
         raise InvalidInputError(code="VALUE_INVALID", value=f"budget={budget!r}", limit="a positive number of seconds")
     from layerzero_tune.ranks import Ranks
-    from layerzero_tune.tuning_run import distinct, sit
+    from layerzero_tune.tuning_run import distinct, tune_calls
 
     db = database_of(database)
     where = _device(device)
@@ -77,7 +77,7 @@ def tune(
             return _checked(calls, db, budget, progress, jit)
         if compile:
             budget = _compiled_ahead(ranks.share(distinct(calls)), budget, progress)
-        found = sit(
+        found = tune_calls(
             calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
         )
         if ranks.local_rank == 0:
@@ -133,7 +133,7 @@ def _compiled_ahead(
     """Compile what the calls lack, several kernels at a time, before anything is timed; what is left of the budget.
 
     On a machine with few cores each kernel is compiled when its turn to be timed comes: one after the other takes as
-    long, and a sitting that is interrupted has its times.
+    long, and a tuning run that is interrupted has its times.
     """
     import time
 
@@ -159,7 +159,7 @@ def _compiled_ahead(
         queue.workers = before
     if late:
         queue.drop_waiting()  # nothing may compile beside a measurement
-    # A floor, so that a sitting whose compilers took everything still says what it did not reach.
+    # A floor, so that a tuning run whose compilers took everything still says what it did not reach.
     return None if budget is None else max(1e-3, budget - (time.monotonic() - begin))
 
 
@@ -167,7 +167,7 @@ def _checked(
     calls: list[tuple[str, Recorded]], db: PerfDB, budget: float | None,
     progress: Callable[[Progress], None] | None, jit: str,
 ) -> Tuned:  # fmt: skip
-    """The drift check as a sitting: only calls whose kernel takes another time than it did are measured."""
+    """The drift check as a tuning run: only calls whose kernel takes another time than it did are measured."""
     import time
 
     from layerzero_tune.drift import drifted

@@ -1,7 +1,7 @@
-"""Tuning many calls in one sitting: in what order, what is done already, when to stop, who does what.
+"""A tuning run over many calls: in what order, what is done already, when to stop, who does what.
 
 What a call costs is written to the database as soon as it is known, then a line is added to the journal beside it. A
-sitting that was killed goes on where it stopped when the same one is asked for again; a finished one leaves no journal.
+run that was killed goes on where it stopped when the same one is asked for again; a finished one leaves no journal.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from layerzero.runtime.state import state
 from layerzero_tune.ranks import Ranks
 from layerzero_tune.trial import Trial, trial
 
-__all__ = ["Outcome", "Progress", "Tuned", "distinct", "sit"]
+__all__ = ["Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
 
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One call of a sitting: its trial, or why there is none."""
+    """One call of a tuning run: its trial, or why there is none."""
 
     name: str
     recorded: Recorded
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a sitting stands: how many calls are done of how many, what is next, and how long the rest may take."""
+    """Where a tuning run stands: how many calls are done of how many, what is next, and how long the rest may take."""
 
     done: int
     total: int
@@ -61,9 +61,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The result of a sitting.
+    """The result of a tuning run.
 
-    outcomes  every call that was looked at, `resumed` those an earlier, interrupted sitting had done,
+    outcomes  every call that was looked at, `resumed` those an earlier, interrupted tuning run had done,
     left      those the budget did not reach
     """
 
@@ -98,7 +98,7 @@ class Tuned:
         }
 
 
-def sit(
+def tune_calls(
     calls: Iterable[tuple[str, Recorded]],
     db: PerfDB,
     *,
@@ -113,10 +113,10 @@ def sit(
 ) -> Tuned:
     """Tune calls, the most frequent first, into a database.
 
-    budget    seconds for the whole sitting; a call that was begun is finished
+    budget    seconds for the whole tuning run; a call that was begun is finished
     seconds   of timing for one call, at most; where it is not given two on a CPU, and a third of one on a GPU, whose
               events time the device alone
-    fresh     forget what an interrupted sitting has done
+    fresh     forget what an interrupted tuning run has done
     jit       "off" leaves out kernels that would have to be compiled first
     """
     begin = time.monotonic()
@@ -210,7 +210,7 @@ def _bucket(ctx: Context) -> str:
 
 
 class _Journal:
-    """Which calls of this very sitting are done. One line each, on disk before the next call begins."""
+    """Which calls of this very tuning run are done. One line each, on disk before the next call begins."""
 
     def __init__(self, db: Path, calls: Sequence[tuple[str, Recorded | None]], *, fresh: bool) -> None:
         text = json.dumps([[name, None if item is None else context_to_json(item.context)] for name, item in calls])

@@ -30,21 +30,21 @@ def example(
     None where none can be made: an op whose inputs nobody can draw, or a kernel that refuses every smaller call.
     """
     from layerzero.tuning.inputs import build, buildable, conditions
-    from layerzero.tuning.neutral import neutral
+    from layerzero.tuning.measurement_settings import measurement_settings
 
     if not buildable(spec.op_id):
         return None
-    calm = neutral(world, jit="off")
-    calm = calm.changed(proofs=None)  # whether it is proven is the question
+    measuring = measurement_settings(world, jit="off")
+    measuring = measuring.changed(proofs=None)  # whether it is proven is the question
     for wanted in _smaller(spec, ctx):
         with conditions(ctx):
             call = build(wanted, seed=7)
-            described = describe(spec, call.args, call.layout, kernel.kernel_id, calm)
+            described = describe(spec, call.args, call.layout, kernel.kernel_id, measuring)
         if kind_of(described) != kind_of(ctx):
             continue
-        decision = select(replace(described, backend=kernel.kernel_id), calm)
+        decision = select(replace(described, backend=kernel.kernel_id), measuring)
         if decision.chosen == kernel.kernel_id:
-            return bind(spec, decision, calm, kernel.kernel_id), call.args, replace(described, backend=None)
+            return bind(spec, decision, measuring, kernel.kernel_id), call.args, replace(described, backend=None)
     return None
 
 

@@ -126,9 +126,9 @@ class _Base(NamedTuple):
 
 def _baseline(spec: OperationSpec, ctx: Context, world: World, kernel_id: str) -> _Base:
     """What may stand in: under no wish, lock or table, but never what the policy forbids."""
-    from layerzero.tuning.neutral import neutral
+    from layerzero.tuning.measurement_settings import measurement_settings
 
-    calm = neutral(world, jit="off")
+    calm = measurement_settings(world, jit="off")
     decision = select(replace(ctx, backend=None), calm)
     kernels = world.registry.kernels
     others = [

@@ -34,7 +34,7 @@ from layerzero.runtime.current import builtin_ops
 
 __all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named"]
 
-Lying = Sequence[Sequence[int] | None]
+ArgumentStrides = Sequence[Sequence[int] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ def buildable(op: str) -> bool:
 
 
 def build(
-    context: Context, *, device: torch.device | str | None = None, seed: int = 0, strides: Lying | None = None
+    context: Context, *, device: torch.device | str | None = None, seed: int = 0, strides: ArgumentStrides | None = None
 ) -> Call:
     """Tensors for a context on a device (default: the context's own); equal seeds give equal numbers on a device.
 
@@ -237,7 +237,7 @@ def _shifted(tensor: Tensor) -> Tensor:
     return view
 
 
-def _relaid(args: tuple[Any, ...], strides: Lying) -> tuple[Any, ...]:
+def _relaid(args: tuple[Any, ...], strides: ArgumentStrides) -> tuple[Any, ...]:
     if len(strides) != len(args):
         raise InvalidInputError(
             code="VALUE_INVALID", value=f"strides of {len(strides)} arguments", limit=f"those of {len(args)}"

@@ -28,7 +28,7 @@ from layerzero.model.variants import twins
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.tuning.inputs import Call, build, conditions
-from layerzero.tuning.neutral import neutral
+from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate
 from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
 from layerzero_tune.timing.clock import RULES, clock_for, graphed
@@ -36,7 +36,7 @@ from layerzero_tune.timing.host_load import load, others
 from layerzero_tune.timing.launches import with_launches
 from layerzero_tune.timing.race import over_time, race
 from layerzero_tune.timing.steady import Pace, pace
-from layerzero_tune.timing.steal_time import calmly
+from layerzero_tune.timing.steal_time import with_little_steal
 
 __all__ = ["CALL", "Entry", "Outcome", "compete"]
 
@@ -149,13 +149,14 @@ def compete(
         ctx = describe(spec, call.args, call.layout, asked.backend, world)
         if mode == "graph":
             ctx = replace(ctx, capturing=True)
-        calm = neutral(world)  # no wish or table keeps a kernel out of the race, and none waits for its compiler
-        decision = select(ctx, calm)
+        # No wish or table keeps a kernel out of the race, and none waits for its compiler.
+        measuring = measurement_settings(world)
+        decision = select(ctx, measuring)
         chosen = decide(spec, ctx, world).chosen
         wanted = set(only)
         names = [item for item in decision.ranking if not wanted or wanted & {item, item.partition(".")[0]}]
         gate = Gate(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
-        kernels, entries = _admitted(spec, decision, calm, names, call, gate)
+        kernels, entries = _admitted(spec, decision, measuring, names, call, gate)
         calls: dict[str, Callable[[], Any]] = dict(kernels)
         plain = torch_default(ctx.op, {**dict(zip(spec.arguments, call.args, strict=True)), "layout": _layout(call)})
         if plain is not None:
@@ -163,11 +164,11 @@ def compete(
         if chosen in kernels and mode == "eager":
             calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
         # A kernel does not race against itself: the other name has the same time, and its own error.
-        same = {} if ctx.needs_grad else twins({item: calm.registry.kernels[item] for item in kernels})
+        same = {} if ctx.needs_grad else twins({item: measuring.registry.kernels[item] for item in kernels})
         before, used = pace(), load()
         racing = {item: run for item, run in calls.items() if item not in same}
         clocked = functools.partial(_timed, racing, entries, place, mode, seconds, least, spread)
-        (timed, spent), stolen = calmly(clocked) if place.startswith("cpu") else (clocked(), 0.0)
+        (timed, spent), stolen = with_little_steal(clocked) if place.startswith("cpu") else (clocked(), 0.0)
         timed |= {item: replace(timed[of], error=entries[item].error) for item, of in same.items() if of in timed}
         speed, busy = Pace(before, pace()), others(used, load())
     return Outcome(

@@ -27,7 +27,7 @@ from layerzero.model.op import Op
 from layerzero.numerics import assert_close, tolerance
 from layerzero.selection.world import World
 from layerzero_tune.timing.clock import clock_for
-from layerzero_tune.timing.common_mode import evened
+from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.launches import with_launch
 
 __all__ = ["Candidate", "Cost", "Meter"]
@@ -119,7 +119,7 @@ class Meter:
         known = self._turns.setdefault(keys, [])
         known.extend(turns)
         columns = dict(zip(keys, map(list, zip(*known, strict=True)), strict=True))
-        for key, taken in evened(columns).items():
+        for key, taken in without_common_mode(columns).items():
             self._placed[key] = Cost(statistics.median(taken), "in place")
 
     def right(self, kernel: KernelSpec, ctx: Context, run: Callable[..., Any], args: tuple[Any, ...]) -> bool:

@@ -55,7 +55,7 @@ def add(group: click.Group) -> None:
         help="Only look whether measured kernels still are as fast; re-tune those that are not.",
     )
     @click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
-    @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted sitting.")
+    @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(
         source: Path | None,
         grid: Path | None,
@@ -78,7 +78,7 @@ def add(group: click.Group) -> None:
         lz tune --grid benchmarks/grid.toml --budget 600
         lz tune --drift                          are the times of before still true?
 
-        No kernel is timed before its result is the reference's. A sitting that was interrupted goes on where it
+        No kernel is timed before its result is the reference's. A tuning run that was interrupted goes on where it
         stopped. Under torchrun the calls are split over the ranks. Exit code 1 when a call could not be measured.
         """
         import layerzero as lz

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-__all__ = ["evened"]
+__all__ = ["without_common_mode"]
 
 
-def evened(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def without_common_mode(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The samples of each kernel without what the kernels have in common in a turn; all have one in every turn.
 
     When the machine slows down it does so for all of them. That would count as spread of each, and a kernel that is a

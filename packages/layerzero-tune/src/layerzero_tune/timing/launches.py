@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero_tune.timing.clock import Clock, launch_clock
-from layerzero_tune.timing.common_mode import evened
+from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.race import Times
 from layerzero_tune.timing.steady import quick_core, quick_pace
 
@@ -135,7 +135,7 @@ def _launches(
     finally:
         if was_on:
             gc.enable()
-    return {name: Times.of(turns) for name, turns in evened(found).items()}
+    return {name: Times.of(turns) for name, turns in without_common_mode(found).items()}
 
 
 def _order(names: Sequence[str], turn: int) -> Sequence[str]:

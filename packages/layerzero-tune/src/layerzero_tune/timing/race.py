@@ -16,7 +16,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.measurements.noise import SURE, alike, median_error
 from layerzero.selection.score import tie
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
-from layerzero_tune.timing.common_mode import evened
+from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.steady import quick_core
 
 __all__ = ["LOOKS", "Race", "Times", "calls_a_sample", "leader", "over_time", "race", "winner_of"]
@@ -178,7 +178,7 @@ def _race(
         if was_on:
             gc.enable()
     if rounds is not None:
-        samples = evened(samples)
+        samples = without_common_mode(samples)
         clear = _clear(samples, {name: statistics.median(found) for name, found in samples.items()}, noise)
     times = {name: Times.of(found) for name, found in samples.items()}
     return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerzero_tune.timing.clock import Clock
 
-__all__ = ["hopeful", "screened"]
+__all__ = ["pass_screening", "screened"]
 
 _HOPELESS = 4.0  # a kernel whose fastest sample takes so many times the best one's is not raced
 _NEAR_US = 100.0  # but whoever is no further behind than this is: a late launch or an interruption is of that size
@@ -29,7 +29,7 @@ def screened(calls: Mapping[str, Callable[[], Any]], clock: Clock) -> dict[str, 
     return found
 
 
-def hopeful(samples: Mapping[str, list[float]]) -> list[str]:
+def pass_screening(samples: Mapping[str, list[float]]) -> list[str]:
     """Who may win: the fastest sample of each, against the middle one of the best. One sample that came late does not
     send its kernel away, one that met an idle machine for once does not send away the others."""
     best = min(statistics.median(found) for found in samples.values())

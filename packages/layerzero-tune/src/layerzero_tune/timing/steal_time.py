@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-__all__ = ["LIMIT", "Ticks", "calmly", "ticks"]
+__all__ = ["LIMIT", "Ticks", "ticks", "with_little_steal"]
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def ticks(path: str = "/proc/stat") -> Ticks | None:
     return Ticks(stolen, user + nice + system + irq + softirq + stolen) if name == "cpu" else None
 
 
-def calmly(
+def with_little_steal(
     run: Callable[[], T],
     read: Callable[[], Ticks | None] | None = None,
     wait: Callable[[float], None] = time.sleep,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from layerzero.model.config import Policy
 from layerzero.selection.world import Measurements, World
 
-__all__ = ["neutral"]
+__all__ = ["measurement_settings"]
 
 
-def neutral(world: World, *, jit: str = "block") -> World:
+def measurement_settings(world: World, *, jit: str = "block") -> World:
     """The World to measure in: what may not run may not, but no wish, lock, table or earlier time has a say.
 
     With `jit="off"` kernels that are not compiled yet stay out.
