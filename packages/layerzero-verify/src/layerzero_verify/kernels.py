@@ -20,10 +20,10 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
-from layerzero.model.quant import QuantizedTensor
 from layerzero.numerics import Tolerance, compare
 from layerzero.numerics.tolerances import dtype_name
 from layerzero.public.control import scoped
+from layerzero.tuning.truth import computed, flat, reduction, truth
 from layerzero_verify.oracles import ORACLES
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
 from layerzero_verify.testing.cases import Case, Draw, Group, cases_of, declare, dtypes_of, load_cases
@@ -36,23 +36,6 @@ _SAME = Tolerance(0.0, 0.0)
 _RANDOM = frozenset({"dropout", "sampling", "speculation"})
 # Groups whose cases also run backward in every dtype, not in the most exact one alone.
 _EVERY_DTYPE = frozenset({"result"})
-
-
-def flat(result: Any) -> list[Tensor]:
-    """The tensors of a result, in order; a quantized one by the values its codes stand for."""
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, QuantizedTensor):
-        reference = current_world().ops["dequantize"].fallback_impl
-        assert reference is not None
-        return [reference(result, torch.float32)]
-    if isinstance(result, dict):
-        return [item for part in result.values() for item in flat(part)]
-    if isinstance(result, (tuple, list)):
-        return [item for part in result for item in flat(part)]
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        return [item for field in dataclasses.fields(result) for item in flat(getattr(result, field.name))]
-    return []
 
 
 class Bench:
@@ -133,22 +116,12 @@ class Bench:
         return scoped(locks={self.op.op_id: self.spec.kernel_id}, on_fault="raise", jit="block", on_first_use="off")
 
     def truth(self, args: tuple[Any, ...]) -> Any:
-        """The result in float64; for a reference kernel by a formula of its own where there is one.
-
-        Quantizing is defined on the numbers as they are given: wider ones would round to other codes.
-        """
-        assert self.op.fallback_impl is not None
-        if self.op.output_kind == "quantized":
-            return self.op.fallback_impl(*args)
-        wide = tuple(
-            item.double() if isinstance(item, Tensor) and item.is_floating_point() and _computed(item) else item
-            for item in args
-        )
+        """The result in float64; for a reference kernel by a formula of its own where there is one."""
         if self.is_reference and self.op.op_id in ORACLES:
-            found = ORACLES[self.op.op_id](*wide)
+            found = ORACLES[self.op.op_id](*(item.double() if computed(item) else item for item in args))
             if found is not NotImplemented:
                 return found
-        return self.op.fallback_impl(*wide)
+        return truth(self.op, args)
 
     def at(self, case: Case, group: str) -> dict[str, str]:
         """Where a check of a case belongs."""
@@ -176,7 +149,7 @@ class Bench:
         if len(got) != len(want):
             yield failed(1, name, f"{len(got)} results, expected {len(want)}", **where)
             return
-        bound = kernel(self.op.stands_for or self.op.op_id, case.dtype, k=_reduction(args), declared=self.loss(case))
+        bound = kernel(self.op.stands_for or self.op.op_id, case.dtype, k=reduction(args), declared=self.loss(case))
         for index, (left, right) in enumerate(zip(got, want, strict=True)):
             report = compare(left, right, bound)
             check = of_error(1, name, report, **where)
@@ -294,17 +267,6 @@ def guarded(name: str, where: dict[str, str], check: Callable[[], Iterator[Check
         yield from list(check())
     except Exception as error:
         yield failed(1, name, error, **where)
-
-
-def _computed(item: Tensor) -> bool:
-    """Storage formats (float8) are codes to be read, not numbers to be widened."""
-    return item.element_size() > 1
-
-
-def _reduction(args: tuple[Any, ...]) -> int:
-    """The length of the longest sum: the last axis of the first tensor, or of the second for a product."""
-    sizes = [item.shape[-1] for item in args[:2] if isinstance(item, Tensor) and item.ndim]
-    return max([*sizes, 1])
 
 
 def _widened(item: Any) -> Any:

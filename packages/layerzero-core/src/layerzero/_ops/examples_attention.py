@@ -115,12 +115,13 @@ def paged_batch(draw: Draw) -> PagedBatch:
         queries = spread(tokens, batch, most)
         longest = max(longest, max(queries, default=0))
     lengths = [longest] * batch
+    if queries is None:
+        return make_paged_batch(table, _told(draw, lengths), None, lengths)
+    return make_paged_batch(table, _told(draw, lengths), _told(draw, queries), (lengths, queries))
 
-    def told(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=index, device="cpu").to(draw.device)
 
-    host: Any = lengths if queries is None else (lengths, queries)
-    return make_paged_batch(table, told(lengths), None if queries is None else told(queries), host)
+def _told(draw: Draw, values: Any) -> Tensor:
+    return torch.tensor(values, dtype=draw.index("int32"), device="cpu").to(draw.device)
 
 
 def spread(total: int, count: int, longest: int) -> list[int]:
@@ -185,8 +186,8 @@ def varlen(draw: Draw) -> Args:
     lengths_q, lengths_k = spread(tokens, batch, longest_q), spread(tokens_k, batch, longest_k)
     if ctx.seq_relation != "equal":
         lengths_k = _unlike(lengths_k[::-1], lengths_q)
-    offsets_q = _offsets(draw, lengths_q)
-    offsets_k = offsets_q if ctx.seq_relation == "equal" else _offsets(draw, lengths_k)
+    offsets_q = _told(draw, [0, *accumulate(lengths_q)])
+    offsets_k = offsets_q if ctx.seq_relation == "equal" else _told(draw, [0, *accumulate(lengths_k)])
     shapes = [(tokens, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, draw.size("head_dim_v", dim))]
     query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
     return (
@@ -208,10 +209,6 @@ def _unlike(lengths: list[int], others: list[int]) -> list[int]:
     return found
 
 
-def _offsets(draw: Draw, lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=draw.index("int32"), device="cpu").to(draw.device)
-
-
 def grouped(draw: Draw) -> Args:
     """Every group of a sequence attends a longer prefix than the one before; the last attends all of it."""
     ctx = draw.ctx
@@ -221,13 +218,9 @@ def grouped(draw: Draw) -> Args:
     offsets_q = [rows * place for place in range(groups * batch + 1)]
     offsets_k = [cols * place for place in range(batch + 1)]
     lengths = [[cols * (group + 1) // groups] * batch for group in range(groups)]
-    index = draw.index("int32")
-    tensors = [
-        torch.tensor(values, dtype=index, device="cpu").to(draw.device) for values in (offsets_q, offsets_k, lengths)
-    ]
-    plan = make_grouped_batch(
-        tensors[0], tensors[1], tensors[2].reshape(groups, batch), (offsets_q, offsets_k, lengths)
-    )
+    host = offsets_q, offsets_k, lengths
+    ends_q, ends_k, prefixes = (_told(draw, values) for values in host)
+    plan = make_grouped_batch(ends_q, ends_k, prefixes.reshape(groups, batch), host)
     total_q, total_k = offsets_q[-1], offsets_k[-1]
     shapes = [(total_q, heads, dim), (total_k, kv_heads, dim), (total_k, kv_heads, draw.size("head_dim_v", dim))]
     query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))

@@ -30,7 +30,7 @@ def _other_dtype(draw: Draw) -> torch.dtype:
 def norm(draw: Draw) -> Args:
     """The norms, with and without residual, weight and bias."""
     ctx = draw.ctx
-    hidden = draw.size("hidden")
+    hidden, eps = draw.size("hidden"), draw.choice("eps", 1e-5 if ctx.op == "layer_norm" else 1e-6)
     x = draw.main(*draw.rows_of("rows", "hidden"))
     weight = None
     if "no_weight" not in ctx.needs:
@@ -38,11 +38,11 @@ def norm(draw: Draw) -> Args:
     if ctx.op in ("add_rms_norm", "gemma_add_rms_norm"):
         # Without a weight it is the residual that has another dtype.
         dtype = _other_dtype(draw) if weight is None else draw.dtype()
-        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype)), weight, 1e-6)
+        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype, scale=draw.choice("scale", 1.0))), weight, eps)
     if ctx.op == "layer_norm":
         bias = draw.leaf(draw.normal(hidden, dtype=_other_dtype(draw))) if "bias" in ctx.needs else None
-        return (x, weight, bias, 1e-5)
-    return (x, weight, 1e-6)
+        return (x, weight, bias, eps)
+    return (x, weight, eps)
 
 
 def rotary(draw: Draw) -> Args:
@@ -63,17 +63,19 @@ def rotary(draw: Draw) -> Args:
     dtype = draw.choice("tables", draw.dtype())
     if "mixed_tables" in needs:
         dtype = torch.float32 if dtype is not torch.float32 else torch.float16
-    angles = torch.arange(max(seq, 1), dtype=torch.float32, device=draw.device).unsqueeze(-1) / (
-        10000.0 ** (torch.arange(rotary // 2, dtype=torch.float32, device=draw.device) * 2 / max(rotary, 1))
-    )
-    if "batched_tables" in needs:
-        angles = torch.cat((angles, angles), -1).expand(batch, -1, -1).contiguous()
+    length = 2 * seq + 16 if "position_ids" in needs else max(seq, 1)
+    rates = 10000.0 ** (torch.arange(rotary // 2, device=draw.device) * -2 / max(rotary, 1))
+    angles = torch.arange(length, device=draw.device).unsqueeze(-1) * rates
+    if "batched_tables" in needs:  # full width; neither the two of a pair nor two sequences need the same entries
+        angles = angles.repeat_interleave(2, -1) if "interleaved" in needs else torch.cat((angles, angles), -1)
+        apart = torch.linspace(1.0, 0.9, batch, device=draw.device)[:, None, None]
+        angles = angles * torch.linspace(1.0, 1.1, angles.shape[-1], device=draw.device) * apart
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    positions = torch.arange(seq, device=draw.device) if "position_ids" in needs else None
+    positions = draw.integers(length, batch, seq) if "position_ids" in needs else None
     layout = (ctx.layout or Layout.BHSD).value
     first = (*made, cos, sin, "interleaved" in needs, layout, positions)
     if ctx.op == "xpos":
-        return (*first, 512.0, 0.4, seq / 2)
+        return (*first, 64.0 if seq <= 64 else 512.0, 0.4, seq / 2)  # so small that a few positions show the decay
     return (*first, "inplace" in needs)
 
 

@@ -87,11 +87,13 @@ def cross_entropy(draw: Draw) -> Args:
     needs, rank = draw.ctx.needs, draw.ctx.rank
     rows, vocab = draw.size("rows"), draw.size("vocab")
     shape = () if rank == 1 else (*(1,) * (rank - 2), rows)
-    logits = draw.main(*shape, vocab)
-    labels = draw.integers(vocab, *shape, dtype=draw.index())
-    smoothing = 0.1 if "label_smoothing" in needs else None
-    softcap, z_loss = draw.choice("softcap", 30.0) if "softcap" in needs else None, 1e-4 if "z_loss" in needs else None
-    return (logits, labels, -100, smoothing, softcap, z_loss, "mean", "lse" in needs)
+    logits, labels = draw.main(*shape, vocab), draw.integers(vocab, *shape, dtype=draw.index())
+    share = {"none": 0.0, "some": 0.4, "all": 1.0}[draw.choice("ignored", "none")]
+    if share:
+        labels = labels.masked_fill(draw.uniform(*shape) < share, -100)
+    usual = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
+    options = (draw.choice(name, value) if name in needs else None for name, value in usual.items())
+    return (logits, labels, -100, *options, draw.choice("reduction", "mean"), "lse" in needs)
 
 
 def gate(draw: Draw) -> Args:

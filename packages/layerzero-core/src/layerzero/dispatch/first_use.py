@@ -401,7 +401,7 @@ def _differs(
     ctx: Context, mine: Any, base: Any, args: tuple[Any, ...], *, gradient: bool = False
 ) -> tuple[str | None, float]:
     """What is wrong with a result, and how far it is off at most."""
-    from layerzero.tuning.truth import _reduction, flat
+    from layerzero.tuning.truth import flat, reduction
 
     ours, theirs = flat(mine), flat(base)
     if not theirs:  # text, lists of ids
@@ -417,7 +417,7 @@ def _differs(
             if not torch.equal(left, right):
                 return "other values", worst
             continue
-        row = tolerance(ctx.op, left.dtype, k=_reduction(args))
+        row = tolerance(ctx.op, left.dtype, k=reduction(args))
         if gradient and row.exact:
             row = tolerance("gradient", left.dtype)
         found = compare(left, right, row)

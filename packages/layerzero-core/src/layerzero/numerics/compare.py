@@ -17,6 +17,7 @@ __all__ = ["ErrorLocation", "ErrorReport", "assert_close", "compare"]
 
 _REL_EPS = 1e-8
 _TOP = 5
+_NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "mse", "hit_ratio", "used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,8 @@ class ErrorLocation:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; NaN and infinities are written as words."""
-        return {
-            "index": list(self.index),
-            "actual": _number(self.actual),
-            "expected": _number(self.expected),
-            "abs_error": _number(self.abs_error),
-            "rel_error": _number(self.rel_error),
-        }
+        names = ("actual", "expected", "abs_error", "rel_error")
+        return {"index": list(self.index), **{name: _number(getattr(self, name)) for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +114,7 @@ class ErrorReport:
             "expected_dtype": self.expected_dtype,
             "rtol": self.tolerance.rtol,
             "atol": self.tolerance.atol,
-            "max_abs": _number(self.max_abs),
-            "mean_abs": _number(self.mean_abs),
-            "max_rel": _number(self.max_rel),
-            "mean_rel": _number(self.mean_rel),
-            "cosine": _number(self.cosine),
-            "mse": _number(self.mse),
-            "hit_ratio": _number(self.hit_ratio),
-            "used": _number(self.used),
+            **{name: _number(getattr(self, name)) for name in _NUMBERS},
             "nan_mismatches": self.nan_mismatches,
             "inf_mismatches": self.inf_mismatches,
             "worst": [spot.to_json() for spot in self.worst],

@@ -17,8 +17,9 @@ from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
+from layerzero.tuning.truth import Verdict, flat
 
-__all__ = ["Draws"]
+__all__ = ["UNLIKELY", "Draws", "chi_square"]
 
 UNLIKELY = 1e-6  # a right kernel falls below this once in a million checks
 _DRAWS = 4096
@@ -57,8 +58,6 @@ class Draws:
         return (peaked, *args[1:])
 
     def _draw(self, run: Any, seed: int) -> list[Tensor]:
-        from layerzero.tuning.truth import flat
-
         device = self._args[0].device if isinstance(self._args[0], Tensor) else torch.device("cpu")
         torch.manual_seed(seed)
         args = tuple(
@@ -80,10 +79,8 @@ class Draws:
         found: Tensor = reference(logits[:1], *one)
         return found[0].double()
 
-    def check(self, run: Callable[..., Any]) -> Any:
+    def check(self, run: Callable[..., Any]) -> Verdict:
         """The verdict on a kernel."""
-        from layerzero.tuning.truth import Verdict
-
         with torch.no_grad():
             once, again = self._draw(run, 11), self._draw(run, 11)
             if not all(torch.equal(left, right) for left, right in zip(once, again, strict=True)):
@@ -100,9 +97,7 @@ class Draws:
                 return Verdict(False, why="other tokens than the reference for the same seed")
             return self._counted(run)
 
-    def _dropped(self, once: list[Tensor]) -> Any:
-        from layerzero.tuning.truth import Verdict
-
+    def _dropped(self, once: list[Tensor]) -> Verdict:
         out = once[0].float()
         share = self._args[4]
         off = float((out.mean() - 1.0).abs())
@@ -111,9 +106,7 @@ class Draws:
             return Verdict(False, off, f"dropout of {share} gave a mean of {1 + off:.3g} for values of one")
         return Verdict(True, off)
 
-    def _counted(self, run: Callable[..., Any]) -> Any:
-        from layerzero.tuning.truth import Verdict
-
+    def _counted(self, run: Callable[..., Any]) -> Verdict:
         assert self._probs is not None
         counts = torch.zeros_like(self._probs)
         seen = 0
@@ -133,8 +126,13 @@ class Draws:
 
 
 def chi_square(counts: Tensor, probs: Tensor) -> float:
-    """The chance that draws from `probs` differ from it by as much as these counts do; 0 for an impossible token."""
-    seen, share = counts.double().cpu(), probs.double().cpu()
+    """The chance that draws from `probs` differ from it by as much as these counts do; 0 for an impossible token.
+
+    Cells that expect fewer than five draws are taken together.
+    """
+    seen, share = counts.double().flatten().cpu(), probs.double().flatten().cpu()
+    if seen.shape != share.shape:
+        raise ValueError(f"{seen.numel()} counts for {share.numel()} probabilities")
     if bool((seen[share == 0] > 0).any()):
         return 0.0
     expected = share / share.sum() * seen.sum()

@@ -76,6 +76,8 @@ class Draw:
         drawn_in = wanted if wanted in (torch.float16, torch.bfloat16, torch.float64) else torch.float32
         found = torch.randn(shape, generator=self._generator, device=self.device, dtype=drawn_in)
         found = found.mul_(scale)
+        if self.choice("positive"):  # sums of one sign, which a narrow accumulator cannot hold
+            found = found.abs_().mul_(0.25).add_(0.5)
         if wanted is torch.bool:
             return found > 0
         return found if wanted is drawn_in else found.to(wanted)
@@ -98,7 +100,7 @@ class Draw:
         `axis` is the one along which a slice of a larger buffer is taken; `odd=False` stays contiguous where the class
         is "other", since one odd tensor among several makes it so.
         """
-        found = self.normal(*shape, dtype=self.dtype(place))
+        found = self.normal(*shape, dtype=self.dtype(place), scale=self.choice("scale", 1.0))
         if odd or self.ctx.strides.order == "swapped" or self.ctx.strides.last != 1:
             found = lay(found, self.ctx.strides, axis)
         if not self.ctx.aligned_pointers:

@@ -27,12 +27,11 @@ from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.pieces import Piece, pieces
 
-__all__ = ["Gate", "Verdict", "flat"]
+__all__ = ["Gate", "Verdict", "computed", "flat", "reduction", "truth"]
 
 # Numbers in the largest intermediate of the truth; beyond it pieces stand for the whole.
 ROOM = {"cpu": 1 << 21, "cuda": 1 << 27}
 _WIDEN = 1 << 28  # elements up to which inputs are widened to float64
-_GIVEN = frozenset({"quantize", "dequantize", "cast"})  # defined on the numbers as they are: wider ones round elsewhere
 _GRADIENT = {"float32": 1e-5}
 
 Run = Callable[..., Any]
@@ -55,11 +54,25 @@ def flat(result: Any) -> list[Tensor]:
         reference = builtin_ops["dequantize"].fallback_impl
         assert reference is not None
         return [reference(result, torch.float32)]
+    if isinstance(result, dict):
+        result = tuple(result.values())
     if isinstance(result, (tuple, list)):
         return [item for part in result for item in flat(part)]
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return [item for part in dataclasses.fields(result) for item in flat(getattr(result, part.name))]
     return []
+
+
+def truth(op: OperationSpec, args: tuple[Any, ...]) -> Any:
+    """The right result for canonical arguments: the op's own `truth`, else its reference, on the numbers in float64.
+
+    Codes, copies and conversions are defined on the numbers as they are given: wider ones would round elsewhere.
+    """
+    formula = getattr(op, "truth", None) or op.fallback_impl
+    assert callable(formula), f"op {op.op_id} has no reference to compare with"
+    if op.output_kind == "quantized" or getattr(op, "tolerance", "") == "exact":
+        return formula(*args)
+    return formula(*(item.double() if computed(item) else item for item in args))
 
 
 class Gate:
@@ -97,8 +110,7 @@ class Gate:
         try:
             with full_float32():
                 if self._random:
-                    drawn: Verdict = self._draws.check(run)
-                    return drawn
+                    return self._draws.check(run)
                 return self._compared(kernel, run)
         except Exception as error:
             if from_outside(error):
@@ -108,9 +120,9 @@ class Gate:
     # -- the truth -----------------------------------------------------------------------------------
     def _reference(self, op: str, args: tuple[Any, ...], *, wide: bool = True) -> Any:
         spec = self._spec if op == self._spec.op_id else builtin_ops[op]
+        if wide and _size(args) <= _WIDEN:
+            return truth(spec, args)
         assert spec.fallback_impl is not None
-        if wide and spec.op_id not in _GIVEN and _size(args) <= _WIDEN:
-            args = tuple(item.double() if _computed(item) else item for item in args)
         return spec.fallback_impl(*args)
 
     def _affordable(self, args: tuple[Any, ...]) -> bool:
@@ -159,7 +171,7 @@ class Gate:
         word = self._ctx.dtype if self._ctx.autocast is None else dtype_name(result.dtype)
         if self._spec.output_kind == "quantized":
             word = self._ctx.quant_format or word
-        row = tolerance(op, word, k=_reduction(args))
+        row = tolerance(op, word, k=reduction(args))
         declared = self._declared(kernel)
         return Tolerance(max(row.rtol, declared), max(row.atol, declared), row.hit_ratio, row.mode, row.ulps)
 
@@ -172,7 +184,7 @@ class Gate:
         return Tolerance(rtol, rtol * max(1.0, largest), base.hit_ratio, base.mode, base.ulps)
 
 
-def _computed(item: Any) -> bool:
+def computed(item: Any) -> bool:
     """A floating tensor of numbers; storage formats (float8) are codes to be read."""
     return isinstance(item, Tensor) and item.is_floating_point() and item.element_size() > 1
 
@@ -183,11 +195,12 @@ def _size(args: tuple[Any, ...]) -> int:
 
 def _leaf(item: Any) -> Any:
     if not isinstance(item, Tensor) or not item.requires_grad:
-        return item.double() if _computed(item) else item
+        return item.double() if computed(item) else item
     return item.detach().double().requires_grad_()
 
 
-def _reduction(args: tuple[Any, ...]) -> int:
+def reduction(args: tuple[Any, ...]) -> int:
+    """The length of the longest sum: the last axis of the first tensor, or of the second for a product."""
     sizes = [item.shape[-1] for item in args[:2] if isinstance(item, Tensor) and item.ndim]
     return max([*sizes, 1])
 

@@ -9,19 +9,33 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero._ops.signature import PUBLIC
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import Op
 from layerzero.tuning import inputs
 
-__all__ = ["GROUPS", "Case", "Draw", "Group", "Maker", "cases_of", "declare", "dtypes_of", "fit", "group", "load_cases"]
+__all__ = [
+    "GROUPS",
+    "Case",
+    "Draw",
+    "Group",
+    "Maker",
+    "cases_of",
+    "declare",
+    "dtypes_of",
+    "example",
+    "fit",
+    "group",
+    "load_cases",
+]
 
 # dtypes the kit can draw and compare; the most exact first.
 _TESTABLE = ("float32", "float64", "float16", "bfloat16")
@@ -106,21 +120,34 @@ def group(name: str, op: str, *requires: str, every_dtype: bool = False) -> Call
     return register
 
 
+def example(
+    op: Op | str,
+    spec: KernelSpec,
+    sizes: Mapping[str, int],
+    needs: Iterable[str] = (),
+    choices: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Maker:
+    """The op's own example at these sizes, moved to what the kernel's limits allow."""
+    dims = tuple((name, fit(spec, name, size)) for name, size in sizes.items())
+
+    def make(draw: Draw) -> tuple[Any, ...]:
+        found = PUBLIC[op] if isinstance(op, str) else op
+        assert callable(found.example)
+        word = str(draw.dtype).removeprefix("torch.")
+        ctx = Context(found.op_id, dtype=word, dims=dims, needs=frozenset(needs), **{"rank": len(dims), **fields})
+        return found.example(inputs.Draw(ctx, draw.device, int(draw.integers(1 << 30, 1)), choices))
+
+    return make
+
+
 def declare(op: Op) -> None:
     """Cases of an op that says itself how a call is made: its sizes at their least and at their most, each feature."""
-    example = op.example
-    if not callable(example) or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
+    if op.example is None or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
         return
 
     def maker(spec: KernelSpec, place: int, *needs: str) -> Maker:
-        dims = tuple((name, fit(spec, name, sizes[place])) for name, sizes in op.sizes.items())
-
-        def make(draw: Draw) -> tuple[Any, ...]:
-            word = str(draw.dtype).removeprefix("torch.")
-            ctx = Context(op=op.op_id, dtype=word, dims=dims, needs=frozenset(needs), rank=len(dims))
-            return example(inputs.Draw(ctx, draw.device, int(draw.integers(1 << 30, 1))))
-
-        return make
+        return example(op, spec, {name: sizes[place] for name, sizes in op.sizes.items()}, needs)
 
     @group("result", op.op_id, every_dtype=True)
     def plain(spec: KernelSpec) -> Iterator[tuple[str, Maker]]:

@@ -31,24 +31,6 @@ def _linear(spec: KernelSpec) -> Pairs:
     yield "long_product", make
 
 
-def _norms(op: str) -> None:
-    @group("accumulation", op, every_dtype=True)
-    def _norm(spec: KernelSpec) -> Pairs:
-        hidden = fit(spec, "hidden", 2048)
-
-        def make(draw: Draw) -> tuple[Any, ...]:
-            x, weight = _positive(draw, 3, hidden), _positive(draw, hidden)
-            if op == "add_rms_norm":
-                return x, _positive(draw, 3, hidden), weight, 1e-6
-            return x, weight, 1e-6
-
-        yield "long_row", make
-
-
-for _op in ("rms_norm", "add_rms_norm"):
-    _norms(_op)
-
-
 @group("accumulation", "attention", every_dtype=True)
 def _attention(spec: KernelSpec) -> Pairs:
     dim, heads, keys = fit(spec, "head_dim", 32), fit(spec, "num_heads", 2), fit(spec, "seq_len_k", 512)

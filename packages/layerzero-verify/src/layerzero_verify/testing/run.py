@@ -12,6 +12,7 @@ from layerzero.model.enums import Layout
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Call, OperationSpec
 from layerzero.numerics import Tolerance, assert_close, tolerance
+from layerzero.tuning.truth import truth
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit, import_string
 
@@ -64,13 +65,7 @@ def _op(kit: Kit, case: Case) -> OperationSpec:
 
 def expected(kit: Kit, case: Case, args: tuple[Any, ...]) -> Any:
     """The reference's result, computed in float64 from the very same (already rounded) inputs."""
-    op = _op(kit, case)
-    assert op.fallback_impl is not None, f"op {op.op_id} has no reference to compare with"
-
-    def wide(item: Any) -> Any:
-        return item.double() if isinstance(item, Tensor) and item.is_floating_point() else item
-
-    return op.fallback_impl(*(wide(item) for item in args))
+    return truth(_op(kit, case), args)
 
 
 def context(kit: Kit, case: Case, args: tuple[Any, ...], *, needs_grad: bool = False) -> Context:
