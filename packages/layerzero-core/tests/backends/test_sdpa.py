@@ -18,6 +18,7 @@ CUDA_KERNELS = (
     "sdpa.attention.efficient",
     "sdpa.attention.cudnn",
     "sdpa.attention.math",
+    "sdpa.attention.default",
 )
 KERNELS = [pytest.param("cpu", name, id=f"cpu-{name}") for name in CPU_KERNELS] + [
     pytest.param("cuda", name, id=f"cuda-{name}", marks=pytest.mark.gpu) for name in CUDA_KERNELS

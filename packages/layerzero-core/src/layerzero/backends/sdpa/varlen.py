@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero.backends.sdpa.kernels import flash_cpu
 from layerzero.model.attention import packed
 
-__all__ = ["attend_cpu", "each_cpu"]
+__all__ = ["attend_cpu", "each_cpu", "mask_of"]
 
 
 def each_cpu(
@@ -91,13 +91,13 @@ def attend_cpu(
         return (out, query.new_full((count, heads, rows), -torch.inf, dtype=torch.float32)) if return_lse else out
     if rows > 1 or is_causal is True:
         square = bool(is_causal) and rows == cols and window is None and alibi_slopes is None
-        mask = None if square else _bias(rows, cols, is_causal, window, alibi_slopes, query)
+        mask = None if square else mask_of(rows, cols, is_causal, window, alibi_slopes, query)
         return flash_cpu(query, key, value, mask, 0.0, square, scale, None, None, None, return_lse)
     # One row at the end: a window is a slice of the keys, and the heads of a GQA group are rows that share them.
     left = -1 if window is None else window[0]
     if 0 <= left < cols - 1:
         key, value, cols = key[:, :, -left - 1 :], value[:, :, -left - 1 :], left + 1
-    bias = _bias(1, cols, False, None, alibi_slopes, query)
+    bias = mask_of(1, cols, False, None, alibi_slopes, query)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], kv_heads, heads // kv_heads, cols)
     grouped = query.reshape(count, kv_heads, heads // kv_heads, query.shape[3])
@@ -107,7 +107,7 @@ def attend_cpu(
     return out if lse is None else (out, lse.reshape(count, heads, 1))
 
 
-def _bias(
+def mask_of(
     rows: int,
     cols: int,
     is_causal: bool | str,

@@ -1,11 +1,31 @@
-"""Gemma's norms on torch's fused RMSNorm."""
+"""Norms on torch's fused ones in the wide precision: Gemma's, and those whose weight has another dtype than x."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["gemma_add_rms_norm", "gemma_rms_norm"]
+__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`torch.rms_norm` in the wide precision, rounded once, to the dtype of x."""
+    wide = _wide(x, weight)
+    scale = None if weight is None else weight.to(wide)
+    return torch.rms_norm(x.to(wide), (x.shape[-1],), scale, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Add, then the norm of the sum in the stream's own dtype."""
+    stream = (x + residual).to(residual.dtype)
+    return rms_norm(stream, weight, eps).to(x.dtype), stream
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`torch.layer_norm` in the wide precision, rounded once, to the dtype of x."""
+    wide = _wide(x, weight, bias)
+    scale, shift = (None if item is None else item.to(wide) for item in (weight, bias))
+    return torch.layer_norm(x.to(wide), (x.shape[-1],), scale, shift, eps).to(x.dtype)
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,5 +41,9 @@ def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
+    wide = _wide(x, weight)
     return torch.rms_norm(x.to(wide), (x.shape[-1],), 1.0 + weight.to(wide), eps)
+
+
+def _wide(*tensors: Tensor | None) -> torch.dtype:
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32

@@ -10,6 +10,10 @@ the reference's; only the way to the kept tokens differs.
 
 The last, and one k a row, look at numbers before they go on, which is free on the CPU only: elsewhere the reference
 sorts.
+
+On an accelerator launches cost more than arithmetic: `sample_sorted` and its kin sort once, as a torch user would, with
+a third of the reference's launches, and draw by a race of exponential clocks: another token than the reference's for
+the same generator state, from the same distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +25,15 @@ from torch import Tensor
 
 from layerzero.backends.reference import sampling as reference
 
-__all__ = ["sample", "sample_topk", "sample_topp", "sampling_probs"]
+__all__ = [
+    "sample",
+    "sample_sorted",
+    "sample_topk",
+    "sample_topk_sorted",
+    "sample_topp",
+    "sample_topp_sorted",
+    "sampling_probs",
+]
 
 Param = float | Tensor
 
@@ -81,6 +93,69 @@ def sampling_probs(
     head = reference.greedy(logits).unsqueeze(1)
     certain = (torch.arange(logits.shape[-1], device=logits.device) == head).to(dtype)
     return torch.where(temperature.to(probs.device).unsqueeze(1) > 0, probs, certain)
+
+
+def sample_topk_sorted(
+    logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None
+) -> Tensor:
+    """`sample_sorted` with one filter."""
+    return sample_sorted(logits, k, None, None, temperature, generator)
+
+
+def sample_topp_sorted(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
+    """`sample_sorted` with one filter."""
+    return sample_sorted(logits, None, p, None, temperature, generator)
+
+
+def sample_sorted(
+    logits: Tensor,
+    top_k: int | Tensor | None,
+    top_p: Param | None,
+    min_p: Param | None,
+    temperature: Param,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """One stable sort of the vocabulary, filters on the ranking, one draw. The host never waits for the device."""
+    if not isinstance(temperature, Tensor) and temperature <= 0:
+        return reference.greedy(logits)
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
+        values, ids = values[:, :top_k], ids[:, :top_k]
+    head = values[:, :1]
+    # inf - inf is NaN and counts as no distance, as in the reference; a row without a distribution is left out below.
+    weights = (values.to(_wide(logits)) - head).nan_to_num_(nan=0.0, neginf=-math.inf)
+    hot = None
+    if isinstance(temperature, Tensor):
+        column = reference.column(temperature, weights)
+        hot = column > 0
+        temperature = torch.where(hot, column, 1.0)
+    weights = weights.div_(temperature).exp_()
+    if isinstance(top_k, Tensor):
+        limit = top_k.to(logits.device).reshape(-1, 1)
+        rank = torch.arange(weights.shape[-1], device=logits.device)
+        weights = weights.masked_fill_((rank >= limit) & (limit > 0), 0.0)
+    if isinstance(top_p, Tensor) or (top_p is not None and top_p < 1):
+        weights = weights.masked_fill_(_beyond(weights, top_p), 0.0)
+    if min_p is not None:
+        least = reference.column(min_p, weights).clamp(max=1) if isinstance(min_p, Tensor) else min(min_p, 1.0)
+        weights = weights.masked_fill_(weights < least, 0.0)
+    clocks = torch.empty(
+        weights.shape, dtype=weights.dtype, device=logits.device if generator is None else generator.device
+    )
+    clocks = clocks.exponential_(generator=generator).to(logits.device)
+    drawn = ids.gather(1, weights.div_(clocks).argmax(dim=-1, keepdim=True))
+    if hot is not None:
+        drawn = torch.where(hot, drawn, ids[:, :1])  # the likeliest, the lower id first among equals
+    return torch.where(head > -math.inf, drawn, -1).squeeze(1)
+
+
+def _beyond(weights: Tensor, top_p: Param) -> Tensor:
+    """Which of the ranked weights lie beyond the smallest set that reaches top_p; the likeliest never does."""
+    mass = weights.cumsum(dim=-1)
+    share = reference.column(top_p, weights) if isinstance(top_p, Tensor) else top_p
+    goal = (mass[:, -1:] * (share - reference.SLACK)).clamp_(min=torch.finfo(weights.dtype).tiny)
+    found = mass.sub_(weights) >= goal
+    return found & (share < 1) if isinstance(share, Tensor) else found
 
 
 def _kept(
