@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import layerzero as lz
+from layerzero._ops.generated import public_form
 from layerzero._ops.signature import PUBLIC
+from layerzero.model.op import Op
+from layerzero.runtime.current import opaque_ops
 from layerzero.runtime.late_ops import LATE_OPS
+from layerzero.torch_ops import adopt, library
 from layerzero.torch_ops.declared import opaque_of
+from layerzero.torch_ops.functions import functions
 
 OPAQUE = {name: opaque_of(PUBLIC[name]) for name in PUBLIC if name not in LATE_OPS}
 OPS = [made for found in OPAQUE.values() for made in found if made.name != "linear_quantized"]
@@ -358,3 +365,19 @@ def test_functional_gradients_of_public_functions():
     x.requires_grad_(), weight.requires_grad_()
     lz.rms_norm(x, weight).square().sum().backward()
     torch.testing.assert_close(got, (x.grad, weight.grad))
+
+
+def test_a_plugins_op_that_comes_again_brings_its_own_shapes():
+    def lab_repeat(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), dim=-1)
+
+    library.register()
+    try:
+        for width in (6, 9):
+            fake = functools.partial(lambda width, x: x.new_empty((*x.shape[:-1], width)), width)
+            adopt(public_form(Op(function=lab_repeat, describe=lambda call: None, fake=fake)))
+            assert torch.ops.layerzero.lab_repeat(torch.empty(2, 3, device="meta")).shape == (2, width)
+    finally:
+        functions._declared.pop("lab_repeat")
+        functions._helpers.pop("lab_repeat")
+        opaque_ops.pop("lab_repeat")

@@ -63,8 +63,8 @@ def register() -> None:
 def add(op: Op) -> None:
     """Define the op of a plugin, where the others are defined already; else it is defined with them."""
     with _lock:
-        if _complete and not hasattr(_namespace, op.op_id):
-            for made in declared.opaque_of(op):
+        for made in declared.opaque_of(op) if _complete else ():
+            if not hasattr(_namespace, made.name):  # one that comes again has its own shapes and gradient now
                 _define(_library, made)
 
 
