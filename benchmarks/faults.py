@@ -34,7 +34,7 @@ os.environ.setdefault("LAYERZERO_PLUGINS", "")
 
 import layerzero as lz
 from layerzero.health.crash_markers import CrashMarkers
-from layerzero.runtime.quarantining import take_up
+from layerzero.runtime.crashes import take_up
 from layerzero.runtime.state import state
 from tools.load import Load
 

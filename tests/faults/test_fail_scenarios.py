@@ -257,7 +257,7 @@ FILLS = """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     from layerzero.health.quarantine import Quarantine
     from layerzero.reasons import reason
-    from layerzero.runtime.quarantining import put
+    from layerzero.runtime.crashes import put
     out = lz.rms_norm(X, W)
     device = lz.explain("rms_norm", X, W).decision.context.device
     wrote = put(state, SPEC, device, reason("DEVICE_POISONED", "boom", "cuda:0"))

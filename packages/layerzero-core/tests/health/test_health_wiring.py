@@ -30,7 +30,7 @@ from layerzero.health.registry import HealthRegistry
 from layerzero.health.sticky import LOST, POISONED, sticky
 from layerzero.plugin import hookimpl
 from layerzero.runtime import half_open
-from layerzero.runtime.quarantining import place
+from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero.runtime.watchdog import watchdog
 from tools import faulty_plugins as faults

@@ -26,7 +26,7 @@ from layerzero.measurements.believed import NOISE, believed, platform_of, versio
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
-from layerzero.runtime.proving import proof_registry
+from layerzero.runtime.proof_registry import proof_registry
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 from layerzero.telemetry.events import observed

@@ -68,7 +68,7 @@ def add(group: click.Group) -> None:
 
 
 def _quarantine() -> Quarantine:
-    from layerzero.runtime.quarantining import place
+    from layerzero.runtime.crashes import place
 
     file: Path | None = place()
     if file is None:

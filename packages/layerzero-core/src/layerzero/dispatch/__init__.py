@@ -1,1 +1,1 @@
-"""Dispatch: from a call to the kernel that really runs. `hot` keys, `bind` plans, `run` runs and fails over."""
+"""From a call to the kernel that runs: `hot` keys, `decide` decides, `bind` binds, `run` runs, `failover` replaces."""

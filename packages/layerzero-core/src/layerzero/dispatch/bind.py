@@ -24,7 +24,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.overlap import overlapping
 from layerzero.reasons import Reason, reason
-from layerzero.runtime.quarantining import first_run
+from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.isolation import apart

@@ -17,7 +17,7 @@ from layerzero.dispatch.faults import (
     out_of_memory,
     to_try_after,
 )
-from layerzero.dispatch.seen import bypass
+from layerzero.dispatch.traced_calls import bypass
 from layerzero.errors import (
     BackendNotAvailableError,
     CudaGraphUnsafeError,

@@ -20,8 +20,8 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason, reason
+from layerzero.runtime.crashes import child_crashed, first_run, put
 from layerzero.runtime.pressure import pressure
-from layerzero.runtime.quarantining import child_crashed, first_run, put
 from layerzero.runtime.state import state
 from layerzero.selection.memory import device_name, estimate, free_on, leaner
 from layerzero.selection.world import World

@@ -26,7 +26,7 @@ from torch import Tensor
 from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
-from layerzero.dispatch.drawn import example
+from layerzero.dispatch.example_calls import example
 from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory
 from layerzero.dispatch.price import price_us
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
@@ -37,8 +37,8 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.proof import kind_of
 from layerzero.numerics import compare, tolerance
 from layerzero.reasons import Reason, reason
-from layerzero.runtime.proving import BASELINES, proof_registry
-from layerzero.runtime.quarantining import put
+from layerzero.runtime.crashes import put
+from layerzero.runtime.proof_registry import BASELINES, proof_registry
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.memory import device_name, estimate

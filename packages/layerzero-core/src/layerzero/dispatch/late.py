@@ -37,9 +37,9 @@ def miss(*args: Any) -> Any:
 
 
 def seen(*args: Any) -> Any:
-    """See `layerzero.dispatch.seen.seen`."""
+    """See `layerzero.dispatch.traced_calls.seen`."""
     _machinery()
-    from layerzero.dispatch.seen import seen as found
+    from layerzero.dispatch.traced_calls import seen as found
 
     return found(*args)
 

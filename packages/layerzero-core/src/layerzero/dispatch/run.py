@@ -13,7 +13,7 @@ from layerzero.dispatch.describe import describe
 from layerzero.dispatch.failover import fail_over, remember, set_aside
 from layerzero.dispatch.faults import Running, check_device
 from layerzero.dispatch.hot import HOT_LIMIT
-from layerzero.dispatch.seen import bypass
+from layerzero.dispatch.traced_calls import bypass
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec

@@ -8,7 +8,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCode, reason
-from layerzero.runtime.proving import proof_registry
+from layerzero.runtime.proof_registry import proof_registry
 
 __all__ = ["first_use", "standing"]
 

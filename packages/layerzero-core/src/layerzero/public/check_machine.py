@@ -22,7 +22,7 @@ from layerzero.policy.rules import evaluate, matches_any
 from layerzero.public.checks import Check, Status
 from layerzero.public.situation import Situation, quarantine_file
 from layerzero.reasons import ReasonCode, reason
-from layerzero.runtime.quarantining import set_aside
+from layerzero.runtime.crashes import set_aside
 from layerzero.runtime.state import state
 
 __all__ = ["health", "libraries", "platform", "settings", "supported"]

@@ -23,7 +23,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.policy.layers import from_env, merge
 from layerzero.policy.load import from_mapping, load_file
-from layerzero.runtime.quarantining import place
+from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 

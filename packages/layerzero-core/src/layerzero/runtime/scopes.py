@@ -46,7 +46,7 @@ class Scope:
         policy = policies.merged(self.layers) if self.layers else base.policy
         derived = base.changed(policy=policy, **tables)
         if derived.policy.backend_isolation or derived.enclosed:
-            from layerzero.runtime.enclosures import with_enclosures
+            from layerzero.runtime.isolated_backends import with_enclosures
 
             derived = with_enclosures(derived)
         if derived.policy.memory_headroom_mb is not None:

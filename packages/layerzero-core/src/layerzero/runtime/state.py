@@ -119,8 +119,8 @@ class Runtime:
             from layerzero.measurements.database import known_times
             from layerzero.plugin.manager import load_plugins
             from layerzero.recording.tally import tally_from
-            from layerzero.runtime.proving import proof_registry
-            from layerzero.runtime.quarantining import take_up
+            from layerzero.runtime.crashes import take_up
+            from layerzero.runtime.proof_registry import proof_registry
 
             policy = self._policy_source()
             # Who may come in is policy too: environment, and files that may speak of it, merged.
@@ -181,14 +181,14 @@ class Runtime:
             policy = policy or self._policy_source()
             self._apply(policy)
             from layerzero.jit.known import known
-            from layerzero.runtime.quarantining import take_up
+            from layerzero.runtime.crashes import take_up
 
             take_up(self, registry)
 
             both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
             world = World(registry=registry, ops=both, policy=policy, **known(registry))
             if not proven:
-                from layerzero.runtime.proving import proof_registry
+                from layerzero.runtime.proof_registry import proof_registry
 
                 world = world.changed(proofs=proof_registry.of_world(world))
             return self._install(world)
@@ -258,7 +258,7 @@ class Runtime:
 
     def _install(self, world: World) -> World:
         if world.policy.backend_isolation or world.enclosed:
-            from layerzero.runtime.enclosures import with_enclosures
+            from layerzero.runtime.isolated_backends import with_enclosures
 
             world = with_enclosures(world)
         if world.policy.memory_headroom_mb is not None or world.free_memory is not None:
@@ -304,8 +304,8 @@ class Runtime:
             self.counters.reset()
             self.health.reset()
             self.health.set_quarantined({})
-            if "layerzero.runtime.proving" in sys.modules:
-                from layerzero.runtime.proving import proof_registry
+            if "layerzero.runtime.proof_registry" in sys.modules:
+                from layerzero.runtime.proof_registry import proof_registry
 
                 proof_registry.forget()
             for forget in tuple(self._forgetting):

@@ -24,7 +24,7 @@ from layerzero.model.proof import KitProof, kind_of
 from layerzero.plugin.discovery import normalized
 from layerzero.reasons import Reason, reason
 from layerzero.registry.proofs import load_proofs
-from layerzero.runtime.quarantining import place
+from layerzero.runtime.crashes import place
 from layerzero.selection.world import Proofs, World
 
 if TYPE_CHECKING:

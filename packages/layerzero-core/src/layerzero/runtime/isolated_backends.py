@@ -29,7 +29,7 @@ def with_enclosures(world: World) -> World:
     changed = world.changed(enclosed=found)
     if world.proofs is None:
         return changed
-    from layerzero.runtime.proving import proof_registry
+    from layerzero.runtime.proof_registry import proof_registry
 
     return changed.changed(proofs=proof_registry.of_world(changed))  # a process of its own may have other versions
 
