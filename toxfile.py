@@ -27,8 +27,8 @@ PREFIX = "pkg-"
 def _settings(package: Package, found: Sequence[Package]) -> dict[str, object]:
     pip = ["python", "-m", "pip", "install", "-q"]
     wanted = [p for p in found if p.short == "core" or p.name in (package.name, *package.ours)]
-    kit = package.path.parent / "layerzero-verify"  # every package's tests use the conformance kit
-    models = package.path.parent / "layerzero-models"  # the kit's level 4 patches models
+    # every package's tests use the conformance kit; its level 4 patches models; some tune the calls they make
+    used = [str(p.path) for p in found if p.short in ("verify", "models", "tune")]
     return {
         "description": f"{package.name} in an environment of its own",
         "labels": {"packages"},
@@ -36,7 +36,7 @@ def _settings(package: Package, found: Sequence[Package]) -> dict[str, object]:
             Command([*pip, "torch"]),  # at the version PIP_CONSTRAINT names; a CPU build where the machine offers one
             Command([*pip, *(str(p.path) for p in wanted)]),
             Command(["python", "-m", "tools.installed_only", *(p.name for p in wanted)]),
-            Command([*pip, str(kit), str(models), *group("test")]),
+            Command([*pip, *used, *group("test")]),
         ],
         "commands": [Command(["python", "-m", "pytest", str(package.path / "tests"), "-m", "not slow and not stress"])],
     }

@@ -15,6 +15,7 @@ from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.fingerprint import Finding, Snapshot
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.metadata import check_id_free, check_locked, check_same, parse
+from layerzero_hub.names import fitting
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.store import Store
 
@@ -60,19 +61,8 @@ def check(repo_id: str, version: int | None = None, *, policy: HubPolicy, lock: 
 
 
 def choose(kernel: LockedKernel) -> LockedVariant:
-    """The locked build that fits this machine best, by the rules of `kernels`."""
-    from kernels.variants import parse_variant, resolve_variant
-
-    names = []
-    for name in kernel.variants:
-        try:
-            names.append(parse_variant(name))
-        except ValueError:
-            continue
-    best, _ = resolve_variant(names)
-    if best is None:
-        raise refuse("HUB_VARIANT_MISSING", kernel.repo_id, ", ".join(sorted(kernel.variants)))
-    return kernel.variants[best.variant_str]
+    """The locked build that fits this machine best."""
+    return kernel.variants[fitting(kernel.repo_id, kernel.variants)]
 
 
 def _check(

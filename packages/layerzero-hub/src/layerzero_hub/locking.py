@@ -20,7 +20,7 @@ from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
 from layerzero_hub.memory import Memory
 from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, parse
-from layerzero_hub.names import check_paths, check_variant
+from layerzero_hub.names import check_paths, check_variant, fitting
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.probe import Need, Prober
 from layerzero_hub.publisher import check_publisher_signature
@@ -151,8 +151,7 @@ def _lock_build(
         for needed, number in metadata.depends:
             dependency = _lock(work, needed, number, repo_id, (*above, repo_id))
             if probe:
-                fitting = dependency.variants[_fitting(needed, dependency.variants)]
-                needs[needed] = _need(work, fitting)
+                needs[needed] = _need(work, dependency.variants[fitting(needed, dependency.variants)])
         variant = LockedVariant(name, digest_of(files), metadata.id, (), metadata.depends, files)
         work.policy.check_digest(variant.digest)
         if not work.allow_rollback:
@@ -166,7 +165,7 @@ def _lock_build(
 def _need(work: _Work, variant: LockedVariant) -> Need:
     """A locked build for the probe, with the whole chain of what it depends on."""
     below = {
-        repo_id: _need(work, kernel.variants[_fitting(repo_id, kernel.variants)])
+        repo_id: _need(work, kernel.variants[fitting(repo_id, kernel.variants)])
         for repo_id, number in variant.kernel_depends
         for kernel in (work.done[(repo_id, number)],)
     }
@@ -179,7 +178,7 @@ def _chosen(work: _Work, kernel: LockedKernel, builds: Mapping[str, object]) -> 
     kept = set(before.variants) if before else set()
     asked = {name for name in builds if name in kept or any(fnmatch.fnmatchcase(name, one) for one in work.patterns)}
     try:
-        here = _fitting(kernel.repo_id, builds)
+        here = fitting(kernel.repo_id, builds)
     except HubError:
         if not asked:
             raise
@@ -239,21 +238,6 @@ def _builds(tree: Iterable[RemoteFile]) -> dict[str, dict[str, RemoteFile]]:
         name, inside = file.path.removeprefix(_BUILD).split("/", 1)
         builds.setdefault(check_variant(name), {})[inside] = file
     return builds
-
-
-def _fitting(repo_id: str, builds: Mapping[str, object]) -> str:
-    from kernels.variants import parse_variant, resolve_variant
-
-    parsed = []
-    for name in builds:
-        try:
-            parsed.append(parse_variant(name))
-        except ValueError:
-            continue
-    best, _ = resolve_variant(parsed)
-    if best is None:
-        raise refuse("HUB_VARIANT_MISSING", repo_id, ", ".join(sorted(builds)) or "it has no builds")
-    return str(best.variant_str)
 
 
 def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: Mapping[str, Need]) -> tuple[str, ...]:

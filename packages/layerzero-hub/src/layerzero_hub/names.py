@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from layerzero_hub.errors import refuse
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_repo_id",
     "check_variant",
     "etag_hash",
+    "fitting",
 ]
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
@@ -140,3 +141,19 @@ def etag_hash(etag: object) -> str:
     if not (_COMMIT.match(text) or _SHA256.match(text)):
         raise refuse("HUB_ETAG_INVALID", etag if isinstance(etag, str) else type(etag).__name__)
     return text
+
+
+def fitting(repo_id: str, builds: Mapping[str, object]) -> str:
+    """The name of the build that fits this machine best, by the rules of `kernels`."""
+    from kernels.variants import parse_variant, resolve_variant
+
+    parsed = []
+    for name in builds:
+        try:
+            parsed.append(parse_variant(name))
+        except ValueError:
+            continue
+    best, _ = resolve_variant(parsed)
+    if best is None:
+        raise refuse("HUB_VARIANT_MISSING", repo_id, ", ".join(sorted(builds)) or "it has no builds")
+    return str(best.variant_str)

@@ -10,10 +10,8 @@ import io
 import itertools
 from typing import Any
 
-from layerzero_tokenizers.boundaries import GPT2
-
 __all__ = [
-    "CL100K", "CORPUS", "LLAMA3", "bert", "encoding", "gpt2", "gpt2_encoding", "llama3", "processor", "ranks",
+    "CL100K", "CORPUS", "LLAMA3", "bert", "encoding", "gpt2", "llama3", "processor", "ranks",
     "sp_bytes", "unigram",
 ]  # fmt: skip
 
@@ -138,11 +136,6 @@ def encoding(name: str = "ours", pattern: str = CL100K, special: dict[str, int] 
 
     tokens = {"<|endoftext|>": 500, "<|im_start|>": 501, "<|im_end|>": 502} if special is None else special
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks(), special_tokens=tokens)
-
-
-def gpt2_encoding() -> Any:
-    """The same with GPT-2's regex."""
-    return encoding("ours-gpt2", GPT2)
 
 
 @functools.cache
