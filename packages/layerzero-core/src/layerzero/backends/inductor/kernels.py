@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.inductor.compiling import Inputs, load
+from layerzero.backends.reference import mlp
 
-__all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "relu_and_mul", "rms_norm", "rope", "silu_and_mul"]
+__all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "rms_norm", "rope"]
 
 _ROWS = 37  # example sizes of free axes: distinct primes, met by no fixed size of a model
 _OUTER, _SEQ, _INNER = 3, 41, 5
@@ -95,19 +96,21 @@ def _gated(name: str, x: Tensor) -> Tensor:
     return _rows(name, (x,), (), None)[0].view(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU."""
-    return _gated("silu_and_mul", x)
-
-
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """GeGLU, either formula."""
     return _gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", x)
 
 
-def relu_and_mul(x: Tensor) -> Tensor:
-    """ReGLU."""
-    return _gated("relu_and_mul", x)
+@lru_cache(maxsize=16)
+def __getattr__(name: str) -> Callable[[Tensor], Tensor]:
+    """Any other gated activation of the reference, by its name."""
+    if name not in mlp.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def gated(x: Tensor) -> Tensor:
+        return _gated(name, x)
+
+    return gated
 
 
 def rope(

@@ -6,12 +6,14 @@ so that one compiled program serves every value.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from layerzero.backends.reference import mlp
 
 __all__ = ["PROGRAMS"]
 
@@ -36,30 +38,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Tensor:
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
-
-
-def gelu_and_mul(x: Tensor) -> Tensor:
-    """gelu(gate) · up, with the error function."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.gelu(gate) * up).to(x.dtype)
-
-
-def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """gelu(gate) · up, by the tangent."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
-
-
-def relu_and_mul(x: Tensor) -> Tensor:
-    """relu(gate) · up."""
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.relu(gate) * up).to(x.dtype)
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves: x [outer, S, inner, D], cos and sin [S, D / 2]."""
     first, second = x.float().chunk(2, dim=-1)
@@ -71,9 +49,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "layer_norm": layer_norm,
-    "silu_and_mul": silu_and_mul,
-    "gelu_and_mul": gelu_and_mul,
-    "gelu_tanh_and_mul": gelu_tanh_and_mul,
-    "relu_and_mul": relu_and_mul,
     "rope": rope,
+    # The gated activations are the reference's own formulas.
+    **{name: getattr(mlp, name) for name in mlp.__all__},
+    "gelu_and_mul": functools.partial(mlp.gelu_and_mul, approximate="none"),
+    "gelu_tanh_and_mul": functools.partial(mlp.gelu_and_mul, approximate="tanh"),
 }
