@@ -182,7 +182,10 @@ def test_norms_with_a_weight_of_another_dtype_equal_the_reference(dtype):
     x = x.to(dtype)
     limit = tolerance("rms_norm", dtype)
     assert_close(norm.rms_norm(x, weight, 1e-6), reference_norm.rms_norm(x, weight, 1e-6).double(), limit)
-    want = [t.double() for t in reference_norm.add_rms_norm(x, residual, weight, 1e-6)]
-    assert_close(norm.add_rms_norm(x, residual, weight, 1e-6), want, limit)
+    for stream in (residual, residual.to(torch.bfloat16)):  # the result is rounded to the dtype of x alone
+        want = [t.double() for t in reference_norm.add_rms_norm(x, stream, weight, 1e-6)]
+        got = norm.add_rms_norm(x, stream, weight, 1e-6)
+        assert [t.dtype for t in got] == [dtype, stream.dtype]
+        assert_close(got, want, limit)
     want = reference_norm.layer_norm(x, weight, bias, 1e-5).double()
     assert_close(norm.layer_norm(x, weight, bias, 1e-5), want, limit)

@@ -10,15 +10,13 @@ __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm",
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` in the wide precision, rounded once, to the dtype of x."""
-    wide = _wide(x, weight)
-    scale = None if weight is None else weight.to(wide)
-    return torch.rms_norm(x.to(wide), (x.shape[-1],), scale, eps).to(x.dtype)
+    return _norm(x, weight, eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Add, then the norm of the sum in the stream's own dtype."""
     stream = (x + residual).to(residual.dtype)
-    return rms_norm(stream, weight, eps).to(x.dtype), stream
+    return _norm(stream, weight, eps).to(x.dtype), stream
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -30,19 +28,19 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`torch.rms_norm` in the wide precision, so that one rounding at the end is the only one."""
-    return _norm(x, weight, eps).to(x.dtype)
+    return _norm(x, 1.0 + weight.to(_wide(x, weight)), eps).to(x.dtype)
 
 
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add, then the norm of the sum in the stream's own dtype."""
     # torch adds mixed dtypes in the wider of the two, which here is as wide as the sum has to be.
     stream = (x + residual).to(residual.dtype)
-    return _norm(stream, weight, eps).to(x.dtype), stream
+    return _norm(stream, 1.0 + weight.to(_wide(stream, weight)), eps).to(x.dtype), stream
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = _wide(x, weight)
-    return torch.rms_norm(x.to(wide), (x.shape[-1],), 1.0 + weight.to(wide), eps)
+    return torch.rms_norm(x.to(wide), (x.shape[-1],), None if weight is None else weight.to(wide), eps)
 
 
 def _wide(*tensors: Tensor | None) -> torch.dtype:
