@@ -40,7 +40,7 @@ _WORDS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
     "top_p": lambda given: ("sample_top_p",),
 }
 _FIELDS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "causal": lambda given: {"causal": Causal(given)},
+    "causal": lambda given: {"causal": Causal.TOP_LEFT if given is True else Causal(given)},
     "dropout": lambda given: {"dropout": True, "dropout_p": given},
     "granularity": lambda given: {"granularity": given},
     "layout": lambda given: {"kv_cache_layout" if given in ("NHD", "HND") else "layout": Layout(given)},
