@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.device.enums import Platform
 from layerzero.dispatch.run import current_world
 from layerzero.env import Env
 from layerzero.health.quarantine import Quarantine
@@ -194,6 +195,21 @@ def test_a_vendor_for_another_device_is_a_warning_not_a_failure() -> None:
     why = reason("PLATFORM_MISMATCH", "cpu", ["cuda"])
     check = _judged(result=ProbeResult(BackendStatus("vendor", False, "2.0", reasons=(why,))))
     assert check.status == "warn" and check.code == "PLATFORM_MISMATCH"
+
+
+def test_a_backend_for_the_cpu_is_no_warning_beside_a_gpu() -> None:
+    why = reason("PLATFORM_MISMATCH", "cuda", ["cpu"])
+    found = ProbeResult(BackendStatus("vendor", False, "2.0", reasons=(why,)))
+    assert _judged(replace(_SPEC, platforms=frozenset({Platform.CPU})), found).status == "ok"
+    both = frozenset({Platform.CPU, Platform.ROCM})
+    assert _judged(replace(_SPEC, platforms=both), found).status == "warn"
+
+
+def test_what_is_not_compiled_yet_is_to_be_compiled_not_installed_again() -> None:
+    health = HealthReport("vendor", False, "nothing is compiled yet; `lz warmup` does it")
+    check = _judged(result=replace(_GOOD, health=health))
+    assert (check.status, check.code, check.fix) == ("warn", "JIT_NOT_READY", "lz warmup")
+    assert "compiled" in check.message
 
 
 @pytest.mark.req("R-BK-OT-02")

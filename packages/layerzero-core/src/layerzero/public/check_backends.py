@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 
+from layerzero.device.enums import Platform
 from layerzero.isolation.proxy import settings_for
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
@@ -137,6 +138,9 @@ def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, resul
     status, promised = result.status, spec is None or spec.available
     if status.available and not promised:
         return _mismatch(name, "available", "not available", record)
+    codes = [item.code for item in status.reasons]
+    if codes == [ReasonCode.PLATFORM_MISMATCH] and spec is not None and spec.platforms == {Platform.CPU}:
+        return Check("backends", name, Status.OK, "for tensors on the CPU")  # beside a GPU that is no fault
     if not status.available:
         return _not_available(name, promised, record, result)
     strangers = [kernel for kernel in status.kernels if kernel not in record.kernels]
@@ -145,6 +149,8 @@ def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, resul
     if spec is not None and spec.vendor_version and status.version and spec.vendor_version != status.version:
         return _mismatch(name, f"version {status.version}", f"version {spec.vendor_version}", record, Status.WARN)
     if result.health is not None and not result.health.ok:
+        if "lz warmup" in result.health.detail:  # nothing is broken: it waits for its compiler
+            return Check("backends", name, Status.WARN, result.health.detail, ReasonCode.JIT_NOT_READY, "lz warmup")
         why = reason("HEALTH_CHECK_FAILED", result.health.detail or "no detail given")
         return Check.because("backends", name, Status.FAIL, why, _reinstall(record))
     mine = [kernel for kernel in record.kernels if kernel.startswith(f"{name}.")]
