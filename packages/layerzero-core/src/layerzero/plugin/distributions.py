@@ -11,7 +11,7 @@ from layerzero.plugin.discovery import dist_version, normalized
 __all__ = ["OURS", "VENDORS", "install_hint", "is_known", "quoted"]
 
 _BACKENDS = ("accel", "cpu", "flashattn", "flashinfer", "hub", "liger", "tokenizers", "triton", "xformers")
-OURS = frozenset(f"layerzero-{name}" for name in ("core", "models", "tune", "verify", *_BACKENDS))
+OURS = frozenset({"layerzero", *(f"layerzero-{name}" for name in ("core", "models", "tune", "verify", *_BACKENDS))})
 # What the packages above and the core itself call, under the names their authors publish.
 VENDORS = frozenset(
     {
