@@ -142,7 +142,7 @@ SETTINGS: Final = (
     ),
     Setting(
         "jit", words("background", "block", "off"), "background",
-        "a kernel that is not compiled yet: compile it beside the requests, make the call wait, or neither", "plans",
+        "a kernel that is not compiled yet: compile it beside the requests, make the call wait, or neither", "dispatch",
         "JIT",
     ),
     Setting("breaker.failures", _COUNT, 1, "failures that open the breaker", "health", "BREAKER_FAILURES"),
@@ -165,14 +165,14 @@ SETTINGS: Final = (
         _SOME_SECONDS,
     ),
     # what was measured
-    Setting("perfdb.enabled", FLAG, True, "false: no measured times, as LAYERZERO_PERFDB=off", "runtime"),
-    Setting("perfdb.path", maybe(PATH), None, "file; default: in the user's cache directory", "runtime", "PERFDB"),
-    Setting("perfdb.auto_tune", FLAG, False, "measure kernels that have no times yet beside the program", "runtime"),
+    Setting("perfdb.enabled", FLAG, True, "false: no measured times, as LAYERZERO_PERFDB=off", "measurements"),
+    Setting("perfdb.path", maybe(PATH), None, "file; default: in the user's cache directory", "measurements", "PERFDB"),
+    Setting("perfdb.auto_tune", FLAG, False, "measure kernels without times beside the program", "measurements"),
     Setting("perfdb.tune_samples", _COUNT, 20, "samples a kernel gets at least from auto_tune", "layerzero_tune"),
-    Setting("perfdb.ttl_s", maybe(_SECONDS), None, "seconds a measurement is believed; null: for ever", "runtime"),
+    Setting("perfdb.ttl_s", maybe(_SECONDS), None, "seconds a measurement is believed; null: for ever", "measurements"),
     Setting(
         "perfdb.drift_s", maybe(_SECONDS), None,
-        "seconds between two checks that a measured kernel is still as fast; null: none", "runtime",
+        "seconds between two checks that a measured kernel is still as fast; null: none", "measurements",
     ),
     # ranks, hub, plugins
     Setting(
@@ -199,12 +199,12 @@ SETTINGS: Final = (
         "QUARANTINE",
     ),
     Setting(
-        "", _COUNT, None, "kernels compiled at a time; default: a quarter of the cores, at most 4", "plans",
+        "", _COUNT, None, "kernels compiled at a time; default: a quarter of the cores, at most 4", "dispatch",
         "JIT_WORKERS",
     ),
-    Setting("", _SOME_SECONDS, 300.0, "seconds a background compile may take", "plans", "JIT_TIMEOUT"),
+    Setting("", _SOME_SECONDS, 300.0, "seconds a background compile may take", "dispatch", "JIT_TIMEOUT"),
     Setting("", PATH, None, "directory of compiled kernels (made with 0700)", "plugin", "JIT_CACHE_DIR"),
-    Setting("", PATH, None, "key file; only dispatch tables signed with it are obeyed", "plans", "TABLE_KEY"),
+    Setting("", PATH, None, "key file; only dispatch tables signed with it are obeyed", "tables", "TABLE_KEY"),
     Setting("", FLAG, None, "layerzero-accel: off leaves it aside, on refuses to go without", "dispatch", "ACCEL"),
     Setting("", PATH, None, "file to write the calls of this process to, when it ends", "runtime", "RECORD"),
     Setting(
