@@ -366,6 +366,45 @@ def test_many_processes_share_the_cache_and_compile_once(tmp_path: Path, cache: 
     assert len(Index(cache).ready()) == 3
 
 
+@pytest.mark.parametrize("outcome", ["compiled", "failed", "late"])
+def test_a_compile_that_ends_after_a_reset_changes_no_world_and_is_kept(
+    lab: Any, cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    if outcome == "late":
+        monkeypatch.setenv("LAYERZERO_JIT_TIMEOUT", "0.5")
+    use(lab)
+    compiler.gate.touch()
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(lambda: compiler.runs == 1)
+    use(lab)  # resets
+    world = state.world
+    if outcome == "failed":
+        compiler.fault.touch()
+    if outcome != "late":
+        compiler.gate.unlink()
+    assert not jit.queue().wait(timeout_s=60)
+    assert state.world is world and not ready() and not world.uncompilable
+    compiler.gate.unlink(missing_ok=True)
+    index = Index(cache)
+    wait_until(lambda: bool(index.failed() if outcome == "failed" else index.ready()))
+    assert state.world is world
+
+
+def test_what_is_being_compiled_for_a_forgotten_world_is_compiled_for_the_next_one_too(
+    lab: Any, cache: Path, compiler: Compiler
+) -> None:
+    use(lab)
+    compiler.gate.touch()
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(lambda: compiler.runs == 1)
+    use(lab)
+    lz.rms_norm(X, W, 1e-6)
+    assert jit.queue().busy == 1 and not ready()
+    compiler.gate.unlink()
+    wait_until(ready)
+    assert compiler.runs == 1 and lz.explain("rms_norm", X, W).chosen == KERNEL  # the second found it on disk
+
+
 # -- the queue --------------------------------------------------------------------------------------------------
 def test_the_queue_does_urgent_work_first_and_nothing_twice() -> None:
     queue = Queue(1, 60.0, lambda artifact: None)

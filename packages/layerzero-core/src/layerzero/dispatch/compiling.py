@@ -50,15 +50,16 @@ _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compi
 
 # -- results -------------------------------------------------------------------------------------
 class _Results:
-    """Artifacts that became ready, published together while more are coming."""
+    """Artifacts that became ready, published together while more are coming. A reset forgets them."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.fresh: set[Artifact] = set()
         self.published_at = 0.0
 
-    def add(self, artifact: Artifact, *, more_coming: bool) -> None:
-        with self.lock:
+    def add(self, artifact: Artifact, generation: int, *, more_coming: bool) -> None:
+        with state.changing():
+            if generation != state.generation:
+                return
             self.fresh.add(artifact)
             wait = more_coming and time.monotonic() - self.published_at < _PUBLISH_S
         if wait:
@@ -67,12 +68,11 @@ class _Results:
             self.publish()
 
     def publish(self) -> None:
-        with self.lock:
+        with state.changing():
             fresh, self.fresh = self.fresh, set()
             self.published_at = time.monotonic()
-        if not fresh or not state.loaded:
-            return
-        with state.changing():
+            if not fresh or not state.loaded:
+                return
             world = state.world
             failed = {key: why for key, why in world.uncompilable.items() if key not in fresh}
             state.publish(ready=world.ready | fresh, uncompilable=MappingProxyType(failed))
@@ -86,19 +86,20 @@ def publish() -> None:
     _results.publish()
 
 
-def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None) -> None:
-    _results.add(artifact, more_coming=threading.current_thread().name == "layerzero-jit" and queue().busy > 1)
+def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None, began: int) -> None:
+    more_coming = threading.current_thread().name == "layerzero-jit" and queue().busy > 1
+    _results.add(artifact, began, more_coming=more_coming)
     _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
     events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact))
     if folder is not None:
         _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
 
 
-def _not_ready(artifact: Artifact, error: Exception, folder: Path | None) -> None:
+def _not_ready(artifact: Artifact, error: Exception, folder: Path | None, began: int) -> None:
     text = f"{type(error).__name__}: {error}"[:2_000]
     _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
     events.tell("compile", error=text.splitlines()[0][:300], kernel=artifact[0], artifact=words_of(artifact))
-    _put_failure(artifact, failure(text.splitlines()[0][:300]))
+    _put_failure(artifact, failure(text.splitlines()[0][:300]), began)
     if folder is not None:
         _write(Index(folder), artifact, error=text)
 
@@ -110,10 +111,12 @@ def _write(index: Index, artifact: Artifact, **outcome: Any) -> None:
         _log.warning("the index of compiled kernels cannot be written: %s", error)
 
 
-def _put_failure(artifact: Artifact, why: Reason) -> None:
-    if state.loaded:
-        with state.changing():
-            state.publish(uncompilable=with_hopeless({**state.world.uncompilable, artifact: why}))
+def _put_failure(artifact: Artifact, why: Reason, began: int) -> None:
+    state.publish_since(began, lambda world: {"uncompilable": with_hopeless({**world.uncompilable, artifact: why})})
+
+
+def _put_unbindable(kernel_id: str, why: Reason, began: int) -> None:
+    state.publish_since(began, lambda world: {"unbindable": MappingProxyType({**world.unbindable, kernel_id: why})})
 
 
 def forget_failures(kernel_ids: frozenset[str] | None = None) -> None:
@@ -134,11 +137,11 @@ def forget_failures(kernel_ids: frozenset[str] | None = None) -> None:
 # -- compiling -----------------------------------------------------------------------------------
 def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: World) -> Callable[..., Any]:
     """The run of a kernel whose artifact is missing: compile under the lock that all processes share, and tell."""
-    artifact = artifact_for(kernel, ctx, world)
+    artifact, began = artifact_for(kernel, ctx, world), state.generation
     folder = jit_cache.prepare()  # before the vendor's first compile, which reads the variables
 
     def first(*args: Any) -> Any:
-        if artifact in state.world.ready:
+        if began == state.generation and artifact in state.world.ready:
             return run(*args)
         before, started = jit_cache.snapshot(), time.monotonic()
         try:
@@ -149,13 +152,13 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
                 out = run(*args)
                 _settle(ctx)
         except BackendNotAvailableError as error:  # no compiler here: nothing to remember beyond this process
-            state.unbindable(kernel.kernel_id, error.reasons[0])
+            _put_unbindable(kernel.kernel_id, error.reasons[0], began)
             raise RuntimeError(str(error)) from error
         except Exception as error:
             if not _innocent(error):
-                _not_ready(artifact, error, folder)
+                _not_ready(artifact, error, folder, began)
             raise
-        _ready(artifact, time.monotonic() - started, jit_cache.new_entries(before), folder)
+        _ready(artifact, time.monotonic() - started, jit_cache.new_entries(before), folder, began)
         return out
 
     return first
@@ -195,11 +198,17 @@ def blocking(world: World) -> World:
     return world.changed(policy=replace(world.policy, jit="block"))
 
 
-def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...]) -> Reason | None:
-    """Compile one kernel for one call and run it once; the reason when it could not be. Runs in any thread."""
+def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...], began: int) -> Reason | None:
+    """Compile one kernel for one call and run it once; the reason when it could not be. Runs in any thread.
+
+    `began` is the generation in which it was asked for: after a reset there is nothing to compile for.
+    """
     from layerzero.dispatch.bind import bind
 
-    world = blocking(state.world)
+    with state.changing():
+        if began != state.generation:
+            return reason("JIT_NOT_READY", None)
+        world = blocking(state.world)
     asked = replace(ctx, backend=kernel_id, capturing=False, switched_off=frozenset())
     decision = select(asked, world)
     if decision.chosen != kernel_id:
@@ -207,13 +216,14 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
     try:
         exercise(bind(spec, decision, world).run, args, ctx)
     except BackendNotAvailableError as error:
-        state.unbindable(kernel_id, error.reasons[0])
+        _put_unbindable(kernel_id, error.reasons[0], began)
         return error.reasons[0]
     except Exception as error:
         if from_outside(error):
             raise
         kernel = world.registry.kernels[kernel_id]
-        return state.world.uncompilable.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
+        known = state.world.uncompilable if began == state.generation else {}
+        return known.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
     return None
 
 
@@ -233,10 +243,20 @@ def queue() -> Queue:
         return _queue
 
 
+def _forget() -> None:
+    """After a reset: what waits is not begun, what is being compiled is kept on disk and told to nobody."""
+    _results.fresh.clear()
+    if _queue is not None:
+        _queue.forget()
+
+
+state.on_reset(_forget)
+
+
 def _late(artifact: Artifact) -> None:
     limit = queue().timeout_s
     _log.warning("%s has not compiled within %.0f s; calls go on without it", words_of(artifact), limit)
-    _put_failure(artifact, reason("JIT_TIMEOUT", None, f"{limit:g}"))
+    _put_failure(artifact, reason("JIT_TIMEOUT", None, f"{limit:g}"), state.generation)
 
 
 def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world: World, args: tuple[Any, ...]) -> None:
@@ -254,4 +274,4 @@ def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world:
             continue
         if copied is None:
             copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
-        queue().submit(artifact, partial(compile_now, spec, ctx, kernel_id, copied))
+        queue().submit(artifact, partial(compile_now, spec, ctx, kernel_id, copied, state.generation))

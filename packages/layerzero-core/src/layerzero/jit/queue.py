@@ -60,8 +60,8 @@ class Queue:
         """Empty, with fresh locks: at the beginning, and in a forked child, where the threads are gone."""
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
-        self._known: set[Artifact] = set()  # waiting or running
-        self._running: Counter[str] = Counter()  # places taken, by backend
+        self._known: dict[Artifact, Job] = {}  # waiting or running, and not forgotten
+        self._begun: list[Job] = []  # those that hold a place
         self._threads: set[threading.Thread] = set()  # also of those that are late
         self._closed = False
 
@@ -70,8 +70,8 @@ class Queue:
         with self._changed:
             if artifact in self._known or len(self._waiting) >= MAX_WAITING or self._closed:
                 return False
-            self._known.add(artifact)
-            self._waiting.append(Job(urgent, next(self._count), artifact, work))
+            self._known[artifact] = job = Job(urgent, next(self._count), artifact, work)
+            self._waiting.append(job)
             self._advance()
             return True
 
@@ -80,12 +80,14 @@ class Queue:
         return artifact in self._known
 
     def wait(self, artifacts: Iterable[Artifact] | None = None, timeout_s: float | None = None) -> frozenset[Artifact]:
-        """Wait until these (all, when None) are done; those still under way after the time are returned."""
+        """Wait until these are done (None: all, forgotten ones too); those under way after the time are returned."""
         asked = None if artifacts is None else frozenset(artifacts)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
         def left() -> frozenset[Artifact]:
-            return frozenset(self._known) if asked is None else asked & self._known
+            if asked is None:
+                return frozenset(self._known) | {job.artifact for job in self._begun}
+            return asked & self._known.keys()
 
         with self._changed:
             while left():
@@ -103,8 +105,16 @@ class Queue:
     def drop_waiting(self) -> None:
         """Forget what has not been begun."""
         with self._changed:
-            self._known -= {job.artifact for job in self._waiting}
+            for job in self._waiting:
+                del self._known[job.artifact]
             self._waiting.clear()
+            self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Begin nothing that waits; what is running keeps its place, and its artifact may be asked for anew."""
+        with self._changed:
+            self._waiting.clear()
+            self._known.clear()
             self._changed.notify_all()
 
     def close(self, patience_s: float = AT_EXIT_S) -> None:
@@ -125,10 +135,11 @@ class Queue:
     # -- inside ----------------------------------------------------------------------------------
     def _advance(self) -> None:
         """Begin jobs while there are free places. The lock is held."""
-        while self._waiting and self._running.total() < self.workers:
-            job = min(self._waiting, key=lambda job: (not job.urgent, self._running[job.backend], job.number))
+        while self._waiting and len(self._begun) < self.workers:
+            running = Counter(job.backend for job in self._begun)
+            job = min(self._waiting, key=lambda job: (not job.urgent, running[job.backend], job.number))
             self._waiting.remove(job)
-            self._running[job.backend] += 1
+            self._begun.append(job)
             place = _Place()
             thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
             timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
@@ -149,8 +160,10 @@ class Queue:
         with self._changed:
             if place.left:
                 return
+            forgotten = self._known.get(job.artifact) is not job
             self._leave(job, place)
-        self._on_late(job.artifact)
+        if not forgotten:
+            self._on_late(job.artifact)
 
     def _done(self, job: Job, place: _Place) -> None:
         with self._changed:
@@ -163,8 +176,9 @@ class Queue:
         place.left = True
         if place.timer is not None:
             place.timer.cancel()
-        self._running[job.backend] -= 1
-        self._known.discard(job.artifact)
+        self._begun.remove(job)
+        if self._known.get(job.artifact) is job:
+            del self._known[job.artifact]
         self._advance()
         self._changed.notify_all()
 

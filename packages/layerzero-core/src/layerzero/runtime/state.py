@@ -77,6 +77,7 @@ class Runtime:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._world: World | None = None
+        self.generation = 0  # how many resets there were; work that began before one finds its World gone
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
         self.counters = Counters()
         self.health = HealthRegistry()
@@ -203,6 +204,12 @@ class Runtime:
         with self._lock:
             return self._install(self.world.changed(**changes))
 
+    def publish_since(self, generation: int, change: Callable[[World], Mapping[str, Any]]) -> None:
+        """Swap in what background work has found, unless a reset came since the generation it began in."""
+        with self._lock:
+            if self._world is not None and self.generation == generation:
+                self.publish(**change(self._world))
+
     def refresh_policy(self) -> World | None:
         """Merge the policy again and swap if it differs; does nothing before the first load."""
         with self._lock:
@@ -294,6 +301,7 @@ class Runtime:
         """Forget everything; the next use loads again. For tests."""
         with self._lock:
             self._world = None
+            self.generation += 1
             now.world = Unloaded
             self.records = ()
             self.table_path = self.table_problem = None

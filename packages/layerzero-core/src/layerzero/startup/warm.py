@@ -199,6 +199,7 @@ class _Job:
     kernel_id: str
     critical: bool
     elsewhere: bool = False
+    began: int = field(default_factory=lambda: state.generation)
 
 
 def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urgent: bool) -> dict[Artifact, _Job]:
@@ -268,6 +269,8 @@ def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
     """In a thread of the queue: build the call's tensors, compile, and write down what became of it."""
     from layerzero.tuning.inputs import build
 
+    if job.began != state.generation:
+        return
     world, started = state.world, time.monotonic()
     ctx, kernel = job.item.context, world.registry.kernels[job.kernel_id]
     artifact = artifact_for(kernel, ctx, world)
@@ -275,7 +278,7 @@ def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
         result.already += 1
     try:
         call = build(ctx, seed=0, strides=job.item.strides)
-        why = jit.compile_now(world.ops[ctx.op], ctx, job.kernel_id, call.args)
+        why = jit.compile_now(world.ops[ctx.op], ctx, job.kernel_id, call.args, job.began)
     except LayerZeroError as error:
         why = error.reasons[0] if error.reasons else reason("JIT_FAILED", str(error))
     except Exception as error:  # no memory for the inputs, above all
