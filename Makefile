@@ -16,6 +16,9 @@ MANIFESTS := $(wildcard packages/*/pyproject.toml)
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
+# Tests start hundreds of processes that import torch: without bytecode kept from the first one each takes seconds more.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Few workers, each with one thread: the machines this runs on are small, and torch would otherwise start a thread per core.
 WORKERS ?= auto
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal

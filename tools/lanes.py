@@ -5,9 +5,10 @@
 
 The slowest tests go to the lane `check` until the rest fits the budget of the lane `short`. A test is named by its file
 and itself, without folder and parameters, so that it keeps its lane when it moves; its time is that of all its
-parameters together. A new test is short until it is measured. Of the tests marked `fault` the quickest of each fault
-stays short, and as many others as fit into a budget of their own: what was mended is watched by every run. Of several
-junit files the least time of a test counts, so that a busy moment does not decide.
+parameters together. Tests of a file that share an expensive fixture go together: whichever runs first pays for it. A
+new test is short until it is measured. Of the tests marked `fault` the quickest of each fault stays short, and as many
+others as fit into a budget of their own: what was mended is watched by every run. Of several junit files the least time
+of a test counts, so that a busy moment does not decide.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from tools.requirements_doc import ROOT
 
-__all__ = ["BUDGET", "FAULTS", "Lanes", "divide", "main", "measured", "render", "watched"]
+__all__ = ["BUDGET", "FAULTS", "Lanes", "divide", "main", "measured", "render", "sharing", "watched"]
 
 FILE = ROOT / "tests" / "lanes.toml"
 JUNIT = ROOT / "build" / "junit"
@@ -30,6 +31,8 @@ JUNIT = ROOT / "build" / "junit"
 BUDGET = 400.0
 # Of these, what the tests of mended faults may take.
 FAULTS = 60.0
+# A fixture of a file is expensive where a test that uses it took so many seconds.
+EXPENSIVE = 3.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,22 @@ def measured(files: Iterable[Path]) -> tuple[dict[str, float], dict[str, set[str
     return seconds, faults
 
 
+def sharing(files: Iterable[Path], seconds: Mapping[str, float]) -> dict[str, frozenset[str]]:
+    """For every test that uses an expensive fixture of its file: all tests that use it."""
+    users: dict[tuple[str, str], set[str]] = {}
+    for file in files:
+        for case in ET.parse(file).getroot().iter("testcase"):
+            name = _name(case.get("classname", ""), case.get("name", ""))
+            for item in case.iterfind("properties/property[@name='shares']"):
+                users.setdefault((name.partition("::")[0], item.get("value", "")), set()).add(name)
+    together: dict[str, frozenset[str]] = {}
+    for group in users.values():
+        if max(seconds[name] for name in group) >= EXPENSIVE:
+            for name in group:
+                together[name] = together.get(name, frozenset()) | group
+    return together
+
+
 def _name(classname: str, name: str) -> str:
     """`packages.layerzero-core.tests.test_perfdb.TestX` and `test_y[3]` are `test_perfdb.py::TestX::test_y`."""
     parts = classname.split(".")
@@ -83,17 +102,28 @@ def watched(seconds: Mapping[str, float], faults: Mapping[str, Collection[str]],
 
 
 def divide(
-    seconds: Mapping[str, float], stay: Collection[str] = (), leave: Collection[str] = (), budget: float = BUDGET
+    seconds: Mapping[str, float],
+    stay: Collection[str] = (),
+    leave: Collection[str] = (),
+    budget: float = BUDGET,
+    together: Mapping[str, Collection[str]] | None = None,
 ) -> Lanes:
-    """Those that `leave`, then the slowest of the others, into the check lane, until the rest is inside the budget."""
+    """Those that `leave`, then the slowest of the others, into the check lane, until the rest is inside the budget.
+
+    `together` says of a test who leaves with it; a group of which one test stays is not held together.
+    """
+    groups = {name: {name, *(together or {}).get(name, ())} for name in seconds}
+    groups = {name: group if group.isdisjoint(stay) else {name} for name, group in groups.items()}
+    cost = {name: sum(seconds[one] for one in group) for name, group in groups.items()}
     check = {name: seconds[name] for name in leave if name not in stay}
     short = sum(seconds.values()) - sum(check.values())
-    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+    for name in sorted(seconds, key=lambda name: (-cost[name], name)):
         if short <= budget:
             break
-        if name not in stay and name not in check:
-            check[name] = seconds[name]
-            short -= seconds[name]
+        for one in groups[name] if name not in stay else ():
+            if one not in check:
+                check[one] = seconds[one]
+                short -= seconds[one]
     return Lanes(short, check)
 
 
@@ -119,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         print("no junit files: run `make check` first", file=sys.stderr)
         return 2
     stay = watched(seconds, faults)
-    lanes = divide(seconds, stay, faults)
+    lanes = divide(seconds, stay, faults, together=sharing(files, seconds))
     FILE.write_text(render(lanes), encoding="utf-8")
     print(f"short: {len(seconds) - len(lanes.check)} tests, {lanes.short:.0f} s of {BUDGET:.0f} s")
     print(f"of these tests of faults: {len(stay)}, {sum(seconds[name] for name in stay):.0f} s of {FAULTS:.0f} s")

@@ -67,14 +67,23 @@ def lane(item: pytest.Item) -> str:
     return "check" if "::".join((item.path.name, *names, own)) in _check() else "short"
 
 
+def _shared(item: pytest.Item) -> list[str]:
+    """The fixtures of its own file that a test shares with others, used directly or by another fixture."""
+    info = getattr(item, "_fixtureinfo", None)
+    found = info.name2fixturedefs.items() if info is not None else ()
+    own = item.nodeid.partition("::")[0]
+    return [name for name, made in found if made[-1].scope in ("module", "session") and made[-1].baseid == own]
+
+
 @functools.cache
 def _check() -> frozenset[str]:
     return frozenset(Lanes.read().check)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the test with its lane, and tell the junit file which faults it watches."""
+    """Mark the test with its lane, and tell the junit file which faults it watches and which fixtures it shares."""
     item.add_marker(lane(item))
+    item.user_properties += [("shares", name) for name in _shared(item)]
     item.user_properties += [("fault", str(number)) for mark in item.iter_markers("fault") for number in mark.args]
 
 

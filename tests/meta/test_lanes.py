@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lanes import BUDGET, Lanes, divide, main, measured, render, watched
+from tools.lanes import BUDGET, Lanes, divide, main, measured, render, sharing, watched
 from tools.pytest_lanes import lane
 from tools.requirements_doc import ROOT
 
@@ -69,6 +69,36 @@ def test_the_quickest_test_of_each_fault_stays_short_and_others_while_they_fit()
     assert watched(seconds, faults, budget=0.0) == {"b", "c", "d"}
     assert divide(seconds, stay, faults, budget=100.0) == Lanes(60.0, {"a": 5.0})
     assert divide(seconds, stay, faults, budget=57.0).check.keys() == {"a", "plain"}
+
+
+def test_tests_that_share_an_expensive_fixture_go_together(tmp_path: Path) -> None:
+    rows = (("first", 9.0, "slow"), ("next", 0.1, "slow"), ("cheap", 0.2, "quick"), ("own", 4.0, ""))
+    cases = "".join(
+        f'<testcase classname="tests.test_x" name="test_{name}" time="{time}"><properties>'
+        + (f'<property name="shares" value="{fixture}" />' if fixture else "")
+        + "</properties></testcase>"
+        for name, time, fixture in rows
+    )
+    file = tmp_path / "a.xml"
+    file.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    seconds, _ = measured([file])
+    first, after, cheap, own = (f"test_x.py::test_{name}" for name, _, _ in rows)
+    together = sharing([file], seconds)
+    assert together == {first: {first, after}, after: {first, after}}
+    assert divide(seconds, budget=6.0, together=together).check.keys() == {first, after}
+    assert divide(seconds, {after}, budget=0.2, together=together).check.keys() == {first, own, cheap}
+
+
+@pytest.fixture(scope="module")
+def costly() -> int:
+    return 7
+
+
+def test_the_junit_file_says_which_fixtures_of_its_file_a_test_shares(
+    costly: int, request: pytest.FixtureRequest
+) -> None:
+    assert costly == 7
+    assert [value for name, value in request.node.user_properties if name == "shares"] == ["costly"]
 
 
 def test_without_a_run_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
