@@ -14,7 +14,7 @@ from layerzero.errors import PolicyValidationError
 from layerzero.model.config import Policy, Rule
 from layerzero.policy.layers import Level, PolicyLayer, from_env, merge, next_expiry
 from layerzero.policy.load import from_bytes, from_mapping
-from layerzero.policy.rules import evaluate, locked_kernel, parse_conditions
+from layerzero.policy.rules import evaluate, judge, parse_conditions
 
 FLASH, MATH = "sdpa.attention.flash", "sdpa.attention.math"
 LEVELS = (Level.FILE, Level.ENV, Level.PROGRAMMATIC, Level.CONTEXT, Level.CALL)
@@ -40,11 +40,11 @@ def test_environment_beats_yaml_code_beats_environment_scope_beats_code():
     call = PolicyLayer.of(Level.CALL, locks={"attention": "e.attention.x"})
     stack = [file, variables, code, scope, call]
     for depth, letter in enumerate("abcde", 1):
-        assert locked_kernel(merge(stack[:depth]), "attention", {}.get) == f"{letter}.attention.x"
+        assert judge(merge(stack[:depth]), "attention", {}.get).locked_to == f"{letter}.attention.x"
     assert merge(stack[:1]).strict_mode and not merge(stack[:2]).strict_mode
     assert merge(stack).memory_headroom_mb == 1  # what nobody overrides stays
     # leaving the scope is dropping its layer
-    assert locked_kernel(merge([file, variables, code]), "attention", {}.get) == "c.attention.x"
+    assert judge(merge([file, variables, code]), "attention", {}.get).locked_to == "c.attention.x"
 
 
 @pytest.mark.req("R-POL-02")
@@ -64,7 +64,7 @@ def test_the_order_in_which_layers_arrive_matters_only_inside_a_level(weak, stro
 
 def test_of_two_layers_on_one_level_the_later_is_stronger():
     outer, inner = (PolicyLayer.of(Level.CONTEXT, locks={"attention": kernel}) for kernel in (FLASH, MATH))
-    assert locked_kernel(merge([outer, inner]), "attention", {}.get) == MATH
+    assert judge(merge([outer, inner]), "attention", {}.get).locked_to == MATH
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -102,7 +102,7 @@ def test_a_stronger_layer_can_lift_a_lock_and_an_allow_list():
     policy = merge([file, PolicyLayer.of(locks={"attention": None}, allow=[])])
     verdict = ask(policy)
     assert verdict.locked_to is None and verdict.allowed
-    assert locked_kernel(policy, "attention_x", {}.get) == FLASH
+    assert judge(policy, "attention_x", {}.get).locked_to == FLASH
     assert policy.locks_by_op() == {"attention*": FLASH}
     both = merge([PolicyLayer.of(Level.FILE, locks={"attention": FLASH}), PolicyLayer.of(locks={"attention": None})])
     assert both.locks_by_op() == {} and both.to_json()["locks"] == {}

@@ -26,7 +26,6 @@ CPU = DeviceSpec(
     platform=Platform.CPU, device_type="cpu", name="cpu", vendor="unknown", supports_bf16=True, supports_fp16=True
 )
 
-_ATTENTION_DIMS = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim")
 _REQUIRED_DIMS: Mapping[str, tuple[str, ...]] = {
     "attention": ("head_dim",),
     "paged_attention": ("head_dim",),
@@ -124,7 +123,6 @@ class Context:
     _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
     _rare_dtype: bool = field(init=False, repr=False, compare=False)
     _rare_mode: bool = field(init=False, repr=False, compare=False)
-    _rare_order: bool = field(init=False, repr=False, compare=False)
     _uneven: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -135,7 +133,6 @@ class Context:
         object.__setattr__(self, "_sizes", given)
         object.__setattr__(self, "_rare_dtype", self._has_rare_dtype())
         object.__setattr__(self, "_rare_mode", self._has_rare_mode())
-        object.__setattr__(self, "_rare_order", self.strides.last != 1 or self.kv_cache_layout is not None)
         object.__setattr__(self, "_uneven", given.get("head_dim") != given.get("head_dim_v", given.get("head_dim")))
         for name in _REQUIRED_DIMS.get(self.op, ()):
             if name not in given:

@@ -29,11 +29,9 @@ __all__ = [
     "Judge",
     "Verdict",
     "evaluate",
-    "fields_used",
     "has_exact",
     "holds",
     "judge",
-    "locked_kernel",
     "matches",
     "matches_any",
     "parse_conditions",
@@ -159,11 +157,6 @@ def judge(policy: Policy, op: str, getter: Getter) -> Judge:
 def evaluate(policy: Policy, op: str, kernel_id: str, backend: str, getter: Getter) -> Verdict:
     """The verdict on one kernel for one call. Many kernels, one call: use `judge`."""
     return judge(policy, op, getter)(kernel_id, backend)
-
-
-def locked_kernel(policy: Policy, op: str, getter: Getter) -> str | None:
-    """The kernel id the op is locked to for this call."""
-    return judge(policy, op, getter).locked_to
 
 
 def _for_op(policy: Policy, op: str) -> Iterator[tuple[int, Rule]]:
@@ -295,11 +288,6 @@ def thresholds(policy: Policy, op: str, field: str) -> list[int]:
 def has_exact(policy: Policy, op: str, field: str) -> bool:
     """Whether a rule for this op asks something of the field that no cut can express: its value must be keyed."""
     return any(item.operator == "glob" for item in _conditions(policy, op, field))
-
-
-def fields_used(policy: Policy, op: str) -> frozenset[str]:
-    """Every field that the rules for this op look at, derived ones such as `batch_heads` included."""
-    return frozenset(item.field for _, rule in _for_op(policy, op) for item in rule.when)
 
 
 def _conditions(policy: Policy, op: str, field: str) -> Iterator[Condition]:
