@@ -235,12 +235,14 @@ def test_a_graph_unsafe_kernel_is_out_under_graph_strict_mode(alone: Path) -> No
 @pytest.mark.parametrize("harm", ["zeros", "truncated", "text", "missing"])
 def test_a_broken_perfdb_is_set_aside_and_calls_go_on(alone: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     from layerzero.perfdb.store import PerfDB
+    from layerzero_tune.perfdb.flashinfer import put_tactics
+    from layerzero_tune.perfdb.upkeep import verify
 
     path = alone / "times.db"
     if harm != "missing":
         db = PerfDB(path)
-        db.verify()
-        db.put_tactics([])
+        verify(db)
+        put_tactics(db, [])
         db.close()
         raw = path.read_bytes() if path.exists() else b"SQLite format 3" * 300
         harmed = {"zeros": b"\0" * len(raw), "truncated": raw[:700], "text": b"not a database at all" * 99}

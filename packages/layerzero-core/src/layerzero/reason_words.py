@@ -53,8 +53,8 @@ class ReasonCode(enum.StrEnum):
     message: str
     hint: str
 
-    def __new__(cls, name: str, category: ReasonCategory, message: str, hint: str) -> ReasonCode:
-        """A code is its name; what else stands in its row becomes its attributes."""
+    def __new__(cls, name: str, category: ReasonCategory = _C.INPUT, message: str = "", hint: str = "") -> ReasonCode:
+        """A code is its name; what else stands in its row becomes its attributes. `ReasonCode(name)` finds one."""
         code = str.__new__(cls, name)
         code._value_ = name
         code.category, code.message, code.hint = category, message, hint

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.reason_words import ReasonCategory, ReasonCode
 
 __all__ = ["Reason", "ReasonCategory", "ReasonCode", "reason"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(Plain):
     """One occurrence of a reason code, with the value that caused it and the limit it met."""
 
     code: ReasonCode
@@ -32,16 +33,6 @@ class Reason:
     def category(self) -> ReasonCategory:
         """The category of the code."""
         return self.code.category
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict; `from_json` gives back an equal Reason."""
-        return {
-            "code": self.code.value,
-            "message": self.message,
-            "value": self.value,
-            "limit": self.limit,
-            "hint": self.hint,
-        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Reason:

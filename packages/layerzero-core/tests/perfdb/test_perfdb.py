@@ -28,6 +28,7 @@ from layerzero.perfdb.bucket import bucket_of, upper
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, weight
 from layerzero.perfdb.store import PerfDB
 from layerzero_tune.perfdb.exchange import export_json, import_json, merge
+from layerzero_tune.perfdb.upkeep import prune, verify
 
 PROVE = env.read().prove
 HERE = Platform("cpu-1234", "cpu-neon", "", "", "2.13.0")
@@ -92,7 +93,7 @@ def test_another_version_of_anything_is_another_measurement(db, field):
     db.put([one, other])
     assert len(db) == 2
     if not hasattr(one, field):
-        assert db.prune(platform=HERE) == 1
+        assert prune(db, platform=HERE) == 1
         assert db.all() == [one]
 
 
@@ -135,7 +136,7 @@ def test_a_database_of_the_first_version_migrates_and_loses_nothing(tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / "perf.db", isolation_level=None)) as raw:
         raw.execute("UPDATE measurements SET median_us = 1.0 WHERE kernel_id = ?", ("reference.attention.plain",))
     db = PerfDB(tmp_path / "perf.db")
-    assert db.find("attention", "b") == items[:1] and db.verify() == (1, 1, [])  # what was damaged is not made whole
+    assert db.find("attention", "b") == items[:1] and verify(db) == (1, 1, [])  # what was damaged is not made whole
     newer = replace(items[0], platform=HERE._replace(threads=4), median_us=3.0)
     db.put([newer])
     assert sorted(db.all(), key=str) == sorted([items[0], newer], key=str)  # beside it, not instead of it
@@ -161,7 +162,7 @@ def test_a_database_of_the_first_version_that_cannot_be_written_is_read_as_it_is
 
     monkeypatch.setattr("layerzero.perfdb.store.sqlite3.connect", to_read)
     db = PerfDB(tmp_path / "perf.db")
-    assert db.find("attention", "b") == [sample()] == db.all() and db.verify() == (1, 0, [])
+    assert db.find("attention", "b") == [sample()] == db.all() and verify(db) == (1, 0, [])
     assert (tmp_path / "perf.db").read_bytes() == before and not db.problems
 
 
@@ -183,7 +184,7 @@ def test_times_of_other_numbers_of_threads_are_other_measurements(db, tmp_path):
     rows = [sample(platform=HERE._replace(threads=count), median_us=10.0 / count) for count in (1, 2, 8)]
     assert len({row.key for row in (*rows, sample())}) == 4
     db.put([*rows, sample()])
-    assert len(db) == 4 and db.prune(platform=HERE._replace(threads=2)) == 0  # the same machine
+    assert len(db) == 4 and prune(db, platform=HERE._replace(threads=2)) == 0  # the same machine
     export_json(db, tmp_path / "out.json")
     other = PerfDB(tmp_path / "other.db")
     assert import_json(other, tmp_path / "out.json") == 4 and sorted(other.all(), key=str) == sorted(db.all(), key=str)
@@ -206,7 +207,7 @@ def test_old_measurements_expire(db):
     assert len(db.find("attention", "b")) == 2
     short = PerfDB(db.path, ttl_s=50)
     assert [item.kernel_id for item in short.find("attention", "b")] == ["reference.attention.plain"]
-    assert db.prune(older_than_s=50) == 1 and len(db) == 1
+    assert prune(db, older_than_s=50) == 1 and len(db) == 1
 
 
 @pytest.mark.req("R-PDB-08")
@@ -384,7 +385,7 @@ def look(path, known):
             assert known.get(item.key) == item
     for item in db.all():
         assert known.get(item.key) == item
-    db.verify()
+    verify(db)
     fresh = sample("k.attention.new", bucket="new")
     db.put([fresh])
     assert db.find("attention", "new") == [fresh]
@@ -434,12 +435,12 @@ def test_a_damaged_row_is_ignored_and_rebuilt(db):
     with contextlib.closing(sqlite3.connect(db.path, isolation_level=None)) as raw:
         raw.execute("UPDATE measurements SET median_us = 0.001 WHERE kernel_id = ?", (one.kernel_id,))
     assert db.find("attention", "b") == [two]
-    assert db.verify() == (1, 1, [])
+    assert verify(db) == (1, 1, [])
     db.put([one])
-    assert len(db.find("attention", "b")) == 2 and db.verify() == (2, 0, [])
+    assert len(db.find("attention", "b")) == 2 and verify(db) == (2, 0, [])
     with contextlib.closing(sqlite3.connect(db.path, isolation_level=None)) as raw:
         raw.execute("UPDATE measurements SET crc = 1 WHERE kernel_id = ?", (two.kernel_id,))
-    assert db.prune() == 1 and db.all() == [one]
+    assert prune(db) == 1 and db.all() == [one]
 
 
 def test_a_file_that_is_no_database_is_set_aside_at_our_own_place(tmp_path, monkeypatch):

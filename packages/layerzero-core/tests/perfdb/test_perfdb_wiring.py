@@ -17,11 +17,12 @@ from click.testing import CliRunner
 import layerzero as lz
 from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
-from layerzero.perfdb.flashinfer import Tactic, is_autotune_cache, read_autotune_cache
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero_tune import ranks as ranks_module
+from layerzero_tune.perfdb.flashinfer import Tactic, is_autotune_cache, read_autotune_cache, tactics
+from layerzero_tune.perfdb.upkeep import prune
 from layerzero_tune.trial import trial
 
 FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"
@@ -104,7 +105,7 @@ def test_a_time_to_live_lets_times_expire(swapped):
 def test_a_similar_device_ranks_the_kernels_and_explain_names_it(swapped):
     db = PerfDB(swapped)
     rows = [replace(row, platform=row.platform._replace(device="cousin")) for row in db.all()]
-    db.prune(older_than_s=-1)
+    prune(db, older_than_s=-1)
     db.put(rows)
     lz.configure(perfdb={"path": str(swapped), "enabled": True})
     report = lz.explain("attention", *call())
@@ -194,8 +195,8 @@ def test_a_flashinfer_autotune_cache_is_read_and_never_run(tmp_path, lab):
         "kind": "flashinfer-autotune", "tactics": 2,
     }  # fmt: skip
     db = PerfDB(tmp_path / "p.db")
-    assert [item.tactic for item in db.tactics("trtllm::fused_moe::gemm1", "NVIDIA B200")] == ["5", "3"]
-    assert db.all() == [] and db.tactics("other") == [] and PerfDB(tmp_path / "none.db").tactics() == []
+    assert [item.tactic for item in tactics(db, "trtllm::fused_moe::gemm1", "NVIDIA B200")] == ["5", "3"]
+    assert db.all() == [] and tactics(db, "other") == [] and tactics(PerfDB(tmp_path / "none.db")) == []
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nbest_configs = {{'a': __import__('os')}}\n")
     with pytest.raises(ConfigurationError, match=r"evil\.py"):

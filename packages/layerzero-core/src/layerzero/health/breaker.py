@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.model.config import BreakerSettings
 from layerzero.reasons import Reason, ReasonCode, reason
 
@@ -38,7 +39,7 @@ class HealthStatus(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class BreakerState:
+class BreakerState(Plain):
     """One breaker. `failures` counts since the last success, `successes` since it became half-open."""
 
     phase: BreakerPhase = BreakerPhase.CLOSED
@@ -66,13 +67,9 @@ class BreakerState:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict, without clock values, which mean nothing outside the process."""
-        return {
-            "phase": self.phase.value,
-            "status": self.status.value,
-            "failures": self.failures,
-            "successes": self.successes,
-            "last_error": self.last_error,
-        }
+        found = Plain.to_json(self) | {"status": self.status.value}
+        del found["opened_at"]
+        return found
 
 
 _FRESH = BreakerState()

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from layerzero.errors import ConfigurationError
+from layerzero.json_form import Plain, plain
 from layerzero.settings import POLICY, default
 
 __all__ = [
@@ -85,15 +86,6 @@ def _freeze(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """The JSON form of a frozen value."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
 def specificity(pattern: str) -> tuple[int, int, str]:
     """Sort key that puts the most specific glob first: exact names, then more literal characters, then the alphabet."""
     wild = sum(pattern.count(mark) for mark in "*?[")
@@ -101,7 +93,7 @@ def specificity(pattern: str) -> tuple[int, int, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(Plain):
     """`field operator operand`, e.g. head_dim >= 64. The field is any field of the Context."""
 
     field: str
@@ -122,16 +114,12 @@ class Condition:
             if isinstance(item, float) and not math.isfinite(item):
                 raise ValueError(f"expected a finite number, got {item}")
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible form."""
-        return {"field": self.field, "operator": self.operator, "operand": _plain(self.operand)}
-
     def __str__(self) -> str:
         return f"{self.field} {self.operator} {self.operand}"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Plain):
     """What holds for the ops that `match_op` names, when every condition is true.
 
     `allow` None says nothing, () lifts an allow list of a weaker rule. `lock` None says nothing, "" lifts a lock.
@@ -150,21 +138,12 @@ class Rule:
 
     def to_json(self, *, canonical: bool = False) -> dict[str, Any]:
         """JSON-compatible form. Canonical: without the source, and with lists whose order means nothing sorted."""
-        order = sorted if canonical else list
-        data: dict[str, Any] = {
-            "match_op": self.match_op,
-            "when": [item.to_json() for item in self.when],
-            "allow": None if self.allow is None else order(self.allow),
-            "deny": order(self.deny),
-            "prefer": order(self.prefer),
-            "avoid": order(self.avoid),
-            "boosts": [[pattern, value] for pattern, value in order(self.boosts)],
-            "lock": self.lock,
-        }
+        data = Plain.to_json(self)
         if canonical:
-            data["when"] = sorted(data["when"], key=json.dumps)
-        else:
-            data["source"] = self.source
+            del data["source"]
+            data["when"].sort(key=json.dumps)
+            for name in ("allow", "deny", "prefer", "avoid", "boosts"):
+                data[name] = data[name] and sorted(data[name])
         return data
 
     @property
@@ -370,7 +349,7 @@ def _canonical(value: Any) -> Any:
         return base | {name: found for name, found in later.items() if found != getattr(_PLAIN_BREAKER, name)}
     if isinstance(value, CacheSettings):
         return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
-    return _plain(value)
+    return plain(value)
 
 
 def level_program(

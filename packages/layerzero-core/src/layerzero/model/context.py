@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError, LayerZeroWarning
+from layerzero.json_form import Plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind, OpKind, Platform
 from layerzero.reasons import Reason
@@ -35,7 +36,7 @@ _REQUIRED_DIMS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Strides:
+class Strides(Plain):
     """How the main tensors lie in memory, as far as kernels care.
 
     last      stride of the last axis (the worst over the main tensors)
@@ -54,7 +55,7 @@ class Strides:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerIdentity:
+class TokenizerIdentity(Plain):
     """Which tokenizer, down to its hashes; tokenization is never selected without it."""
 
     tokenizer_id: str
@@ -73,7 +74,7 @@ class TokenizerIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class Context(Plain):
     """One call, described. Build it with `Context.from_tensors` or through an op's `describe`."""
 
     op: str
@@ -291,19 +292,7 @@ class Context:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict of everything selection sees."""
-        skip = {"device", "dims", "notes", "strides", "needs", "tokenizer"}
-        plain = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in skip and f.name[0] != "_"}
-        return {
-            **plain,
-            "dims": dict(self.dims),
-            "needs": sorted(self.needs),
-            "strides": {"last": self.strides.last, "aligned": self.strides.aligned, "order": self.strides.order},
-            "device": self.device.to_json(),
-            "tokenizer": None
-            if self.tokenizer is None
-            else {f.name: getattr(self.tokenizer, f.name) for f in fields(self.tokenizer)},
-            "notes": [note.to_json() for note in self.notes],
-        }
+        return Plain.to_json(self) | {"dims": dict(self.dims)}
 
 
 def _restored(given: dict[str, Any]) -> Context:
@@ -323,12 +312,6 @@ KEYABLE = frozenset({
 
 SelectionContext = Context
 """The name the seed documents use."""
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    return list(value) if isinstance(value, tuple) else str(value)
 
 
 def element_bytes(dtype: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from layerzero.json_form import Plain
 from layerzero.model.context import Context
 from layerzero.reasons import Reason
 
@@ -25,7 +26,7 @@ class Transform:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Plain):
     """One kernel's verdict: accepted with a score, or rejected with reasons."""
 
     kernel_id: str
@@ -51,33 +52,23 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "kernel_id": self.kernel_id,
-            "backend": self.backend,
-            "accepted": self.accepted,
+        found = Plain.to_json(self) | {
             "score": None if self.score is None else round(self.score, 4),
             "score_parts": {name: round(value, 4) for name, value in self.score_parts},
-            "measured_us": self.measured_us,
-            "reasons": [item.to_json() for item in self.reasons],
-            "transforms": [step.to_json() for step in self.transforms],
             "transform_cost_us": round(self.transform_cost_us, 3),
-            "flip": self.flip,
-            "proof": self.proof,
             "memory": {"workspace": self.memory[0], "temporaries": self.memory[1], "total": sum(self.memory)},
         }
+        del found["preferred"]  # the order of the candidates says it
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(Plain):
     """The range of one growing size for which a decision holds (both ends included)."""
 
     name: str
     low: int
     high: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {"name": self.name, "low": self.low, "high": self.high}
 
 
 class Trace(Sequence[Candidate]):
@@ -118,7 +109,7 @@ class Trace(Sequence[Candidate]):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Plain):
     """What `select` returns. Candidates are in rank order: the chosen one first, rejected ones last.
 
     `steps` holds the accepted kernels in rank order with their transforms: what dispatch needs, at once.
@@ -168,27 +159,14 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; the same shape as `lz.explain(...).to_json()` without `ran`."""
-        return {
-            "op": self.op,
-            "chosen": self.chosen,
-            "is_fallback": self.is_fallback,
-            "locked": self.locked,
-            "transform_cost_total": round(self.transform_cost_total, 3),
-            "fused_ops": list(self.fused_ops),
-            "buckets": [bucket.to_json() for bucket in self.buckets],
-            "policy_hash": self.policy_hash,
-            "fingerprint": self.fingerprint,
-            "pending": list(self.pending),
-            "shadow": list(self.shadow),
-            "refusal": None if self.refusal is None else self.refusal.to_json(),
-            "notes": [note.to_json() for note in self.notes],
-            "candidates": [item.to_json() for item in self.candidates],
-            "context": self.context.to_json(),
-        }
+        found = Plain.to_json(self)
+        del found["steps"]
+        longest = {name: found.pop(name) for name in ("candidates", "context")}  # last, for people
+        return {**found, "transform_cost_total": round(self.transform_cost_total, 3), **longest}
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutionPlan:
+class ExecutionPlan(Plain):
     """What dispatch binds: the kernel, the transforms by name, and the decision behind them."""
 
     kernel_id: str
@@ -200,11 +178,3 @@ class ExecutionPlan:
         """The plan for the chosen kernel, or for another accepted candidate of the same decision."""
         chosen = kernel_id or decision.chosen
         return ExecutionPlan(chosen, [step.name for step in decision.transforms(chosen)], decision)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "kernel_id": self.kernel_id,
-            "transforms": list(self.transforms),
-            "debug_info": self.debug_info.to_json(),
-        }

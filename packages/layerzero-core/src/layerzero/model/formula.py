@@ -77,6 +77,9 @@ class Formula:
         _check(tree, self.text)
         object.__setattr__(self, "_tree", tree)
 
+    def __str__(self) -> str:
+        return self.text
+
     def names(self) -> frozenset[str]:
         """The context dimensions the formula reads."""
         return frozenset(

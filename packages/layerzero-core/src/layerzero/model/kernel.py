@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerzero.errors import ConfigurationError
+from layerzero.json_form import Plain
 from layerzero.model.config import FrozenMap
 from layerzero.model.context import Context
 from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
@@ -67,7 +68,7 @@ def _broken(code: ReasonCode, name: str, value: int, side: str, bound: object) -
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(Plain):
     """Bounds on one named size."""
 
     min: int | None = None
@@ -103,9 +104,13 @@ class Limit:
         listed = () if self.one_of is None else tuple(x for value in self.one_of for x in (value - 1, value))
         return low + high + listed
 
+    def to_json(self) -> dict[str, Any]:
+        """The bounds that are set."""
+        return {name: bound for name, bound in Plain.to_json(self).items() if bound is not None}
+
 
 @dataclass(frozen=True, slots=True)
-class KernelSpec:
+class KernelSpec(Plain):
     """One kernel. Built from capabilities.json; frozen; equal specs behave equally.
 
     A feature that is not declared is not supported. `function` names the adapter as "module:name";
@@ -417,13 +422,9 @@ class KernelSpec:
         formulas = self.grid_layout if isinstance(self.grid_layout, tuple) else ()
         return any(name in formula.names() for formula in formulas)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict of every declared field."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if not f.name.startswith("_")}
-
 
 @dataclass(frozen=True, slots=True)
-class BackendSpec:
+class BackendSpec(Plain):
     """A backend: who ships it, which vendor library it adapts, and whether it can be used here."""
 
     name: str
@@ -461,25 +462,7 @@ class BackendSpec:
             raise ConfigurationError("a backend needs a name", code="SCHEMA_FIELD_MISSING", value="name")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "generations"}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
-        return value
-    if isinstance(value, GPUGeneration):
-        return value.name
-    if isinstance(value, Formula):
-        return value.text
-    if isinstance(value, Reason):
-        return value.to_json()
-    if isinstance(value, Limit):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) is not None}
-    if isinstance(value, (frozenset, set)):
-        return sorted((_plain(item) for item in value), key=str)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return str(value)
+        """A JSON-compatible dict, without the generation map."""
+        found = Plain.to_json(self)
+        del found["generations"]
+        return found

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.json_form import plain
 from layerzero.model.context import Context
 from layerzero.model.cost import Cost
 from layerzero.model.device import DeviceSpec
@@ -22,6 +23,9 @@ from layerzero.model.enums import OpKind
 
 __all__ = ["Call", "Op", "OperationSpec", "annotation_text", "kind_of_argument", "parameters"]
 
+_DECLARED = (
+    "op_id", "op_kind", "arguments", "input_kinds", "output_kind", "has_fallback", "fallback_id", "growing",
+)  # fmt: skip
 _OUTPUTS = {
     OpKind.TENSOR: {"tensor", "tensors", "quantized"},
     OpKind.SAMPLING: {"ids"},
@@ -98,16 +102,7 @@ class OperationSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The declarative part, JSON-compatible."""
-        return {
-            "op_id": self.op_id,
-            "op_kind": self.op_kind.value,
-            "arguments": list(self.arguments),
-            "input_kinds": list(self.input_kinds),
-            "output_kind": self.output_kind,
-            "has_fallback": self.has_fallback,
-            "fallback_id": self.fallback_id,
-            "growing": list(self.growing),
-        }
+        return {name: plain(getattr(self, name)) for name in _DECLARED}
 
 
 @dataclass(frozen=True, slots=True)

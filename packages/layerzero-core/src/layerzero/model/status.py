@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.reasons import Reason
 
 __all__ = ["BackendStatus", "HealthReport"]
 
 
 @dataclass(frozen=True, slots=True)
-class BackendStatus:
+class BackendStatus(Plain):
     """Answer of `layerzero_capabilities`: vendor version, usable kernels, and otherwise reason and fix."""
 
     backend: str
@@ -21,27 +21,12 @@ class BackendStatus:
     reasons: tuple[Reason, ...] = ()
     fix: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "backend": self.backend,
-            "available": self.available,
-            "version": self.version,
-            "kernels": list(self.kernels),
-            "reasons": [item.to_json() for item in self.reasons],
-            "fix": self.fix,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class HealthReport:
+class HealthReport(Plain):
     """Answer of `layerzero_health`: did the known-answer test pass, and with what error."""
 
     backend: str
     ok: bool
     detail: str = ""
     max_error: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {"backend": self.backend, "ok": self.ok, "detail": self.detail, "max_error": self.max_error}

@@ -17,15 +17,12 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerzero.errors import CacheCorruptionError
-from layerzero.perfdb.measurement import Measurement, Platform, place_of
+from layerzero.perfdb.measurement import Measurement, place_of
 from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, is_ours, migrate, to_row
 from layerzero.reasons import Reason, reason
-
-if TYPE_CHECKING:
-    from layerzero.perfdb.flashinfer import Tactic
 
 __all__ = ["PerfDB", "default_path"]
 
@@ -39,11 +36,6 @@ _NOT_THE_FILE = frozenset(
         sqlite3.SQLITE_PERM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_AUTH,
     }
 )  # fmt: skip
-_TACTIC = ("op", "runner", "shapes", "tactic", "device", "version")  # the fields of `perfdb.flashinfer.Tactic`
-_TACTICS = (
-    f"CREATE TABLE IF NOT EXISTS tactics ({', '.join(f'{name} TEXT NOT NULL' for name in _TACTIC)}, "
-    "PRIMARY KEY (op, runner, shapes, device, version))"
-)
 _SELECT = f"SELECT {', '.join(COLUMNS)} FROM measurements"
 _INSERT = (
     f"INSERT INTO measurements ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
@@ -83,7 +75,7 @@ class PerfDB:
             return 0
         for attempt in (1, 2):
             try:
-                with self._writing() as connection:
+                with self.writing() as connection:
                     connection.executemany(_INSERT, rows)
                 return len(rows)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -97,38 +89,6 @@ class PerfDB:
                 self._set_aside(error)
         raise AssertionError("unreachable")
 
-    def put_tactics(self, items: Iterable[Tactic]) -> int:
-        """Keep what a vendor's own tuner found (`perfdb.flashinfer`); a later entry replaces one of the same key."""
-        rows = [tuple(getattr(item, name) for name in _TACTIC) for item in items]
-        with self._writing() as connection:
-            connection.execute(_TACTICS)
-            marks = ", ".join("?" * len(_TACTIC))
-            connection.executemany(f"INSERT OR REPLACE INTO tactics VALUES ({marks})", rows)
-        return len(rows)
-
-    def tactics(self, op: str | None = None, device: str | None = None) -> list[Tactic]:
-        """Tactics that were kept, of an op and for a device where these are given."""
-        from layerzero.perfdb.flashinfer import Tactic
-
-        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'tactics'", ()):
-            return []
-        found = [Tactic(*(str(part) for part in row)) for row in self._rows("SELECT * FROM tactics", ())]
-        return [t for t in found if (op is None or t.op == op) and (device is None or t.device == device)]
-
-    def prune(self, *, platform: Platform | None = None, older_than_s: float | None = None) -> int:
-        """Remove rows of other platforms than this one, rows past an age, and rows whose checksum is wrong."""
-        now, gone = time.time(), []
-        for key, item in self._scan():
-            # Other numbers of threads are other times of the same machine.
-            foreign = item is not None and platform is not None and item.platform[:-1] != platform[:-1]
-            old = item is not None and older_than_s is not None and now - item.measured_at > older_than_s
-            if item is None or foreign or old:
-                gone.append((key,))
-        if gone:
-            with self._writing() as connection:
-                connection.executemany("DELETE FROM measurements WHERE rowid = ?", gone)
-        return len(gone)
-
     # -- reading ---------------------------------------------------------------------------------
     def find(self, op: str, bucket: str, *modes: str) -> list[Measurement]:
         """Every intact measurement of a bucket in these modes (default: "eager/hot"), of any platform.
@@ -137,7 +97,7 @@ class PerfDB:
         """
         wanted = modes or ("eager/hot",)
         places = tuple(place_of(op, bucket, mode) for mode in wanted)
-        rows = self._rows(f"{_SELECT} WHERE place IN ({', '.join('?' * len(places))})", places)
+        rows = self.rows(f"{_SELECT} WHERE place IN ({', '.join('?' * len(places))})", places)
         found = [item for row in rows if (item := from_row(row)) is not None]
         # An index entry may point at a row of another bucket; the row's own fields decide.
         fresh = [item for item in found if item.op == op and item.bucket == bucket and item.mode in wanted]
@@ -145,39 +105,29 @@ class PerfDB:
 
     def all(self) -> list[Measurement]:
         """Every intact measurement that has not expired."""
-        return [item for _, item in self._scan() if item is not None and not self._expired(item)]
-
-    def verify(self) -> tuple[int, int, list[str]]:
-        """Intact rows, damaged rows, and what SQLite itself finds wrong with the file."""
-        good = bad = 0
-        for _, item in self._scan():
-            good, bad = (good + 1, bad) if item is not None else (good, bad + 1)
-        problems: list[str] = []
-        if self.path.exists():
-            found = self._rows("PRAGMA quick_check(20)", ())
-            problems = [str(row[0]) for row in found if row[0] != "ok"]
-        return good, bad, problems
+        return [item for _, item in self.scan() if item is not None and not self._expired(item)]
 
     def __len__(self) -> int:
-        rows = self._rows("SELECT count(*) FROM measurements", ())
+        rows = self.rows("SELECT count(*) FROM measurements")
         return int(rows[0][0]) if rows else 0
 
     def _expired(self, item: Measurement) -> bool:
         return self.ttl_s is not None and time.time() - item.measured_at > self.ttl_s
 
-    def _scan(self) -> Iterator[tuple[int, Measurement | None]]:
+    def scan(self) -> Iterator[tuple[int, Measurement | None]]:
         """Every row with its number, read in pieces so that one bad page does not cost the others."""
         last = -(2**62)
         while True:
             query = f"SELECT rowid, {', '.join(COLUMNS)} FROM measurements WHERE rowid > ? ORDER BY rowid LIMIT 1000"
-            rows = self._rows(query, (last,))
+            rows = self.rows(query, (last,))
             for row in rows:
                 yield row[0], from_row(row[1:])
             if len(rows) < 1000:
                 return
             last = rows[-1][0]
 
-    def _rows(self, query: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        """What a query gives; nothing when the file is damaged or missing."""
         if not self.path.exists():
             return []
         for attempt in (1, 2):
@@ -231,7 +181,8 @@ class PerfDB:
         return found.st_dev, found.st_ino
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is on disk afterwards, or nothing."""
         connection = self._connection()
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -302,7 +253,7 @@ class PerfDB:
             _log.warning("%s; starting a fresh one", why)
             saved = list(_salvage(kept))
         if saved:
-            with contextlib.suppress(sqlite3.Error), self._writing() as connection:
+            with contextlib.suppress(sqlite3.Error), self.writing() as connection:
                 connection.executemany(_INSERT, [to_row(item) for item in saved])
 
 

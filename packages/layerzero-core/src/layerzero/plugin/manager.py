@@ -18,6 +18,7 @@ import pluggy
 
 from layerzero import env as environment
 from layerzero.errors import LayerZeroError, PluginError
+from layerzero.json_form import Plain
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.op import OperationSpec
 from layerzero.plugin import spec
@@ -43,7 +44,7 @@ class PluginState:
 
 
 @dataclass(frozen=True, slots=True)
-class PluginRecord:
+class PluginRecord(Plain):
     """How one plugin fared. `reasons` and `fix` are empty when its state is "ok"."""
 
     name: str
@@ -60,20 +61,10 @@ class PluginRecord:
     seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "name": self.name,
-            "dist": self.dist,
-            "dist_version": self.dist_version,
-            "state": self.state,
-            "reasons": [item.to_json() for item in self.reasons],
-            "fix": self.fix,
-            "kernels": list(self.kernels),
-            "module": self.module,
-            "backends": list(self.backends),
-            "ops": list(self.ops),
-            "builtin": self.builtin,
-        }
+        """JSON-compatible, without the time it took."""
+        found = Plain.to_json(self)
+        del found["seconds"]
+        return found
 
 
 class Loaded(NamedTuple):

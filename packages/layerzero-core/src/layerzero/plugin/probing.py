@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.discovery import CORE_DIST, dist_version
@@ -34,7 +35,7 @@ _MAX_ERROR = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeResult(Plain):
     """What came back, how long it took, and whether it was remembered."""
 
     status: BackendStatus
@@ -44,12 +45,7 @@ class ProbeResult:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "status": self.status.to_json(),
-            "health": None if self.health is None else self.health.to_json(),
-            "seconds": round(self.seconds, 3),
-            "cached": self.cached,
-        }
+        return Plain.to_json(self) | {"seconds": round(self.seconds, 3)}
 
 
 def probe(

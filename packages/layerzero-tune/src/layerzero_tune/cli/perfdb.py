@@ -43,8 +43,10 @@ def add(group: click.Group) -> None:
     @_database
     def verify(database: Path | None) -> Answer:
         """Check every row's checksum and the file itself. Exit code 1 when something is damaged."""
+        from layerzero_tune.perfdb import upkeep
+
         db = _opened(database)
-        good, bad, problems = db.verify()
+        good, bad, problems = upkeep.verify(db)
         data = {"path": str(db.path), "intact": good, "damaged": bad, "problems": problems}
         wrong = bool(bad or problems)
         blocks: list[Block] = [
@@ -86,12 +88,11 @@ def add(group: click.Group) -> None:
             blocks: list[Block] = [Line(f"{count} measurements from {file}", "bold")]
             blocks += [Line(item, STYLES["warn"], indent=2, hang=2) for item in problems[:20]]
             return Answer(data, blocks, OK if count or not problems else PROBLEM)
-        from layerzero.perfdb.flashinfer import is_autotune_cache, read_autotune_cache
         from layerzero_tune.perfdb.exchange import import_json
+        from layerzero_tune.perfdb.flashinfer import is_autotune_cache, put_tactics, read_autotune_cache
 
         if is_autotune_cache(file):
-            tactics = read_autotune_cache(file)
-            kept = db.put_tactics(tactics)
+            kept = put_tactics(db, read_autotune_cache(file))
             return Answer(
                 {"kind": "flashinfer-autotune", "tactics": kept}, [Line(f"{kept} tactics of FlashInfer kept")]
             )
@@ -122,10 +123,11 @@ def add(group: click.Group) -> None:
         """Remove damaged rows, and what the options name."""
         from layerzero.device.probe import probe_device
         from layerzero.measurements.believed import platform_of
+        from layerzero_tune.perfdb import upkeep
 
         db = _opened(database)
         here = platform_of(probe_device()) if foreign else None
-        count = db.prune(platform=here, older_than_s=None if older_than is None else older_than * 86_400)
+        count = upkeep.prune(db, platform=here, older_than_s=None if older_than is None else older_than * 86_400)
         return Answer({"path": str(db.path), "removed": count}, [Line(f"{count} rows removed from {db.path}")])
 
     _ = (show, verify, export, bring, join, prune)

@@ -1,1 +1,1 @@
-"""What people do with measurements: exchange, import, read."""
+"""What people do with measurements: exchange, import, read, keep in order."""

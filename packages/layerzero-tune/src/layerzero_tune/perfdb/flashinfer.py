@@ -11,13 +11,14 @@ import ast
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import ConfigurationError
+from layerzero.perfdb.store import PerfDB
 
-__all__ = ["Tactic", "is_autotune_cache", "read_autotune_cache"]
+__all__ = ["Tactic", "is_autotune_cache", "put_tactics", "read_autotune_cache", "tactics"]
 
 _MAX_BYTES = 64 << 20
 _DEVICE = re.compile(r"(NVIDIA_[A-Za-z0-9_]+?)(?:\.|$)")
@@ -33,6 +34,29 @@ class Tactic:
     tactic: str
     device: str = ""
     version: str = ""
+
+
+_TABLE = (
+    f"CREATE TABLE IF NOT EXISTS tactics ({', '.join(f'{item.name} TEXT NOT NULL' for item in fields(Tactic))}, "
+    "PRIMARY KEY (op, runner, shapes, device, version))"
+)
+
+
+def put_tactics(db: PerfDB, items: Iterable[Tactic]) -> int:
+    """Keep what FlashInfer's own tuner found beside the measurements; a later entry replaces one of the same key."""
+    rows = [astuple(item) for item in items]
+    with db.writing() as connection:
+        connection.execute(_TABLE)
+        connection.executemany("INSERT OR REPLACE INTO tactics VALUES (?, ?, ?, ?, ?, ?)", rows)
+    return len(rows)
+
+
+def tactics(db: PerfDB, op: str | None = None, device: str | None = None) -> list[Tactic]:
+    """Tactics that were kept, of an op and for a device where these are given."""
+    if not db.rows("SELECT 1 FROM sqlite_master WHERE name = 'tactics'"):
+        return []
+    found = [Tactic(*(str(part) for part in row)) for row in db.rows("SELECT * FROM tactics")]
+    return [t for t in found if (op is None or t.op == op) and (device is None or t.device == device)]
 
 
 def is_autotune_cache(path: Path) -> bool:
