@@ -107,6 +107,13 @@ def test_the_command_line_lists_and_explains_it(site: Path) -> None:
     assert FUSED in explained and "rows=8  hidden=64" in explained
 
 
+def test_it_has_a_documentation_page_as_every_op_has(site: Path) -> None:
+    shown = _run("-m", "layerzero.cli", "list", "--op", "rms_norm_gated", "--page", "--json", site=site)
+    text = json.loads(shown)["page"]
+    assert text.startswith("# lz.ops.rms_norm_gated\n") and "lz explain rms_norm_gated --shape ROWS,HIDDEN" in text
+    assert all(f"`{name}`" in text for name in ("x", "gate", "weight", "eps", FUSED, SPLIT, *OWN))
+
+
 def test_the_conformance_kit_runs_its_kernels(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_kit.py").write_text("from layerzero.testing.suite import *\n")
     kit = ("-p", "layerzero_verify.testing.pytest_plugin", "--lz-plugin", "gatednorm")

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import layerzero as lz
+from layerzero._ops.signature import PUBLIC, public_op
 from layerzero.cli import output
 from layerzero.cli.app import cli
 from layerzero.cli.output import Cell, Line, Table
@@ -69,6 +70,18 @@ def test_the_program_answers_with_its_version_and_lists_its_verbs() -> None:
         "completion",
     ):
         assert f"\n  {verb} " in text
+
+
+@pytest.mark.parametrize("op", sorted(PUBLIC))
+def test_every_op_has_a_documentation_page(op: str) -> None:
+    text = data("list", "--op", op, "--page")["page"]
+    assert text.startswith(f"# lz.ops.{op}\n") and f"lz.ops.{op}(" in text and f"`reference.{op}.plain`" in text
+    assert all(f"| `{name}` | " in text for name in public_op(op).arguments)
+
+
+def test_a_page_needs_an_op_that_exists() -> None:
+    assert "--page needs --op" in run("list", "--page", code=2).stderr
+    assert "rms_norm" in run("list", "--op", "rms_nrom", "--page", code=2).stderr
 
 
 def test_an_unknown_verb_is_a_usage_error() -> None:

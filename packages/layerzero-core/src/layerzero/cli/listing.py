@@ -22,10 +22,18 @@ def add(group: click.Group) -> None:
     @click.option("--op", help="Only kernels of this op.", shell_complete=complete_op)
     @click.option("--backend", help="Only kernels of this backend.")
     @click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
-    def list_(op: str | None, backend: str | None, available: bool | None) -> Answer:
+    @click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
+    def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
         """List kernels: op, platforms, dtypes, and whether usable here."""
         import layerzero as lz
 
+        if page:
+            from layerzero.cli import op_page
+
+            if op is None:
+                raise click.UsageError("--page needs --op OP")
+            text = op_page.page(op)
+            return Answer({"op": op, "page": text}, [Line(line) for line in text.splitlines()])
         if backend is not None:
             backends(backend)
         found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
