@@ -81,11 +81,11 @@ def price(times: dict[str, float]) -> Measurements:
 def test_measured_times_decide_whether_ops_are_fused() -> None:
     t = layer()
     base = {"rms_norm": 10.0, "linear": 50.0, "rope": 10.0, "attention": 40.0, "silu_and_mul": 10.0}
-    state.measured(price({**base, "add_rms_norm": 12.0, "mlp": 60.0}))
+    state.publish(measurements=price({**base, "add_rms_norm": 12.0, "mlp": 60.0}))
     fused = lz.plan_block(BLOCK, t).explain()
     assert "add and norm in one" in fused.fused and any("feed-forward" in rule for rule in fused.fused)
     assert {cost.cost.source for cost in fused.path.taken if cost.bound is not None} == {"perfdb"}
-    state.measured(price({**base, "add_rms_norm": 500.0, "mlp": 900.0}))
+    state.publish(measurements=price({**base, "add_rms_norm": 500.0, "mlp": 900.0}))
     apart = lz.plan_block(BLOCK, t).explain()
     assert "add and norm in one" not in apart.fused and not any("feed-forward" in rule for rule in apart.fused)
     assert any(row["way"].endswith("add_rms_norm.native") and row["extra_us"] > 400 for row in apart.rejected())
@@ -109,7 +109,7 @@ def test_the_total_counts_and_not_each_op_alone(lab: Any) -> None:
     only = lab.kernel("dense.attention.only", stride_last_dim=1, adapt=frozenset({"contiguous"}), priority=99.0)
     lab.use(fast, tidy, only)
     times = {"fast.rope.scattered": 10.0, "tidy.rope.plain": 14.0, "dense.attention.only": 20.0}
-    state.measured(Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id), fingerprint="here"))
+    state.publish(measurements=Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id), fingerprint="here"))
     t = layer(tokens=64)
     report = lz.plan_block(BLOCK, t).explain()
     alone = [item.kernel_id for item in report.alone.taken]

@@ -80,7 +80,7 @@ def test_what_the_database_says_of_a_kernel_by_itself_gives_way_to_its_place(
     own_time.use_own_time(monkeypatch)
     cached_and_steady(lab)
     times = {"fond.linear.cached": 1500.0, "even.linear.steady": 2000.0}
-    state.measured(Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id), fingerprint="warm"))
+    state.publish(measurements=Measurements(lookup=lambda kernel_id, ctx: times.get(kernel_id), fingerprint="warm"))
     with torch.no_grad():
         plan = lz.plan_block(BLOCK, layer(), measure=True)
     assert linears(plan.report.alone) == {"fond.linear.cached"}

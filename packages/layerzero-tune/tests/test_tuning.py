@@ -507,7 +507,7 @@ def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_pat
     now = rows["lab.rms_norm.moody"].median_us
     db.put([replace(row, median_us=10 * now, variance=0.0) for row in rows.values()])
     db.put([replace(rows["lab.rms_norm.moody"], median_us=now / 100, variance=0.0)])
-    state.measured(measurements_from(db, state.world))
+    state.publish(measurements=measurements_from(db, state.world))
     assert lz.which("rms_norm", *call()) == "lab.rms_norm.moody"
     assert list(drifted([context()], db, retune=False, slower=1e6)) == []
     found = tune([context()], database=db.path, check=True, seconds=0.2)
@@ -562,7 +562,7 @@ def test_a_database_of_another_machine_is_not_believed_and_explain_says_so(bench
     rows = tuned.outcomes[0].trial.rows
     other = PerfDB(tmp_path / "other.db")
     other.put([replace(row, platform=row.platform._replace(device="gpu-9", family="sm90", driver="9")) for row in rows])
-    state.measured(measurements_from(other, state.world))
+    state.publish(measurements=measurements_from(other, state.world))
     report = lz.explain("rms_norm", *call())
     assert report.decision.winner.measured_us is None and report.chosen == "lab.rms_norm.slow"
     notes = [note for note in report.decision.notes if note.code is ReasonCode.PERF_NOT_BELIEVED]

@@ -39,7 +39,7 @@ def test_two_runs_choose_alike(tmp_path, capsys):
     ]
     chosen = []
     for number in range(2):
-        state.measured(measurements_from(PerfDB(tmp_path / f"{number}.db"), state.world))
+        state.publish(measurements=measurements_from(PerfDB(tmp_path / f"{number}.db"), state.world))
         chosen.append(
             {item.name: lz.select(item.trial.context.op, item.trial.context).chosen for item in runs[0].outcomes}
         )

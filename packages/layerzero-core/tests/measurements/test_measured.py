@@ -46,7 +46,7 @@ def db(tmp_path):
 
 
 def chosen(db):
-    state.measured(measurements_from(db, current_world()))
+    state.publish(measurements=measurements_from(db, current_world()))
     return lz.select("attention", *call())
 
 

@@ -207,7 +207,7 @@ def _believe(db: PerfDB) -> None:
         return
     from layerzero.measurements.believed import measurements_from
 
-    state.measured(measurements_from(db, state.world))
+    state.publish(measurements=measurements_from(db, state.world))
 
 
 # -- solving -----------------------------------------------------------------------------------------

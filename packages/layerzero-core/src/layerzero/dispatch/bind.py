@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import threading
 import time
@@ -19,6 +18,7 @@ from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES, stream_capturing
 from layerzero.errors import BackendNotAvailableError, InvalidInputError, KernelExecutionError, from_outside
+from layerzero.forking import fresh_lock
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
@@ -71,22 +71,13 @@ class Bound:
 
 
 # One vendor at a time: two threads that import libraries which import each other may each see the other's half done.
-_importing = threading.RLock()
+_importing = fresh_lock(threading.RLock)
 _OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
 _TRIES, _PAUSE_S = 4, 0.25
 # Backends that do as torch does: negated views are resolved where pointers are taken, and the gradient of a gradient
 # is right or an error. Of the others neither is known.
 _AS_TORCH = frozenset({"reference", "torch", "sdpa", "inductor", "cpu"})
 _NUMBERS_AND_WORDS = frozenset({type(None), float, int, bool, str})
-
-
-def _after_fork() -> None:
-    global _importing
-    _importing = threading.RLock()  # the thread that held the old one is the parent's
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.lru_cache(maxsize=4096)

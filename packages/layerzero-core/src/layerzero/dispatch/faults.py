@@ -15,7 +15,7 @@ from torch import Tensor
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound
 from layerzero.errors import DeviceLostError, KernelExecutionError
-from layerzero.health.sticky import sticky
+from layerzero.health.sticky import NO_MEMORY, sticky
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -34,7 +34,6 @@ __all__ = [
 _OOM_TRIES = 3
 _OOM_CHARGE = 3
 _OOM_WINDOW_S = 60.0
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
 
 _settled: set[tuple[str, str]] = set()
 _oom_seen: dict[str, list[float]] = {}
@@ -114,7 +113,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Python's, a device's, or the CPU allocator's, which raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)
 
 
 def to_try_after(decision: Decision, failed: str, world: World, error: Exception) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ time; meanwhile other calls are served by what is proven already.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +28,7 @@ from layerzero.dispatch.example_calls import example
 from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory
 from layerzero.dispatch.price import price_us
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
+from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
@@ -55,7 +54,7 @@ LONGEST_US = 20_000.0
 _MIB = 1 << 20
 _MOST_DECLARED = 0.25  # of the error a kernel declares itself no more is believed
 
-_one = threading.Lock()
+_one = fresh_lock()
 
 
 class Served(NamedTuple):
@@ -448,12 +447,3 @@ def _undisturbed(ctx: Context) -> Iterator[None]:
     on_gpu = ctx.device.device_type == "cuda"
     with torch.random.fork_rng(devices=[ctx.device.index or 0] if on_gpu else [], device_type="cuda"):
         yield
-
-
-def _after_fork() -> None:
-    global _one
-    _one = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -12,7 +12,10 @@ import re
 
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["LOST", "POISONED", "sticky"]
+__all__ = ["LOST", "NO_MEMORY", "POISONED", "sticky"]
+
+# How a RuntimeError of torch's CPU allocator, or of a C++ library, says that there is no memory left.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
 
 # CUDA's own numbers (HIP keeps the same ones) with the words of its messages and the names of its constants.
 POISONED: dict[int, tuple[str, ...]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import time
 from typing import Any
 
@@ -95,10 +94,3 @@ class Channel:
             return b"" if self._process.ended() else None
         except (ConnectionError, OSError):
             return b""
-
-
-def blocking(handle: int) -> socket.socket:
-    """The child's end of the channel."""
-    made = socket.socket(fileno=handle)
-    made.setblocking(True)
-    return made

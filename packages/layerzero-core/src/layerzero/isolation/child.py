@@ -14,14 +14,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.health.sticky import NO_MEMORY
 from layerzero.isolation.arena import NAME, Arena, Bump, sent_bytes, view
-from layerzero.isolation.channel import blocking
-from layerzero.isolation.device_arena import OpenedArena
+from layerzero.isolation.device_arena import OpenedArena, named_arena
 from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpack
 from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
 from layerzero.plugin.enclosure import Enclosure, enter
@@ -29,8 +30,6 @@ from layerzero.plugin.enclosure import Enclosure, enter
 __all__ = ["Child", "main"]
 
 _WORDS = 1_200
-# How a RuntimeError of torch's CPU allocator, or of a C++ library, says that there is none left.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
 
 
 class NoRoom(Exception):
@@ -59,9 +58,7 @@ class Child:
                 kind, body = self._done(frame)
             except NoRoom as short:
                 kind, body = Kind.ROOM, {"needed": short.needed}
-            except (KeyboardInterrupt, SystemExit) as error:  # a vendor that wants to exit raises, as in process
-                kind, body = Kind.RAISED, _described(error)
-            except BaseException as error:
+            except BaseException as error:  # a vendor that wants to exit raises, as in process
                 kind, body = Kind.RAISED, _described(error)
             self._answer(kind, frame.sequence, body)
 
@@ -92,12 +89,10 @@ class Child:
         if body["seed"] is not None:
             torch.manual_seed(body["seed"])
         index = body["device"]
-        if index is None:
-            with torch.no_grad():
-                return self._placed(self._adapter(body["function"])(*args, **kwargs), body["used"])
-        with torch.no_grad(), torch.cuda.device(index):
+        with torch.no_grad(), nullcontext() if index is None else torch.cuda.device(index):
             placed = self._placed(self._adapter(body["function"])(*args, **kwargs), body["used"])
-            torch.cuda.synchronize(index)  # the parent reads as soon as it has the answer
+            if index is not None:
+                torch.cuda.synchronize(index)  # the parent reads as soon as it has the answer
             return placed
 
     def _map(self, arenas: dict[str, Any]) -> None:
@@ -119,9 +114,7 @@ class Child:
     def _buffer(self, name: str) -> Tensor:
         if name == NAME:
             return self._host.bytes
-        if name not in self._devices:
-            raise Malformed(f"no arena is called {name[:40]!r}")
-        return self._devices[name].bytes
+        return named_arena(self._devices, name).bytes
 
     def _find(self, placed: Placed) -> Tensor:
         return view(self._buffer(placed.arena), placed)
@@ -171,15 +164,15 @@ class Child:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """An exception in words: its type, its text, the last places it went through."""
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in _NO_MEMORY)
-    places = "".join(traceback.format_tb(error.__traceback__)[-3:])
+    """An exception in words: its type, its text, the last frames it went through."""
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in NO_MEMORY)
+    frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
     return {
         "type": type(error).__name__,
         "text": str(error)[:_WORDS],
         "memory": memory,
         "missing": isinstance(error, (ImportError, AttributeError)),
-        "trace": places[-_WORDS:],
+        "trace": frames[-_WORDS:],
     }
 
 
@@ -202,7 +195,9 @@ def main(argv: list[str]) -> int:
         import json
 
         enter(Enclosure.from_json(json.loads(argv[3])))
-    Child(blocking(socket_handle), arena_handle).serve()
+    channel = socket.socket(fileno=socket_handle)
+    channel.setblocking(True)
+    Child(channel, arena_handle).serve()
     return 0
 
 

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["MARK_BYTES", "DeviceArena", "DriverError", "OpenedArena", "device_name"]
+from layerzero.isolation.values import Malformed
+
+__all__ = ["MARK_BYTES", "DeviceArena", "DriverError", "OpenedArena", "device_name", "named_arena"]
 
 _HANDLE_BYTES = 64
 # The head of an arena: a mark of the parent's, and the child's answer to it.
@@ -172,3 +175,13 @@ class OpenedArena:
         torch.cuda.synchronize(self.index)
         with _Current(self._driver, self.index):
             self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(self._pointer))
+
+
+Kept = TypeVar("Kept", DeviceArena, OpenedArena)
+
+
+def named_arena(arenas: Mapping[str, Kept], name: str) -> Kept:
+    """One of these arenas; a name that the other side made up is not believed."""
+    if name not in arenas:
+        raise Malformed(f"no arena is called {name[:40]!r}")
+    return arenas[name]

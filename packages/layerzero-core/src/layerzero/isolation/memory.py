@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.isolation.arena import ALIGNMENT, NAME, Arena, Bump, sent_bytes, view
-from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name
+from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name, named_arena
 from layerzero.isolation.faults import ChildOutOfMemory, fault
 from layerzero.isolation.values import Malformed, Placed
 from layerzero.reasons import reason
@@ -62,7 +63,7 @@ class Memory:
         return total
 
     def bumps(self, names: Iterable[str]) -> dict[str, Bump]:
-        """Fresh places for the arguments of a call."""
+        """Fresh room for the arguments of a call."""
         return {name: Bump(name, self._buffer(name), 0 if name == NAME else ALIGNMENT) for name in names}
 
     def told(self) -> dict[str, Any]:
@@ -80,13 +81,14 @@ class Memory:
             if not self._devices[name].shared():
                 raise Malformed(f"the child sees other memory than this process at {name}")
         self._untold.clear()
-        for arena in self._retired:
-            arena.close()
-        self._retired.clear()
+        self._close_retired()
 
     def new_child(self) -> None:
         """The next child knows no device arena yet, and nobody looks at the retired ones."""
         self._untold.update(self._devices)
+        self._close_retired()
+
+    def _close_retired(self) -> None:
         for arena in self._retired:
             arena.close()
         self._retired.clear()
@@ -94,25 +96,21 @@ class Memory:
     def take(self, placed: Placed) -> Tensor:
         """A result, copied out of its arena: the next call overwrites it."""
         seen = view(self._buffer(placed.arena), placed)
-        if placed.arena != NAME:
-            with torch.cuda.device(seen.get_device()):
-                return _copied(seen)
-        return _copied(seen)
+        with nullcontext() if placed.arena == NAME else torch.cuda.device(seen.get_device()):
+            # The same strides where they are dense, else a contiguous copy: clone does just that.
+            return seen.clone(memory_format=torch.preserve_format)
 
     def _buffer(self, name: str) -> Tensor:
         if name == NAME:
             return self.host.bytes
-        if name not in self._devices:
-            raise Malformed(f"no arena is called {name[:40]!r}")
-        return self._devices[name].bytes
+        return named_arena(self._devices, name).bytes
 
     def close(self) -> None:
         """Free everything; the child is gone."""
         self.host.close()
-        for arena in (*self._devices.values(), *self._retired):
-            arena.close()
+        self._retired += self._devices.values()
         self._devices.clear()
-        self._retired.clear()
+        self._close_retired()
 
 
 def home(item: Tensor) -> str:
@@ -122,11 +120,6 @@ def home(item: Tensor) -> str:
     if item.device.type != "cpu":
         raise fault("ISOLATION_UNSUPPORTED", f"a tensor on {item.device}", "tensors on the CPU or a CUDA GPU")
     return NAME
-
-
-def _copied(seen: Tensor) -> Tensor:
-    """The same strides where they are dense, else a contiguous copy: clone does just that."""
-    return seen.clone(memory_format=torch.preserve_format)
 
 
 def _rounded(size: int) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import BackendNotAvailableError
+from layerzero.forking import fresh_lock, in_child
 from layerzero.isolation.faults import ChildError, IsolationFault
 from layerzero.isolation.settings import Settings
 from layerzero.isolation.worker import Worker
@@ -23,7 +22,7 @@ __all__ = ["close_all", "isolated", "settings_for", "worker_for", "workers"]
 
 _MOST = 8
 
-_lock = threading.Lock()
+_lock = fresh_lock()
 _workers: dict[Settings, Worker] = {}
 
 
@@ -86,8 +85,6 @@ def close_all() -> None:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
     known = list(_workers.values())
     _workers.clear()
     for worker in known:
@@ -95,5 +92,4 @@ def _after_fork() -> None:
 
 
 atexit.register(close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)

@@ -6,8 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -149,25 +148,19 @@ def _publish_locks() -> None:
     policies.put("locks", layer)
 
 
-@contextmanager
-def scoped(**settings: Any) -> Iterator[None]:
+def scoped(**settings: Any) -> AbstractContextManager[object]:
     """Run a block under other settings; takes what `lz.configure` takes. Only this thread or task sees them."""
-    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.scoped", **settings)):
-        yield
+    return entered(PolicyLayer.of(Level.CONTEXT, source="lz.scoped", **settings))
 
 
-@contextmanager
-def prefer(*patterns: str) -> Iterator[None]:
+def prefer(*patterns: str) -> AbstractContextManager[object]:
     """Prefer backends or kernels (globs) inside the block."""
-    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.prefer", prefer=patterns)):
-        yield
+    return entered(PolicyLayer.of(Level.CONTEXT, source="lz.prefer", prefer=patterns))
 
 
-@contextmanager
-def disabled() -> Iterator[None]:
+def disabled() -> AbstractContextManager[object]:
     """Inside the block only the fallbacks run: plain PyTorch, for comparison or in an emergency."""
-    with entered(PolicyLayer.of(Level.CONTEXT, source="lz.disabled", enabled=False)):
-        yield
+    return entered(PolicyLayer.of(Level.CONTEXT, source="lz.disabled", enabled=False))
 
 
 def reset() -> None:

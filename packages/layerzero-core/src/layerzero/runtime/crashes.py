@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero import env
 from layerzero.errors import LayerZeroError
+from layerzero.forking import in_child
 from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather
 from layerzero.health.quarantine import SUSPECTED, Quarantine, default_file
 from layerzero.health.registry import LAST_RESORT
@@ -141,16 +141,6 @@ def child_crashed(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why:
         put(runtime, kernel, device, why)
 
 
-def _leave() -> None:
-    if _markers is not None:
-        _markers.close()
-
-
-def _after_fork() -> None:
-    if _markers is not None:
-        _markers.after_fork()
-
-
 def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[CrashMarkers | None, int | None]:
     """Leave a crash marker for a run that may be the last thing this process does."""
     if kernel.backend == LAST_RESORT:
@@ -159,6 +149,5 @@ def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[CrashMarkers | No
     return kept, None if kept is None else kept.enter(kernel.kernel_id, kernel.version, device.signature, kernel.op)
 
 
-atexit.register(_leave)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: None if _markers is None else _markers.close())
+in_child(lambda: None if _markers is None else _markers.after_fork())

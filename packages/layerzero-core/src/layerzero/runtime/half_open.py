@@ -82,14 +82,8 @@ def _plugin(runtime: Runtime, backend: str) -> Any:
 
 def has_self_test(runtime: Runtime, backend: str) -> bool:
     """Whether a backend can be asked, and the policy wants it asked."""
-    if not runtime.health.snapshot().settings.probe:
-        return False
-    return _implements(_plugin(runtime, backend))
-
-
-def _implements(plugin: Any) -> bool:
-    """Whether a plugin has the hook `layerzero_health`, by whatever view pluggy holds of it."""
-    return plugin is not None and getattr(plugin, "layerzero_health", None) is not None
+    asked = runtime.health.snapshot().settings.probe
+    return asked and getattr(_plugin(runtime, backend), "layerzero_health", None) is not None
 
 
 def self_test(runtime: Runtime, backend: str) -> str | None:

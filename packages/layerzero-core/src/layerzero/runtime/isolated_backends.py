@@ -23,7 +23,8 @@ def with_enclosures(world: World) -> World:
     """The World with its isolated backends worked out; the same one where nothing changes."""
     if not world.policy.backend_isolation and not world.enclosed:
         return world
-    found = enclosed(world.policy, world.registry.backends, _names(world), world.unbindable)
+    kernels = {kernel.kernel_id: kernel.backend for kernel in world.registry.kernels.values()}
+    found = enclosed(world.policy, world.registry.backends, kernels, world.unbindable)
     if found == world.enclosed:
         return world
     changed = world.changed(enclosed=found)
@@ -32,10 +33,6 @@ def with_enclosures(world: World) -> World:
     from layerzero.runtime.proof_registry import proof_registry
 
     return changed.changed(proofs=proof_registry.of_world(changed))  # a process of its own may have other versions
-
-
-def _names(world: World) -> dict[str, str]:
-    return {kernel.kernel_id: kernel.backend for kernel in world.registry.kernels.values()}
 
 
 def enclosed(

@@ -8,8 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
@@ -26,11 +26,11 @@ from layerzero.telemetry.redact import Redactor
 __all__ = ["Observation", "metrics", "observe", "structured_logs"]
 
 
-class Observation:
+class Observation(ExitStack):
     """What `lz.observe` started; `stop()` or the end of its `with` block ends it."""
 
     def __init__(self) -> None:
-        self._stops: list[Callable[[], None]] = []
+        super().__init__()
         self._exporter: Exporter | None = None
         self._trace: Trace | None = None
 
@@ -59,16 +59,7 @@ class Observation:
 
     def stop(self) -> None:
         """End it; a second time does nothing."""
-        while self._stops:
-            self._stops.pop()()
-
-    def __enter__(self) -> Observation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+        self.close()
 
 
 def observe(
@@ -96,22 +87,22 @@ def observe(
         if trace:
             made._trace = sink = Trace()
             if not isinstance(trace, bool):
-                made._stops.append(lambda: made.save_trace(trace))
-            made._stops.append(events.subscribe(sink))
+                made.callback(made.save_trace, trace)
+            made.callback(events.subscribe(sink))
         if spans:
             from layerzero.telemetry.otel import Spans
 
-            made._stops.append(events.subscribe(Spans(None if spans is True else spans)))
+            made.callback(events.subscribe(Spans(None if spans is True else spans)))
         if counters:
             count_calls(True)
-            made._stops.append(lambda: count_calls(False))
+            made.callback(count_calls, False)
         if registry is not None and registry is not False:
             from layerzero.telemetry.prometheus import register
 
-            made._stops.append(register(families, None if registry is True else registry))
+            made.callback(register(families, None if registry is True else registry))
         if metrics is not None:
             made._exporter = export(metrics, families, interval=interval)
-            made._stops.append(made._exporter.close)
+            made.callback(made._exporter.close)
     except BaseException:
         made.stop()
         raise

@@ -46,7 +46,9 @@ class Policies:
             if self._env is None:
                 self._env = from_env(env.read(os.environ))
             if self._files is None:
-                self._files = _discovered()
+                from layerzero.policy.load import load_discovered
+
+                self._files = tuple(load_discovered(env.read(os.environ)))
             return (*self._files, self._env)
 
     def put(self, name: str, layer: PolicyLayer | None) -> None:
@@ -62,10 +64,6 @@ class Policies:
                 self._set = before
                 raise
         self.publish()
-
-    def get(self, name: str) -> PolicyLayer | None:
-        """A programmatic layer by name."""
-        return self._set.get(name)
 
     def load(self, path: str | Path, *, watch: bool = False) -> PolicyLayer:
         """Read a policy file in place of any found before; with `watch` later `poll` calls reload it."""
@@ -110,12 +108,6 @@ class Policies:
             self._set.clear()
             self.last_error = None
         timers.cancel("policy")
-
-
-def _discovered() -> tuple[PolicyLayer, ...]:
-    from layerzero.policy.load import load_discovered
-
-    return tuple(load_discovered(env.read(os.environ)))
 
 
 policies = Policies()

@@ -8,12 +8,11 @@ in the driver's numbers (and in the container's limit), so their pressure counts
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from layerzero.device.memory import free_bytes
+from layerzero.forking import fresh_lock, in_child
 from layerzero.model.config import FrozenMap
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Pressure:
     """Looks at devices that were called lately, and publishes a World when a step was crossed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self._looked: dict[str, float] = {}
         self._levels: dict[str, int] = {}
         self._until = 0.0
@@ -136,10 +135,8 @@ class Pressure:
 
     def after_fork(self) -> None:
         """The timer's thread is the parent's."""
-        self._lock = threading.Lock()
         self._ticking = False
 
 
 pressure = Pressure()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=pressure.after_fork)
+in_child(pressure.after_fork)

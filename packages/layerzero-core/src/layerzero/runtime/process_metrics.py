@@ -5,11 +5,10 @@ Nothing here runs unless somebody looks: counters and histograms exist anyway, g
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Iterator
 
+from layerzero.forking import fresh_lock
 from layerzero.health.breaker import BreakerPhase
 from layerzero.runtime.state import state
 from layerzero.telemetry.counting import KernelCounters
@@ -20,7 +19,7 @@ from layerzero.version import __version__
 __all__ = ["count_calls", "counters", "families"]
 
 _PHASES = {BreakerPhase.CLOSED: 0, BreakerPhase.HALF_OPEN: 1, BreakerPhase.OPEN: 2}
-_lock = threading.Lock()
+_lock = fresh_lock()
 _users = 0
 counters = KernelCounters()  # one for the life of the process: a metric that counts never falls
 
@@ -119,13 +118,3 @@ def _ranks() -> Iterator[Family]:
     if ranks is not None:
         yield family("layerzero_ranks", ranks.size)
         yield family("layerzero_rank_disagreements_total", ranks.disagreements)
-
-
-def _after_fork() -> None:
-    """A fresh lock in a forked child, where its owner may not exist any more."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -7,14 +7,13 @@ adds what a check has shown and publishes a new World.
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerzero.device.family import family_of
 from layerzero.errors import CapabilitiesError
+from layerzero.forking import fresh_lock
 from layerzero.health.first_use import FOLDER, Checked, FirstUses
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
@@ -46,7 +45,7 @@ class ProofRegistry:
     """What is known of kernels in this process; what checks have shown is kept on disk as well."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self._shipped: dict[tuple[str, str, str, str], Mapping[str, KitProof]] = {}
         self._local: dict[Checked, dict[str, float]] = {}
         self._agreed: set[tuple[Checked, str]] = set()
@@ -60,10 +59,6 @@ class ProofRegistry:
             self._agreed = set()
             self._learnt = 0
 
-    def reinit_after_fork(self) -> None:
-        """A new lock in a forked child."""
-        self._lock = threading.Lock()
-
     # -- reading -------------------------------------------------------------------------------------
     def proofs(self, backends: Mapping[str, BackendSpec], enclosed: Mapping[str, BackendSpec]) -> Proofs:
         """What a World is told. Backends in a process of their own have the versions found there."""
@@ -75,19 +70,31 @@ class ProofRegistry:
 
     def proof(self, kernel: KernelSpec, backend: BackendSpec | None, ctx: Context, grouped: bool) -> str | None:
         """By what a kernel is proven for such calls, in words; None where it is not."""
-        family = family_of(ctx.device)
-        if backend is not None and backend.proofs:
-            shipped = self._kit(backend, family).get(kernel.kernel_id)
-            if shipped is not None and shipped.covers(ctx):
-                return shipped.source
-        if backend is not None and backend.builtin and backend.name in BASELINES:
-            return "baseline"
-        if ctx.kind is OpKind.TOKENIZATION and backend is not None and normalized(backend.dist) == _TOKENIZERS:
-            return "its own corpus"
+        known = self._brought(kernel, backend, ctx.device, lambda kit: kit.covers(ctx), ctx.kind is OpKind.TOKENIZATION)
+        if known is not None:
+            return known
         who, kind = _who(kernel, backend, ctx.device), kind_of(ctx)
         if grouped:
             return "checked on every rank" if (who, kind) in self._agreed else None
         return "checked here" if kind in self._known(who) else None
+
+    def _brought(
+        self,
+        kernel: KernelSpec,
+        backend: BackendSpec | None,
+        device: DeviceSpec,
+        fits: Callable[[KitProof], bool],
+        text: bool,
+    ) -> str | None:
+        """What vouches for a kernel before anybody has checked it: a kit's proof that fits, or where it comes from."""
+        if backend is None:
+            return None
+        shipped = self._kit(backend, family_of(device)).get(kernel.kernel_id) if backend.proofs else None
+        if shipped is not None and fits(shipped):
+            return shipped.source
+        if backend.builtin and backend.name in BASELINES:
+            return "baseline"
+        return "its own corpus" if text and normalized(backend.dist) == _TOKENIZERS else None
 
     def _kit(self, backend: BackendSpec, family: str) -> Mapping[str, KitProof]:
         vendor = f"{backend.vendor} {backend.vendor_version}" if backend.vendor else ""
@@ -116,15 +123,8 @@ class ProofRegistry:
     def standing(self, kernel: KernelSpec, world: World, device: DeviceSpec) -> str | None:
         """By what a kernel is proven for some calls on a device, for lists; None where nothing vouches for it."""
         backend = _versions(kernel, world.registry.backends, world.enclosed)
-        if backend is not None and backend.proofs:
-            shipped = self._kit(backend, family_of(device)).get(kernel.kernel_id)
-            if shipped is not None:
-                return shipped.source
-        if backend is not None and backend.builtin and backend.name in BASELINES:
-            return "baseline"
-        if backend is not None and kernel.dtypes == _TEXT and normalized(backend.dist) == _TOKENIZERS:
-            return "its own corpus"
-        return "checked here" if self._known(_who(kernel, backend, device)) else None
+        known = self._brought(kernel, backend, device, lambda kit: True, kernel.dtypes == _TEXT)
+        return known or ("checked here" if self._known(_who(kernel, backend, device)) else None)
 
     # -- learning ------------------------------------------------------------------------------------
     def learn(self, runtime: Runtime, kernel: KernelSpec, ctx: Context, error: float, *, agreed: bool = False) -> None:
@@ -195,5 +195,3 @@ def _who(kernel: KernelSpec, backend: BackendSpec | None, device: DeviceSpec) ->
 
 
 proof_registry = ProofRegistry()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=proof_registry.reinit_after_fork)

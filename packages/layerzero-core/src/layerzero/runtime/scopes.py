@@ -7,7 +7,7 @@ derives a new one at its next use, so a scope can never keep a stale choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -93,8 +93,7 @@ def _block(adds: Callable[[Scope | None], Scope]) -> Iterator[Scope]:
             scope.set(now)
 
 
-@contextmanager
-def entered(layer: PolicyLayer) -> Iterator[Scope]:
+def entered(layer: PolicyLayer) -> AbstractContextManager[Scope]:
     """Run a block under one more policy layer."""
 
     def adds(outer: Scope | None) -> Scope:
@@ -102,16 +101,14 @@ def entered(layer: PolicyLayer) -> Iterator[Scope]:
             return Scope((layer,))
         return Scope((*outer.layers, layer), outer.table)
 
-    with _block(adds) as inner:
-        yield inner
+    return _block(adds)
 
 
 # (layers of the scope around, table) -> the scope: its World, and with it the hot table, outlives one block.
 _by_table: WeakKeyDictionary[DispatchTable, dict[tuple[PolicyLayer, ...], Scope]] = WeakKeyDictionary()
 
 
-@contextmanager
-def under_table(table: DispatchTable) -> Iterator[Scope]:
+def under_table(table: DispatchTable) -> AbstractContextManager[Scope]:
     """Run a block under a dispatch table. The same table in the same surroundings finds its World again, still hot."""
 
     def adds(outer: Scope | None) -> Scope:
@@ -124,8 +121,7 @@ def under_table(table: DispatchTable) -> Iterator[Scope]:
             inner = known[layers] = Scope(layers, table)
         return inner
 
-    with _block(adds) as inner:
-        yield inner
+    return _block(adds)
 
 
 _SURROUNDINGS = 16

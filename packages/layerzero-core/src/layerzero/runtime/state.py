@@ -7,15 +7,16 @@ that can change a choice (policy, locks, health, measurements, plugins, the cloc
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import DispatchTableError
+from layerzero.forking import fresh_lock, in_child
 from layerzero.health.registry import HealthRegistry
 from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
@@ -24,7 +25,7 @@ from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.runtime.current import Unloaded, builtin_ops, now, scope
 from layerzero.selection.cache import SelectionCache
-from layerzero.selection.world import Measurements, World
+from layerzero.selection.world import World
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
@@ -75,7 +76,7 @@ class Runtime:
     """Holder of the current World. `now.world` is read by hot calls without a lock and replaced under one."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fresh_lock(threading.RLock)
         self._world: World | None = None
         self.generation = 0  # how many resets there were; work that began before one finds its World gone
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
@@ -94,7 +95,6 @@ class Runtime:
         self.warmup: Any = None  # the latest warm-up
         self._listeners: list[Callable[[World], None]] = []
         self._forgetting: list[Callable[[], None]] = []
-        self._policy_source: Callable[[], Policy] = _merged_policy
         self._unsubscribe = self.health.subscribe(self._health_changed)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Runtime:
             from layerzero.runtime.crashes import take_up
             from layerzero.runtime.proof_registry import proof_registry
 
-            policy = self._policy_source()
+            policy = _merged_policy()
             # Who may come in is policy too: environment, and files that may speak of it, merged.
             allowed, denied = policy.setting("plugins.allow"), policy.setting("plugins.deny")
             settings = env.read()
@@ -179,7 +179,7 @@ class Runtime:
         With `proven=False` nobody does: they are held against the baseline at their first use, as in `load`.
         """
         with self._lock:
-            policy = policy or self._policy_source()
+            policy = policy or _merged_policy()
             self._apply(policy)
             from layerzero.jit.known import known
             from layerzero.runtime.crashes import take_up
@@ -193,10 +193,6 @@ class Runtime:
 
                 world = world.changed(proofs=proof_registry.of_world(world))
             return self._install(world)
-
-    def policy_from(self, source: Callable[[], Policy]) -> None:
-        """Where the merged policy comes from; `refresh_policy` reads it again."""
-        self._policy_source = source
 
     # -- swapping --------------------------------------------------------------------------------
     def publish(self, **changes: Any) -> World:
@@ -215,7 +211,7 @@ class Runtime:
         with self._lock:
             if self._world is None:
                 return None
-            policy = self._policy_source()
+            policy = _merged_policy()
             self._apply(policy)
             before = self._world.policy
             changes: dict[str, Any] = {}
@@ -242,13 +238,9 @@ class Runtime:
         with self._lock:
             return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
 
-    def changing(self) -> threading.RLock:
+    def changing(self) -> AbstractContextManager[Any]:
         """The lock under which Worlds are swapped, for a change that reads the present one first."""
         return self._lock
-
-    def measured(self, measurements: Measurements) -> World:
-        """Swap in other measurements."""
-        return self.publish(measurements=measurements)
 
     def remeasured(self) -> World:
         """Look at the database of the policy again: `lz.tune` has written to it."""
@@ -321,11 +313,9 @@ class Runtime:
 
     def after_fork(self) -> None:
         """Fresh locks in a forked child; the World itself is a value and stays valid."""
-        self._lock = threading.RLock()
         self.cache.reinit_after_fork()
         self.health.reinit_after_fork()
 
 
 state = Runtime()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=state.after_fork)
+in_child(state.after_fork)

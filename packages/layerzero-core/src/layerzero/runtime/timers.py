@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from layerzero.forking import fresh_lock, in_child
 
 if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
@@ -20,7 +21,7 @@ class Timers:
     """Named one-shot callbacks; arming a name again replaces its earlier time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self._armed: dict[str, threading.Timer] = {}
 
     def after(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
@@ -65,10 +66,8 @@ class Timers:
 
     def forget(self) -> None:
         """In a forked child the timer threads are gone."""
-        self._lock = threading.Lock()
         self._armed = {}
 
 
 timers = Timers()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=timers.forget)
+in_child(timers.forget)

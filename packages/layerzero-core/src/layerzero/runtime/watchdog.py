@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from layerzero.forking import fresh_lock, in_child
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
 
@@ -31,7 +31,7 @@ class Watchdog:
     """Calls under way by thread. One thread looks at them a few times per deadline while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self._under_way: dict[tuple[int, int], tuple[float, float, KernelSpec]] = {}
         self._told: set[tuple[int, int]] = set()
         self._thread: threading.Thread | None = None
@@ -88,12 +88,10 @@ class Watchdog:
 
     def after_fork(self) -> None:
         """The thread and the calls are the parent's."""
-        self._lock = threading.Lock()
         self._under_way.clear()
         self._told.clear()
         self._thread = None
 
 
 watchdog = Watchdog()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=watchdog.after_fork)
+in_child(watchdog.after_fork)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from layerzero.errors import from_outside
+from layerzero.forking import fresh_lock, in_child
 from layerzero.telemetry.histogram import Histogram
 
 __all__ = ["KINDS", "Event", "Events", "Sink", "details", "events", "observed"]
@@ -73,7 +73,7 @@ class Events:
         self.histograms = {kind: Histogram() for kind in KINDS}
         self._sinks: tuple[Sink, ...] = ()
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self._here = _Local()
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
@@ -131,15 +131,12 @@ class Events:
             histogram.reset()
 
     def after_fork(self) -> None:
-        """Fresh locks in a forked child, and nothing half told."""
-        self._lock, self._here = threading.Lock(), _Local()
-        for histogram in self.histograms.values():
-            histogram.after_fork()
+        """Nothing is half told in a forked child."""
+        self._here = _Local()
 
 
 events = Events()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=events.after_fork)
+in_child(events.after_fork)
 
 
 def details(**values: Any) -> dict[str, Any]:

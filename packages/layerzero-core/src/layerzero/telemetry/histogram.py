@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-import threading
+
+from layerzero.forking import fresh_lock
 
 __all__ = ["Histogram"]
 
@@ -18,17 +19,13 @@ class Histogram:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fresh_lock()
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self._counts = [0] * (len(self.BOUNDS) + 1)
         self._sum = 0.0
-
-    def after_fork(self) -> None:
-        """A fresh lock in a forked child."""
-        self._lock = threading.Lock()
 
     def add(self, seconds: float) -> None:
         """Count one duration."""
