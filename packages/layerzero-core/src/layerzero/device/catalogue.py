@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero.device.cpu import cpu_families
-from layerzero.device.cuda import gfx_features
-from layerzero.device.enums import InstructionFamily, Platform
-from layerzero.device.spec import CUDA_MAX_GRID, CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
+from layerzero.device.cuda import amd_spec
+from layerzero.device.enums import Platform
+from layerzero.device.spec import CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
 from layerzero.errors import UnknownNameError
 
 __all__ = ["device_names", "named_device"]
@@ -124,7 +124,11 @@ def _build(key: str) -> DeviceSpec | None:
         sm, product, memory, units = _NVIDIA[key]
         return DeviceSpec.for_sm(sm, name=product, memory_bytes=memory * _GIB, multiprocessors=units)
     if key in _AMD:
-        return _amd(*_AMD[key])
+        gfx, product, memory, units = _AMD[key]
+        return amd_spec(
+            gfx, name=product, memory_bytes=memory * _GIB, multiprocessors=units,
+            max_threads_per_block=CUDA_MAX_THREADS_PER_BLOCK,
+        )  # fmt: skip
     if key in _CPUS:
         vendor, product, cores, words = _CPUS[key]
         features = frozenset(words.split())
@@ -139,13 +143,3 @@ def _build(key: str) -> DeviceSpec | None:
             supports_fp8=fp8,
         )  # fmt: skip
     return None
-
-
-def _amd(gfx: str, product: str, memory: int, units: int) -> DeviceSpec:
-    mfma, bf16, fp8 = gfx_features(gfx)
-    return DeviceSpec(
-        Platform.ROCM, "cuda", product, "amd", gfx=gfx, memory_bytes=memory * _GIB, multiprocessors=units,
-        instruction_families=frozenset({InstructionFamily.MFMA}) if mfma else frozenset(),
-        supports_bf16=bf16, supports_fp16=True, supports_fp8=fp8,
-        max_grid=CUDA_MAX_GRID, max_threads_per_block=CUDA_MAX_THREADS_PER_BLOCK,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerzero.device.enums import InstructionFamily, Platform
+from layerzero.device.memory import text_of
 from layerzero.device.spec import DeviceSpec, canonical_cpu_feature
 
 __all__ = ["cpu_families", "cpu_spec", "features_from_capabilities", "features_from_cpuinfo", "read_cpuinfo"]
@@ -71,7 +72,7 @@ def cpu_families(features: frozenset[str]) -> frozenset[InstructionFamily]:
 
 def cpu_spec(torch: Any, *, cpuinfo: str | None = None, machine: str | None = None) -> DeviceSpec:
     """Describe the CPU. `cpuinfo` (the text) and `machine` are read from the host unless given."""
-    text = _read(_CPUINFO) if cpuinfo is None else cpuinfo
+    text = text_of(_CPUINFO) if cpuinfo is None else cpuinfo
     machine = machine or host.machine()
     features = _features(torch, text)
     name, vendor = _identity(read_cpuinfo(text), machine)
@@ -114,18 +115,10 @@ def _identity(info: Mapping[str, str], machine: str) -> tuple[str, str]:
 
 
 def _total_memory() -> int:
-    for line in _read(_MEMINFO).splitlines():
+    for line in text_of(_MEMINFO).splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from layerzero.device.enums import InstructionFamily, Platform
+from layerzero.device.memory import text_of
 from layerzero.device.spec import (
     CUDA_MAX_GRID,
     CUDA_MAX_THREADS_PER_BLOCK,
@@ -15,7 +16,7 @@ from layerzero.device.spec import (
     GenerationMap,
 )
 
-__all__ = ["cuda_spec", "driver_version", "gfx_features", "is_rocm", "rocm_spec"]
+__all__ = ["amd_spec", "cuda_spec", "driver_version", "gfx_features", "is_rocm", "rocm_spec"]
 
 _KERNEL_DRIVER = "/sys/module/nvidia/version"
 _PROC_DRIVER = "/proc/driver/nvidia/version"
@@ -59,27 +60,27 @@ def cuda_spec(torch: Any, index: int, *, generations: GenerationMap = DEFAULT_GE
 def rocm_spec(torch: Any, index: int) -> DeviceSpec:
     """Describe one AMD GPU. There is no SM version; routing reads `gfx` and the MFMA family."""
     found = torch.cuda.get_device_properties(index)
-    gfx = _gfx_name(found)
-    mfma, bf16, fp8 = gfx_features(gfx)
-    return DeviceSpec(
-        platform=Platform.ROCM,
-        device_type="cuda",
+    return amd_spec(
+        _gfx_name(found),
         name=str(found.name),
-        vendor="amd",
         index=index,
-        instruction_families=frozenset({InstructionFamily.MFMA}) if mfma else frozenset(),
-        gfx=gfx,
         memory_bytes=int(found.total_memory),
         rocm_version=str(torch.version.hip),
-        driver_version=_read_line(_AMD_DRIVER),
+        driver_version=_first_line(_AMD_DRIVER),
         torch_version=str(torch.__version__),
-        supports_bf16=bf16,
-        supports_fp16=True,
-        supports_fp8=fp8,
-        max_grid=CUDA_MAX_GRID,
         max_threads_per_block=int(getattr(found, "max_threads_per_block", CUDA_MAX_THREADS_PER_BLOCK)),
         multiprocessors=int(found.multi_processor_count),
     )
+
+
+def amd_spec(gfx: str | None, **given: Any) -> DeviceSpec:
+    """An AMD GPU with what follows from its gfx name; `given` sets any other field."""
+    mfma, bf16, fp8 = gfx_features(gfx)
+    families = frozenset({InstructionFamily.MFMA}) if mfma else frozenset()
+    return DeviceSpec(
+        Platform.ROCM, "cuda", vendor="amd", gfx=gfx, instruction_families=families,
+        supports_bf16=bf16, supports_fp16=True, supports_fp8=fp8, max_grid=CUDA_MAX_GRID, **given,
+    )  # fmt: skip
 
 
 def gfx_features(gfx: str | None) -> tuple[bool, bool, bool]:
@@ -99,9 +100,9 @@ def driver_version(torch: Any) -> str | None:
 
 
 def _from_module() -> str | None:
-    found = _read_line(_KERNEL_DRIVER)
+    found = _first_line(_KERNEL_DRIVER)
     if found is None:
-        match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _read_line(_PROC_DRIVER) or "")
+        match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _first_line(_PROC_DRIVER) or "")
         found = match[1] if match else None
     return found
 
@@ -138,9 +139,5 @@ def _gfx_name(found: Any) -> str | None:
     return match[0] if match else None
 
 
-def _read_line(path: str) -> str | None:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.readline().strip() or None
-    except OSError:
-        return None
+def _first_line(path: str) -> str | None:
+    return text_of(path).partition("\n")[0].strip() or None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch as torch_module
 
-__all__ = ["available_host_bytes", "free_bytes"]
+__all__ = ["available_host_bytes", "free_bytes", "text_of"]
 
 _MEMINFO = "/proc/meminfo"
 _CGROUP = "/sys/fs/cgroup"
@@ -39,10 +39,10 @@ def free_bytes(device: torch_module.device | str | None = None, *, torch: Any = 
 
 def available_host_bytes(meminfo: str | None = None, *, cgroup: str = _CGROUP) -> int | None:
     """What the host can still give, and no more than the container's limit leaves."""
-    text = _read(_MEMINFO) if meminfo is None else meminfo
+    text = text_of(_MEMINFO) if meminfo is None else meminfo
     found = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:")]
     free = int(found[0]) * 1024 if found and found[0].isdigit() else _sysconf_free()
-    limit, used = _read(f"{cgroup}/memory.max").strip(), _read(f"{cgroup}/memory.current").strip()
+    limit, used = text_of(f"{cgroup}/memory.max").strip(), text_of(f"{cgroup}/memory.current").strip()
     if limit.isdigit() and used.isdigit():
         left = max(0, int(limit) - int(used))
         return left if free is None else min(free, left)
@@ -56,9 +56,10 @@ def _sysconf_free() -> int | None:
         return None
 
 
-def _read(path: str) -> str:
+def text_of(path: str) -> str:
+    """A file of the system; empty where there is none."""
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
     except OSError:
         return ""

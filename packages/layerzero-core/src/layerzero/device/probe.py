@@ -100,13 +100,9 @@ def _resolve(device: Any, torch: Any) -> tuple[str, int]:
     return kind, index
 
 
-def _module(torch: Any, kind: str) -> Any:
-    return getattr(torch, kind, None)
-
-
 def _count(torch: Any, kind: str) -> int:
     """How many devices of a kind are usable; a broken driver counts as none."""
-    module = _module(torch, kind)
+    module = getattr(torch, kind, None)
     try:
         if module is None:
             return 0
@@ -118,7 +114,7 @@ def _count(torch: Any, kind: str) -> int:
 
 
 def _current(torch: Any, kind: str) -> int:
-    get = getattr(_module(torch, kind), "current_device", None)
+    get = getattr(getattr(torch, kind, None), "current_device", None)
     try:
         return int(get()) if get is not None and kind not in ("cpu", "meta") else 0
     except Exception:  # no driver: `_resolve` says that the device is not here
@@ -149,7 +145,7 @@ def _describe(torch: Any, kind: str, index: int, generations: GenerationMap) -> 
 
 
 def _properties(torch: Any, kind: str, index: int) -> Any:
-    get = getattr(_module(torch, kind), "get_device_properties", None)
+    get = getattr(getattr(torch, kind, None), "get_device_properties", None)
     try:
         return get(index) if get is not None else None
     except Exception:  # a name is worth having, but not worth failing for

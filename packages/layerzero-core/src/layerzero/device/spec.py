@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -288,19 +288,17 @@ class DeviceSpec:
         """The inverse of `to_json`; a stored signature is not trusted but computed again."""
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in data.items() if key in known}
-        given["platform"] = Platform(given["platform"])
-        if "gpu_generation" in given:
-            given["gpu_generation"] = GPUGeneration[given["gpu_generation"]]
-        if "instruction_families" in given:
-            given["instruction_families"] = frozenset(InstructionFamily(f) for f in given["instruction_families"])
-        if "cpu_features" in given:
-            given["cpu_features"] = frozenset(given["cpu_features"])
-        if "backend_versions" in given:
-            given["backend_versions"] = tuple(dict(given["backend_versions"]).items())
-        if "max_grid" in given:
-            x, y, z = given["max_grid"]
-            given["max_grid"] = (x, y, z)
-        return cls(**given)
+        return cls(**{key: _READ[key](value) if key in _READ else value for key, value in given.items()})
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "platform": Platform,
+    "gpu_generation": GPUGeneration.__getitem__,
+    "instruction_families": lambda words: frozenset(map(InstructionFamily, words)),
+    "cpu_features": frozenset,
+    "backend_versions": lambda named: tuple(dict(named).items()),
+    "max_grid": lambda sizes: (sizes[0], sizes[1], sizes[2]),
+}
 
 
 def _digest(parts: Mapping[str, Any]) -> str:

@@ -90,32 +90,28 @@ def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: 
 def _composed(
     fn: Callable[..., Any], before: tuple[Step, ...], after: tuple[Finish, ...], ctx: Context
 ) -> Callable[..., Any]:
-    if ctx.autocast is None:
+    kernel = fn if ctx.autocast is None else _without_autocast(fn, ctx.device.device_type)
 
-        def run(*args: Any) -> Any:
-            values = list(args)
-            for step in before:
-                step(values)
-            out = fn(*values)
-            for finish in after:
-                out = finish(out)
-            return out
-
-        return run
-    device_type = ctx.device.device_type
-
-    def run_without_autocast(*args: Any) -> Any:
-        # The casts are done here; inside the kernel autocast would cast a second time, in its own way.
+    def run(*args: Any) -> Any:
         values = list(args)
         for step in before:
             step(values)
-        with torch.autocast(device_type, enabled=False):
-            out = fn(*values)
+        out = kernel(*values)
         for finish in after:
             out = finish(out)
         return out
 
-    return run_without_autocast
+    return run
+
+
+def _without_autocast(fn: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """The casts are done before; inside the kernel autocast would cast a second time, in its own way."""
+
+    def run(*args: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return fn(*args)
+
+    return run
 
 
 def _dtype(word: str) -> torch.dtype:

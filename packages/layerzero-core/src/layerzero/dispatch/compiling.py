@@ -68,6 +68,7 @@ class _Results:
             self.publish()
 
     def publish(self) -> None:
+        """Let what has been compiled take part now."""
         with state.changing():
             fresh, self.fresh = self.fresh, set()
             self.published_at = time.monotonic()
@@ -79,11 +80,7 @@ class _Results:
 
 
 _results = _Results()
-
-
-def publish() -> None:
-    """Let what has been compiled take part now."""
-    _results.publish()
+publish = _results.publish
 
 
 def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None, began: int) -> None:

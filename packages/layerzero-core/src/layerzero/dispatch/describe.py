@@ -80,13 +80,12 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
         changes["deterministic"] = True
     if modes.capturing(ctx.device.device_type):
         changes["capturing"] = True
-    guarded = _guards_of(world, spec.op_id)
+    guarded, alignment = _asked(world, spec.op_id)
     if guarded:
         off = modes.switched_off() & guarded
         if off:
             changes["switched_off"] = off
-    asked = _asked_alignment(world, spec.op_id)
-    if asked > 1 and not _aligned(tensors, asked):
+    if alignment > 1 and not _aligned(tensors, alignment):
         changes["aligned_pointers"] = False
     ctx = replace(ctx, **changes) if changes else ctx
     strict = world.policy.strict_mode or not world.policy.allow_adaptation
@@ -96,37 +95,27 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
     return ctx if world.ranks is None else world.ranks.requires(ctx)
 
 
-def _guards_of(world: World, op: str) -> frozenset[str]:
-    key = ("guards", op)
-    found: frozenset[str] | None = world.memo.get(key)
+def _asked(world: World, op: str) -> tuple[frozenset[str], int]:
+    """What the kernels of an op look at: their switches, and the strictest alignment of pointers (1 byte: none)."""
+    key = ("asked", op)
+    found: tuple[frozenset[str], int] | None = world.memo.get(key)
     if found is None:
-        found = frozenset(g for kernel in world.registry.by_op(op) for g in kernel.guards)
-        world.memo[key] = found
-    return found
-
-
-def _asked_alignment(world: World, op: str) -> int:
-    """The strictest pointer alignment any kernel of the op asks for, in bytes; 1 when none does."""
-    key = ("alignment", op)
-    found: int | None = world.memo.get(key)
-    if found is None:
-        found = math.lcm(*(kernel.pointer_alignment or 1 for kernel in world.registry.by_op(op)))
-        world.memo[key] = found
+        kernels = world.registry.by_op(op)
+        guards = frozenset(guard for kernel in kernels for guard in kernel.guards)
+        found = world.memo[key] = guards, math.lcm(*(kernel.pointer_alignment or 1 for kernel in kernels))
     return found
 
 
 def _aligned(tensors: list[Tensor], bytes_: int) -> bool:
     try:
-        return all((_fake_address(item) if _is_fake(item) else item.data_ptr()) % bytes_ == 0 for item in tensors)
+        return all(_address(item) % bytes_ == 0 for item in tensors)
     except RuntimeError:  # a tensor without storage, inside a transform: nothing to ask
         return True
 
 
-def _is_fake(item: Tensor) -> bool:
-    return type(item) is not Tensor and isinstance(item, FakeTensor)
-
-
-def _fake_address(item: Tensor) -> int:
-    """Of a tensor that is only described: storage begins aligned, and what lies at an unknown place in it may be."""
+def _address(item: Tensor) -> int:
+    """Of one that is only described: its storage begins aligned, and what has an unknown offset there may be."""
+    if type(item) is Tensor or not isinstance(item, FakeTensor):
+        return item.data_ptr()
     offset = item.storage_offset()
     return offset * item.element_size() if isinstance(offset, int) else 0

@@ -1,21 +1,22 @@
-"""A made-up call of a given kind: small, with random numbers, and one that a given kernel takes."""
+"""For a check of a first use: what a call costs on plain torch, and a made-up call that a given kernel takes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.describe import describe
-from layerzero.dispatch.price import operations
 from layerzero.model.context import Context
+from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.model.proof import kind_of
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 
-__all__ = ["example"]
+__all__ = ["example", "price_us"]
 
 _COUNTS = {"batch": 2, "rows": 64, "tokens": 64, "seq_len_q": 64, "seq_len_k": 64}
 _WIDTHS = ("intermediate", "in_features", "out_features", "vocab", "num_embeddings", "num_blocks")
@@ -68,3 +69,25 @@ def _smaller(spec: OperationSpec, ctx: Context) -> list[Context]:
     if operations(spec, ctx) <= _LIGHT and sizes not in tried:
         tried.append(sizes)
     return [replace(ctx, dims=tuple(each.items()), backend=None) for each in tried]
+
+
+# -- the price of a call: is it worth running it once more to compare? -----------------------------------------------
+# Operations and bytes per µs that plain torch code reaches with some ease; in half precision a CPU computes slower.
+_CPU_OPS, _CPU_HALF_OPS, _CPU_BYTES = 2e4, 5e3, 2e3
+_GPU_OPS, _GPU_BYTES = 1e7, 3e5
+_PASSES = 4.0  # over its inputs, of a formula written in torch
+
+
+def price_us(op: OperationSpec, ctx: Context, args: tuple[Any, ...]) -> float:
+    """Estimated µs of the call as torch code; 0 for what has no tensors."""
+    held = sum(item.numel() * item.element_size() for item in modes.tensors_of(args))
+    work = operations(op, ctx)
+    if ctx.device.platform is Platform.CPU:
+        rate = _CPU_HALF_OPS if ctx.dtype in ("float16", "bfloat16") else _CPU_OPS
+        return work / rate + _PASSES * held / _CPU_BYTES
+    return work / _GPU_OPS + _PASSES * held / _GPU_BYTES
+
+
+def operations(op: OperationSpec, ctx: Context) -> float:
+    """Multiplications and additions of a call; 0 for an op that does not say."""
+    return float(op.cost(ctx).flops) if isinstance(op, Op) and op.cost is not None else 0.0

@@ -24,9 +24,8 @@ from torch import Tensor
 from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
-from layerzero.dispatch.example_calls import example
+from layerzero.dispatch.example_calls import example, price_us
 from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory
-from layerzero.dispatch.price import price_us
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
@@ -80,27 +79,43 @@ class BaselineFailed(Exception):
         self.bound, self.error = bound, error
 
 
+class _Case(NamedTuple):
+    """A kernel to check, bound for a call."""
+
+    spec: OperationSpec
+    ctx: Context
+    world: World
+    bound: Bound
+    args: tuple[Any, ...] = ()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether other ranks have a say."""
+        return self.world.ranks is not None and len(self.world.ranks.group) > 1
+
+
 def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...]) -> Served | None:
     """Check the kernel of a cold call. None: the World has changed, and the call is to be selected again."""
-    base = _baseline(spec, ctx, world, bound.kernel_id)
+    case = _Case(spec, ctx, world, bound, args)
+    base = _baseline(case)
     if not _one.acquire(blocking=False):
         return _served(base, args)
     try:
-        if world.ranks is not None and len(world.ranks.group) > 1:
-            return _together(spec, ctx, world, bound, args, base)
-        own, served = _own(spec, ctx, world, bound, args, base)
-        return _settled(spec, ctx, world, bound, own, served, base, args)
+        if case.grouped:
+            return _together(case, base)
+        return _settled(case, *_own(case, base), base)
     finally:
         _one.release()
 
 
 def ahead(spec: OperationSpec, ctx: Context, world: World, bound: Bound) -> bool:
     """Check a kernel on a drawn example, before any call is made (`lz.plan`, `lz.warmup`). False: it is not proven."""
+    case = _Case(spec, ctx, world, bound)
     with _one:
-        own = _on_example(spec, ctx, world, bound.kernel)
-        if world.ranks is not None and len(world.ranks.group) > 1:
-            own = _agreed(ctx, world, bound.kernel, own)
-        _settled(spec, ctx, world, bound, own, None, None, ())
+        own = _on_example(case)
+        if case.grouped:
+            own = _agreed(case, own)
+        _settled(case, own, None, None)
     return own.ok is True
 
 
@@ -123,20 +138,18 @@ class _Base(NamedTuple):
             raise BaselineFailed(bound, error) from error
 
 
-def _baseline(spec: OperationSpec, ctx: Context, world: World, kernel_id: str) -> _Base:
+def _baseline(case: _Case) -> _Base:
     """What may stand in: under no wish, lock or table, but never what the policy forbids."""
     from layerzero.tuning.measurement_settings import measurement_settings
 
-    calm = measurement_settings(world, jit="off")
-    decision = select(replace(ctx, backend=None), calm)
+    spec, ctx, world, bound, _ = case
+    measuring = measurement_settings(world, jit="off")
+    decision = select(replace(ctx, backend=None), measuring)
     kernels = world.registry.kernels
-    others = [
-        name
-        for name in decision.ranking
-        if name != kernel_id and not unchecked(spec, kernels[name], ctx, world)
-    ]  # fmt: skip
+    named = (name for name in decision.ranking if name != bound.kernel_id)
+    others = [name for name in named if not unchecked(spec, kernels[name], ctx, world)]
     base = next((name for name in others if name == spec.fallback_id or kernels[name].backend in BASELINES), "")
-    return _Base(spec, decision, calm, base, others[0] if others else "")
+    return _Base(spec, decision, measuring, base, others[0] if others else "")
 
 
 def _served(base: _Base, args: tuple[Any, ...]) -> Served:
@@ -151,22 +164,20 @@ def _served(base: _Base, args: tuple[Any, ...]) -> Served:
 
 
 # -- one check -----------------------------------------------------------------------------------------------------
-def _own(
-    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
-) -> tuple[_Verdict, Served | None]:
+def _own(case: _Case, base: _Base) -> tuple[_Verdict, Served | None]:
     """This process's verdict; with it what the caller gets, where the call itself was compared."""
-    if base.kernel_id and _affordable(ctx, world, base, args) and _telling(ctx, args):
-        return _on_call(spec, ctx, world, bound, args, base)
-    own = _on_example(spec, ctx, world, bound.kernel)
-    if own.ok is None and base.kernel_id and _affordable(ctx, world, base, args):
-        return own, base.served(base.kernel_id, args)
+    affordable = bool(base.kernel_id) and _affordable(case, base)
+    if affordable and _telling(case.args):
+        return _on_call(case, base)
+    own = _on_example(case)
+    if own.ok is None and affordable:
+        return own, base.served(base.kernel_id, case.args)
     return own, None
 
 
-def _on_call(
-    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
-) -> tuple[_Verdict, Served]:
+def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
     """Run both on this very call and compare. What the baseline raises is the caller's own."""
+    spec, ctx, world, bound, args = case
     writes = spec.mutates is not None and spec.mutates(args)
     mine, theirs = _copied(args, ctx.needs_grad), _copied(args, ctx.needs_grad) if ctx.needs_grad else ()
     before = _copied(args, ctx.needs_grad) if writes else args
@@ -192,18 +203,18 @@ def _on_call(
         return _raised(ctx, bound, raised, args), served
 
 
-def _on_example(spec: OperationSpec, ctx: Context, world: World, kernel: KernelSpec) -> _Verdict:
+def _on_example(case: _Case) -> _Verdict:
     """Check the kernel on a call of this kind that was made up."""
     try:
-        made = example(spec, ctx, world, kernel)
+        made = example(case.spec, case.ctx, case.world, case.bound.kernel)
     except (LayerZeroError, RuntimeError) as error:
         return _Verdict(None, why=f"no example can be drawn: {error}")
     if made is None:
         return _Verdict(None, why="no example can be drawn")
     bound, call, described = made
     try:
-        with _undisturbed(ctx), Running(bound, world, described):
-            return _judged(spec, described, bound, call)
+        with _undisturbed(case.ctx), Running(bound, case.world, described):
+            return _judged(case.spec, described, bound, call)
     except Exception as raised:
         return _raised(described, bound, raised, call)
 
@@ -259,22 +270,13 @@ def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...])
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------
-def _settled(
-    spec: OperationSpec,
-    ctx: Context,
-    world: World,
-    bound: Bound,
-    own: _Verdict,
-    served: Served | None,
-    base: _Base | None,
-    args: tuple[Any, ...],
-) -> Served | None:
+def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | None) -> Served | None:
     """Act on a verdict: remember, quarantine, or leave it open. Returns what the caller gets."""
-    grouped = world.ranks is not None and len(world.ranks.group) > 1
+    _, ctx, world, bound, args = case
     asked = (bound.decision.locked or ctx.backend is not None) and world.policy.on_fault != "fallback"
     if own.ok:
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
-        proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=grouped)
+        proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=case.grouped)
     elif own.ok is False:
         why = _mismatch(own)
         put(state, bound.kernel, ctx.device, why)
@@ -291,7 +293,7 @@ def _settled(
     if served is not None or base is None:
         return served
     # Nothing was computed for the caller yet. Ranks go on with the kernel together, at their next call.
-    return None if own.ok is not None and not grouped else _served(base, args)
+    return None if own.ok is not None and not case.grouped else _served(base, args)
 
 
 def _mismatch(own: _Verdict) -> Reason:
@@ -301,42 +303,34 @@ def _mismatch(own: _Verdict) -> Reason:
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
-def _together(
-    spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...], base: _Base
-) -> Served | None:
+def _together(case: _Case, base: _Base) -> Served | None:
     """A kernel is trusted when every rank of the group found it right, and by none when one found it wrong."""
-    kernel = bound.kernel
-    known = _said(ctx, world, kernel)
+    ctx, world, kernel = case.ctx, case.world, case.bound.kernel
     served: Served | None = None
-    own = known
+    own = _combined(world.ranks.verdicts(kernel, kind_of(ctx)))  # what the group has found already
     if own.ok is None:
         error = proof_registry.error_of(kernel, ctx, state.world)
         if error is not None or world.measurements.lookup(kernel.kernel_id, ctx) is not None:
             own = _Verdict(True, error or 0.0)
         else:
-            own, served = _own(spec, ctx, world, bound, args, base)
-        own = _agreed(ctx, world, kernel, own)
+            own, served = _own(case, base)
+        own = _agreed(case, own)
     elif own.ok:  # all others went on with it at their last call
         proof_registry.learn(state, kernel, ctx, own.error, agreed=True)
         return None
-    return _settled(spec, ctx, world, bound, own, served, base, args)
+    return _settled(case, own, served, base)
 
 
-def _said(ctx: Context, world: World, kernel: KernelSpec) -> _Verdict:
-    """What the group has found already; open where someone has not spoken."""
-    words = world.ranks.verdicts(kernel, kind_of(ctx))
-    return _combined(words)
-
-
-def _agreed(ctx: Context, world: World, kernel: KernelSpec, own: _Verdict) -> _Verdict:
+def _agreed(case: _Case, own: _Verdict) -> _Verdict:
     """Say what was found here and wait a little for the others."""
     if own.ok is None:
         return own
     word = f"ok {own.error:.6g}" if own.ok else f"wrong {own.error:.6g} {own.why}"
-    return _combined(world.ranks.verdicts(kernel, kind_of(ctx), word), own)
+    return _combined(case.world.ranks.verdicts(case.bound.kernel, kind_of(case.ctx), word), own)
 
 
 def _combined(words: list[str | None], own: _Verdict | None = None) -> _Verdict:
+    """The verdict of all ranks; open where one has not spoken."""
     for rank, word in enumerate(words):
         if word is not None and word.startswith("wrong"):
             _, error, why = (*word.split(" ", 2), "")[:3]
@@ -347,8 +341,9 @@ def _combined(words: list[str | None], own: _Verdict | None = None) -> _Verdict:
 
 
 # -- what can be compared ------------------------------------------------------------------------------------------
-def _affordable(ctx: Context, world: World, base: _Base, args: tuple[Any, ...]) -> bool:
+def _affordable(case: _Case, base: _Base) -> bool:
     """Whether the baseline takes neither long nor more memory than the policy leaves free."""
+    _, ctx, world, _, args = case
     times = 4 if ctx.needs_grad else 1
     measured = world.measurements.lookup(base.kernel_id, ctx)
     if (price_us(world.ops[ctx.op], ctx, args) if measured is None else measured) * times > LONGEST_US:
@@ -361,7 +356,7 @@ def _affordable(ctx: Context, world: World, base: _Base, args: tuple[Any, ...]) 
     return takes + 4 * times * held <= free - int((world.policy.memory_headroom_mb or 0) * _MIB)
 
 
-def _telling(ctx: Context, args: tuple[Any, ...]) -> bool:
+def _telling(args: tuple[Any, ...]) -> bool:
     """Whether the numbers of a call would show a wrong kernel: zeros, constants and NaN do not."""
     for item in modes.tensors_of(args):
         if not item.is_floating_point() or item.numel() < 2:

@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.distributed.channel import Channel, RankStore
 from layerzero.distributed.choice import RankChoices, call_key
-from layerzero.distributed.facts import Facts, Findings, digest, judge
+from layerzero.distributed.facts import Facts, Findings, digest, judge, least_of
 from layerzero.distributed.here import channel_of, facts_of, free_here, kernels_of
 from layerzero.errors import DistributedError, InvalidInputError, LayerZeroWarning
 from layerzero.reasons import reason
@@ -101,8 +101,7 @@ class Agreement:
         """Ask all ranks again how much memory is free; the least of the group bounds what kernels may take."""
         mine = free_here()
         said = self.channel.gather("free memory", mine)
-        values = [said[rank] for rank in self.group]
-        least = None if any(value is None for value in values) else min(values)
+        least = least_of([said[rank] for rank in self.group])
         if least is not None:
             state.publish(free_memory=least)
         return least
@@ -197,28 +196,21 @@ def _told(channel: Channel, mine: Facts, world: World) -> dict[int, Facts]:
 
 def _object(findings: Findings, found: Mapping[int, Facts], training: bool) -> None:
     """Say what differs: an error in training, a warning in inference."""
+    told = []
     if findings.versions:
-        words = "; ".join(findings.versions[:5])
-        why = reason("VERSION_DISAGREEMENT", words)
-        if training:
-            raise DistributedError(reasons=(why,))
-        _warn(f"{why}; kernels that differ are left out on every rank")
+        why = reason("VERSION_DISAGREEMENT", "; ".join(findings.versions[:5]))
+        told.append((why, "kernels that differ are left out on every rank"))
     if findings.tables:
         why = reason("TABLE_DISAGREEMENT", ", ".join(str(rank) for rank in findings.tables))
-        if training:
-            raise DistributedError(reasons=(why,))
-        _warn(f"{why}; that of the first rank is used")
+        told.append((why, "that of the first rank is used"))
     if findings.policies:
         words = ", ".join(f"rank {rank} {facts.policy[:12]}" for rank, facts in found.items())
-        why = reason("RANK_DISAGREEMENT", f"policies {words}")
+        told.append((reason("RANK_DISAGREEMENT", f"policies {words}"), "each rank keeps its own"))
+    for why, then in told:
         if training:
             raise DistributedError(reasons=(why,))
-        _warn(f"{why}; each rank keeps its own")
-
-
-def _warn(text: str) -> None:
-    _log.warning("%s", text)
-    warnings.warn(text, LayerZeroWarning, stacklevel=5)
+        _log.warning("%s; %s", why, then)
+        warnings.warn(f"{why}; {then}", LayerZeroWarning, stacklevel=4)
 
 
 def _settled(channel: Channel, found: Mapping[int, Facts], findings: Findings, world: World) -> dict[str, Any]:
@@ -240,10 +232,6 @@ def _settled(channel: Channel, found: Mapping[int, Facts], findings: Findings, w
 
 def _without_fallbacks(findings: Findings, world: World) -> dict[str, Any]:
     """What is left out; never the last resort of an op, without which a call could not be computed at all."""
-    kept = {spec.fallback_id for spec in (world.ops[name] for name in _ops_of(findings, world))}
-    return {kernel_id: why for kernel_id, why in findings.excluded.items() if kernel_id not in kept}
-
-
-def _ops_of(findings: Findings, world: World) -> set[str]:
     named = (world.registry.kernels.get(kernel_id) for kernel_id in findings.excluded)
-    return {kernel.op for kernel in named if kernel is not None and kernel.op in world.ops}
+    kept = {world.ops[kernel.op].fallback_id for kernel in named if kernel is not None and kernel.op in world.ops}
+    return {kernel_id: why for kernel_id, why in findings.excluded.items() if kernel_id not in kept}

@@ -112,7 +112,7 @@ class Channel:
     def _lead(self, here: str) -> dict[str, Any]:
         keys = {rank: f"{here}/said/{rank}" for rank in self.members}
         missing: list[int] = []
-        if not self._await(list(keys.values()), self.timeout_s):
+        if not await_keys(self.store, list(keys.values()), self.timeout_s):
             missing = [rank for rank, key in keys.items() if not self.store.check([key])]
         said = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if rank not in missing}
         asked = {rank: what for rank, (what, _) in said.items()}
@@ -127,7 +127,7 @@ class Channel:
 
     def _follow(self, here: str) -> dict[str, Any]:
         # The leader may have come just now, and waits as long as we have.
-        if not self._await([f"{here}/verdict"], 2 * self.timeout_s):
+        if not await_keys(self.store, [f"{here}/verdict"], 2 * self.timeout_s):
             return self._decide(here, [self.leader], {}, {})
         found: dict[str, Any] = json.loads(self.store.get(f"{here}/verdict"))
         return found
@@ -136,9 +136,6 @@ class Channel:
         text = json.dumps({"missing": missing, "asked": asked, "said": said})
         found: dict[str, Any] = json.loads(self.store.compare_set(f"{here}/verdict", "", text))
         return found
-
-    def _await(self, keys: list[str], seconds: float) -> bool:
-        return await_keys(self.store, keys, seconds)
 
     def _sweep(self, number: int) -> None:
         here = f"{self.name}/{number}"

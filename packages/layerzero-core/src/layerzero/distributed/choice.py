@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from layerzero.distributed.channel import RankStore, await_keys
 from layerzero.distributed.facts import digest
@@ -148,7 +147,3 @@ class _Tally:
     def count(self, name: str) -> None:
         with self._lock:
             setattr(self, name, getattr(self, name) + 1)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {"asked": self.asked, "disagreements": self.disagreements}

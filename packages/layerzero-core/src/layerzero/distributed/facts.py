@@ -11,7 +11,7 @@ from typing import Any
 from layerzero.errors import DistributedError
 from layerzero.reasons import Reason, reason
 
-__all__ = ["Facts", "Findings", "digest", "judge"]
+__all__ = ["Facts", "Findings", "digest", "judge", "least_of"]
 
 
 def digest(value: Any) -> str:
@@ -103,7 +103,7 @@ def judge(found: Mapping[int, Facts]) -> Findings:
         excluded=excluded,
         policies=any(found[rank].policy != first.policy for rank in ranks),
         tables=tuple(group[0] for group in made if len({found[rank].table for rank in group}) > 1),
-        free_memory={group[0]: _least([found[rank].free_memory for rank in group]) for group in made},
+        free_memory={group[0]: least_of([found[rank].free_memory for rank in group]) for group in made},
     )
 
 
@@ -134,6 +134,7 @@ def _by_value(there: Mapping[int, str]) -> str:
     return "; ".join(parts)
 
 
-def _least(values: list[int | None]) -> int | None:
+def least_of(values: list[int | None]) -> int | None:
+    """The least of these numbers; None where one is not known."""
     known = [value for value in values if value is not None]
     return min(known) if len(known) == len(values) else None

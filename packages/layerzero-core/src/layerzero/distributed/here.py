@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 from layerzero.device.memory import free_bytes
 from layerzero.device.probe import probe_device
@@ -69,7 +69,7 @@ def channel_of(group: Any, timeout: float, store: RankStore | None) -> Channel:
                 "a group was given, but torch.distributed is not initialised", code="VALUE_INVALID", value="group",
                 limit="None before init_process_group",
             )  # fmt: skip
-        return Channel(_Nothing(), 0, (0,), timeout)
+        return Channel(cast(RankStore, None), 0, (0,), timeout)  # one member never asks a store
     members = tuple(dist.get_process_group_ranks(group))
     rank = dist.get_rank()
     generation = next(_generations.setdefault(members, itertools.count(1)))
@@ -89,20 +89,3 @@ def _own_connection() -> RankStore:
             _connections["own"] = given
         _connections["of"] = given
     return _connections["own"]  # type: ignore[no-any-return]
-
-
-class _Nothing:
-    """The store of a rank that is alone; a channel of one member never asks it."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes:
-        return b""
-
-    def check(self, keys: list[str]) -> bool:
-        return True
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return desired.encode()
-
-    def delete_key(self, key: str) -> bool:
-        return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -51,16 +51,28 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     bound = ready(public, ctx, world, canonical)
     given = public.signature.bind(*args, **kwargs).arguments
     options = {name: item for name, item in given.items() if not modes.tensors_of((item,))}
-    build: Callable[..., Any] = _BUILDERS.get(op, _general)
+    build = _BUILDERS.get(op, _general)
     if op == "attention" and given.get("attn_mask") is not None and not isinstance(canonical[3], Tensor):
         build = _general  # a CausalBias or a mask value: it has to be read at each call
-    planned = build(public, bound, canonical, layout, backend, options)
+    call = _Call(public, bound, canonical, layout, backend, options)
+    planned = build(call)
     if check or read_one("debug"):
-        planned = _checked(planned, public, canonical, layout, backend, options)
+        planned = _checked(planned, call)
     planned.kernel_id = bound.kernel_id
     planned.transforms = tuple(bound.plan.transforms)
     planned.decision = bound.decision
     return planned  # type: ignore[no-any-return]
+
+
+class _Call(NamedTuple):
+    """The call a plan is made for: its op, the bound kernel, canonical arguments, and the options that were given."""
+
+    public: Op
+    bound: Any
+    canonical: tuple[Any, ...]
+    layout: str | None
+    backend: str | None
+    options: dict[str, Any]
 
 
 # Numbers that every kernel takes as they come: a plan obeys them.
@@ -112,18 +124,12 @@ def _complete(
     return public.normalize(args, {**kept, **kwargs})
 
 
-def _attention(
-    public: Op,
-    bound: Any,
-    canonical: tuple[Any, ...],
-    layout: str | None,
-    backend: str | None,
-    options: dict[str, Any],
-) -> Any:
-    run, spec, planned_layout, planned_backend = bound.run, public, layout, backend
+def _attention(call: _Call) -> Any:
+    spec, bound, canonical, planned_layout, planned_backend, options = call
+    run, parameters = bound.run, spec.signature.parameters
     _, _, _, mask, p, causal, fixed_scale, sides, cap, slopes, lse = canonical
     maskless = mask is None
-    fixed = _fixed(public, options) | {"dropout_p": p, "is_causal": causal, "attn_mask": mask}
+    fixed = _fixed(spec, options) | {"dropout_p": p, "is_causal": causal, "attn_mask": mask}
 
     def planned_attention(
         query: Any,
@@ -139,9 +145,9 @@ def _attention(
     ) -> Any:
         # The scale is obeyed; all other options are those of the plan, and may be said again.
         if given or dropout_p is not p or is_causal is not causal or (attn_mask is None) is not maskless:
-            unknown = sorted(given.keys() - public.signature.parameters.keys())
+            unknown = sorted(given.keys() - parameters.keys())
             if unknown:
-                raise InvalidInputError(code="TYPE_INVALID", value=unknown[0], limit=str(public.signature))
+                raise InvalidInputError(code="TYPE_INVALID", value=unknown[0], limit=str(spec.signature))
             given |= {"dropout_p": dropout_p, "is_causal": is_causal, "attn_mask": attn_mask}
             _same_options(spec.op_id, fixed, given)
         if forward_ad._current_level >= 0 and not modes.plain(
@@ -158,16 +164,9 @@ def _attention(
     return planned_attention
 
 
-def _rms_norm(
-    public: Op,
-    bound: Any,
-    canonical: tuple[Any, ...],
-    layout: str | None,
-    backend: str | None,
-    options: dict[str, Any],
-) -> Any:
-    run, spec, planned_backend = bound.run, public, backend
-    fixed_eps = canonical[2]
+def _rms_norm(call: _Call) -> Any:
+    spec, bound, canonical, layout, planned_backend, _ = call
+    run, fixed_eps = bound.run, canonical[2]
     weightless = canonical[1] is None
 
     def planned_rms_norm(x: Any, weight: Any = None, eps: float = fixed_eps, *, backend: Any = planned_backend) -> Any:
@@ -183,18 +182,11 @@ def _rms_norm(
     return planned_rms_norm
 
 
-def _general(
-    public: Op,
-    bound: Any,
-    canonical: tuple[Any, ...],
-    layout: str | None,
-    backend: str | None,
-    options: dict[str, Any],
-) -> Any:
-    run, spec = bound.run, public
-    order = list(public.signature.parameters)
-    named = public.canonical is None and order[: len(spec.arguments)] == list(spec.arguments)
-    fixed = _fixed(public, options)
+def _general(call: _Call) -> Any:
+    spec, bound, canonical, layout, backend, options = call
+    run, order = bound.run, list(spec.signature.parameters)
+    named = spec.canonical is None and order[: len(spec.arguments)] == list(spec.arguments)
+    fixed = _fixed(spec, options)
     leading = next((i for i, name in enumerate(order) if name in fixed), len(order))  # tensors before any option
 
     def planned(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +196,7 @@ def _general(
             # The usual call: tensors in place, options as planned.
             values = args + canonical[len(args) :]
         else:
-            values, _, _ = _complete(public, options, args, kwargs)
+            values, _, _ = _complete(spec, options, args, kwargs)
         if forward_ad._current_level >= 0 and not modes.plain(modes.tensors_of(values)):
             return bypass(spec, values, layout, backend)
         try:
@@ -215,17 +207,11 @@ def _general(
     return planned
 
 
-_BUILDERS: dict[str, Callable[..., Any]] = {"attention": _attention, "rms_norm": _rms_norm}
+_BUILDERS: dict[str, Callable[[_Call], Any]] = {"attention": _attention, "rms_norm": _rms_norm}
 
 
-def _checked(
-    planned: Callable[..., Any],
-    public: Op,
-    canonical: tuple[Any, ...],
-    layout: str | None,
-    backend: str | None,
-    options: dict[str, Any],
-) -> Any:
+def _checked(planned: Callable[..., Any], call: _Call) -> Any:
+    public, _, canonical, layout, backend, options = call
     wanted = generic_key(public.op_id, canonical, layout, backend)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

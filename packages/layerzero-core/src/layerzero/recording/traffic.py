@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.files import locked, write_whole
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from layerzero.recording.tally import Tally
 
 __all__ = [
-    "FORMAT", "Recorded", "Traffic", "add_to_file", "context_from_json", "context_to_json", "load", "save", "volume",
+    "FORMAT", "Recorded", "Traffic", "add_to_file", "call_to_json", "calls_from_json", "context_from_json",
+    "context_to_json", "load", "read_json", "save", "volume",
 ]  # fmt: skip
+
+Made = TypeVar("Made")
 
 FORMAT = "layerzero-traffic/1"
 _MAX_BYTES = 256 << 20
@@ -151,16 +154,53 @@ def _whole(value: Any) -> int:
 
 
 # -- files -------------------------------------------------------------------------------------------
+def read_json(path: str | os.PathLike[str], most: int) -> Any:
+    """The content of a JSON file of at most so many bytes. Raises ConfigurationError where it cannot be had."""
+    name = Path(path)
+    try:
+        if name.stat().st_size > most:
+            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{most} bytes")
+        return json.loads(name.read_bytes())
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+
+
+def call_to_json(call: Any, field: str) -> dict[str, Any]:
+    """An entry of a file of calls: context, strides where they are known, and one field more."""
+    strides = {} if call.strides is None else {"strides": [None if s is None else list(s) for s in call.strides]}
+    return {"context": context_to_json(call.context), field: getattr(call, field), **strides}
+
+
+def calls_from_json(
+    path: str | os.PathLike[str], entries: list[Any], made: Callable[[Context, dict[str, Any], Any], Made]
+) -> list[Made]:
+    """The entries of such a file, for the devices of this process: `made` takes context, entry and strides."""
+    from layerzero.device.probe import probe_device
+
+    devices: dict[str, DeviceSpec] = {}
+    calls = []
+    for number, entry in enumerate(entries):
+        where = f"calls[{number}]"
+        try:
+            kind = str(entry["context"].get("device_type", "cpu"))
+            if kind not in devices:
+                devices[kind] = probe_device(kind)
+            context = context_from_json(entry["context"], devices[kind])
+            calls.append(made(context, entry, _frozen(entry.get("strides"))))
+        except LayerZeroError as error:
+            raise ConfigurationError(f"{Path(path).name}: {where}: {error}", code=error.code, value=where) from None
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{Path(path).name}: {where}: {error!r}", code="SCHEMA_INVALID", value=where
+            ) from None
+    return calls
+
+
 def save(traffic: Traffic, path: str | os.PathLike[str]) -> None:
     """Write a traffic file, whole or not at all."""
-    calls = [
-        {
-            "context": context_to_json(item.context),
-            "count": item.count,
-            **({} if item.strides is None else {"strides": [None if s is None else list(s) for s in item.strides]}),
-        }
-        for item in traffic.calls
-    ]
+    calls = [call_to_json(item, "count") for item in traffic.calls]
     write_whole(Path(path), json.dumps({"format": FORMAT, "calls": calls}, indent=1) + "\n")
 
 
@@ -169,40 +209,15 @@ def load(path: str | os.PathLike[str]) -> Traffic:
 
     Raises ConfigurationError for a file that is missing, damaged or of another kind.
     """
-    from layerzero.device.probe import probe_device
-
-    name = Path(path)
-    try:
-        if name.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
-        data: Any = json.loads(name.read_bytes())
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    data = read_json(path, _MAX_BYTES)
     found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != FORMAT or not isinstance(data.get("calls"), list):
         raise ConfigurationError(
-            f"{name.name}: not recorded traffic", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
+            f"{Path(path).name}: not recorded traffic", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
         )
-    devices: dict[str, DeviceSpec] = {}
-    calls = []
-    for number, entry in enumerate(data["calls"]):
-        try:
-            kind = str(entry["context"].get("device_type", "cpu"))
-            if kind not in devices:
-                devices[kind] = probe_device(kind)
-            strides = _frozen(entry.get("strides"))
-            calls.append(Recorded(context_from_json(entry["context"], devices[kind]), _whole(entry["count"]), strides))
-        except LayerZeroError as error:
-            raise ConfigurationError(
-                f"{name.name}: calls[{number}]: {error}", code=error.code, value=f"calls[{number}]"
-            ) from None
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{name.name}: calls[{number}]: {error!r}", code="SCHEMA_INVALID", value=f"calls[{number}]"
-            ) from None
-    return _sorted(calls)
+    return _sorted(
+        calls_from_json(path, data["calls"], lambda ctx, entry, steps: Recorded(ctx, _whole(entry["count"]), steps))
+    )
 
 
 def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:

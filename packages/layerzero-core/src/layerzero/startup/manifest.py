@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import ConfigurationError, LayerZeroError
+from layerzero.errors import ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.context import Context
-from layerzero.recording.traffic import Recorded, context_from_json, context_to_json
+from layerzero.recording.traffic import Recorded, call_to_json, calls_from_json, read_json
 
 __all__ = ["FORMAT", "Item", "Manifest", "config_hash", "is_manifest", "mark_critical"]
 
@@ -46,45 +46,26 @@ class Manifest:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all."""
-        calls = [
-            {
-                "critical": item.critical,
-                "context": context_to_json(item.context),
-                **({} if item.strides is None else {"strides": [None if s is None else list(s) for s in item.strides]}),
-            }
-            for item in self.items
-        ]
+        calls = [call_to_json(item, "critical") for item in self.items]
         head = {"format": FORMAT, "model_id": self.model_id, "config_hash": self.config_hash}
         write_whole(Path(path), json.dumps({**head, "calls": calls}, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Manifest:
         """Read the file. Raises ConfigurationError for one that is missing, damaged or of another kind."""
-        from layerzero.device.probe import probe_device
-        from layerzero.model.device import DeviceSpec
-
         data = _read(path)
         if data.get("format") != FORMAT or not isinstance(data.get("calls"), list):
             raise ConfigurationError(
                 f"{Path(path).name}: no warm-up manifest", code="SCHEMA_VERSION_UNKNOWN",
                 value=str(data.get("format")), limit=FORMAT,
             )  # fmt: skip
-        devices: dict[str, DeviceSpec] = {}
-        items = []
-        for number, entry in enumerate(data["calls"]):
-            try:
-                kind = str(entry["context"].get("device_type", "cpu"))
-                if kind not in devices:
-                    devices[kind] = probe_device(kind)
-                given = entry.get("strides")
-                strides = None if given is None else tuple(None if s is None else tuple(map(int, s)) for s in given)
-                if not isinstance(entry["critical"], bool):
-                    raise ValueError(f"critical is {entry['critical']!r}, expected true or false")
-                items.append(Item(context_from_json(entry["context"], devices[kind]), entry["critical"], strides))
-            except (LayerZeroError, TypeError, KeyError, AttributeError, ValueError) as error:
-                raise ConfigurationError(
-                    f"{Path(path).name}: calls[{number}]: {error}", code="SCHEMA_INVALID", value=f"calls[{number}]"
-                ) from None
+
+        def item(context: Context, entry: dict[str, Any], strides: Any) -> Item:
+            if not isinstance(entry["critical"], bool):
+                raise ValueError(f"critical is {entry['critical']!r}, expected true or false")
+            return Item(context, entry["critical"], strides)
+
+        items = calls_from_json(path, data["calls"], item)
         return Manifest(_ordered(items), str(data.get("model_id", "")), str(data.get("config_hash", "")))
 
     def require(self, config: Mapping[str, Any]) -> None:
@@ -99,17 +80,9 @@ class Manifest:
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    name = Path(path)
-    try:
-        if name.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
-        data = json.loads(name.read_bytes())
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    data = read_json(path, _MAX_BYTES)
     if not isinstance(data, dict):
-        raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(data).__name__)
+        raise ConfigurationError(f"{Path(path).name}: no mapping", code="SCHEMA_INVALID", value=type(data).__name__)
     return data
 
 

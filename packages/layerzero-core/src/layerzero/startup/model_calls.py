@@ -7,7 +7,6 @@ configurations (`text_config`) are looked into. Tensors are made on torch's meta
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import ConfigurationError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.recording.traffic import Recorded, Traffic
+from layerzero.recording.traffic import Recorded, Traffic, read_json
 
 __all__ = ["ModelShape", "load_config", "model_traffic"]
 
@@ -118,14 +117,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     name = Path(path)
     if name.is_dir():
         name = name / "config.json"
-    try:
-        if name.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
-        found = json.loads(name.read_bytes())
-    except FileNotFoundError:
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    found = read_json(name, _MAX_BYTES)
     if not isinstance(found, dict):
         raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(found).__name__)
     return found
@@ -148,18 +140,13 @@ def model_traffic(
             f"torch_dtype is {shape.dtype!r}", code="SCHEMA_INVALID", value=shape.dtype, limit="a floating dtype"
         )
     calls = _Calls(shape, probe_device() if device is None else device)
-    found: dict[Context, int] = {}
-    lengths = sorted({min(n, shape.longest) for n in prefill})
-    contexts = sorted({min(n, shape.longest) for n in decode})
+    lengths, contexts = (sorted({min(n, shape.longest) for n in given}) for given in (prefill, decode))
+    steps = [(1, length, length) for length in lengths] + [
+        (batch, 1, length) for batch in batches for length in contexts
+    ]
     with torch.no_grad():
-        for length in lengths:
-            for ctx, count in calls.step(1, length, length):
-                found[ctx] = found.get(ctx, 0) + count
-        for batch in batches:
-            for length in contexts:
-                for ctx, count in calls.step(batch, 1, length):
-                    found[ctx] = found.get(ctx, 0) + count
-    return Traffic() + Traffic(tuple(Recorded(ctx, count) for ctx, count in found.items()))
+        found = [Recorded(ctx, count) for step in steps for ctx, count in calls.step(*step)]
+    return Traffic() + Traffic(tuple(found))
 
 
 class _Calls:
@@ -195,10 +182,8 @@ class _Calls:
             if s.gated and s.activation != "none":
                 yield self._gated(batch, new), layers
             yield self._linear(self._tensor(batch, new, s.inner), s.hidden), layers
-        yield (
-            self._ctx("embedding", self._tensor(batch, new, dtype=torch.int64), self._tensor(s.vocab, s.hidden), None),
-            1,
-        )
+        ids = self._tensor(batch, new, dtype=torch.int64)
+        yield self._ctx("embedding", ids, self._tensor(s.vocab, s.hidden), None), 1
         yield self._linear(self._tensor(batch, s.hidden), s.vocab), 1
         logits = self._tensor(batch, s.vocab, dtype=torch.float32)
         yield self._ctx("sample", logits, 50, 0.9, None, 1.0, None), 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,22 +73,13 @@ def _write(path: Path, text: str) -> None:
 
 # -- sources ----------------------------------------------------------------------------------------------
 def _from_files(paths: Sequence[Path]) -> tuple[list[Measured], dict[str, str]]:
-    from layerzero.errors import ConfigurationError
+    from layerzero.recording.traffic import read_json
     from layerzero_tune.report.data import from_json
 
     cases: list[Measured] = []
     facts: dict[str, str] = {}
     for path in paths:
-        try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=f"{_MAX_BYTES} bytes")
-            data: Any = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(
-                f"{path.name}: not readable as JSON: {error}", code="SCHEMA_INVALID", value=str(error)
-            ) from None
+        data = read_json(path, _MAX_BYTES)
         cases += from_json(data, path.name)
         facts.update(_facts(data))
     return cases, facts

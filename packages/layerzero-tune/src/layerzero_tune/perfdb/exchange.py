@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.files import write_whole
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
+from layerzero.recording.traffic import read_json
 
 __all__ = ["FORMAT", "add_newer", "export_json", "import_json", "merge"]
 
@@ -31,14 +31,7 @@ def export_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
 def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
     """Add the measurements of a file; all of them or, where one is wrong, none. Newer ones in the database stay."""
     name = Path(path)
-    try:
-        if name.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=name.name, limit=f"{_MAX_BYTES} bytes")
-        data: Any = json.loads(name.read_bytes())
-    except FileNotFoundError:
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    data = read_json(name, _MAX_BYTES)
     if (
         not isinstance(data, dict)
         or data.get("format") not in _READABLE
