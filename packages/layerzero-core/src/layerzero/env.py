@@ -11,13 +11,12 @@ Two families carry a name inside the variable's name, in any case, with `__` for
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from layerzero.errors import ConfigurationError
+from layerzero.errors import ConfigurationError, nearest
 from layerzero.settings import VARIABLES, Setting
 
 __all__ = ["PREFIX", "Env", "changed", "read", "read_one"]
@@ -90,5 +89,5 @@ def _parse(name: str, raw: str, setting: Setting) -> Any:
 
 
 def _nearest(name: str) -> str | None:
-    near = difflib.get_close_matches(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in _SINGLE], n=1)
+    near = nearest(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in _SINGLE], 1)
     return PREFIX + near[0] if near else None

@@ -222,6 +222,20 @@ class CacheCorruptionError(LayerZeroError):
     default_code = "CACHE_CORRUPT"
 
 
+# -- names that are not known -------------------------------------------------------------------------------------
+def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Those of the known names that are most like this one."""
+    import difflib  # start-up time
+
+    return difflib.get_close_matches(name, list(known), count, cutoff)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """The hint for a name that nobody bears: the nearest one that somebody does, else what to do."""
+    found = nearest(name, known, 1, cutoff)
+    return f"did you mean {found[0]}?" if found else otherwise
+
+
 # -- whose exception is it? -----------------------------------------------------------------------------------------
 def from_outside(error: BaseException) -> bool:
     """Whether an exception that passed through a kernel was raised for the caller: it is then nobody's fault.

@@ -25,8 +25,9 @@ from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult
 from layerzero.public import check_backends, check_machine
 from layerzero.public.checks import Check
-from layerzero.public.situation import look, quarantine_file, tolerant_env
+from layerzero.public.situation import look, tolerant_env
 from layerzero.reasons import reason
+from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero.tables.file import hardware_of, make_table, save_table
 from layerzero_verify.testing import fakes
@@ -354,7 +355,7 @@ def test_an_open_breaker_is_shown_with_its_cause() -> None:
 def own_quarantine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A quarantine file of the test's own: what was set aside is remembered by file for the life of the process."""
     monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
-    file = quarantine_file()
+    file = place()
     assert file is not None and file.parent == tmp_path
     return file
 

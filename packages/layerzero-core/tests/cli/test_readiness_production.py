@@ -16,7 +16,7 @@ from layerzero.cli.app import cli
 from layerzero.device.probe import probe_devices
 from layerzero.health.quarantine import Quarantine
 from layerzero.public.checks import ReadinessReport
-from layerzero.public.situation import quarantine_file
+from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero_verify.testing.fakes import capabilities
 from tools import faulty_plugins as faults
@@ -68,7 +68,7 @@ def quarantined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     here = {"version": state.world.registry.kernels[name].version, "device_signature": probe_devices()[-1].signature}
 
     def judge(policy: dict[str, Any] | None = None, **other: str) -> ReadinessReport:
-        path = quarantine_file()
+        path = place()
         assert path is not None
         quarantine = Quarantine(path)
         quarantine.remove(name)

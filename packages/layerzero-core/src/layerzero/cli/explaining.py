@@ -10,13 +10,14 @@ from typing import Any
 import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.cli.words import ShapeType, complete_device, complete_kernel, complete_op
 from layerzero.model.decision import Candidate
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.telemetry.report import SelectionReport
 
-__all__ = ["add", "call_options"]
+__all__ = ["call_options"]
 
 _SHAPE = ShapeType()
 _OPTIONS = (
@@ -59,58 +60,57 @@ def call_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), function)
 
 
-def add(group: click.Group) -> None:
-    """Declare the verbs."""
+@verb(cli, "explain")
+@click.argument("op", shell_complete=complete_op)
+@call_options
+def explain(op: str, **options: Any) -> Answer:
+    """Say which kernel a call would run, and why not the others.
 
-    @verb(group, "explain")
-    @click.argument("op", shell_complete=complete_op)
-    @call_options
-    def explain(op: str, **options: Any) -> Answer:
-        """Say which kernel a call would run, and why not the others.
+    \b
+    lz explain attention --shape 1,32,4096,128 --causal --dtype bf16 --device h100
+    lz explain attention --q 1,32,1,128 --k 1,8,4096,128 --causal bottom_right
+    lz explain rms_norm --shape 8192,4096
 
-        \b
-        lz explain attention --shape 1,32,4096,128 --causal --dtype bf16 --device h100
-        lz explain attention --q 1,32,1,128 --k 1,8,4096,128 --causal bottom_right
-        lz explain rms_norm --shape 8192,4096
+    The device need not be here. Exit code 1 when nothing may run.
+    """
+    import layerzero as lz
+    from layerzero.cli.calls import context
 
-        The device need not be here. Exit code 1 when nothing may run.
-        """
-        import layerzero as lz
-        from layerzero.cli.calls import context
+    report = lz.explain(op, context(op, options))
+    return Answer(json.loads(report.to_json()), _blocks(report), OK if report.chosen else PROBLEM)
 
-        report = lz.explain(op, context(op, options))
-        return Answer(json.loads(report.to_json()), _blocks(report), OK if report.chosen else PROBLEM)
 
-    @verb(group, "which")
-    @click.argument("op", shell_complete=complete_op)
-    @call_options
-    def which(op: str, **options: Any) -> Answer:
-        """Print the kernel id that a call would run."""
-        import layerzero as lz
-        from layerzero.cli.calls import context
+@verb(cli, "which")
+@click.argument("op", shell_complete=complete_op)
+@call_options
+def which(op: str, **options: Any) -> Answer:
+    """Print the kernel id that a call would run."""
+    import layerzero as lz
+    from layerzero.cli.calls import context
 
-        kernel_id = lz.which(op, context(op, options))
-        return Answer({"op": op, "kernel_id": kernel_id}, [Line(kernel_id)])
+    kernel_id = lz.which(op, context(op, options))
+    return Answer({"op": op, "kernel_id": kernel_id}, [Line(kernel_id)])
 
-    @verb(group, "validate")
-    @click.argument("kernel_id", shell_complete=complete_kernel)
-    @call_options
-    def validate(kernel_id: str, **options: Any) -> Answer:
-        """Say whether a kernel may run a call, or why not.
 
-        Every reason against it is listed; exit code 1 when there is one.
-        """
-        import layerzero as lz
-        from layerzero.cli.calls import context
-        from layerzero.dispatch.run import current_world
+@verb(cli, "validate")
+@click.argument("kernel_id", shell_complete=complete_kernel)
+@call_options
+def validate(kernel_id: str, **options: Any) -> Answer:
+    """Say whether a kernel may run a call, or why not.
 
-        kernel = current_world().registry.get(kernel_id)
-        reasons = lz.validate(kernel_id, context(kernel.op, options))
-        data = {"kernel_id": kernel_id, "valid": not reasons, "reasons": [item.to_json() for item in reasons]}
-        if not reasons:
-            return Answer(data, [Line(f"{kernel_id} may run this call", STYLES["ok"])])
-        blocks: list[Block] = [Line(f"{kernel_id} cannot run this call", STYLES["fail"])]
-        return Answer(data, [*blocks, *_reasons(reasons, 2)], PROBLEM)
+    Every reason against it is listed; exit code 1 when there is one.
+    """
+    import layerzero as lz
+    from layerzero.cli.calls import context
+    from layerzero.dispatch.run import current_world
+
+    kernel = current_world().registry.get(kernel_id)
+    reasons = lz.validate(kernel_id, context(kernel.op, options))
+    data = {"kernel_id": kernel_id, "valid": not reasons, "reasons": [item.to_json() for item in reasons]}
+    if not reasons:
+        return Answer(data, [Line(f"{kernel_id} may run this call", STYLES["ok"])])
+    blocks: list[Block] = [Line(f"{kernel_id} cannot run this call", STYLES["fail"])]
+    return Answer(data, [*blocks, *_reasons(reasons, 2)], PROBLEM)
 
 
 def _reasons(reasons: list[Reason], indent: int) -> list[Block]:

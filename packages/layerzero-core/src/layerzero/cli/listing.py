@@ -7,55 +7,51 @@ from typing import Any
 import click
 
 from layerzero.cli.output import STYLES, Answer, Cell, Line, Table
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import verb
 from layerzero.cli.words import backends, complete_op
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason
 
-__all__ = ["add"]
 
+@verb(cli, "list")
+@click.option("--op", help="Only kernels of this op.", shell_complete=complete_op)
+@click.option("--backend", help="Only kernels of this backend.")
+@click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
+@click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
+def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
+    """List kernels: op, platforms, dtypes, and whether usable here."""
+    import layerzero as lz
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+    if page:
+        from layerzero.cli import op_page
 
-    @verb(group, "list")
-    @click.option("--op", help="Only kernels of this op.", shell_complete=complete_op)
-    @click.option("--backend", help="Only kernels of this backend.")
-    @click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
-    @click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
-    def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
-        """List kernels: op, platforms, dtypes, and whether usable here."""
-        import layerzero as lz
+        if op is None:
+            raise click.UsageError("--page needs --op OP")
+        text = op_page.page(op)
+        return Answer({"op": op, "page": text}, [Line(line) for line in text.splitlines()])
+    if backend is not None:
+        backends(backend)
+    found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
+    if available is not None:
+        found = [(kernel, why) for kernel, why in found if (not why) is available]
+    from layerzero.public.check_first_use import standing
+    from layerzero.public.situation import look
 
-        if page:
-            from layerzero.cli import op_page
-
-            if op is None:
-                raise click.UsageError("--page needs --op OP")
-            text = op_page.page(op)
-            return Answer({"op": op, "page": text}, [Line(line) for line in text.splitlines()])
-        if backend is not None:
-            backends(backend)
-        found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
-        if available is not None:
-            found = [(kernel, why) for kernel, why in found if (not why) is available]
-        from layerzero.public.check_first_use import standing
-        from layerzero.public.situation import look
-
-        now = look()
-        proofs = {kernel.kernel_id: standing(kernel, now) for kernel, _ in found}
-        data = [
-            {
-                **kernel.to_json(), "available": not why, "reasons": [item.to_json() for item in why],
-                "proof": proofs[kernel.kernel_id],
-            }
-            for kernel, why in found
-        ]  # fmt: skip
-        rows = [_row(kernel, why, proofs[kernel.kernel_id]) for kernel, why in found]
-        columns = ("kernel", "here", "proof", "priority", "platforms", "dtypes")
-        usable = sum(not why for _, why in found)
-        summary = Line(f"{len(found)} kernels, {usable} usable here", "dim")
-        return Answer(data, [Table(columns, rows, right=frozenset({3})), Line(), summary])
+    now = look()
+    proofs = {kernel.kernel_id: standing(kernel, now) for kernel, _ in found}
+    data = [
+        {
+            **kernel.to_json(), "available": not why, "reasons": [item.to_json() for item in why],
+            "proof": proofs[kernel.kernel_id],
+        }
+        for kernel, why in found
+    ]  # fmt: skip
+    rows = [_row(kernel, why, proofs[kernel.kernel_id]) for kernel, why in found]
+    columns = ("kernel", "here", "proof", "priority", "platforms", "dtypes")
+    usable = sum(not why for _, why in found)
+    summary = Line(f"{len(found)} kernels, {usable} usable here", "dim")
+    return Answer(data, [Table(columns, rows, right=frozenset({3})), Line(), summary])
 
 
 def _against(kernel: KernelSpec) -> list[Reason]:

@@ -122,7 +122,9 @@ def _plain(block: Block) -> Iterator[str]:
     rows = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in block.rows]
     if any(block.columns):
         rows.insert(0, [name.upper() for name in block.columns])
-    widths = [max((len(line) for row in rows for line in row[i].split("\n")), default=0) for i in range(_width(block))]
+    widths = [
+        max((len(line) for row in rows for line in row[i].split("\n")), default=0) for i in range(len(block.columns))
+    ]
     for row in rows:
         parts = [cell.split("\n") for cell in row]
         for number in range(max(len(lines) for lines in parts)):
@@ -132,10 +134,6 @@ def _plain(block: Block) -> Iterator[str]:
                 for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
             ]
             yield (" " * block.indent + "  ".join(padded)).rstrip()
-
-
-def _width(block: Table) -> int:
-    return len(block.columns)
 
 
 # -- rich --------------------------------------------------------------------------------------------------------

@@ -13,109 +13,107 @@ from typing import Any
 import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, working
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.companions import part
-
-__all__ = ["add"]
 
 _STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
 
 
-def add(group: click.Group) -> None:
-    """Declare the verbs."""
+@cli.group("plugin")
+def plugin() -> None:
+    """Write, check and list backend packages."""
 
-    @group.group("plugin")
-    def plugin() -> None:
-        """Write, check and list backend packages."""
 
-    @verb(plugin, "new")
-    @click.argument("name")
-    @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), default=".", show_default=True)
-    def new(name: str, folder: Path) -> Answer:
-        """Write a complete backend package that passes the conformance kit as it is."""
-        from layerzero.plugin.scaffold import write_plugin
+@verb(plugin, "new")
+@click.argument("name")
+@click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), default=".", show_default=True)
+def new(name: str, folder: Path) -> Answer:
+    """Write a complete backend package that passes the conformance kit as it is."""
+    from layerzero.plugin.scaffold import write_plugin
 
-        target = write_plugin(name, folder)
-        files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-        steps = [f"pip install -e {target}", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
-        blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
-        blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
-        return Answer({"path": str(target), "files": files, "next": steps}, blocks)
+    target = write_plugin(name, folder)
+    files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    steps = [f"pip install -e {target}", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
+    blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
+    blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
+    return Answer({"path": str(target), "files": files, "next": steps}, blocks)
 
-    @verb(plugin, "list")
-    def list_() -> Answer:
-        """List every plugin that was found, and how it fared."""
-        from layerzero.public.situation import look
 
-        records = look().records
-        rows = []
-        for record in records:
-            why = f"{record.reasons[0].code.value}: {record.reasons[0].message}" if record.reasons else ""
-            told = f"{why}\n→ {record.fix}" if why and record.fix else why
-            kernels = str(len(record.kernels)) if record.state in ("ok", "unavailable") else "–"
-            package = f"{record.dist} {record.dist_version}".strip()
-            rows.append((record.name, Cell(record.state, _STATE_STYLES[record.state]), kernels, package, told))
-        table = Table(("plugin", "state", "kernels", "package", "why"), rows, right=frozenset({2}))
-        return Answer([record.to_json() for record in records], [table])
+@verb(plugin, "list")
+def list_() -> Answer:
+    """List every plugin that was found, and how it fared."""
+    from layerzero.public.situation import look
 
-    @verb(plugin, "prove")
-    @click.argument("name")
-    @click.option("--family", help="Family of devices, where this machine pretends to be another one.")
-    @click.option("--dry-run", is_flag=True, help="Run the kit, write nothing.")
-    def prove(name: str, family: str | None, dry_run: bool) -> Answer:
-        """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs layerzero-verify).
+    records = look().records
+    rows = []
+    for record in records:
+        why = f"{record.reasons[0].code.value}: {record.reasons[0].message}" if record.reasons else ""
+        told = f"{why}\n→ {record.fix}" if why and record.fix else why
+        kernels = str(len(record.kernels)) if record.state in ("ok", "unavailable") else "–"
+        package = f"{record.dist} {record.dist_version}".strip()
+        rows.append((record.name, Cell(record.state, _STATE_STYLES[record.state]), kernels, package, told))
+    table = Table(("plugin", "state", "kernels", "package", "why"), rows, right=frozenset({2}))
+    return Answer([record.to_json() for record in records], [table])
 
-        Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
-        serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
-        """
-        command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name]
-        command += [] if family is None else ["--family", family]
-        with working("running the conformance kit …"):
-            done = subprocess.run(
-                [*command, *(["--dry-run"] if dry_run else [])],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            )  # fmt: skip
-        said = done.stdout[done.stdout.find("\n{\n") + 1 :]
-        try:
-            found: dict[str, Any] = json.loads(said)
-        except ValueError:
-            found = {"backends": {}, "failed": [], "said": (done.stdout + done.stderr).strip().splitlines()[-8:]}
-        blocks: list[Block] = [Line(line, STYLES["fail"]) for line in (*found["failed"], *found.get("said", ()))]
-        for backend, told in found["backends"].items():
-            families = ", ".join(told["families"])
-            blocks.append(Line(f"{backend}: {len(told['proven'])} kernels proven on {families}", STYLES["ok"]))
-            blocks += [Line(f"{told['path']}", indent=2)]
-            blocks += [Line(f"no proof: {kernel}", STYLES["skip"], indent=2) for kernel in told["unproven"]]
-        ok = done.returncode == 0
-        return Answer(
-            {**found, "ok": ok}, blocks or [Line("no kernel of it runs on this machine")], OK if ok else PROBLEM
-        )
 
-    @verb(plugin, "check")
-    @click.argument("name")
-    @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds the probe may take.")
-    @click.option("--kit", is_flag=True, help="Also run the conformance kit (needs layerzero-verify).")
-    def check(name: str, timeout: float | None, kit: bool) -> Answer:
-        """Check one plugin: does it load, what does its probe say, and does it pass the conformance kit.
+@verb(plugin, "prove")
+@click.argument("name")
+@click.option("--family", help="Family of devices, where this machine pretends to be another one.")
+@click.option("--dry-run", is_flag=True, help="Run the kit, write nothing.")
+def prove(name: str, family: str | None, dry_run: bool) -> Answer:
+    """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs layerzero-verify).
 
-        Exit code 1 when anything failed.
-        """
-        from layerzero.cli.report import check_blocks
-        from layerzero.public.checks import doctor
+    Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
+    serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
+    """
+    command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name]
+    command += [] if family is None else ["--family", family]
+    with working("running the conformance kit …"):
+        done = subprocess.run(
+            [*command, *(["--dry-run"] if dry_run else [])],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    said = done.stdout[done.stdout.find("\n{\n") + 1 :]
+    try:
+        found: dict[str, Any] = json.loads(said)
+    except ValueError:
+        found = {"backends": {}, "failed": [], "said": (done.stdout + done.stderr).strip().splitlines()[-8:]}
+    blocks: list[Block] = [Line(line, STYLES["fail"]) for line in (*found["failed"], *found.get("said", ()))]
+    for backend, told in found["backends"].items():
+        families = ", ".join(told["families"])
+        blocks.append(Line(f"{backend}: {len(told['proven'])} kernels proven on {families}", STYLES["ok"]))
+        blocks += [Line(f"{told['path']}", indent=2)]
+        blocks += [Line(f"no proof: {kernel}", STYLES["skip"], indent=2) for kernel in told["unproven"]]
+    ok = done.returncode == 0
+    return Answer({**found, "ok": ok}, blocks or [Line("no kernel of it runs on this machine")], OK if ok else PROBLEM)
 
-        with working(f"probing {name} in a process of its own …"):
-            report = doctor(name, timeout=timeout)
-        blocks = check_blocks(report)
-        data = report.to_dict()
-        if not kit:
-            return Answer({**data, "kit": None}, blocks, OK if report.ok else PROBLEM)
-        with working("running the conformance kit …"):
-            found, tail = _run_kit(name)
-        word = "passed" if found["ok"] else "failed"
-        blocks += [Line(), Line(f"conformance kit: {word}", STYLES["ok" if found["ok"] else "fail"])]
-        blocks += [Line(line, indent=2) for line in tail]
-        ok = report.ok and found["ok"]
-        return Answer({**data, "ok": ok, "kit": found}, blocks, OK if ok else PROBLEM)
+
+@verb(plugin, "check")
+@click.argument("name")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds the probe may take.")
+@click.option("--kit", is_flag=True, help="Also run the conformance kit (needs layerzero-verify).")
+def check(name: str, timeout: float | None, kit: bool) -> Answer:
+    """Check one plugin: does it load, what does its probe say, and does it pass the conformance kit.
+
+    Exit code 1 when anything failed.
+    """
+    from layerzero.cli.checks import check_blocks
+    from layerzero.public.checks import doctor
+
+    with working(f"probing {name} in a process of its own …"):
+        report = doctor(name, timeout=timeout)
+    blocks = check_blocks(report)
+    data = report.to_dict()
+    if not kit:
+        return Answer({**data, "kit": None}, blocks, OK if report.ok else PROBLEM)
+    with working("running the conformance kit …"):
+        found, tail = _run_kit(name)
+    word = "passed" if found["ok"] else "failed"
+    blocks += [Line(), Line(f"conformance kit: {word}", STYLES["ok" if found["ok"] else "fail"])]
+    blocks += [Line(line, indent=2) for line in tail]
+    ok = report.ok and found["ok"]
+    return Answer({**data, "ok": ok, "kit": found}, blocks, OK if ok else PROBLEM)
 
 
 def _run_kit(name: str) -> tuple[dict[str, Any], list[str]]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, describe_error, error_json
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
-
-__all__ = ["add"]
 
 # Context.get knows these besides the fields of a Context.
 _SIZES = (
@@ -21,73 +20,65 @@ _SIZES = (
 )  # fmt: skip
 
 
-def add(group: click.Group) -> None:
-    """Declare the verbs."""
-
-    @group.group("policy")
-    def policy() -> None:
-        """Check policy files, and see which policy holds."""
-
-    @verb(policy, "check")
-    @click.argument("file", type=click.Path(path_type=Path))
-    def check(file: Path) -> Answer:
-        """Check a policy file; a mistake is shown with its line and key.
-
-        What is valid but names no kernel or context field known here is a warning. Exit code 1 for a mistake.
-        """
-        from layerzero.errors import LayerZeroError
-        from layerzero.policy.load import load_file
-
-        try:
-            layer = load_file(file)
-        except LayerZeroError as error:
-            place = {"line": getattr(error, "line", None), "key": getattr(error, "key", None)}
-            data = {"file": str(file), "valid": False, "warnings": [], **place, **_error(error)}
-            return Answer(data, _mistake(error, place), PROBLEM)
-        warnings = _warnings(file, layer)
-        data = {"file": str(file), "valid": True, "warnings": [item.to_json() for item in warnings]}
-        rows = [(Cell("warn", STYLES["warn"]), f"{item.name}: {item.message}\n→ {item.fix}") for item in warnings]
-        blocks: list[Block] = [Line(f"{file}: valid", STYLES["ok"])]
-        return Answer(data, [*blocks, Table(("", ""), rows, indent=2)] if rows else blocks, OK)
-
-    @verb(policy, "show")
-    def show() -> Answer:
-        """Show the policy in force and the files it comes from."""
-        import layerzero as lz
-        from layerzero.env import read
-        from layerzero.model.config import Policy
-        from layerzero.policy.load import discover
-
-        files = [{"path": str(found.path), "trusted": found.trusted} for found in discover(read())]
-        data = lz.get_config().to_json()
-        plain = Policy().to_json()
-        changed = {name: value for name, value in data.items() if value != plain[name] and name != "policy_hash"}
-        rows = [(Cell(name, "bold"), _words(value)) for name, value in sorted(changed.items())]
-        blocks: list[Block] = [Line(f"policy {data['policy_hash'][:12]}", "bold")]
-        blocks += [Line(f"from {found['path']}", "dim", indent=2) for found in files]
-        blocks.append(Table(("", ""), rows, indent=2) if rows else Line("only defaults", "dim", indent=2))
-        return Answer({"files": files, "policy": data}, blocks)
-
-    @verb(policy, "schema")
-    def schema() -> Answer:
-        """Print the JSON Schema of the policy file, for editors."""
-        import json
-
-        from layerzero.policy.load import json_schema
-
-        data = dict(json_schema())
-        return Answer(data, [Line(json.dumps(data, indent=2))])
+@cli.group("policy")
+def policy() -> None:
+    """Check policy files, and see which policy holds."""
 
 
-def _error(error: Any) -> dict[str, Any]:
-    from layerzero.cli.output import error_json
+@verb(policy, "check")
+@click.argument("file", type=click.Path(path_type=Path))
+def check(file: Path) -> Answer:
+    """Check a policy file; a mistake is shown with its line and key.
 
-    return error_json(error)
+    What is valid but names no kernel or context field known here is a warning. Exit code 1 for a mistake.
+    """
+    from layerzero.errors import LayerZeroError
+    from layerzero.policy.load import load_file
+
+    try:
+        layer = load_file(file)
+    except LayerZeroError as error:
+        place = {"line": getattr(error, "line", None), "key": getattr(error, "key", None)}
+        data = {"file": str(file), "valid": False, "warnings": [], **place, **error_json(error)}
+        return Answer(data, _mistake(error, place), PROBLEM)
+    warnings = _warnings(file, layer)
+    data = {"file": str(file), "valid": True, "warnings": [item.to_json() for item in warnings]}
+    rows = [(Cell("warn", STYLES["warn"]), f"{item.name}: {item.message}\n→ {item.fix}") for item in warnings]
+    blocks: list[Block] = [Line(f"{file}: valid", STYLES["ok"])]
+    return Answer(data, [*blocks, Table(("", ""), rows, indent=2)] if rows else blocks, OK)
+
+
+@verb(policy, "show")
+def show() -> Answer:
+    """Show the policy in force and the files it comes from."""
+    import layerzero as lz
+    from layerzero.env import read
+    from layerzero.model.config import Policy
+    from layerzero.policy.load import discover
+
+    files = [{"path": str(found.path), "trusted": found.trusted} for found in discover(read())]
+    data = lz.get_config().to_json()
+    plain = Policy().to_json()
+    changed = {name: value for name, value in data.items() if value != plain[name] and name != "policy_hash"}
+    rows = [(Cell(name, "bold"), _words(value)) for name, value in sorted(changed.items())]
+    blocks: list[Block] = [Line(f"policy {data['policy_hash'][:12]}", "bold")]
+    blocks += [Line(f"from {found['path']}", "dim", indent=2) for found in files]
+    blocks.append(Table(("", ""), rows, indent=2) if rows else Line("only defaults", "dim", indent=2))
+    return Answer({"files": files, "policy": data}, blocks)
+
+
+@verb(policy, "schema")
+def schema() -> Answer:
+    """Print the JSON Schema of the policy file, for editors."""
+    import json
+
+    from layerzero.policy.load import json_schema
+
+    data = dict(json_schema())
+    return Answer(data, [Line(json.dumps(data, indent=2))])
 
 
 def _mistake(error: Any, place: dict[str, Any]) -> list[Block]:
-    from layerzero.cli.output import describe_error
-
     rows = [(Cell(name, "dim"), str(value)) for name, value in place.items() if value not in (None, "")]
     if "lz policy check" not in error.hint:  # that is what is being done
         rows.append((Cell("hint", "dim"), error.hint))

@@ -2,69 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Line, Table
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.errors import ConfigurationError
 from layerzero.health.quarantine import Quarantine, QuarantineEntry
 
-__all__ = ["add"]
+
+@cli.group("quarantine")
+def quarantine() -> None:
+    """See which kernels are skipped because they took a process down, and lift that."""
 
 
-def add(group: click.Group) -> None:
-    """Declare the verbs."""
+@verb(quarantine, "list")
+def show() -> Answer:
+    """List the kernels in quarantine, with what they did and when."""
+    quarantine = _quarantine()
+    entries = _read(quarantine)
+    rows = [
+        (item.kernel_id, item.version, _when(item.since), item.code, item.detail or "-", item.device_signature)
+        for item in entries
+    ]
+    data = {
+        "path": str(quarantine.path),
+        "entries": [asdict(entry) for entry in entries],
+        "problems": [item.to_json() for item in quarantine.problems],
+    }  # fmt: skip
+    blocks: list[Block] = [Line(str(problem), STYLES["warn"], hang=2) for problem in quarantine.problems]
+    if not rows:
+        return Answer(data, [*blocks, Line("nothing is in quarantine", STYLES["ok"])])
+    head = ("kernel", "version", "since", "code", "what happened", "device")
+    blocks += [Table(head, rows), Line("lz quarantine clear KERNEL lifts one, once its cause is gone", "dim")]
+    return Answer(data, blocks)
 
-    @group.group("quarantine")
-    def quarantine() -> None:
-        """See which kernels are skipped because they took a process down, and lift that."""
 
-    @verb(quarantine, "list")
-    def show() -> Answer:
-        """List the kernels in quarantine, with what they did and when."""
-        quarantine = _quarantine()
-        entries = _read(quarantine)
-        rows = [
-            (item.kernel_id, item.version, _when(item.since), item.code, item.detail or "-", item.device_signature)
-            for item in entries
-        ]
-        data = {
-            "path": str(quarantine.path),
-            "entries": [
-                {
-                    "kernel_id": entry.kernel_id, "version": entry.version, "device_signature": entry.device_signature,
-                    "code": entry.code, "detail": entry.detail, "since": entry.since,
-                }
-                for entry in entries
-            ],
-            "problems": [item.to_json() for item in quarantine.problems],
-        }  # fmt: skip
-        blocks: list[Block] = [Line(str(problem), STYLES["warn"], hang=2) for problem in quarantine.problems]
-        if not rows:
-            return Answer(data, [*blocks, Line("nothing is in quarantine", STYLES["ok"])])
-        head = ("kernel", "version", "since", "code", "what happened", "device")
-        blocks += [Table(head, rows), Line("lz quarantine clear KERNEL lifts one, once its cause is gone", "dim")]
-        return Answer(data, blocks)
-
-    @verb(quarantine, "clear")
-    @click.argument("kernels", nargs=-1, metavar="KERNEL...")
-    @click.option("--all", "everything", is_flag=True, help="Lift every quarantine.")
-    def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
-        """Lift the quarantine of kernels. Exit code 1 when one of them was not in it."""
-        if bool(kernels) == everything:
-            raise click.UsageError("name the kernels, or say --all")
-        quarantine = _quarantine()
-        names = tuple(dict.fromkeys(entry.kernel_id for entry in _read(quarantine))) if everything else kernels
-        lifted = {name: quarantine.remove(name) for name in names}
-        absent = [name for name, count in lifted.items() if not count]
-        blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
-        blocks += [Line(f"{name}: was not in quarantine", STYLES["warn"]) for name in absent]
-        blocks = blocks or [Line("nothing was in quarantine", STYLES["ok"])]
-        data = {"path": str(quarantine.path), "lifted": lifted, "absent": absent}
-        return Answer(data, blocks, PROBLEM if absent else OK)
+@verb(quarantine, "clear")
+@click.argument("kernels", nargs=-1, metavar="KERNEL...")
+@click.option("--all", "everything", is_flag=True, help="Lift every quarantine.")
+def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
+    """Lift the quarantine of kernels. Exit code 1 when one of them was not in it."""
+    if bool(kernels) == everything:
+        raise click.UsageError("name the kernels, or say --all")
+    quarantine = _quarantine()
+    names = tuple(dict.fromkeys(entry.kernel_id for entry in _read(quarantine))) if everything else kernels
+    lifted = {name: quarantine.remove(name) for name in names}
+    absent = [name for name, count in lifted.items() if not count]
+    blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
+    blocks += [Line(f"{name}: was not in quarantine", STYLES["warn"]) for name in absent]
+    blocks = blocks or [Line("nothing was in quarantine", STYLES["ok"])]
+    data = {"path": str(quarantine.path), "lifted": lifted, "absent": absent}
+    return Answer(data, blocks, PROBLEM if absent else OK)
 
 
 def _quarantine() -> Quarantine:

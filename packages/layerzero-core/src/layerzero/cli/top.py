@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import Any
@@ -9,42 +10,40 @@ from typing import Any
 import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, verb
 from layerzero.env import read_one
 from layerzero.errors import ConfigurationError
 from layerzero.telemetry.reading import Reading, difference, read
 
-__all__ = ["add", "frame", "summary"]
+__all__ = ["frame", "summary"]
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "top")
+@click.argument("source", required=False)
+@click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="Look twice, print once.")
+@click.option("--rows", type=click.IntRange(min=1), default=20, help="Kernels to show.")
+def top(source: str | None, interval: float, once: bool, rows: int) -> Answer:
+    """Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles.
 
-    @verb(group, "top")
-    @click.argument("source", required=False)
-    @click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, help="Seconds between two looks.")
-    @click.option("--once", is_flag=True, help="Look twice, print once.")
-    @click.option("--rows", type=click.IntRange(min=1), default=20, help="Kernels to show.")
-    def top(source: str | None, interval: float, once: bool, rows: int) -> Answer:
-        """Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles.
-
-        SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
-        file. Default: this shell's LAYERZERO_METRICS.
-        """
-        where = source or read_one("metrics")
-        if not where:
-            raise ConfigurationError(
-                "which process?", value="no source", limit="a port, an address or a file",
-                hint="lz top 9464, where the process runs with LAYERZERO_METRICS=9464",
-            )  # fmt: skip
-        before = read(where)
-        live = not once and "--json" not in sys.argv and sys.__stdout__ is not None and not is_plain(sys.__stdout__)
-        if live:
-            _live(where, before, interval, rows)
-            return Answer({})
-        time.sleep(interval)
-        after = read(where)
-        return Answer(summary(before, after), frame(before, after, rows), OK)
+    SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
+    file. Default: this shell's LAYERZERO_METRICS.
+    """
+    where = source or read_one("metrics")
+    if not where:
+        raise ConfigurationError(
+            "which process?", value="no source", limit="a port, an address or a file",
+            hint="lz top 9464, where the process runs with LAYERZERO_METRICS=9464",
+        )  # fmt: skip
+    before = read(where)
+    live = not once and "--json" not in sys.argv and sys.__stdout__ is not None and not is_plain(sys.__stdout__)
+    if live:
+        _live(where, before, interval, rows)
+        return Answer({})
+    time.sleep(interval)
+    after = read(where)
+    return Answer(summary(before, after), frame(before, after, rows), OK)
 
 
 def summary(before: Reading, after: Reading) -> dict[str, Any]:
@@ -128,22 +127,12 @@ def _live(where: str, before: Reading, interval: float, rows: int) -> None:
 
     from layerzero.cli.output import show
 
-    class _Text:
-        def __init__(self) -> None:
-            self.parts: list[str] = []
-
-        def write(self, text: str) -> None:
-            self.parts.append(text)
-
-        def isatty(self) -> bool:
-            return False
-
     def drawn(old: Reading, new: Reading) -> Text:
         page = Text()
         for block in frame(old, new, rows):
-            kept = _Text()
-            show([block], kept)  # type: ignore[arg-type]
-            page.append("".join(kept.parts), style=block.style if isinstance(block, Line) else "")
+            kept = io.StringIO()
+            show([block], kept)
+            page.append(kept.getvalue(), style=block.style if isinstance(block, Line) else "")
         return page
 
     console = Console(file=sys.__stdout__)

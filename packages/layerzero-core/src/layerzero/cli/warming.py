@@ -11,54 +11,50 @@ from typing import Any
 import click
 
 from layerzero.cli.output import Answer, Block, Cell, Line, Table, is_plain
+from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 
-__all__ = ["add"]
 
+@verb(cli, "warmup")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--config", type=click.Path(path_type=Path), help="config.json the manifest must come from.")
+@click.option("--kernels", multiple=True, metavar="GLOB", help="Compile these too, chosen or not.")
+@click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to wait for critical kernels.")
+@click.option("--workers", type=click.IntRange(min=1), help="Kernels compiled at a time.")
+@click.option("--critical-only", is_flag=True, help="Do not wait for the rest.")
+@click.option("--retry", is_flag=True, help="Try again what could not be compiled before.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the manifest there; compile nothing.")
+def warmup(
+    source: Path,
+    config: Path | None,
+    kernels: tuple[str, ...],
+    timeout: float | None,
+    workers: int | None,
+    critical_only: bool,
+    retry: bool,
+    write: Path | None,
+) -> Answer:
+    """Compile ahead of the requests what SOURCE will call.
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+    SOURCE is a manifest, traffic recorded with lz.record, a model folder or its config.json. Compiled kernels are
+    kept in the cache folder (LAYERZERO_JIT_CACHE_DIR), where every process of this user finds them. Exit code 1
+    when a critical call is not ready.
+    """
+    from layerzero.public.warming import manifest, warmup
 
-    @verb(group, "warmup")
-    @click.argument("source", type=click.Path(path_type=Path))
-    @click.option("--config", type=click.Path(path_type=Path), help="config.json the manifest must come from.")
-    @click.option("--kernels", multiple=True, metavar="GLOB", help="Compile these too, chosen or not.")
-    @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to wait for critical kernels.")
-    @click.option("--workers", type=click.IntRange(min=1), help="Kernels compiled at a time.")
-    @click.option("--critical-only", is_flag=True, help="Do not wait for the rest.")
-    @click.option("--retry", is_flag=True, help="Try again what could not be compiled before.")
-    @click.option("--write", type=click.Path(path_type=Path), help="Write the manifest there; compile nothing.")
-    def warmup(
-        source: Path,
-        config: Path | None,
-        kernels: tuple[str, ...],
-        timeout: float | None,
-        workers: int | None,
-        critical_only: bool,
-        retry: bool,
-        write: Path | None,
-    ) -> Answer:
-        """Compile ahead of the requests what SOURCE will call.
-
-        SOURCE is a manifest, traffic recorded with lz.record, a model folder or its config.json. Compiled kernels are
-        kept in the cache folder (LAYERZERO_JIT_CACHE_DIR), where every process of this user finds them. Exit code 1
-        when a critical call is not ready.
-        """
-        from layerzero.public.warming import manifest, warmup
-
-        made = manifest(source, config=config)
-        if write is not None:
-            made.save(write)
-            critical = sum(item.critical for item in made.items)
-            told = f"{len(made.items)} calls, {critical} critical, written to {write}"
-            data = {"calls": len(made.items), "critical": critical, "config_hash": made.config_hash, "path": str(write)}
-            return Answer(data, [Line(told)])
-        with _bar() as progress:
-            result = warmup(
-                made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
-                progress=progress,
-            )  # fmt: skip
-        return Answer(result.to_json(), _blocks(result), OK if result.ok else PROBLEM)
+    made = manifest(source, config=config)
+    if write is not None:
+        made.save(write)
+        critical = sum(item.critical for item in made.items)
+        told = f"{len(made.items)} calls, {critical} critical, written to {write}"
+        data = {"calls": len(made.items), "critical": critical, "config_hash": made.config_hash, "path": str(write)}
+        return Answer(data, [Line(told)])
+    with _bar() as progress:
+        result = warmup(
+            made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
+            progress=progress,
+        )  # fmt: skip
+    return Answer(result.to_json(), _blocks(result), OK if result.ok else PROBLEM)
 
 
 def _blocks(result: Any) -> list[Block]:

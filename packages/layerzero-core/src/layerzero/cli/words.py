@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from layerzero.device.catalogue import device_names, named_device
 from layerzero.device.probe import probe_device, probe_devices
-from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.errors import InvalidInputError, UnknownNameError, did_you_mean
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 
@@ -49,8 +48,7 @@ def dtype(word: str) -> str:
     plain = word.lower().removeprefix("torch.")
     found = _DTYPES.get(plain, plain)
     if found not in _KNOWN:
-        near = difflib.get_close_matches(plain, [*_KNOWN, *_DTYPES], 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KNOWN)}"
+        hint = did_you_mean(plain, [*_KNOWN, *_DTYPES], f"known: {', '.join(_KNOWN)}")
         raise InvalidInputError(
             f"unknown dtype {word!r}", code="DTYPE_UNSUPPORTED", value=word, limit=_KNOWN, hint=hint
         )
@@ -80,8 +78,7 @@ def backends(name: str) -> None:
     registry = current_world().registry
     known = set(registry.backends) | {kernel.backend for kernel in registry.kernels.values()}
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
+        hint = did_you_mean(name, known, f"known here: {', '.join(sorted(known))}")
         raise UnknownNameError(
             f"no backend {name!r} is registered",
             code="BACKEND_NOT_INSTALLED",

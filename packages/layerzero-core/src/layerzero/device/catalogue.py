@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from layerzero.device.cpu import cpu_families
 from layerzero.device.cuda import amd_spec
 from layerzero.device.enums import Platform
 from layerzero.device.spec import CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
-from layerzero.errors import UnknownNameError
+from layerzero.errors import UnknownNameError, nearest
 
 __all__ = ["device_names", "named_device"]
 
@@ -110,7 +109,7 @@ def named_device(name: str, **given: Any) -> DeviceSpec:
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     spec = _build(key) or _build(key.replace("-", ""))
     if spec is None:
-        near = difflib.get_close_matches(key, device_names(), n=3, cutoff=0.5)
+        near = nearest(key, device_names(), cutoff=0.5)
         message = f"no device is named {name!r}" + (f"; nearest: {', '.join(near)}" if near else "")
         raise UnknownNameError(
             message, code="DEVICE_NOT_PRESENT", value=name, limit=near or device_names(),

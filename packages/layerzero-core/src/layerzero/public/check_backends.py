@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 
 from layerzero.device.enums import Platform
+from layerzero.errors import did_you_mean
 from layerzero.isolation.proxy import settings_for
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
@@ -61,13 +61,10 @@ def _plugin(record: PluginRecord, now: Situation) -> Check:
 def unknown(now: Situation, name: str) -> list[Check]:
     """The answer for a name that no plugin and no backend bears."""
     known = sorted({record.name for record in now.records} | set(now.world.registry.backends))
-    near = difflib.get_close_matches(name, known, 1)
     package = f"layerzero-{name}"
-    if is_known(package):  # ours, and not installed; a name nobody bears is no name to hand to pip
-        fix = f"pip install {package}"
-    else:
-        fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-    why = reason("BACKEND_NOT_INSTALLED", package if is_known(package) else name)
+    ours = is_known(package)  # and not installed; a name nobody bears is no name to hand to pip
+    fix = f"pip install {package}" if ours else did_you_mean(name, known, f"known here: {', '.join(known)}")
+    why = reason("BACKEND_NOT_INSTALLED", package if ours else name)
     return [Check.because("plugins", name, Status.FAIL, why, fix)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from layerzero.model.kernel import KernelSpec
-from layerzero.public.checks import Check, Status
+from layerzero.public.checks import Check, Status, some_of
 from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.proof_registry import proof_registry
@@ -13,7 +13,6 @@ from layerzero.runtime.proof_registry import proof_registry
 __all__ = ["first_use", "standing"]
 
 _GROUP = "proofs"
-_NAMED = 6
 
 
 def first_use(now: Situation, only: str | None = None) -> list[Check]:
@@ -63,9 +62,7 @@ def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Ite
         yield Check.because(_GROUP, backend, Status.WARN, invalid)
     if not unproven:
         return
-    names = ", ".join(sorted(unproven)[:_NAMED]) + (
-        f" and {len(unproven) - _NAMED} more" if len(unproven) > _NAMED else ""
-    )
+    names = some_of(unproven, 6)
     spec = now.world.registry.backends.get(backend)
     if spec is not None and spec.builtin:
         yield Check(_GROUP, backend, Status.OK, f"checked at their first call: {names}")

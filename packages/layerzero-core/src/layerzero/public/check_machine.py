@@ -18,14 +18,14 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.discovery import CORE_DIST, dist_version
 from layerzero.policy.load import discover, load_file
-from layerzero.policy.rules import evaluate, matches_any
+from layerzero.policy.rules import matches_any
 from layerzero.public.checks import Check, Status
-from layerzero.public.situation import Situation, quarantine_file
+from layerzero.public.situation import Situation, verdict_on
 from layerzero.reasons import ReasonCode, reason
-from layerzero.runtime.crashes import set_aside
+from layerzero.runtime.crashes import place, set_aside
 from layerzero.runtime.state import state
 
-__all__ = ["health", "libraries", "platform", "settings", "supported"]
+__all__ = ["health", "libraries", "misspelt", "platform", "settings", "supported"]
 
 # The library's import name, and the distributions that may bring it.
 _LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -125,14 +125,19 @@ def _device(spec: DeviceSpec) -> Check:
 def settings(now: Situation) -> list[Check]:
     """Variables that are wrong or unknown, and every policy file."""
     checks = [Check.error("settings", "variable", error) for error in now.wrong]
-    for name, near in now.env.unknown:
-        fix = f"did you mean {near}?" if near else "unset it, or check its spelling"
-        message = f"{name} is not known to the core and has no effect there"
-        checks.append(Check("settings", "variable", Status.WARN, message, ReasonCode.CONFIG_INVALID, fix))
+    checks += misspelt("settings", now, Status.WARN, "unset it, or check its spelling")
     if not checks:
         count = sum(name.startswith("LAYERZERO_") for name in now.environ)
         checks.append(Check("settings", "variables", Status.OK, f"{count} LAYERZERO_* set" if count else "none set"))
     return [*checks, *_policy_files(now)]
+
+
+def misspelt(group: str, now: Situation, status: str, otherwise: str = "") -> Iterable[Check]:
+    """Variables that the core does not know: `status` where one is like ours, else a warning, for a plugin's own."""
+    for name, similar in now.env.unknown:
+        message = f"{name} is not known to the core and has no effect there"
+        how, fix = (status, f"did you mean {similar}?") if similar else (Status.WARN, otherwise or f"unset {name}")
+        yield Check(group, "variable", how, message, ReasonCode.CONFIG_INVALID, fix)
 
 
 def _policy_files(now: Situation) -> list[Check]:
@@ -159,15 +164,15 @@ def health(now: Situation, file: Path | None = None, policy: Policy | None = Non
     An entry that keeps nothing from running is listed as such: `policy` (default: the one in force) keeps its kernel
     out anyway, or this machine has another version of it or another device.
     """
-    kept = file or quarantine_file()
+    kept = file or place()
     away = () if kept is None else _quarantine(now, kept, policy or now.world.policy)
-    checks = [*_lost(), *_breakers(now), *_unbindable(now), *_canaries(now), *away]
+    lost = [(f"device {device}", why) for device, why in state.lost.items()]
+    gone, unbindable = (
+        [Check.because("health", name, Status.FAIL, why) for name, why in found]
+        for found in (lost, now.world.unbindable.items())
+    )
+    checks = [*gone, *_breakers(now), *unbindable, *_canaries(now), *away]
     return checks or [Check("health", "breakers", Status.OK, "all closed, nothing in quarantine")]
-
-
-def _lost() -> Iterable[Check]:
-    for device, why in state.lost.items():
-        yield Check.because("health", f"device {device}", Status.FAIL, why)
 
 
 def _canaries(now: Situation) -> Iterable[Check]:
@@ -190,11 +195,6 @@ def _breakers(now: Situation) -> Iterable[Check]:
             if breaker.watched or breaker.blocks:
                 why = reason("CIRCUIT_OPEN", breaker.last_error, health.settings.cooldown_s, detail=breaker.phase.value)
                 yield Check.because("health", f"{kind} {name}", Status.WARN, why)
-
-
-def _unbindable(now: Situation) -> Iterable[Check]:
-    for kernel_id, why in now.world.unbindable.items():
-        yield Check.because("health", kernel_id, Status.FAIL, why)
 
 
 def _quarantine(now: Situation, path: Path, policy: Policy) -> Iterable[Check]:
@@ -224,8 +224,7 @@ def _spent(entry: QuarantineEntry, now: Situation, policy: Policy) -> str | None
         return f"replaced by version {kernel.version}"
     if entry.device_signature not in {device.signature for device in now.devices}:
         return "of a device that is not here"
-    # Rules with conditions do not hold for a call of which nothing is known: they neither deny nor allow here.
-    verdict = evaluate(policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    verdict = verdict_on(kernel, policy)
     if verdict.denied_by is not None:
         return f"denied by the policy: {verdict.denied_by}"
     lists = [rule.allow for rule in policy.program if rule.when and rule.allow]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.device.signature import environment_signature
 from layerzero.dispatch.bind import resolve
-from layerzero.errors import LayerZeroError
+from layerzero.errors import LayerZeroError, did_you_mean
 from layerzero.kinds import is_kernel_id
 from layerzero.model.config import Policy
 from layerzero.model.enums import OpKind
@@ -18,10 +17,9 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginState
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.plugin.vendor import hardware_reasons
-from layerzero.policy.rules import evaluate, matches
-from layerzero.public.check_hub import hub
+from layerzero.policy.rules import matches
 from layerzero.public.checks import Check, Status
-from layerzero.public.situation import Situation, policy_from
+from layerzero.public.situation import Situation, policy_from, verdict_on
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
@@ -43,7 +41,7 @@ def readiness(now: Situation, config: Config, production: bool = False) -> tuple
         checks.append(Check("kernels", "required", Status.SKIP, "the policy is not valid, so nothing is known to be"))
     else:
         checks += _kernels(now, now.world.changed(policy=policy), policy)
-        checks += hub(now, policy)
+        checks += _hub(now, policy)
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
     checks.append(_caches(selection, hot))
@@ -101,7 +99,7 @@ def named_nothing(policy: Policy, world: World) -> list[Check]:
         asked = key == "allow" and is_kernel_id(pattern)
         if asked or any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
             continue
-        fix = _near(pattern, [*world.registry.kernels, *world.registry.backends])
+        fix = _similar(pattern, [*world.registry.kernels, *world.registry.backends])
         why = Check("policy", key, Status.WARN, f"{pattern} names no kernel here", ReasonCode.KERNEL_UNKNOWN, fix)
         checks.append(why)
     return checks
@@ -123,9 +121,8 @@ def _patterns(policy: Policy) -> Iterator[tuple[str, str]]:
                 yield item
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
-    return f"did you mean {found[0]}?" if found else "install the backend that brings it, or remove the entry"
+def _similar(name: str, known: Iterable[str]) -> str:
+    return did_you_mean(name, known, "install the backend that brings it, or remove the entry", cutoff=0.5)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------
@@ -164,7 +161,7 @@ def _one_kernel(
             cause = record.reasons[0]
             message = f"required by the policy, but its plugin did not load: {cause.message}"
             return Check("kernels", kernel_id, Status.FAIL, message, cause.code, record.fix)
-        return Check.because("kernels", kernel_id, Status.FAIL, why, _near(kernel_id, world.registry.kernels))
+        return Check.because("kernels", kernel_id, Status.FAIL, why, _similar(kernel_id, world.registry.kernels))
     for why, fix in _against(now, world, kernel, ops, probes):
         message = f"required by the policy, but {why.message}"
         return Check("kernels", kernel_id, Status.FAIL, message, why.code, fix or why.hint)
@@ -181,7 +178,7 @@ def _against(
         if others:
             why = reason("LOCKED_KERNEL_UNAVAILABLE", kernel.kernel_id, detail=f"it does not compute {others[0]}")
             yield why, f"lock {kernel.op} instead of {pattern}"
-    verdict = evaluate(world.policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    verdict = verdict_on(kernel, world.policy)
     if verdict.denied_by is not None:
         yield reason("POLICY_DENIED", verdict.denied_by), ""
     backend = world.registry.backends.get(kernel.backend)
@@ -203,14 +200,43 @@ def _against(
             result = probes[kernel.backend] = probe(
                 kernel.backend, now.env.probe_timeout, device=now.device, env=now.environ
             )
-        if not result.status.available:
-            yield from ((why, result.status.fix) for why in result.status.reasons[:1])
-        elif result.health is not None and not result.health.ok:
-            yield reason("HEALTH_CHECK_FAILED", result.health.detail), ""
+        told = _found_wrong(result)
+        if told is not None:
+            yield told
     try:
         resolve(kernel)
     except LayerZeroError as error:
         yield error.reasons[0], ""
+
+
+def _found_wrong(result: ProbeResult) -> tuple[Reason, str] | None:
+    """What a probe found wrong with a backend, and the fix; None where all is well."""
+    if not result.status.available:
+        told = result.status.reasons
+        return told[0] if told else reason("BACKEND_IMPORT_FAILED", "no reason given"), result.status.fix
+    if result.health is not None and not result.health.ok:
+        return reason("HEALTH_CHECK_FAILED", result.health.detail), ""
+    return None
+
+
+def _hub(now: Situation, policy: Policy) -> Iterator[Check]:
+    """One check when the policy has a `hub` section: is the package there, and everything as it was locked."""
+    if not policy.hub:
+        return
+    record = next((record for record in now.records if record.name == "hub"), None)
+    if record is None or record.state == PluginState.FAILED:
+        why = reason("BACKEND_NOT_INSTALLED", "layerzero-hub") if record is None else record.reasons[0]
+        yield Check.because("hub", "locked kernels", Status.FAIL, why, "pip install 'layerzero-hub[kernels]'")
+        return
+    result = probe("hub")
+    status, health = result.status, result.health
+    told = (status.reasons[0], status.fix) if status.reasons else _found_wrong(result)
+    if told is None and health is not None:
+        yield Check("hub", "locked kernels", Status.OK, health.detail)
+    else:
+        why, fix = told or (reason("HEALTH_CHECK_FAILED", "no answer"), "")
+        fix = "lz hub verify" if why.code is ReasonCode.HEALTH_CHECK_FAILED else fix
+        yield Check.because("hub", "locked kernels", Status.FAIL, why, fix)
 
 
 def _unserved(now: Situation, world: World) -> list[Check]:
@@ -230,7 +256,7 @@ def _unserved(now: Situation, world: World) -> list[Check]:
 
 def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
     fallback = world.ops[kernel.op].fallback_id == kernel.kernel_id
-    verdict = evaluate(world.policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+    verdict = verdict_on(kernel, world.policy)
     if verdict.denied_by is not None or (fallback and not world.policy.fallback_enabled):
         return False
     if not fallback and (not verdict.allowed or not world.policy.enabled):
@@ -238,7 +264,7 @@ def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
     if kernel.jit and world.policy.jit != "block" and not any(name == kernel.kernel_id for name, _ in world.ready):
         return False  # no request compiles, so it serves nobody yet
     usable = world.registry.available(kernel.backend) and not world.health.blocks(kernel.kernel_id, kernel.backend)
-    return usable and any(not hardware_reasons(kernel, device) for device in now.devices)
+    return usable and now.fits(kernel)
 
 
 # -- compiled artifacts and caches -------------------------------------------------------------------------------

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 from layerzero.device.signature import environment_signature
 from layerzero.model.config import Policy
-from layerzero.plugin.vendor import hardware_reasons
 from layerzero.policy.load import discover
-from layerzero.policy.rules import evaluate
-from layerzero.public.check_machine import health
-from layerzero.public.checks import Check, Status
-from layerzero.public.situation import Situation
-from layerzero.reasons import ReasonCode, reason
+from layerzero.public.check_machine import health, misspelt
+from layerzero.public.checks import Check, Status, some_of
+from layerzero.public.situation import Situation, verdict_on
+from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
@@ -30,7 +28,7 @@ def production(now: Situation, world: World, policy: Policy | None) -> list[Chec
     """Every check; one that has nothing to say is a line that says so."""
     if policy is None:
         return [Check(_GROUP, "production", Status.SKIP, "the policy is not valid")]
-    found = [*_health(now, policy), *_variables(now), *_places(now)]
+    found = [*_health(now, policy), *_variables(now), *_untrusted(now)]
     found += [*_compiling(now, world, policy), *_measuring(policy)]
     if not any(check.status in (Status.FAIL, Status.WARN) for check in found):
         found.append(Check(_GROUP, "production", Status.OK, "nothing compiles, measures or fails beside requests"))
@@ -48,17 +46,13 @@ def _health(now: Situation, policy: Policy) -> Iterator[Check]:
 
 
 def _variables(now: Situation) -> Iterator[Check]:
-    for name, near in now.env.unknown:
-        # One that is like none of ours may be a plugin's own.
-        status, fix = (Status.FAIL, f"did you mean {near}?") if near else (Status.WARN, f"unset {name}")
-        message = f"{name} is not known to the core and has no effect there"
-        yield Check(_GROUP, "variable", status, message, ReasonCode.CONFIG_INVALID, fix)
+    yield from misspelt(_GROUP, now, Status.FAIL)
     if now.env.debug:
         fix = "unset LAYERZERO_DEBUG"
         yield Check(_GROUP, "variable", Status.WARN, "LAYERZERO_DEBUG checks plans at each call", None, fix)
 
 
-def _places(now: Situation) -> Iterator[Check]:
+def _untrusted(now: Situation) -> Iterator[Check]:
     """A policy that merely lies in the working directory is another one when the service starts elsewhere."""
     for found in discover(now.env):
         if not found.trusted:
@@ -79,17 +73,14 @@ def _compiling(now: Situation, world: World, policy: Policy) -> Iterator[Check]:
     for kernel in world.registry.kernels.values():
         if not kernel.jit or kernel.kernel_id in ready or not world.registry.available(kernel.backend):
             continue
-        verdict = evaluate(policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
-        fits = any(not hardware_reasons(kernel, device) for device in now.devices)
+        verdict = verdict_on(kernel, policy)
         # A kernel that nobody prefers and that was made for comparison has a negative priority.
-        if fits and verdict.allowed and verdict.denied_by is None and kernel.priority + verdict.bonus > 0:
+        if now.fits(kernel) and verdict.allowed and verdict.denied_by is None and kernel.priority + verdict.bonus > 0:
             missing.append(kernel.kernel_id)
     if missing and policy.jit != "off":
-        shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        why = reason("JIT_NOT_READY", shown)
-        message = f"{len(missing)} kernels that may be chosen have no compiled artifact: {shown}"
+        message = f"{len(missing)} kernels that may be chosen have no compiled artifact: {some_of(missing, 5)}"
         fix = "lz warmup MODEL on this machine, ship the cache in LAYERZERO_JIT_CACHE_DIR, or set jit: off"
-        yield Check(_GROUP, "jit cache", Status.FAIL, message, why.code, fix)
+        yield Check(_GROUP, "jit cache", Status.FAIL, message, ReasonCode.JIT_NOT_READY, fix)
     for artifact, failed in world.uncompilable.items():
         name = artifact if isinstance(artifact, str) else artifact[0]
         yield Check.because(_GROUP, f"jit {name}", Status.FAIL, failed, "lz warmup --retry, or deny the kernel")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from layerzero.errors import LayerZeroError
@@ -54,14 +54,7 @@ class Check:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "status": self.status,
-            "message": self.message,
-            "code": None if self.code is None else self.code.value,
-            "fix": self.fix,
-        }
+        return {**asdict(self), "code": None if self.code is None else self.code.value}
 
 
 @dataclass(frozen=True)
@@ -145,6 +138,11 @@ class ReadinessReport(_Report):
         lines = "".join(f"\n  {check.name}: {check.message}; {check.fix}" for check in self.failed)
         first = self.failed[0]
         raise LayerZeroError(f"not ready{lines}", code=first.code or ReasonCode.CONFIG_INVALID, hint=first.fix)
+
+
+def some_of(names: Collection[str], most: int) -> str:
+    """The first of these names in order, and how many more there are."""
+    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _lines(checks: Iterable[Check]) -> list[str]:

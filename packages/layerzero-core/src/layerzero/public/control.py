@@ -6,16 +6,19 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import ConfigurationError, DispatchTableError, UnknownNameError
+from layerzero.errors import ConfigurationError, DispatchTableError, UnknownNameError, nearest
 from layerzero.model.config import Policy
+from layerzero.model.kernel import KernelSpec
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.runtime.policies import policies
 from layerzero.runtime.scopes import entered
 from layerzero.runtime.state import scope, state
+from layerzero.selection.world import World
 
 __all__ = [
     "configure",
@@ -104,22 +107,10 @@ def lock(op: str, kernel_id: str) -> None:
     """Run this kernel for this op, whatever scores say; a call it cannot serve raises."""
     world = state.world
     if op not in world.ops and "*" not in op:
-        raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=_near(op, world.ops))
-    kernel = world.registry.kernels.get(kernel_id)
-    if kernel is None:
-        raise UnknownNameError(
-            f"unknown kernel {kernel_id!r}",
-            code="KERNEL_UNKNOWN",
-            value=kernel_id,
-            limit=_near(kernel_id, world.registry.kernels),
-        )
-    if "*" not in op and kernel.op != op:
-        raise UnknownNameError(
-            f"{kernel_id} computes {kernel.op}, not {op}",
-            code="KERNEL_UNKNOWN",
-            value=kernel_id,
-            limit=f"a kernel of {op}",
-        )
+        raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=_some_like(op, world.ops))
+    kernel = kernel_named(kernel_id, world)
+    if "*" not in op:
+        must_compute(kernel, op)
     with _writing:
         _locks[op] = kernel_id
         _publish_locks()
@@ -171,7 +162,21 @@ def reset() -> None:
     state.reset()
 
 
-def _near(name: str, known: Any) -> str:
-    import difflib
+def kernel_named(kernel_id: str, world: World) -> KernelSpec:
+    """A registered kernel; raises, naming the nearest ones, where there is none of this id."""
+    kernel = world.registry.kernels.get(kernel_id)
+    if kernel is None:
+        known = _some_like(kernel_id, world.registry.kernels)
+        raise UnknownNameError(f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=known)
+    return kernel
 
-    return ", ".join(difflib.get_close_matches(name, list(known), 3) or sorted(known)[:8])
+
+def must_compute(kernel: KernelSpec, op: str) -> None:
+    """Raise unless a kernel is one of this op."""
+    if kernel.op != op:
+        message = f"{kernel.kernel_id} computes {kernel.op}, not {op}"
+        raise UnknownNameError(message, code="KERNEL_UNKNOWN", value=kernel.kernel_id, limit=f"a kernel of {op}")
+
+
+def _some_like(name: str, known: Iterable[str]) -> str:
+    return ", ".join(nearest(name, known) or sorted(known)[:8])

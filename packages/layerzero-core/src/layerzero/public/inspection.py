@@ -6,11 +6,12 @@ from typing import Any
 
 from layerzero._ops.signature import public_op
 from layerzero.dispatch.run import current_world, decide, describe
-from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
+from layerzero.public.control import kernel_named, must_compute
 from layerzero.reasons import Reason
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
@@ -22,9 +23,7 @@ __all__ = ["dry_run", "explain", "list_kernels", "list_ops", "select", "validate
 def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OperationSpec, Context]:
     world = current_world()
     if len(args) == 1 and isinstance(args[0], Context) and not kwargs:
-        spec = world.ops.get(op)
-        if spec is None:
-            spec = public_op(op)  # raises with the nearest names
+        spec = world.ops.get(op) or public_op(op)  # which raises with the nearest names
         if args[0].op != op:
             raise InvalidInputError(f"a context of {args[0].op}", code="VALUE_INVALID", value=args[0].op, limit=op)
         return spec, args[0]
@@ -86,17 +85,10 @@ def list_kernels(
     found = [
         kernel
         for kernel in world.registry.kernels.values()
-        if (op is None or kernel.op == op) and (backend is None or kernel.backend == backend)
+        if op in (None, kernel.op) and backend in (None, kernel.backend)
+        if available in (None, world.registry.available(kernel.backend) and kernel.kernel_id not in world.unbindable)
     ]
-    if available is not None:
-        found = [kernel for kernel in found if _usable(kernel) is available]
     return sorted(found, key=lambda kernel: (kernel.op, -kernel.priority, kernel.kernel_id))
-
-
-def _usable(kernel: KernelSpec) -> bool:
-    world = current_world()
-    backend = world.registry.backends.get(kernel.backend)
-    return (backend is None or backend.available) and kernel.kernel_id not in world.unbindable
 
 
 def list_ops() -> list[OperationSpec]:
@@ -110,25 +102,8 @@ def validate(kernel_id: str, *args: Any, op: str | None = None, **kwargs: Any) -
     The arguments are those of the kernel's op, or one Context. A kernel that may run but would not win is
     valid: only reasons that forbid are listed.
     """
-    world = current_world()
-    kernel = world.registry.kernels.get(kernel_id)
-    if kernel is None:
-        import difflib
-
-        near = difflib.get_close_matches(kernel_id, list(world.registry.kernels), 3)
-        raise UnknownNameError(
-            f"unknown kernel {kernel_id!r}",
-            code="KERNEL_UNKNOWN",
-            value=kernel_id,
-            limit=", ".join(near) or "see lz list",
-        )
+    kernel = kernel_named(kernel_id, current_world())
     report = explain(op or kernel.op, *args, **kwargs)
-    if report.op != kernel.op:
-        raise UnknownNameError(
-            f"{kernel_id} computes {kernel.op}, not {report.op}",
-            code="KERNEL_UNKNOWN",
-            value=kernel_id,
-            limit=f"a kernel of {report.op}",
-        )
+    must_compute(kernel, report.op)
     candidate = report.decision.candidate(kernel_id)
     return [] if candidate.accepted else list(candidate.reasons)

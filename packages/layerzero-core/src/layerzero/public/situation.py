@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from layerzero import env as environment
@@ -20,14 +19,16 @@ from layerzero.env import Env
 from layerzero.errors import LayerZeroError
 from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
+from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginRecord, load_plugins
+from layerzero.plugin.vendor import hardware_reasons
 from layerzero.policy.layers import from_env, merge
 from layerzero.policy.load import from_mapping, load_file
-from layerzero.runtime.crashes import place
+from layerzero.policy.rules import Verdict, evaluate
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
-__all__ = ["Situation", "look", "policy_from", "quarantine_file", "tolerant_env"]
+__all__ = ["Situation", "look", "policy_from", "tolerant_env", "verdict_on"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class Situation:
     def device(self) -> DeviceSpec:
         """The device calls would mostly run on: the first accelerator, else the CPU."""
         return self.devices[0]
+
+    def fits(self, kernel: KernelSpec) -> bool:
+        """Whether a device of this machine could run the kernel, whatever the call."""
+        return any(not hardware_reasons(kernel, device) for device in self.devices)
+
+
+def verdict_on(kernel: KernelSpec, policy: Policy) -> Verdict:
+    """What a policy says of a kernel whatever the call: rules with conditions neither deny nor allow here."""
+    return evaluate(policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
 
 
 def tolerant_env(environ: Mapping[str, str] | None = None) -> tuple[Env, dict[str, str], tuple[LayerZeroError, ...]]:
@@ -95,8 +105,3 @@ def policy_from(config: str | os.PathLike[str] | Mapping[str, Any], env: Env) ->
     else:
         layer = from_mapping(config, source="readiness_check")
     return merge((layer, from_env(env)))
-
-
-def quarantine_file() -> Path | None:
-    """Where quarantined kernels are remembered; None where LAYERZERO_QUARANTINE says off."""
-    return place()

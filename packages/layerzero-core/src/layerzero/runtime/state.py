@@ -11,7 +11,6 @@ import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ class Runtime:
     """Holder of the current World. `now.world` is read by hot calls without a lock and replaced under one."""
 
     def __init__(self) -> None:
-        self._lock = fresh_lock(threading.RLock)
+        self._lock: threading.RLock = fresh_lock(threading.RLock)
         self._world: World | None = None
         self.generation = 0  # how many resets there were; work that began before one finds its World gone
         self.cache: SelectionCache[Any, Decision] = SelectionCache()
@@ -238,7 +237,7 @@ class Runtime:
         with self._lock:
             return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
 
-    def changing(self) -> AbstractContextManager[Any]:
+    def changing(self) -> threading.RLock:
         """The lock under which Worlds are swapped, for a change that reads the present one first."""
         return self._lock
 
