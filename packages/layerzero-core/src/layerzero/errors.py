@@ -101,6 +101,11 @@ class InvalidInputError(LayerZeroError, ValueError, RuntimeError):
     """
 
 
+def invalid(code: ReasonCode | str, value: object = None, limit: object = None, message: str = "") -> InvalidInputError:
+    """The refusal of an argument, to be raised: the code, what was given, what is expected, words of one's own."""
+    return InvalidInputError(message, code=code, value=value, limit=limit)
+
+
 class UnknownNameError(LayerZeroError, LookupError):
     """A name that no op, kernel, backend or device bears."""
 

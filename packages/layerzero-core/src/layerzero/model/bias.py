@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,26 +80,26 @@ def _check(
     q_offset: int | None,
 ) -> None:
     if not hasattr(table, "stride"):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"table: {type(table).__name__}", limit="a torch.Tensor")
+        raise invalid("TYPE_INVALID", f"table: {type(table).__name__}", "a torch.Tensor")
     if not table.is_floating_point():
-        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(table.dtype), limit="a floating table")
+        raise invalid("DTYPE_UNSUPPORTED", str(table.dtype), "a floating table")
     if table.ndim != 2 or 0 in table.shape:
-        raise InvalidInputError(code="SHAPE_INVALID", value=str(tuple(table.shape)), limit="[rows, heads]")
+        raise invalid("SHAPE_INVALID", str(tuple(table.shape)), "[rows, heads]")
     for name, length in (("q_len", q_len), ("k_len", k_len)):
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise InvalidInputError(code="VALUE_INVALID", value=f"{name}={length}", limit="a length of 0 or more")
+            raise invalid("VALUE_INVALID", f"{name}={length}", "a length of 0 or more")
     if q_offset is not None and (isinstance(q_offset, bool) or not isinstance(q_offset, int)):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"q_offset={q_offset}", limit="a number or None")
+        raise invalid("TYPE_INVALID", f"q_offset={q_offset}", "a number or None")
     rows = table.shape[0]
     if buckets == "t5":
         side = rows // 2 if bidirectional else rows
         if side < 2 or (bidirectional and rows % 2):
             limit = "an even number, 4 or more" if bidirectional else "2 or more"
-            raise InvalidInputError(code="SHAPE_INVALID", value=f"{rows} buckets", limit=limit)
+            raise invalid("SHAPE_INVALID", f"{rows} buckets", limit)
         if max_distance <= side // 2:
-            raise InvalidInputError(code="VALUE_INVALID", value=f"max_distance={max_distance}", limit=f"> {side // 2}")
+            raise invalid("VALUE_INVALID", f"max_distance={max_distance}", f"> {side // 2}")
     elif buckets == "clip":
         if bidirectional and rows % 2 == 0:
-            raise InvalidInputError(code="SHAPE_INVALID", value=f"{rows} rows", limit="an odd number: -c … c")
+            raise invalid("SHAPE_INVALID", f"{rows} rows", "an odd number: -c … c")
     else:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"buckets={buckets}", limit="'t5' or 'clip'")
+        raise invalid("VALUE_INVALID", f"buckets={buckets}", "'t5' or 'clip'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.context import Context
 from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
 from layerzero.model.enums import OpKind
@@ -22,11 +22,8 @@ def expect_tensor(value: Any, name: str) -> Tensor:
     from torch import Tensor  # this floor is loaded without torch
 
     if not isinstance(value, Tensor):
-        raise InvalidInputError(
-            f"{name} is a {type(value).__name__}",
-            code="TYPE_INVALID",
-            value=f"{name}: {type(value).__name__}",
-            limit="a torch.Tensor",
+        raise invalid(
+            "TYPE_INVALID", f"{name}: {type(value).__name__}", "a torch.Tensor", f"{name} is a {type(value).__name__}"
         )
     return value
 
@@ -35,18 +32,13 @@ def expect_rank(tensor: Tensor, name: str, ranks: Sequence[int]) -> None:
     """Refuse a tensor with another number of axes."""
     if tensor.ndim not in ranks:
         allowed = " or ".join(str(rank) for rank in ranks)
-        raise InvalidInputError(f"{name} has rank {tensor.ndim}", code="RANK_INVALID", value=tensor.ndim, limit=allowed)
+        raise invalid("RANK_INVALID", tensor.ndim, allowed, f"{name} has rank {tensor.ndim}")
 
 
 def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> None:
     """Refuse a tensor of another shape, and what is no tensor; None passes."""
     if tensor is not None and tuple(expect_tensor(tensor, name).shape) != shape:
-        raise InvalidInputError(
-            f"{name} has shape {tuple(tensor.shape)}",
-            code="SHAPE_INVALID",
-            value=str(tuple(tensor.shape)),
-            limit=str(shape),
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), str(shape), f"{name} has shape {tuple(tensor.shape)}")
 
 
 def simple_context(
@@ -65,7 +57,7 @@ def simple_context(
     """A Context around one main tensor. `mixed` tolerates other tensors of another dtype (mixed-precision weights)."""
     expect_tensor(main, "input")
     if main.ndim == 0:
-        raise InvalidInputError("the input is a scalar", code="RANK_INVALID", value=0, limit="1 or more")
+        raise invalid("RANK_INVALID", 0, "1 or more", "the input is a scalar")
     for name, other in others.items():
         if other is not None:
             expect_tensor(other, name)

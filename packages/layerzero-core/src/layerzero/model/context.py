@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from layerzero.errors import InvalidInputError, LayerZeroWarning
+from layerzero.errors import LayerZeroWarning, invalid
 from layerzero.json_form import Plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind, OpKind, Platform
@@ -68,9 +68,9 @@ class TokenizerIdentity(Plain):
 
     def __post_init__(self) -> None:
         if not self.tokenizer_id:
-            raise InvalidInputError(code="TOKENIZER_ID_MISSING")
+            raise invalid("TOKENIZER_ID_MISSING")
         if not self.vocab_hash:
-            raise InvalidInputError(code="VOCAB_HASH_MISSING")
+            raise invalid("VOCAB_HASH_MISSING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Context(Plain):
 
     def __post_init__(self) -> None:
         if self.kind is OpKind.TOKENIZATION and self.tokenizer is None:
-            raise InvalidInputError(code="VOCAB_HASH_MISSING")
+            raise invalid("VOCAB_HASH_MISSING")
         given = dict(self.dims)
         object.__setattr__(self, "_sizes", given)
         object.__setattr__(self, "_rare_dtype", self._has_rare_dtype())
@@ -137,7 +137,7 @@ class Context(Plain):
         object.__setattr__(self, "_uneven", given.get("head_dim") != given.get("head_dim_v", given.get("head_dim")))
         for name in _REQUIRED_DIMS.get(self.op, ()):
             if name not in given:
-                raise InvalidInputError(code="CONTEXT_FIELD_MISSING", value=name, limit=self.op)
+                raise invalid("CONTEXT_FIELD_MISSING", name, self.op)
 
     def __hash__(self) -> int:
         """Computed once: a context is hashed at every look into the selection cache."""

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind
@@ -56,9 +56,7 @@ def check_floating(tensor: Tensor, name: str) -> str:
     """The dtype word of a floating tensor; integers and bools are refused."""
     word = dtype_name(tensor)
     if word not in _FLOATING:
-        raise InvalidInputError(
-            f"{name} has dtype {word}, expected a floating dtype", code="DTYPE_UNSUPPORTED", value=word, limit=_FLOATING
-        )
+        raise invalid("DTYPE_UNSUPPORTED", word, _FLOATING, f"{name} has dtype {word}, expected a floating dtype")
     return word
 
 
@@ -67,7 +65,7 @@ def check_devices(**tensors: Tensor | None) -> None:
     places = {name: str(t.device) for name, t in tensors.items() if t is not None}
     if len(set(places.values())) > 1:
         shown = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise InvalidInputError(code="DEVICE_MIXED", value=shown)
+        raise invalid("DEVICE_MIXED", shown)
 
 
 def parse_layout(layout: Layout | str) -> Layout:
@@ -75,9 +73,7 @@ def parse_layout(layout: Layout | str) -> Layout:
     try:
         return Layout(layout)
     except ValueError:
-        raise InvalidInputError(
-            code="LAYOUT_UNKNOWN", value=str(layout), limit=[item.value for item in Layout]
-        ) from None
+        raise invalid("LAYOUT_UNKNOWN", str(layout), [item.value for item in Layout]) from None
 
 
 def parse_causal(is_causal: bool | str) -> Causal:
@@ -88,19 +84,17 @@ def parse_causal(is_causal: bool | str) -> Causal:
         return Causal.TOP_LEFT
     if isinstance(is_causal, str) and is_causal == "bottom_right":
         return Causal.BOTTOM_RIGHT
-    raise InvalidInputError(
-        f"is_causal is {is_causal!r}", code="VALUE_INVALID", value=str(is_causal), limit="False, True or 'bottom_right'"
-    )
+    raise invalid("VALUE_INVALID", str(is_causal), "False, True or 'bottom_right'", f"is_causal is {is_causal!r}")
 
 
 def check_window_fits(sides: Sequence[int]) -> None:
     """Refuse a bound that no 64-bit integer holds."""
     if any(side > _LARGEST for side in sides):
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            str(tuple(sides)),
+            "a window of at most 2**63 - 1; -1 is unlimited",
             f"window {tuple(sides)} does not fit into 64 bits",
-            code="VALUE_INVALID",
-            value=str(tuple(sides)),
-            limit="a window of at most 2**63 - 1; -1 is unlimited",
         )
 
 
@@ -112,18 +106,16 @@ def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if window is None:
         return None
     if isinstance(window, bool) or not isinstance(window, (int, tuple, list)):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=type(window).__name__, limit="window as int or (left, right)"
-        )
+        raise invalid("TYPE_INVALID", type(window).__name__, "window as int or (left, right)")
     if isinstance(window, int):
         if window < 0:
-            raise InvalidInputError(code="WINDOW_INVALID", value=window)
+            raise invalid("WINDOW_INVALID", window)
         window = (window, 0)
     pair = tuple(window)
     if len(pair) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in pair):
-        raise InvalidInputError(code="TYPE_INVALID", value=str(window), limit="window as int or (left, right)")
+        raise invalid("TYPE_INVALID", str(window), "window as int or (left, right)")
     if min(pair) < -1:
-        raise InvalidInputError(code="WINDOW_INVALID", value=str(pair))
+        raise invalid("WINDOW_INVALID", str(pair))
     left, right = pair
     if left >= _BEYOND_KEYS or right >= _BEYOND_KEYS:
         check_window_fits(pair)
@@ -150,7 +142,7 @@ def infer_layout(query: Tensor, key: Tensor) -> tuple[Layout, Reason]:
         return Layout.BHSD, reason("LAYOUT_INFERRED", "BHSD", detail="axis 2 differs between query and key")
     first, second = max(one, key_one), max(two, key_two)
     if first == second or min(one, two) == 1:
-        raise InvalidInputError(code="LAYOUT_AMBIGUOUS", value=str(tuple(query.shape)))
+        raise invalid("LAYOUT_AMBIGUOUS", str(tuple(query.shape)))
     layout = Layout.BSHD if first > second else Layout.BHSD
     return layout, reason("LAYOUT_INFERRED", layout, detail="from the sizes")
 
@@ -216,7 +208,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, folding: F
             limit = "4 (or 3) for all of query, key, value; others with layout BHSD"
             wrong = rank not in (3, 4) or rank != query.ndim
         if wrong:
-            raise InvalidInputError(f"{name} has rank {rank}", code="RANK_INVALID", value=rank, limit=limit)
+            raise invalid("RANK_INVALID", rank, limit, f"{name} has rank {rank}")
     if folding is not None:
         batch, counts = math.prod(folding.lead), (folding.heads, folding.kv_heads, folding.kv_heads)
         sizes = zip(counts, (query, key, value), strict=True)
@@ -228,21 +220,21 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, folding: F
     elif layout is Layout.BSHD:
         shapes = [(t.shape[0], t.shape[2], t.shape[1], t.shape[3]) for t in (query, key, value)]
     else:
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=layout.value, limit="BHSD, BSHD")
+        raise invalid("LAYOUT_UNKNOWN", layout.value, "BHSD, BSHD")
     (batch, heads, seq_q, dim), (batch_k, kv_heads, seq_k, dim_k), (batch_v, heads_v, seq_v, dim_v) = shapes
     if not batch == batch_k == batch_v:
-        raise InvalidInputError(code="BATCH_MISMATCH", value=f"query {batch}, key {batch_k}, value {batch_v}")
+        raise invalid("BATCH_MISMATCH", f"query {batch}, key {batch_k}, value {batch_v}")
     if dim != dim_k:
-        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
+        raise invalid("HEAD_DIM_MISMATCH", f"query {dim}, key {dim_k}", "equal")
     if kv_heads != heads_v or seq_k != seq_v:
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            "equal heads and length",
             f"key {tuple(key.shape)} and value {tuple(value.shape)} disagree",
-            code="SHAPE_INVALID",
-            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit="equal heads and length",
         )
     if heads % kv_heads if kv_heads else heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+        raise invalid("GQA_RATIO_INVALID", heads, kv_heads)
     return {
         "batch": batch,
         "num_heads": heads,
@@ -268,7 +260,7 @@ def _mask_kind(
     if word == "bool":
         return MaskKind.BOOL
     if word not in dtypes and word != "float32":
-        raise InvalidInputError(code="MASK_DTYPE_INVALID", value=word, limit=dtypes[0])
+        raise invalid("MASK_DTYPE_INVALID", word, dtypes[0])
     return MaskKind.FLOAT
 
 
@@ -276,24 +268,20 @@ def _check_tensor(value: object, name: str) -> None:
     """Refuse what is no tensor. Told by its attributes: this module does not import torch."""
     if not hasattr(value, "device") or not hasattr(value, "stride"):
         shown = f"{name}: {type(value).__name__}"
-        raise InvalidInputError(code="TYPE_INVALID", value=shown, limit="a torch.Tensor")
+        raise invalid("TYPE_INVALID", shown, "a torch.Tensor")
 
 
 def check_dropout(dropout_p: float) -> float:
     """A probability in [0, 1]; NaN and other types are refused."""
     if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p <= 1.0:
-        raise InvalidInputError(
-            f"dropout_p is {dropout_p}", code="VALUE_INVALID", value=str(dropout_p), limit="a number in [0, 1]"
-        )
+        raise invalid("VALUE_INVALID", str(dropout_p), "a number in [0, 1]", f"dropout_p is {dropout_p}")
     return dropout_p
 
 
 def check_softcap(softcap: float | None) -> float | None:
     """A positive finite number, or None."""
     if softcap is not None and (not isinstance(softcap, (int, float)) or not 0.0 < softcap < math.inf):
-        raise InvalidInputError(
-            f"softcap is {softcap}", code="VALUE_INVALID", value=str(softcap), limit="a positive number"
-        )
+        raise invalid("VALUE_INVALID", str(softcap), "a positive number", f"softcap is {softcap}")
     return softcap
 
 
@@ -311,9 +299,9 @@ def plain_number(value: Any) -> Any:
 def check_scale(scale: float | None) -> None:
     """Refuse a NaN or infinite softmax scale."""
     if scale is not None and not isinstance(scale, (int, float)):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"scale: {type(scale).__name__}", limit="a number or None")
+        raise invalid("TYPE_INVALID", f"scale: {type(scale).__name__}", "a number or None")
     if scale is not None and not math.isfinite(scale):
-        raise InvalidInputError(code="SCALE_INVALID", value=str(scale))
+        raise invalid("SCALE_INVALID", str(scale))
 
 
 def attention_context(
@@ -342,9 +330,7 @@ def attention_context(
     for name, item in (("query", query), ("key", key), ("value", value)):
         _check_tensor(item, name)
     if backend is not None and not isinstance(backend, str):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"backend: {type(backend).__name__}", limit="a backend name or kernel id"
-        )
+        raise invalid("TYPE_INVALID", f"backend: {type(backend).__name__}", "a backend name or kernel id")
     special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
     tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
     for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes)):
@@ -367,7 +353,7 @@ def attention_context(
     dims = _sizes(query, key, value, parsed, folding)
     causal = parse_causal(is_causal)
     if attn_mask is not None and causal is not Causal.NONE:
-        raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
+        raise invalid("MASK_WITH_CAUSAL", str(is_causal))
     sides = parse_window(window)
     if special is None:
         mask = _mask_kind(tensor_mask, dims, words, query.ndim, folding)
@@ -382,11 +368,8 @@ def attention_context(
         (dims["num_heads"],),
         (dims["batch"], dims["num_heads"]),
     ):
-        raise InvalidInputError(
-            "alibi_slopes do not fit",
-            code="SHAPE_INVALID",
-            value=str(tuple(alibi_slopes.shape)),
-            limit=f"[{dims['num_heads']}]",
+        raise invalid(
+            "SHAPE_INVALID", str(tuple(alibi_slopes.shape)), f"[{dims['num_heads']}]", "alibi_slopes do not fit"
         )
     grad = bool(requires_grad)
     if requires_grad is None:

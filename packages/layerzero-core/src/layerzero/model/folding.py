@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,9 +53,9 @@ def folding_of(query: Tensor, key: Tensor, value: Tensor) -> Folding:
         heads = key_heads if value_heads == 1 else value_heads
     for count in (key_heads, value_heads):
         if heads % count if count else heads:
-            raise InvalidInputError(code="GQA_RATIO_INVALID", value=own["query"], limit=count)
+            raise invalid("GQA_RATIO_INVALID", own["query"], count)
     if own["query"] == 1 and key_heads not in (1, heads):
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=value_heads, limit=key_heads)
+        raise invalid("GQA_RATIO_INVALID", value_heads, key_heads)
     kv_heads = key_heads if key_heads == value_heads else heads
     rows: tuple[int, ...] = (query.shape[-2], key.shape[-2])
     if max(query.ndim, key.ndim) > 2:
@@ -70,7 +70,7 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
         size = next((item for item in sizes if item != 1), 1)
         if any(item != 1 and item != size for item in sizes):
             shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise InvalidInputError(code="BATCH_MISMATCH", value=shown)
+            raise invalid("BATCH_MISMATCH", shown)
         found.append(size)
     return tuple(reversed(found))
 
@@ -80,7 +80,7 @@ def check_mask(mask: Tensor, full: tuple[int, ...], least: int) -> None:
     shape = tuple(mask.shape)
     fits = least <= len(shape) <= len(full)
     if not fits or not all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False)):
-        raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(shape), limit=str(full))
+        raise invalid("MASK_NOT_BROADCASTABLE", str(shape), str(full))
 
 
 def fold(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Folding, Tensor, Tensor, Tensor, Any]:

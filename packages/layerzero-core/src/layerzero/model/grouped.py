@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +154,7 @@ def make_grouped_batch(
         _check_tensor(name, tensor, rank)
     if len({tensor.device for tensor in given}) > 1:
         places = [f"{name} on {tensor.device}" for name, tensor in zip(_NAMES, given, strict=True)]
-        raise InvalidInputError(code="DEVICE_MIXED", value=places)
+        raise invalid("DEVICE_MIXED", places)
     groups, rows = kv_lens.shape
     _check_size("cu_seqlens_k", cu_seqlens_k, rows + 1, f"{rows} + 1 for kv_lens of {rows} sequences")
     words = f"{groups} * {rows} + 1 for {groups} groups of {rows} sequences"
@@ -166,11 +166,11 @@ def make_grouped_batch(
         group, row = divmod(index, rows)
         known = k_host[row + 1] - k_host[row]
         if not 0 <= length <= known:
-            raise InvalidInputError(
+            raise invalid(
+                "VALUE_INVALID",
+                f"kv_lens[{group}, {row}] = {length}",
+                f"between 0 and the {known} keys of the sequence",
                 f"group {group} attends {length} keys of sequence {row}",
-                code="VALUE_INVALID",
-                value=f"kv_lens[{group}, {row}] = {length}",
-                limit=f"between 0 and the {known} keys of the sequence",
             )
     return GroupedBatch(*given, q_host, k_host, lens_host)
 
@@ -178,18 +178,16 @@ def make_grouped_batch(
 def _check_tensor(name: str, tensor: Any, rank: int) -> None:
     dtype = getattr(tensor, "dtype", None)
     if dtype is None:
-        raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(tensor).__name__}", limit="a torch.Tensor")
+        raise invalid("TYPE_INVALID", f"{name}: {type(tensor).__name__}", "a torch.Tensor")
     if str(dtype) not in _INDEX_DTYPES:
-        raise InvalidInputError(code="TYPE_INVALID", value=f"{name} of {dtype}", limit="int32 or int64")
+        raise invalid("TYPE_INVALID", f"{name} of {dtype}", "int32 or int64")
     if tensor.dim() != rank:
-        raise InvalidInputError(f"{name} has rank {tensor.dim()}", code="RANK_INVALID", value=tensor.dim(), limit=rank)
+        raise invalid("RANK_INVALID", tensor.dim(), rank, f"{name} has rank {tensor.dim()}")
 
 
 def _check_size(name: str, tensor: Any, size: int, words: str) -> None:
     if tensor.shape[0] != size:
-        raise InvalidInputError(
-            f"{name} has {tensor.shape[0]} entries", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit=words
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), words, f"{name} has {tensor.shape[0]} entries")
 
 
 def _host(given: tuple[Tensor, Tensor, Tensor], host_lens: Any) -> tuple[tuple[int, ...], ...]:
@@ -200,25 +198,23 @@ def _host(given: tuple[Tensor, Tensor, Tensor], host_lens: Any) -> tuple[tuple[i
         offsets_q, offsets_k, lens = host_lens
         found = tuple(map(int, offsets_q)), tuple(map(int, offsets_k)), tuple(int(n) for row in lens for n in row)
     except (TypeError, ValueError):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"host_lens {host_lens!r}", limit="cu_seqlens_q, cu_seqlens_k and kv_lens"
-        ) from None
+        raise invalid("TYPE_INVALID", f"host_lens {host_lens!r}", "cu_seqlens_q, cu_seqlens_k and kv_lens") from None
     for name, tensor, numbers in zip(_NAMES, given, found, strict=True):
         if len(numbers) != tensor.numel():
-            raise InvalidInputError(
+            raise invalid(
+                "SHAPE_INVALID",
+                len(numbers),
+                f"{tensor.numel()}, as in {name}",
                 f"host_lens has {len(numbers)} numbers for {name}",
-                code="SHAPE_INVALID",
-                value=len(numbers),
-                limit=f"{tensor.numel()}, as in {name}",
             )
     return found
 
 
 def _check_offsets(name: str, offsets: tuple[int, ...]) -> None:
     if offsets[0] != 0 or any(start > end for start, end in pairwise(offsets)):
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            f"{name} {list(offsets[:8])}{' ...' if len(offsets) > 8 else ''}",
+            "ascending from 0",
             f"{name} does not hold offsets",
-            code="VALUE_INVALID",
-            value=f"{name} {list(offsets[:8])}{' ...' if len(offsets) > 8 else ''}",
-            limit="ascending from 0",
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.reasons import ReasonCode
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ class PagedBatch:
         is made again, so this is called between replays, never inside a capture.
         """
         if not self.capture:
-            raise InvalidInputError(
-                code=ReasonCode.VALUE_INVALID, value="a batch made without capture=True", limit="capture=True"
-            )
+            raise invalid(ReasonCode.VALUE_INVALID, "a batch made without capture=True", "capture=True")
         fresh = make_paged_batch(block_tables, context_lens, query_lens, host_lens)
         kept = (tuple(self.block_tables.shape), self.query_lens is None, self.total_q, self.is_decode)
         given = (tuple(fresh.block_tables.shape), fresh.query_lens is None, fresh.total_q, fresh.is_decode)
@@ -197,9 +195,9 @@ def make_paged_batch(
 def _check_tensor(name: str, tensor: Tensor, rank: int) -> None:
     dtype = getattr(tensor, "dtype", None)
     if dtype is None:
-        raise InvalidInputError(code=ReasonCode.TYPE_INVALID, value=f"{name} {type(tensor).__name__}", limit="a Tensor")
+        raise invalid(ReasonCode.TYPE_INVALID, f"{name} {type(tensor).__name__}", "a Tensor")
     if str(dtype) not in _INDEX_DTYPES:
-        raise InvalidInputError(code=ReasonCode.BLOCK_TABLE_DTYPE, value=f"{name} {dtype}", limit="int32 or int64")
+        raise invalid(ReasonCode.BLOCK_TABLE_DTYPE, f"{name} {dtype}", "int32 or int64")
     if tensor.dim() != rank:
         shape = "[B, max_blocks]" if rank == 2 else "[B]"
         raise _invalid(f"{name} {tuple(tensor.shape)}", shape)
@@ -211,7 +209,7 @@ def _check_together(block_tables: Tensor, context_lens: Tensor, query_lens: Tens
         given["query_lens"] = query_lens
     if len({tensor.device for tensor in given.values()}) > 1:
         places = [f"{name} on {tensor.device}" for name, tensor in given.items()]
-        raise InvalidInputError(code=ReasonCode.DEVICE_MIXED, value=places)
+        raise invalid(ReasonCode.DEVICE_MIXED, places)
     batch = block_tables.shape[0]
     for name, tensor in given.items():
         if tensor.shape[0] != batch:
@@ -229,11 +227,7 @@ def _split_host_lens(
             return tuple(int(n) for n in items[0]), tuple(int(n) for n in items[1])
         return tuple(int(n) for n in items), None
     except (TypeError, ValueError):
-        raise InvalidInputError(
-            code=ReasonCode.TYPE_INVALID,
-            value=f"host_lens {host_lens!r}",
-            limit="ints, or a pair of int sequences",
-        ) from None
+        raise invalid(ReasonCode.TYPE_INVALID, f"host_lens {host_lens!r}", "ints, or a pair of int sequences") from None
 
 
 def _check_lengths(contexts: tuple[int, ...], queries: tuple[int, ...], batch: int, *, has_query_lens: bool) -> None:
@@ -251,7 +245,7 @@ def _check_lengths(contexts: tuple[int, ...], queries: tuple[int, ...], batch: i
 
 
 def _invalid(value: str, limit: str) -> InvalidInputError:
-    return InvalidInputError(code=ReasonCode.BLOCK_TABLE_INVALID, value=value, limit=limit)
+    return invalid(ReasonCode.BLOCK_TABLE_INVALID, value, limit)
 
 
 def pages_in_use(batch: PagedBatch, page_size: int) -> tuple[Tensor, PagedBatch]:

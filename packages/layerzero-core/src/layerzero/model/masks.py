@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,7 @@ class BlockMask:
         fits = 2 <= len(shape) <= rank and shape[-2:] == tuple(full[-2:])
         if not fits or not all(m in (1, f) for m, f in zip(reversed(shape), reversed(full), strict=False)):
             rows, cols = self.block_size
-            raise InvalidInputError(
-                code="MASK_NOT_BROADCASTABLE", value=f"{shape} in blocks of {rows}x{cols}", limit=str(tuple(full))
-            )
+            raise invalid("MASK_NOT_BROADCASTABLE", f"{shape} in blocks of {rows}x{cols}", str(tuple(full)))
 
     def dense(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
         """The boolean mask [.., rows, cols]: True may be attended."""
@@ -102,7 +100,7 @@ class ChunkMask:
     def check(self, dims: Mapping[str, int], rank: int, window: Any) -> None:
         """Refuse a window beside it: either says how far back a query may look, and which one is meant is a guess."""
         if window is not None:
-            raise InvalidInputError(code="MASK_WITH_WINDOW", value="chunk_mask", limit=str(window))
+            raise invalid("MASK_WITH_WINDOW", "chunk_mask", str(window))
 
     def dense(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
         """The boolean mask [rows, cols]: True may be attended."""
@@ -142,17 +140,15 @@ def block_mask(blocks: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
     """
     dtype = str(getattr(blocks, "dtype", type(blocks).__name__)).removeprefix("torch.")
     if not hasattr(blocks, "stride"):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"blocks: {dtype}", limit="a boolean torch.Tensor")
+        raise invalid("TYPE_INVALID", f"blocks: {dtype}", "a boolean torch.Tensor")
     if dtype != "bool":
-        raise InvalidInputError(code="MASK_DTYPE_INVALID", value=dtype, limit="bool, for blocks")
+        raise invalid("MASK_DTYPE_INVALID", dtype, "bool, for blocks")
     if not 2 <= blocks.ndim <= 4 or 0 in blocks.shape:
-        raise InvalidInputError(code="SHAPE_INVALID", value=str(tuple(blocks.shape)), limit="[.., nq, nk]")
+        raise invalid("SHAPE_INVALID", str(tuple(blocks.shape)), "[.., nq, nk]")
     pair = (block_size, block_size) if isinstance(block_size, int) else block_size
     right = isinstance(pair, (tuple, list)) and len(pair) == 2
     if not right or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in pair):
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"block_size={block_size}", limit="a positive number, or two (query, key)"
-        )
+        raise invalid("VALUE_INVALID", f"block_size={block_size}", "a positive number, or two (query, key)")
     return BlockMask(blocks, (pair[0], pair[1]))
 
 
@@ -163,7 +159,7 @@ def chunk_mask(size: int) -> ChunkMask:
     `is_causal`, which it implies, nor with `window`.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"size={size}", limit="a positive number of tokens")
+        raise invalid("VALUE_INVALID", f"size={size}", "a positive number of tokens")
     return ChunkMask(size)
 
 

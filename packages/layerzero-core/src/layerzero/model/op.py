@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.errors import ConfigurationError, invalid
 from layerzero.json_form import plain
 from layerzero.model.context import Context
 from layerzero.model.cost import Cost
@@ -211,9 +211,7 @@ class Op(OperationSpec):
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InvalidInputError(
-                f"{self.op_id}: {error}", code="TYPE_INVALID", value=str(error), limit=str(self.signature)
-            ) from None
+            raise invalid("TYPE_INVALID", str(error), str(self.signature), f"{self.op_id}: {error}") from None
         bound.apply_defaults()
         given = bound.arguments
         canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.reasons import ReasonCode
@@ -35,10 +35,10 @@ def activation_scheme(fmt: QuantFormat | str) -> QuantScheme:
     """
     known, traits = format_traits(fmt)
     if known in (QuantFormat.INT4, QuantFormat.NF4):
-        raise InvalidInputError(
-            code=ReasonCode.QUANT_FORMAT_UNSUPPORTED,
-            value=f"{known.value} for activations",
-            limit="int8, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4",
+        raise invalid(
+            ReasonCode.QUANT_FORMAT_UNSUPPORTED,
+            f"{known.value} for activations",
+            "int8, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4",
         )
     return QuantScheme(known, "block" if traits.block_only else "channel")
 
@@ -101,11 +101,7 @@ class PackedWeight:
             if self._repack is None:
                 now = write_counts(self.source.tensors()) or ()
                 times = sum(now) - sum(self._counts or ())
-                raise InvalidInputError(
-                    code=ReasonCode.WEIGHT_PACK_STALE,
-                    value=f"{times} times" if times > 1 else "once",
-                    limit=self.layout,
-                )
+                raise invalid(ReasonCode.WEIGHT_PACK_STALE, f"{times} times" if times > 1 else "once", self.layout)
             counts = write_counts(self.source.tensors())
             self.parts, self._counts, self.packs = self._repack(self.source), counts, self.packs + 1
         return self.parts

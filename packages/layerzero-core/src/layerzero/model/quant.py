@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.enums import Platform, QuantFormat
 from layerzero.reasons import Reason, ReasonCode, reason
 
@@ -67,7 +67,7 @@ def format_traits(fmt: QuantFormat | str) -> tuple[QuantFormat, FormatTraits]:
         known = QuantFormat(fmt)
     except ValueError:
         names = ", ".join(item.value for item in QuantFormat)
-        raise InvalidInputError(code=ReasonCode.QUANT_FORMAT_UNSUPPORTED, value=fmt, limit=names) from None
+        raise invalid(ReasonCode.QUANT_FORMAT_UNSUPPORTED, fmt, names) from None
     return known, FORMATS[known]
 
 
@@ -80,7 +80,7 @@ def resolve_granularity(fmt: QuantFormat | str, granularity: str) -> str:
     known, traits = format_traits(fmt)
     if granularity not in GRANULARITIES or (traits.block_only and granularity == "channel"):
         limit = f"block (for {known.value})" if traits.block_only else ", ".join(GRANULARITIES)
-        raise InvalidInputError(code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=granularity, limit=limit)
+        raise invalid(ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, granularity, limit)
     return "block" if traits.block_only else granularity
 
 
@@ -177,14 +177,12 @@ class QuantizedTensor:
         object.__setattr__(self, "fmt", fmt)
         object.__setattr__(self, "shape", tuple(self.shape))  # int() would fix a symbolic size
         if self.granularity != resolve_granularity(fmt, self.granularity):
-            raise InvalidInputError(
-                code=ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, value=self.granularity, limit=f"block (for {fmt.value})"
-            )
+            raise invalid(ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, self.granularity, f"block (for {fmt.value})")
         self._check_data(traits)
         self._check_scales(traits)
         parts = [part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None]
         if len({part.device for part in parts}) > 1:
-            raise InvalidInputError(code=ReasonCode.DEVICE_MIXED, value=[str(part.device) for part in parts])
+            raise invalid(ReasonCode.DEVICE_MIXED, [str(part.device) for part in parts])
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same numbers on another device."""
@@ -225,9 +223,7 @@ class QuantizedTensor:
         width = self.shape[-1] if self.shape else 1
         expected = (*self.shape[:-1], width // 2) if traits.packed else self.shape
         if tuple(self.data.shape) != expected:
-            raise InvalidInputError(
-                code=ReasonCode.SHAPE_INVALID, value=f"data {tuple(self.data.shape)}", limit=expected
-            )
+            raise invalid(ReasonCode.SHAPE_INVALID, f"data {tuple(self.data.shape)}", expected)
 
     def _check_scales(self, traits: FormatTraits) -> None:
         _check_dtype("scale", self.scale, traits.scale_dtype)
@@ -258,27 +254,25 @@ def scale_shape(shape: tuple[int, ...], granularity: str, block_size: int | None
     if granularity == "tensor":
         return ()
     if not shape:
-        raise InvalidInputError(code=ReasonCode.RANK_INVALID, value=0, limit=f"at least 1 for {granularity} scales")
+        raise invalid(ReasonCode.RANK_INVALID, 0, f"at least 1 for {granularity} scales")
     if granularity == "channel":
         return (*shape[:-1], 1)
     if block_size is None or block_size <= 0:
         raise _scale_layout(f"block size {block_size}", "a positive size")
     if shape[-1] % block_size:
-        raise InvalidInputError(
-            code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=f"the block size {block_size}"
-        )
+        raise invalid(ReasonCode.DIM_NOT_MULTIPLE, f"last axis of {shape}", f"the block size {block_size}")
     return (*shape[:-1], shape[-1] // block_size)
 
 
 def _check_packable(shape: tuple[int, ...], traits: FormatTraits) -> None:
     if traits.packed and (not shape or shape[-1] % 2):
-        raise InvalidInputError(code=ReasonCode.DIM_NOT_MULTIPLE, value=f"last axis of {shape}", limit=2)
+        raise invalid(ReasonCode.DIM_NOT_MULTIPLE, f"last axis of {shape}", 2)
 
 
 def _check_dtype(name: str, tensor: Tensor, expected: str) -> None:
     found = str(tensor.dtype).removeprefix("torch.")
     if found != expected:
-        raise InvalidInputError(code=ReasonCode.DTYPE_UNSUPPORTED, value=f"{found} ({name})", limit=expected)
+        raise invalid(ReasonCode.DTYPE_UNSUPPORTED, f"{found} ({name})", expected)
 
 
 def _check_scale_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
@@ -287,4 +281,4 @@ def _check_scale_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> 
 
 
 def _scale_layout(value: str, limit: str) -> InvalidInputError:
-    return InvalidInputError(code=ReasonCode.QUANT_SCALE_LAYOUT, value=value, limit=limit)
+    return invalid(ReasonCode.QUANT_SCALE_LAYOUT, value, limit)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 
 __all__ = ["ROPE_TYPES", "RopeScaling"]
 
@@ -70,16 +70,10 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope_type, str) or self.rope_type not in _REQUIRED:
-            raise InvalidInputError(
-                code="VALUE_INVALID",
-                value=f"rope_type {self.rope_type!r}",
-                limit=f"one of {', '.join(ROPE_TYPES)}",
-            )
+            raise invalid("VALUE_INVALID", f"rope_type {self.rope_type!r}", f"one of {', '.join(ROPE_TYPES)}")
         for name in _REQUIRED[self.rope_type]:
             if getattr(self, name) is None:
-                raise InvalidInputError(
-                    f"{self.rope_type} scaling needs {name}", code="SCHEMA_FIELD_MISSING", value=name
-                )
+                raise invalid("SCHEMA_FIELD_MISSING", name, message=f"{self.rope_type} scaling needs {name}")
         for name in _POSITIVE:
             found = getattr(self, name)
             if found is not None and not _positive(found):
@@ -104,24 +98,22 @@ class RopeScaling:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise InvalidInputError(
-                code="TYPE_INVALID", value=f"scaling: {type(value).__name__}", limit="a RopeScaling, a mapping or None"
-            )
+            raise invalid("TYPE_INVALID", f"scaling: {type(value).__name__}", "a RopeScaling, a mapping or None")
         given = {name: item for name, item in value.items() if item is not None and name not in _WITHOUT_EFFECT}
         older = given.pop("type", None)
         word = given.pop("rope_type", older if older is not None else "default")
         given["rope_type"] = _OLDER_NAMES.get(word, word) if isinstance(word, str) else word
         for name, item in given.items():
             if isinstance(item, Mapping):
-                raise InvalidInputError(
+                raise invalid(
+                    "TYPE_INVALID",
+                    f"{name}: {type(item).__name__}",
+                    f"the entry of one layer type, scaling[{name!r}]",
                     f"scaling[{name!r}] is a mapping: this configuration scales layer types apart",
-                    code="TYPE_INVALID",
-                    value=f"{name}: {type(item).__name__}",
-                    limit=f"the entry of one layer type, scaling[{name!r}]",
                 )
             if name not in _NAMES:
                 near = difflib.get_close_matches(str(name), _NAMES, 1) or list(_NAMES)
-                raise InvalidInputError(code="SCHEMA_FIELD_UNKNOWN", value=name, limit=near[0])
+                raise invalid("SCHEMA_FIELD_UNKNOWN", name, near[0])
             if isinstance(item, list):
                 given[name] = tuple(item)
         return cls(**given)
@@ -131,7 +123,7 @@ class RopeScaling:
         found = self.original_max_position_embeddings or self.model_length(max_position_embeddings)
         if found is None:
             name = "original_max_position_embeddings"
-            raise InvalidInputError(f"{self.rope_type} scaling needs {name}", code="SCHEMA_FIELD_MISSING", value=name)
+            raise invalid("SCHEMA_FIELD_MISSING", name, message=f"{self.rope_type} scaling needs {name}")
         if found < 2:
             raise _refusal("original_max_position_embeddings", found, "at least 2")
         return found
@@ -153,4 +145,4 @@ def _positive(value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any, limit: str) -> InvalidInputError:
-    return InvalidInputError(code="VALUE_INVALID", value=f"{name} {value!r}", limit=limit)
+    return invalid("VALUE_INVALID", f"{name} {value!r}", limit)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def rope_tables(
     for name, value in {"rotary_dim": rotary_dim, **whole}.items():
         low = 2 if name == "rotary_dim" else 1
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"{name} {value!r}", limit=f"an integer >= {low}")
+            raise invalid("VALUE_INVALID", f"{name} {value!r}", f"an integer >= {low}")
     if rotary_dim % 2:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"rotary_dim {rotary_dim}", limit="even: pairs are turned")
+        raise invalid("VALUE_INVALID", f"rotary_dim {rotary_dim}", "even: pairs are turned")
     out = torch.float32 if dtype is None else dtype
     if not isinstance(out, torch.dtype) or not out.is_floating_point:
-        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(out), limit="a floating dtype")
+        raise invalid("DTYPE_UNSUPPORTED", str(out), "a floating dtype")
     rule = RopeScaling.parse(scaling)
     request = _Request(
         dim=rotary_dim,
@@ -86,11 +86,9 @@ class _Request:
 def _base(base: float | None, rule: RopeScaling) -> float:
     found = base if base is not None else rule.rope_theta if rule.rope_theta is not None else 10000.0
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 1 < found < math.inf:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"base {found!r}", limit="a number above 1")
+        raise invalid("VALUE_INVALID", f"base {found!r}", "a number above 1")
     if rule.rope_theta is not None and found != rule.rope_theta:
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"base {base!r}", limit=f"the scaling's rope_theta, {rule.rope_theta!r}"
-        )
+        raise invalid("VALUE_INVALID", f"base {base!r}", f"the scaling's rope_theta, {rule.rope_theta!r}")
     return found
 
 
@@ -126,10 +124,8 @@ def _dynamic(request: _Request) -> tuple[Tensor, float]:
     longest = request.rule.model_length(request.max_position_embeddings)
     longest = request.rule.original_max_position_embeddings if longest is None else longest
     if longest is None:
-        raise InvalidInputError(
-            "dynamic scaling needs max_position_embeddings",
-            code="SCHEMA_FIELD_MISSING",
-            value="max_position_embeddings",
+        raise invalid(
+            "SCHEMA_FIELD_MISSING", "max_position_embeddings", message="dynamic scaling needs max_position_embeddings"
         )
     factor = _factor(request)
     growth = factor * max(request.seq_len, longest) / longest - (factor - 1)
@@ -190,11 +186,7 @@ def _longrope(request: _Request) -> tuple[Tensor, float]:
     name = "long_factor" if request.seq_len > original else "short_factor"
     divisors = getattr(rule, name)
     if len(divisors) != request.dim // 2:
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"{name} of {len(divisors)}",
-            limit=f"rotary_dim / 2 = {request.dim // 2} numbers",
-        )
+        raise invalid("SHAPE_INVALID", f"{name} of {len(divisors)}", f"rotary_dim / 2 = {request.dim // 2} numbers")
     attention = rule.attention_factor
     if attention is None:
         factor = _factor(request, original)
@@ -220,19 +212,17 @@ def _factor(request: _Request, original: int | None = None) -> float:
         return request.rule.factor
     longest = request.rule.model_length(request.max_position_embeddings)
     if longest is None or original is None:
-        raise InvalidInputError(
-            f"{request.rule.rope_type} scaling needs a factor, or max_position_embeddings to take it from",
-            code="SCHEMA_FIELD_MISSING",
-            value="factor",
+        raise invalid(
+            "SCHEMA_FIELD_MISSING",
+            "factor",
+            message=f"{request.rule.rope_type} scaling needs a factor, or max_position_embeddings to take it from",
         )
     return longest / original
 
 
 def _base_exponent(request: _Request) -> float:
     if request.dim <= 2:
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"rotary_dim {request.dim}", limit="above 2, as NTK scaling needs"
-        )
+        raise invalid("VALUE_INVALID", f"rotary_dim {request.dim}", "above 2, as NTK scaling needs")
     return request.dim / (request.dim - 2)
 
 

@@ -148,25 +148,20 @@ class Measurement:
         )  # fmt: skip
 
 
-def _flat_names() -> list[str]:
-    """Every field by its dotted name, in the order of the fields."""
-    inner: dict[str, Any] = {"platform": Platform, "surroundings": Surroundings}
-    return [
-        name
-        for item in fields(Measurement)
-        for name in (
-            [f"{item.name}.{part}" for part in inner[item.name]._fields] if item.name in inner else [item.name]
-        )
-    ]
-
-
+_INNER: dict[str, Any] = {"platform": Platform, "surroundings": Surroundings}
+FLAT_NAMES = [
+    f"{item.name}.{part}" if part else item.name
+    for item in fields(Measurement)
+    for part in (_INNER[item.name]._fields if item.name in _INNER else ("",))
+]
+"""Every field by its dotted name, in the order of the fields."""
 # A query reads and checks every row it finds, so these are looked up in one step each.
-_VALUES = attrgetter(*_flat_names())
+_VALUES = attrgetter(*FLAT_NAMES)
 _KEY = attrgetter(
     "op", "bucket", "kernel_id", "kernel_version", "backend_version", "mode",
     *(f"platform.{name}" for name in Platform._fields if name != "threads"),
 )  # fmt: skip
-_THREADS = _flat_names().index("platform.threads")
+_THREADS = FLAT_NAMES.index("platform.threads")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

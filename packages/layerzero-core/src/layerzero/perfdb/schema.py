@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import fields
 from typing import Any
 
-from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, checksum_of
+from layerzero.perfdb.measurement import FLAT_NAMES, Measurement, Platform, Surroundings, checksum_of
 
 __all__ = ["COLUMNS", "VERSION", "as_before", "create", "from_row", "is_ours", "migrate", "to_row"]
 
@@ -17,15 +16,7 @@ VERSION = 2
 
 _TEXT = {"op", "bucket", "kernel_id", "kernel_version", "backend_version", "mode", "device", "family", "driver",
          "runtime", "torch"}  # fmt: skip
-_NAMES = [
-    name
-    for item in fields(Measurement)
-    for name in (
-        list(Platform._fields) if item.name == "platform"
-        else list(Surroundings._fields) if item.name == "surroundings"
-        else [item.name]
-    )
-]  # fmt: skip
+_NAMES = [name.rpartition(".")[2] for name in FLAT_NAMES]
 _THREADS = "INTEGER NOT NULL DEFAULT 0"
 COLUMNS = ("key", "place", *_NAMES, "crc")
 _SHARED = _NAMES.index("shared")

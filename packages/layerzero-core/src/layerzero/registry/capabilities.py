@@ -231,7 +231,7 @@ def _build(
         generations=generations,
         doc=document["doc"],
         source=source,
-        conflicts=tuple(Conflict(c["dist"], c["module"], c["why"], c["unless"]) for c in document["conflicts"] or ()),
+        conflicts=tuple(Conflict(**item) for item in document["conflicts"] or ()),
         isolation=FrozenMap({name: value for name, value in (document["isolation"] or {}).items() if value}),
     )
 

@@ -53,8 +53,8 @@ class KernelRegistry:
     @cached_property
     def _by_op(self) -> Mapping[str, tuple[KernelSpec, ...]]:
         found: dict[str, list[KernelSpec]] = {}
-        for kernel_id in sorted(self.kernels):
-            found.setdefault(self.kernels[kernel_id].op, []).append(self.kernels[kernel_id])
+        for _, spec in sorted(self.kernels.items()):
+            found.setdefault(spec.op, []).append(spec)
         return {op: tuple(specs) for op, specs in found.items()}
 
     @property
@@ -68,16 +68,11 @@ class KernelRegistry:
 
     def by_backend(self, backend: str) -> tuple[KernelSpec, ...]:
         """Every kernel of a backend, ordered by id."""
-        return tuple(
-            self.kernels[kernel_id] for kernel_id in sorted(self.kernels) if self.kernels[kernel_id].backend == backend
-        )
+        return tuple(spec for _, spec in sorted(self.kernels.items()) if spec.backend == backend)
 
     def by_platform(self, platform: Platform | str) -> tuple[KernelSpec, ...]:
         """Every kernel that runs on a kind of device, ordered by id."""
-        wanted = Platform(platform)
-        return tuple(
-            self.kernels[kernel_id] for kernel_id in sorted(self.kernels) if wanted in self.kernels[kernel_id].platforms
-        )
+        return tuple(spec for _, spec in sorted(self.kernels.items()) if Platform(platform) in spec.platforms)
 
     def by_context(self, ctx: Context) -> tuple[KernelSpec, ...]:
         """Kernels of usable backends whose declared constraints fit a context as it is, ordered by id."""
@@ -90,12 +85,8 @@ class KernelRegistry:
 
     def backends_for(self, platform: Platform | str, *, available: bool | None = None) -> tuple[BackendSpec, ...]:
         """Backends of a platform, ordered by name; `available` keeps only usable (or only unusable) ones."""
-        wanted = Platform(platform)
-        return tuple(
-            self.backends[name]
-            for name in sorted(self.backends)
-            if wanted in self.backends[name].platforms and available in (None, self.backends[name].available)
-        )
+        found = (spec for _, spec in sorted(self.backends.items()) if Platform(platform) in spec.platforms)
+        return tuple(spec for spec in found if available in (None, spec.available))
 
     @cached_property
     def capabilities_hash(self) -> str:

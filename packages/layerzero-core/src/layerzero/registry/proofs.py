@@ -18,15 +18,41 @@ from typing import Any
 
 from layerzero.errors import CapabilitiesError
 from layerzero.model.proof import KitProof
-from layerzero.registry.kinds import body, fail
+from layerzero.registry.containers import Field, ListOf, MapOf, Record
+from layerzero.registry.kinds import Choice, Text, body, fail
 from layerzero.registry.reading import decoded, digest, read
 
 __all__ = ["SCHEMA_VERSION", "beside", "load_proofs", "sealed"]
 
 SCHEMA_VERSION = "1.0"
-_TOP = frozenset({"schema_version", "backend", "version", "vendor", "families", "hash"})
-_ENTRY = frozenset({"ids", "dtypes", "words"})
-_FAMILY = frozenset({"made", "kernels"})
+
+_WORDS = ListOf(Text(empty=True), to=list, unique=False)
+_PROVEN = Record(
+    "proven",
+    (
+        Field("ids", _WORDS, "the kernels", required=True),
+        Field("dtypes", _WORDS, "torch dtype names they were tried in", required=True),
+        Field("words", _WORDS, "what else was asked of them", required=True),
+    ),
+)
+_FAMILY = Record(
+    "family",
+    (
+        Field("made", Text(empty=True), "how, when and on what", required=True),
+        Field("kernels", ListOf(_PROVEN, to=list, unique=False), "what was shown of which kernels", required=True),
+    ),
+)
+_DOCUMENT = Record(
+    "proofs.json",
+    (
+        Field("schema_version", Choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
+        Field("backend", Text(empty=True), "the backend whose kernels they are", required=True),
+        Field("version", Text(empty=True), "version of its package", required=True),
+        Field("vendor", Text(empty=True), "the library behind it, with its version", required=True),
+        Field("families", MapOf(_FAMILY, Text(empty=True)), "family of devices to what was shown there", required=True),
+        Field("hash", Text(empty=True), "over everything else", required=True),
+    ),
+)
 
 
 def beside(capabilities: str | Path) -> Path:
@@ -48,64 +74,20 @@ def load_proofs(path: Path, backend: str, version: str, vendor: str, family: str
     Raises CapabilitiesError for a file that is not wholly right.
     """
     try:
-        document = decoded(read(path))
-        families = _families(document)
+        document = _DOCUMENT.parse(decoded(read(path)), "")
+        owner = document["backend"]
+        for name, entry in document["families"].items():
+            for stranger in (i for item in entry["kernels"] for i in item["ids"] if not i.startswith(f"{owner}.")):
+                raise fail(f"families.{name}", f"{stranger} is no kernel of {owner}", value=stranger)
         if sealed(document)["hash"] != document["hash"]:
             raise fail("hash", "does not fit the content: the file was changed after it was made", value="hash")
     except CapabilitiesError as error:
         raise CapabilitiesError(f"{path.name}: {body(error)}", key=error.key, code="PROOF_INVALID") from None
     if (document["backend"], document["version"], document["vendor"]) != (backend, version, vendor):
         return {}
-    entry = families.get(family)
-    if entry is None:
-        return {}
     source = f"kit {version}{f' ({vendor})' if vendor else ''} on {family}"
     found: dict[str, KitProof] = {}
-    for item in entry["kernels"]:
+    for item in document["families"].get(family, {"kernels": ()})["kernels"]:
         proof = KitProof(frozenset(item["dtypes"]), frozenset(item["words"]), source)
         found.update(dict.fromkeys(item["ids"], proof))
     return found
-
-
-def _families(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The families of a document whose every field is as it should be."""
-    _keys(document, _TOP, "")
-    if document["schema_version"] != SCHEMA_VERSION:
-        raise fail("schema_version", f"{document['schema_version']!r} is not known", code="SCHEMA_VERSION_UNKNOWN")
-    for name in ("backend", "version", "vendor", "hash"):
-        _text(document[name], name)
-    families = _mapping(document["families"], "families")
-    for family, entry in families.items():
-        where = f"families.{family}"
-        _keys(_mapping(entry, where), _FAMILY, where)
-        _text(entry["made"], f"{where}.made")
-        if not isinstance(entry["kernels"], list):
-            raise fail(f"{where}.kernels", "expected a list")
-        for index, item in enumerate(entry["kernels"]):
-            place = f"{where}.kernels[{index}]"
-            _keys(_mapping(item, place), _ENTRY, place)
-            for name in _ENTRY:
-                if not isinstance(item[name], list) or not all(isinstance(word, str) for word in item[name]):
-                    raise fail(f"{place}.{name}", "expected a list of words")
-            strangers = [name for name in item["ids"] if not name.startswith(f"{document['backend']}.")]
-            if strangers:
-                raise fail(f"{place}.ids", f"{strangers[0]} is no kernel of {document['backend']}", value=strangers[0])
-    return families
-
-
-def _keys(found: Mapping[str, Any], wanted: frozenset[str], where: str) -> None:
-    for name in sorted(found.keys() ^ wanted):
-        place = f"{where}.{name}" if where else name
-        code = "SCHEMA_FIELD_UNKNOWN" if name in found else "SCHEMA_FIELD_MISSING"
-        raise fail(place, "unknown field" if name in found else "missing", code=code, value=name)
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise fail(where, f"expected an object, got {type(value).__name__}")
-    return value
-
-
-def _text(value: Any, where: str) -> None:
-    if not isinstance(value, str):
-        raise fail(where, f"expected a text, got {type(value).__name__}")
