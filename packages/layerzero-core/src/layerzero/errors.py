@@ -241,6 +241,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float 
     return f"did you mean {found[0]}?" if found else otherwise
 
 
+def one_line(error: BaseException, most: int = 400) -> str:
+    """An exception in words, its type first, on one line of at most so many characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:most]
+
+
 # -- whose exception is it? -----------------------------------------------------------------------------------------
 def from_outside(error: BaseException) -> bool:
     """Whether an exception that passed through a kernel was raised for the caller: it is then nobody's fault.

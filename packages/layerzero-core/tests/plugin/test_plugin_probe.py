@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -72,39 +70,6 @@ def test_hooks_that_raise_or_talk_nonsense_become_reasons() -> None:
 def test_garbage_from_the_child_is_a_crash(data: bytes) -> None:
     assert code(probing._parse("x", 0, data, "")) == "BACKEND_PROBE_CRASHED"
     assert "exit code 3; boom" in probing._parse("x", 3, b"", "boom").status.reasons[0].message
-
-
-def test_good_answers_are_kept_by_version_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[str] = []
-
-    def run(backend: str, *_: object) -> ProbeResult:
-        runs.append(backend)
-        return ProbeResult(BackendStatus(backend, backend != "bad"))
-
-    monkeypatch.setattr(probing, "_run", run)
-    folder = tmp_path / "probes"
-
-    def ask(backend: str = "good", **given: object) -> ProbeResult:
-        return probe(backend, cache=True, cache_dir=folder, **{"device": CPU, **given})  # type: ignore[arg-type]
-
-    assert not ask().cached and ask().cached and ask().status.available
-    assert not ask(device=fakes.gpu(90)).cached, "another device"
-    assert not ask(dists=["pluggy"]).cached, "another set of versions"
-    monkeypatch.setattr(probing, "dist_version", lambda name: "99")
-    assert not ask().cached, "an upgrade"
-    assert not ask("bad").cached and not ask("bad").cached, "a bad answer is asked for again"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for file in folder.iterdir():
-        file.write_text(json.dumps({"status": 7}), encoding="utf-8")
-    assert not ask().cached, "a damaged file is a miss"
-
-
-def test_a_cache_folder_others_may_write_to_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_run", lambda backend, *_: ProbeResult(BackendStatus(backend, True)))
-    tmp_path.chmod(0o777)
-    assert not probe("x", cache=True, cache_dir=tmp_path).cached
-    assert not probe("x", cache=True, cache_dir=tmp_path).cached
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.req("R-CAP-06")

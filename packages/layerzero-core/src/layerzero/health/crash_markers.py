@@ -117,9 +117,7 @@ class CrashMarkers:
             with contextlib.suppress(OSError):
                 self._fault.close()
         if self._paths is not None and remove:
-            for path in self._paths:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            _remove(*self._paths)
         self._map = self._paths = self._fault = None
         self._free = list(range(_SLOTS))
 
@@ -139,8 +137,7 @@ class CrashMarkers:
             self._fault = open(fault, "wb", buffering=0)  # kept open for the fault handler
         except (OSError, ValueError):
             self._map, self._off = None, True
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _remove(path)
             return False
         self._paths = (path, fault)
         return True
@@ -156,6 +153,12 @@ class CrashMarkers:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.enable(self._fault, all_threads=False)
             self._handling = True
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _caught_by_others() -> bool:
@@ -224,9 +227,7 @@ def gather(folder: Path, take: Any) -> int:
     for path in files:
         if not _gone(path):
             if path.stem.partition("-")[0] != here() and _forgotten(path):
-                for old in (path, path.with_suffix(".fault")):
-                    with contextlib.suppress(OSError):
-                        old.unlink()
+                _remove(path, path.with_suffix(".fault"))
             continue
         mine, fault = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.claimed"), path.with_suffix(".fault")
         try:
@@ -241,9 +242,7 @@ def gather(folder: Path, take: Any) -> int:
             with contextlib.suppress(OSError):
                 os.rename(mine, path)
             continue
-        for used in (mine, fault):
-            with contextlib.suppress(OSError):
-                used.unlink()
+        _remove(mine, fault)
     return count
 
 

@@ -263,8 +263,8 @@ class Policy:
         """The rules to evaluate, strongest first."""
         if self.levels:
             return self.levels
-        lists = (self.allow or None, self.deny, self.prefer, self.avoid, self.boosts)
-        return level_program(self.rules, self.locks, *lists)
+        lists = Rule("*", (), self.allow or None, self.deny, self.prefer, self.avoid, self.boosts)
+        return level_program(self.rules, self.locks, lists)
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -352,28 +352,12 @@ def _canonical(value: Any) -> Any:
     return plain(value)
 
 
-def level_program(
-    rules: Iterable[Rule],
-    locks: Iterable[tuple[str, str]],
-    allow: tuple[str, ...] | None,
-    deny: Iterable[str],
-    prefer: Iterable[str],
-    avoid: Iterable[str],
-    boosts: Iterable[tuple[str, float]],
-    source: str = "",
-) -> tuple[Rule, ...]:
+def by_specificity(locks: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Locks with the most specific glob first."""
+    return sorted(locks, key=lambda lock: specificity(lock[0]))
+
+
+def level_program(rules: Iterable[Rule], locks: Iterable[tuple[str, str]], lists: Rule) -> tuple[Rule, ...]:
     """One level as rules: its own rules in order, its locks most specific first, its lists as one rule for all ops."""
-    program = list(rules)
-    for op, kernel in sorted(locks, key=lambda lock: specificity(lock[0])):
-        program.append(Rule(match_op=op, lock=kernel, source=source))
-    lists = Rule(
-        allow=allow,
-        deny=tuple(deny),
-        prefer=tuple(prefer),
-        avoid=tuple(avoid),
-        boosts=tuple(boosts),
-        source=source,
-    )
-    if not lists.silent:
-        program.append(lists)
-    return tuple(program)
+    locked = (Rule(match_op=op, lock=kernel, source=lists.source) for op, kernel in by_specificity(locks))
+    return (*rules, *locked, *(() if lists.silent else (lists,)))

@@ -26,19 +26,24 @@ _ID = re.compile(r"^[a-z0-9_\-]+\.[a-z0-9_]+\.[a-z0-9_\-]+$")
 
 # Each feature's own reason code; any other feature reports FEATURE_UNSUPPORTED.
 _FEATURE_CODES: Mapping[str, ReasonCode] = {
-    **{
-        name: ReasonCode(f"{name.upper()}_UNSUPPORTED")
-        for name in (
-            "gqa", "dropout", "window", "softcap", "alibi", "lse", "varlen", "backward", "autocast", "inplace",
-            "block_mask", "chunk_mask",
-        )
-    },
+    "gqa": ReasonCode.GQA_UNSUPPORTED,
     "mask_bool": ReasonCode.MASK_UNSUPPORTED,
     "mask_float": ReasonCode.MASK_UNSUPPORTED,
+    "dropout": ReasonCode.DROPOUT_UNSUPPORTED,
+    "window": ReasonCode.WINDOW_UNSUPPORTED,
+    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
+    "alibi": ReasonCode.ALIBI_UNSUPPORTED,
+    "lse": ReasonCode.LSE_UNSUPPORTED,
+    "varlen": ReasonCode.VARLEN_UNSUPPORTED,
+    "backward": ReasonCode.BACKWARD_UNSUPPORTED,
+    "autocast": ReasonCode.AUTOCAST_UNSUPPORTED,
+    "inplace": ReasonCode.INPLACE_UNSUPPORTED,
     "causal_top_left": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
     "causal_bottom_right": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
     "nested": ReasonCode.RAGGED_UNSUPPORTED,
-}  # fmt: skip
+    "block_mask": ReasonCode.BLOCK_MASK_UNSUPPORTED,
+    "chunk_mask": ReasonCode.CHUNK_MASK_UNSUPPORTED,
+}
 _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # below min, above max, not a multiple
     "head_dim": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
     "head_dim_v": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from layerzero.errors import ConfigurationError, invalid
@@ -23,9 +23,6 @@ from layerzero.model.enums import OpKind
 
 __all__ = ["Call", "Op", "OperationSpec", "annotation_text", "kind_of_argument", "parameters"]
 
-_DECLARED = (
-    "op_id", "op_kind", "arguments", "input_kinds", "output_kind", "has_fallback", "fallback_id", "growing",
-)  # fmt: skip
 _OUTPUTS = {
     OpKind.TENSOR: {"tensor", "tensors", "quantized"},
     OpKind.SAMPLING: {"ids"},
@@ -102,7 +99,8 @@ class OperationSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The declarative part, JSON-compatible."""
-        return {name: plain(getattr(self, name)) for name in _DECLARED}
+        shown = (item.name for item in fields(OperationSpec) if item.compare)
+        return {name: plain(getattr(self, name)) for name in shown if name not in ("autocast", "stands_for")}
 
 
 @dataclass(frozen=True, slots=True)

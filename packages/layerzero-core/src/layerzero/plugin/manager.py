@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pluggy
 
 from layerzero import env as environment
-from layerzero.errors import LayerZeroError, PluginError
+from layerzero.errors import LayerZeroError, PluginError, one_line
 from layerzero.json_form import Plain
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.op import OperationSpec
@@ -311,8 +311,7 @@ def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGIS
     if isinstance(error, LayerZeroError) and code != "PLUGIN_IMPORT_FAILED":
         why = Reason(error.code, body(error), error.reasons[0].value, error.reasons[0].limit, error.hint)
     else:
-        text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:400]
-        why = reason(ReasonCode(code), text)
+        why = reason(ReasonCode(code), one_line(error))
     fix = f"set LAYERZERO_PLUGINS_DENY={blank.name}"
     if blank.dist and why.code in (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE):
         fix = f"pip uninstall {blank.dist}, or set LAYERZERO_PLUGINS_DENY={blank.dist}"

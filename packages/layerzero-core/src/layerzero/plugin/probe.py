@@ -15,6 +15,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from layerzero.errors import one_line
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.distributions import install_hint, is_known
@@ -46,7 +47,7 @@ def _capabilities(plugin: Any, backend: str, device: DeviceSpec, kernels: tuple[
     try:
         said = call_hook(plugin, "layerzero_capabilities", device=device)
     except Exception as error:
-        why = reason("BACKEND_IMPORT_FAILED", f"{type(error).__name__}: {error}"[:400])
+        why = reason("BACKEND_IMPORT_FAILED", one_line(error))
         return BackendStatus(backend, False, reasons=(why,), fix=why.hint)
     if said is None:  # the hook is optional for a backend that needs no vendor
         return BackendStatus(backend, True, kernels=kernels)
@@ -71,16 +72,12 @@ def _bindable(status: BackendStatus, loaded: Loaded) -> BackendStatus:
                 attrgetter(name)(importlib.import_module(module))
             usable.append(kernel_id)  # an id nobody registered is for the reader of the answer to notice
         except Exception as error:
-            why = reason("KERNEL_FUNCTION_MISSING", spec.function if spec else kernel_id, detail=_line(error))
+            why = reason("KERNEL_FUNCTION_MISSING", spec.function if spec else kernel_id, detail=one_line(error, 300))
             against.append(why)
     if not against:
         return status
     reasons = (*status.reasons, *against)
     return replace(status, available=bool(usable), kernels=tuple(usable), reasons=reasons, fix=against[0].hint)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] | None:
@@ -90,7 +87,7 @@ def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] 
     try:
         said = call_hook(plugin, "layerzero_health", backend=backend)
     except Exception as error:
-        return HealthReport(backend, False, f"{type(error).__name__}: {error}"[:400]).to_json()
+        return HealthReport(backend, False, one_line(error)).to_json()
     if said is None:
         return None
     if not isinstance(said, HealthReport):

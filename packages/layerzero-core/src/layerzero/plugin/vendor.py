@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from layerzero.errors import one_line
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
@@ -150,7 +151,7 @@ def _run_check(check: Check, device: DeviceSpec) -> Iterable[Reason]:
     try:
         return tuple(check(device))
     except Exception as error:  # a check that cannot tell must not hide what the others found
-        return (reason("VENDOR_REFUSED", _one_line(error)),)
+        return (reason("VENDOR_REFUSED", one_line(error)),)
 
 
 def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
@@ -162,9 +163,5 @@ def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
         raise
     except BaseException as error:  # some vendors end the process when torch is not the one they were built for
         hint = f"python -c 'import {vendor.module}' shows the whole error; {_fix(vendor, backend)}"
-        return (replace(reason("BACKEND_IMPORT_FAILED", _one_line(error)), hint=hint),)
+        return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error)), hint=hint),)
     return ()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:400]

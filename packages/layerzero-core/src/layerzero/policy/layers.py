@@ -16,7 +16,15 @@ from typing import Any, Final
 from layerzero.env import Env
 from layerzero.errors import PolicyValidationError
 from layerzero.kinds import PATTERNS, Place, spell
-from layerzero.model.config import BreakerSettings, CacheSettings, FrozenMap, Policy, Rule, level_program
+from layerzero.model.config import (
+    BreakerSettings,
+    CacheSettings,
+    FrozenMap,
+    Policy,
+    Rule,
+    by_specificity,
+    level_program,
+)
 from layerzero.settings import GROUPS, POLICY, VARIABLES
 
 __all__ = ["Level", "PolicyLayer", "from_env", "merge", "next_expiry"]
@@ -162,14 +170,13 @@ def merge(layers: Iterable[PolicyLayer], *, now: float | None = None) -> Policy:
     for layer in strongest_first:
         boosts = tuple((pattern, points) for pattern, points in layer.boosts if pattern not in boosted)
         boosted.update(boosts)
-        program += level_program(
-            layer.rules, layer.locks, layer.allow, layer.deny, layer.prefer, layer.avoid, boosts, layer.source
-        )
+        lists = Rule("*", (), layer.allow, layer.deny, layer.prefer, layer.avoid, boosts, source=layer.source)
+        program += level_program(layer.rules, layer.locks, lists)
         for name, value in layer.settings.items():
             settings[name] = _combine(name, settings[name], value) if name in settings else value
     fields = _policy_fields(settings)
     return Policy(
-        locks=tuple(lock for layer in strongest_first for lock in _locks_in_order(layer)),
+        locks=tuple(lock for layer in strongest_first for lock in by_specificity(layer.locks)),
         allow=next((layer.allow for layer in strongest_first if layer.allow is not None), ()),
         deny=_union(layer.deny for layer in strongest_first),
         prefer=_union(layer.prefer for layer in strongest_first),
@@ -185,11 +192,6 @@ def merge(layers: Iterable[PolicyLayer], *, now: float | None = None) -> Policy:
 def next_expiry(layers: Iterable[PolicyLayer]) -> float | None:
     """When the first of these timeboxes ends: a Policy merged from them is good until then."""
     return min((layer.expires_at for layer in layers if layer.expires_at is not None), default=None)
-
-
-def _locks_in_order(layer: PolicyLayer) -> list[tuple[str, str]]:
-    program = level_program((), layer.locks, None, (), (), (), ())
-    return [(rule.match_op, rule.lock or "") for rule in program]
 
 
 def _union(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -6,144 +6,106 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.errors import CapabilitiesError
-from layerzero.registry.kinds import Choice, Kind, Text, Where, fail, nearest, type_name
+from layerzero.registry.kinds import Kind, Where, fail, nearest, type_name
 
-__all__ = ["Either", "Field", "ListOf", "MapOf", "Record", "Tuple"]
+__all__ = ["Field", "Record", "either", "list_of", "map_of", "tuple_of"]
 
 _MAX_ITEMS = 4_096
 _MAX_KEPT = 512
 
 
-class ListOf:
-    """A list of one kind, without repetitions unless `unique` is off."""
+def list_of(item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = frozenset, unique: bool = True) -> Kind:
+    """A list of one kind as a collection `to`, without repetitions unless `unique` is off."""
+    # Kernels of one backend name the same dtypes and layouts again and again: lists of texts found right are kept.
+    right: dict[tuple[Any, ...], Any] = {}
 
-    def __init__(
-        self, item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = frozenset, unique: bool = True
-    ) -> None:
-        self.item = item
-        self.at_least = at_least
-        self.to = to
-        self.unique = unique
-        # Kernels of one backend name the same dtypes and layouts again and again: lists of texts found right are kept.
-        self._right: dict[tuple[Any, ...], Any] | None = {} if isinstance(item, (Choice, Text)) else None
-
-    def parse(self, value: Any, where: Where) -> Any:
-        """The items, in the collection `to`."""
-        if self._right is None or type(value) is not list:
-            return self._parse(value, where)
+    def parse(value: Any, where: Where) -> Any:
+        if not item.texts or type(value) is not list:
+            return parse_anew(value, where)
         key = tuple(value)
         try:
-            return self._right[key]
+            return right[key]
         except (KeyError, TypeError):  # not met yet, or something in it is no text
-            found = self._parse(value, where)
-        if len(self._right) < _MAX_KEPT:
-            self._right[key] = found
+            found = parse_anew(value, where)
+        if len(right) < _MAX_KEPT:
+            right[key] = found
         return found
 
-    def _parse(self, value: Any, where: Where) -> Any:
+    def parse_anew(value: Any, where: Where) -> Any:
         if not isinstance(value, (list, tuple)):
             raise fail(where, f"expected a list, got {type_name(value)}", value=value)
-        if not self.at_least <= len(value) <= _MAX_ITEMS:
-            raise fail(
-                where,
-                f"expected at least {self.at_least} items, got {len(value)}",
-                value=len(value),
-                limit=self.at_least,
-            )
-        parse = self.item.parse
-        items = [parse(entry, (where, index)) for index, entry in enumerate(value)]
-        if self.unique and len(set(items)) < len(items):
+        if not at_least <= len(value) <= _MAX_ITEMS:
+            count = len(value)
+            raise fail(where, f"expected at least {at_least} items, got {count}", value=count, limit=at_least)
+        items = [item.parse(entry, (where, index)) for index, entry in enumerate(value)]
+        if unique and len(set(items)) < len(items):
             index = next(i for i, entry in enumerate(items) if entry in items[:i])
             raise fail((where, index), f"{value[index]!r} stands there twice", value=str(value[index]))
-        return self.to(items)
+        return to(items)
 
-    def schema(self) -> dict[str, Any]:
-        """An array of unique items."""
-        found = {"type": "array", "items": self.item.schema(), "uniqueItems": self.unique, "maxItems": _MAX_ITEMS}
-        return found | {"minItems": self.at_least} if self.at_least else found
+    def schema() -> dict[str, Any]:
+        found = {"type": "array", "items": item.schema(), "uniqueItems": unique, "maxItems": _MAX_ITEMS}
+        return found | {"minItems": at_least} if at_least else found
+
+    return Kind(parse, schema)
 
 
-class Tuple:
+def tuple_of(item: Kind, length: int) -> Kind:
     """A list of fixed length."""
 
-    def __init__(self, item: Kind, length: int) -> None:
-        self.item = item
-        self.length = length
+    def parse(value: Any, where: Where) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) != length:
+            raise fail(where, f"expected a list of {length}, got {type_name(value)}", value=value, limit=length)
+        return tuple(item.parse(entry, (where, index)) for index, entry in enumerate(value))
 
-    def parse(self, value: Any, where: Where) -> tuple[Any, ...]:
-        """A tuple of exactly that length."""
-        if not isinstance(value, (list, tuple)) or len(value) != self.length:
-            raise fail(
-                where, f"expected a list of {self.length}, got {type_name(value)}", value=value, limit=self.length
-            )
-        return tuple(self.item.parse(entry, (where, index)) for index, entry in enumerate(value))
-
-    def schema(self) -> dict[str, Any]:
-        """An array of fixed length."""
-        return {"type": "array", "items": self.item.schema(), "minItems": self.length, "maxItems": self.length}
+    return Kind(parse, lambda: {"type": "array", "items": item.schema(), "minItems": length, "maxItems": length})
 
 
-class MapOf:
-    """An object with free keys of one form and values of one kind."""
+def map_of(item: Kind, key: Kind) -> Kind:
+    """An object with free keys of one form and values of one kind, in the given order."""
 
-    def __init__(self, item: Kind, key: Text, at_least: int = 0) -> None:
-        self.item = item
-        self.key = key
-        self.at_least = at_least
-
-    def parse(self, value: Any, where: Where) -> dict[str, Any]:
-        """A dict in the given order."""
+    def parse(value: Any, where: Where) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise fail(where, f"expected an object, got {type_name(value)}", value=value)
-        if not self.at_least <= len(value) <= _MAX_ITEMS:
-            raise fail(where, f"expected at least {self.at_least} entries, got {len(value)}", limit=self.at_least)
-        return {self.key.parse(name, where): self.item.parse(entry, (where, name)) for name, entry in value.items()}
+        if len(value) > _MAX_ITEMS:
+            raise fail(where, f"expected at most {_MAX_ITEMS} entries, got {len(value)}", limit=_MAX_ITEMS)
+        return {key.parse(name, where): item.parse(entry, (where, name)) for name, entry in value.items()}
 
-    def schema(self) -> dict[str, Any]:
-        """An object whose keys have a form."""
-        found = {"type": "object", "propertyNames": self.key.schema(), "additionalProperties": self.item.schema()}
-        return found | {"minProperties": self.at_least} if self.at_least else found
+    return Kind(
+        parse,
+        lambda: {"type": "object", "propertyNames": key.schema(), "additionalProperties": item.schema()},
+    )
 
 
-class Either:
+def either(picks: Callable[[Any], bool], first: Kind, second: Kind) -> Kind:
     """One of two kinds; `first` is tried when `picks(value)` says so."""
-
-    def __init__(self, picks: Callable[[Any], bool], first: Kind, second: Kind) -> None:
-        self.picks = picks
-        self.first = first
-        self.second = second
-
-    def parse(self, value: Any, where: Where) -> Any:
-        """What the picked kind makes of it."""
-        return (self.first if self.picks(value) else self.second).parse(value, where)
-
-    def schema(self) -> dict[str, Any]:
-        """Any of the two."""
-        return {"anyOf": [self.first.schema(), self.second.schema()]}
+    return Kind(
+        lambda value, where: (first if picks(value) else second).parse(value, where),
+        lambda: {"anyOf": [first.schema(), second.schema()]},
+    )
 
 
 class Field:
     """One key of a record: its kind, what it means, and whether it must be there."""
 
     def __init__(self, name: str, kind: Kind, doc: str, required: bool = False, default: Any = None) -> None:
-        self.name = name
-        self.kind = kind
-        self.doc = doc
-        self.required = required
-        self.default = default
+        self.name, self.kind, self.doc, self.required, self.default = name, kind, doc, required, default
 
 
-class Record:
+class Record(Kind):
     """An object with a closed set of keys: the declarative table that validator and schema are read from."""
 
+    __slots__ = ("_defaults", "_known", "_required", "fields", "title")
+
     def __init__(self, title: str, fields: tuple[Field, ...]) -> None:
+        super().__init__(self._parse, self._schema)
         self.title = title
         self.fields = fields
         self._known = {entry.name: entry for entry in fields}
         self._defaults = {entry.name: entry.default for entry in fields}
         self._required = frozenset(entry.name for entry in fields if entry.required)
 
-    def parse(self, value: Any, where: Where) -> dict[str, Any]:
+    def _parse(self, value: Any, where: Where) -> dict[str, Any]:
         """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
         if not isinstance(value, Mapping):
             raise fail(where or self.title, f"expected an object, got {type_name(value)}", value=value)
@@ -174,7 +136,7 @@ class Record:
                 raise fail((where, name), f"missing; {entry.doc}", code="SCHEMA_FIELD_MISSING", value=name)
         return found
 
-    def schema(self) -> dict[str, Any]:
+    def _schema(self) -> dict[str, Any]:
         """An object schema that allows no other key."""
         return {
             "type": "object",

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any
 
 from layerzero.model.context import KEYABLE
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
-from layerzero.registry.containers import Either, Field, ListOf, MapOf, Record, Tuple
-from layerzero.registry.kinds import Choice, Expression, Flag, Number, Text, Where, Whole, nearest
+from layerzero.registry.containers import Field, Record, either, list_of, map_of, tuple_of
+from layerzero.registry.kinds import EXPRESSION, FLAG, Kind, choice, nearest, number, text, whole
 
 __all__ = ["DEFAULT_API", "DOCUMENT", "DTYPES", "FEATURES", "FLAG_FEATURES", "KERNEL", "SCHEMA_VERSION"]
 
@@ -49,13 +48,13 @@ _CLAUSE = rf"(?:(?:[<>]=?|[=!]=){_VERSION}|~=\d+(?:\.\d+)+)"
 _PLAIN_SPECIFIER = rf"{_CLAUSE}(?:,{_CLAUSE})*\Z"
 
 
-def _specifier(text: str) -> None:
-    if text in ("", DEFAULT_API) or re.match(_PLAIN_SPECIFIER, text):  # packaging takes 13 ms to import
+def _specifier(given: str) -> None:
+    if given in ("", DEFAULT_API) or re.match(_PLAIN_SPECIFIER, given):  # packaging takes 13 ms to import
         return
     from packaging.specifiers import SpecifierSet
 
     try:
-        SpecifierSet(text)
+        SpecifierSet(given)
     except Exception as error:  # packaging's own error class is a ValueError only in newer releases
         raise ValueError(str(error)) from None
 
@@ -84,113 +83,118 @@ def _jit_field(word: str) -> None:
         raise ValueError(f"did you mean {near!r}?")
 
 
-_NAME = Text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
-_WORD = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a lowercase word")
-_OP = Text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
-_SPECIFIER = Text(None, "a version specifier such as '>=2.8,<3'", _specifier, empty=True)
-_FUNCTION = Text(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z", "an adapter written 'module:name'")
-_FEATURE = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a feature word", _feature)
-_JIT_FIELD = Text(r"^[a-z][a-z0-9_]{0,63}\Z", "a field or size of a call's context", _jit_field)
-_DTYPE = Choice(DTYPES)
-_SM = Whole(50, 999)
+_NAME = text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
+_WORD = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a lowercase word")
+_OP = text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
+_SPECIFIER = text("", "a version specifier such as '>=2.8,<3'", _specifier, empty=True)
+_FUNCTION = text(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z", "an adapter written 'module:name'")
+_FEATURE = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a feature word", _feature)
+_JIT_FIELD = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a field or size of a call's context", _jit_field)
+_DTYPE = choice(DTYPES)
+_SM = whole(50, 999)
 
 _LIMIT_FIELDS = (
-    Field("min", Whole(), "smallest allowed value"),
-    Field("max", Whole(), "largest allowed value"),
-    Field("multiple_of", Whole(1), "the value must be a multiple of this"),
-    Field("one_of", ListOf(Whole(), 1), "the only allowed values"),
+    Field("min", whole(), "smallest allowed value"),
+    Field("max", whole(), "largest allowed value"),
+    Field("multiple_of", whole(1), "the value must be a multiple of this"),
+    Field("one_of", list_of(whole(), 1), "the only allowed values"),
 )
 LIMIT = Record("limit", _LIMIT_FIELDS)
 HEAD_DIM = Record(
     "head_dim",
-    (*_LIMIT_FIELDS, Field("pairs", ListOf(Tuple(Whole(1), 2), 1), "allowed (query/key, value) head dims that differ")),
+    (
+        *_LIMIT_FIELDS,
+        Field("pairs", list_of(tuple_of(whole(1), 2), 1), "allowed (query/key, value) head dims that differ"),
+    ),
 )
 PAGED = Record(
     "paged",
     (
-        Field("page_sizes", ListOf(Whole(1), 1), "allowed tokens per page; any when left out"),
-        Field("layouts", ListOf(Choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
-        Field("index_dtypes", ListOf(Choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
+        Field("page_sizes", list_of(whole(1), 1), "allowed tokens per page; any when left out"),
+        Field("layouts", list_of(choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
+        Field("index_dtypes", list_of(choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
     ),
 )
 
 BELOW = Record(
     "priority below",
     (
-        Field("size", Whole(2), "smaller ones", required=True),
-        Field("priority", Number(), "points in place of priority, where they are less", required=True),
+        Field("size", whole(2), "smaller ones", required=True),
+        Field("priority", number(), "points in place of priority, where they are less", required=True),
     ),
 )
 
 KERNEL = Record(
     "kernel",
     (
-        Field("kernel_id", Text(None, "backend.op.variant"), "unique id, backend.op.variant", required=True),
+        Field("kernel_id", text("", "backend.op.variant"), "unique id, backend.op.variant", required=True),
         Field("function", _FUNCTION, "the adapter as 'module:name', imported when the kernel is bound", required=True),
-        Field("dtypes", ListOf(_DTYPE, 1), "torch dtype names it computes in", required=True),
-        Field("platforms", ListOf(Choice(Platform), 1), "device kinds; the file's platforms when left out"),
-        Field("priority", Number(), "score prior in points before anything was measured", default=0.0),
-        Field("priority_below", MapOf(BELOW, _WORD), "sizes below which less is expected of it", default={}),
-        Field("doc", Text(empty=True), "one line for people", default=""),
+        Field("dtypes", list_of(_DTYPE, 1), "torch dtype names it computes in", required=True),
+        Field("platforms", list_of(choice(Platform), 1), "device kinds; the file's platforms when left out"),
+        Field("priority", number(), "score prior in points before anything was measured", default=0.0),
+        Field("priority_below", map_of(BELOW, _WORD), "sizes below which less is expected of it", default={}),
+        Field("doc", text(empty=True), "one line for people", default=""),
         # hardware
         Field("min_sm", _SM, "oldest SM, 80 for SM 8.0"),
         Field("max_sm", _SM, "newest SM it may run on"),
-        Field("generations", ListOf(Choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
-        Field("instruction_families", ListOf(Choice(InstructionFamily), 1), "needs at least one of these"),
-        Field("cpu_features", ListOf(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
+        Field("generations", list_of(choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
+        Field("instruction_families", list_of(choice(InstructionFamily), 1), "needs at least one of these"),
+        Field("cpu_features", list_of(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
         # sizes
         Field("head_dim", HEAD_DIM, "limits on head_dim"),
-        Field("max_seq_len", Whole(1), "short for limits on seq_len_q and seq_len_k"),
-        Field("limits", MapOf(LIMIT, _WORD), "limits on any other named size", default={}),
-        Field("square", Flag(), "only equal query and key lengths", default=False),
+        Field("max_seq_len", whole(1), "short for limits on seq_len_q and seq_len_k"),
+        Field("limits", map_of(LIMIT, _WORD), "limits on any other named size", default={}),
+        Field("square", FLAG, "only equal query and key lengths", default=False),
         # features; what is not declared is not supported
-        *(Field(name, Flag(), f"supports {name}", default=False) for name in FLAG_FEATURES),
-        Field("attn_mask", ListOf(Choice(frozenset({"bool", "float"}))), "kinds of attn_mask it takes"),
-        Field("causal", ListOf(Choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
+        *(Field(name, FLAG, f"supports {name}", default=False) for name in FLAG_FEATURES),
+        Field("attn_mask", list_of(choice(frozenset({"bool", "float"}))), "kinds of attn_mask it takes"),
+        Field("causal", list_of(choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
         Field(
             "paged",
-            Either(lambda value: isinstance(value, bool), Flag(), PAGED),
+            either(lambda value: isinstance(value, bool), FLAG, PAGED),
             "reads a paged KV cache",
             default=False,
         ),
-        Field("features", ListOf(_FEATURE), "any other feature words"),
-        Field("quant_formats", ListOf(Choice(QuantFormat), 1), "quantized formats"),
-        Field("granularities", ListOf(_WORD, 1), "scale granularities"),
+        Field("features", list_of(_FEATURE), "any other feature words"),
+        Field("quant_formats", list_of(choice(QuantFormat), 1), "quantized formats"),
+        Field("granularities", list_of(_WORD, 1), "scale granularities"),
         Field("weight_layout", _WORD, "takes only weights that its packer, or one of the same layout, has packed"),
         Field("packer", _FUNCTION, "function (QuantizedTensor) -> tuple of tensors in weight_layout"),
-        Field("mixed_dtypes", Flag(), "takes inputs of different dtypes", default=False),
+        Field("mixed_dtypes", FLAG, "takes inputs of different dtypes", default=False),
         # memory order
-        Field("layouts", ListOf(Choice(Layout), 1), "layouts it takes without a copy"),
-        Field("stride_last_dim", Whole(1), "required stride of the last axis"),
-        Field("contiguous", Flag(), "inputs must be contiguous", default=False),
-        Field("aligned_strides", Flag(), "strides must be multiples of 16 bytes", default=False),
-        Field("pointer_alignment", Whole(1, 4096), "required alignment of data pointers, in bytes"),
-        Field("adapt", ListOf(_WORD), "transforms LayerZero may apply to make inputs fit"),
+        Field("layouts", list_of(choice(Layout), 1), "layouts it takes without a copy"),
+        Field("stride_last_dim", whole(1), "required stride of the last axis"),
+        Field("contiguous", FLAG, "inputs must be contiguous", default=False),
+        Field("aligned_strides", FLAG, "strides must be multiples of 16 bytes", default=False),
+        Field("pointer_alignment", whole(1, 4096), "required alignment of data pointers, in bytes"),
+        Field("adapt", list_of(_WORD), "transforms LayerZero may apply to make inputs fit"),
         # behaviour
-        Field("graph_safe", Flag(), "safe inside CUDA graph capture", default=False),
-        Field("deterministic", Flag(), "bit-identical results for identical inputs", default=False),
-        Field("tp_invariant", Flag(), "result does not depend on the tensor-parallel size", default=False),
-        Field("jit", Flag(), "compiles at first use", default=False),
+        Field("graph_safe", FLAG, "safe inside CUDA graph capture", default=False),
+        Field("deterministic", FLAG, "bit-identical results for identical inputs", default=False),
+        Field("tp_invariant", FLAG, "result does not depend on the tensor-parallel size", default=False),
+        Field("jit", FLAG, "compiles at first use", default=False),
         Field(
-            "jit_key", ListOf(_JIT_FIELD, 1, to=tuple), "context fields: one compiled artifact for each of their values"
+            "jit_key",
+            list_of(_JIT_FIELD, 1, to=tuple),
+            "context fields: one compiled artifact for each of their values",
         ),
-        Field("fuses", ListOf(_OP, to=tuple), "ops it computes in one go"),
-        Field("guards", ListOf(_WORD), "facts to check at each hot call"),
-        Field("workspace", Expression(), "bytes of scratch memory"),
+        Field("fuses", list_of(_OP, to=tuple), "ops it computes in one go"),
+        Field("guards", list_of(_WORD), "facts to check at each hot call"),
+        Field("workspace", EXPRESSION, "bytes of scratch memory"),
         Field(
             "grid",
-            Either(lambda value: isinstance(value, str), Choice(frozenset({"library"})), Tuple(Expression(), 3)),
+            either(lambda value: isinstance(value, str), choice(frozenset({"library"})), tuple_of(EXPRESSION, 3)),
             "CUDA grid as three formulas, or 'library' when the vendor computes its launch",
         ),
-        Field("error_bounds", MapOf(Number(0.0), _WORD), "largest error against the reference, by dtype or format"),
+        Field("error_bounds", map_of(number(0.0), _WORD), "largest error against the reference, by dtype or format"),
         Field("predicate", _FUNCTION, "function (Context) -> list of Reason for what data cannot say"),
     ),
 )
 
-_DIST = Text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name")
-_MODULE = Text(r"^[A-Za-z_][\w.]*\Z", "a module name")
-_FILE = Text(r"^[\w.\-]+(/[\w.\-]+)*\Z", "a JSON file of the vendor")
-_KEYS = Text(r"^\w+(\.\w+)*\Z", "keys with dots between")
+_DIST = text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name")
+_MODULE = text(r"^[A-Za-z_][\w.]*\Z", "a module name")
+_FILE = text(r"^[\w.\-]+(/[\w.\-]+)*\Z", "a JSON file of the vendor")
+_KEYS = text(r"^\w+(\.\w+)*\Z", "keys with dots between")
 BUILD = Record(
     "build",
     (
@@ -201,11 +205,11 @@ BUILD = Record(
 VENDOR = Record(
     "vendor",
     (
-        Field("dist", Text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name"), "its name", required=True),
-        Field("import", Text(r"^[A-Za-z_][\w.]*\Z", "a module name"), "module to import"),
+        Field("dist", _DIST, "its name", required=True),
+        Field("import", _MODULE, "module to import"),
         Field("version", _SPECIFIER, "versions the adapters work with", default=""),
         Field("extra", _NAME, "extra of the backend's package that pulls the vendor in"),
-        Field("install", Text(), "exact command when 'pip install' of dist or extra is not enough"),
+        Field("install", text(), "exact command when 'pip install' of dist or extra is not enough"),
         Field("build", BUILD, "where the installed vendor says what it was built for"),
     ),
 )
@@ -215,51 +219,40 @@ CONFLICT = Record(
         Field("dist", _DIST, "a distribution that breaks the vendor in one process", required=True),
         Field("unless", _DIST, "no conflict when this distribution is there as well"),
         Field("module", _MODULE, "the module they quarrel about; hidden, there is no conflict", required=True),
-        Field("why", Text(), "what happens", required=True),
+        Field("why", text(), "what happens", required=True),
     ),
 )
-_VARIABLE = Text(r"^[A-Za-z_]\w*\Z", "a variable")
+_VARIABLE = text(r"^[A-Za-z_]\w*\Z", "a variable")
 ISOLATION = Record(
     "isolation",
     (
-        Field("hide", ListOf(_MODULE, to=tuple), "modules its own process must not see"),
-        Field("env", MapOf(Text(empty=True), _VARIABLE), "variables of its own process", default={}),
+        Field("hide", list_of(_MODULE, to=tuple), "modules its own process must not see"),
+        Field("env", map_of(text(empty=True), _VARIABLE), "variables of its own process", default={}),
     ),
 )
 
-_GENERATION_KEY = Text(r"^\s*\d{2,4}\s*(\+|-\s*\d{2,4})?\s*\Z", "an SM range such as '89', '75-79' or '130+'")
-
-
-class _Any:
-    """A value that another part of the code checks."""
-
-    def parse(self, value: Any, where: Where) -> Any:
-        """The value as it is."""
-        return value
-
-    def schema(self) -> dict[str, Any]:
-        """An object; `GenerationMap.override` checks what is inside."""
-        return {"type": "object"}
-
+_GENERATION_KEY = text(r"^\s*\d{2,4}\s*(\+|-\s*\d{2,4})?\s*\Z", "an SM range such as '89', '75-79' or '130+'")
+# What is inside is checked by `GenerationMap.override`.
+_GENERATION = Kind(lambda value, where: value, lambda: {"type": "object"})
 
 DOCUMENT = Record(
     "capabilities.json",
     (
         Field(
             "schema_version",
-            Choice(frozenset({SCHEMA_VERSION})),
+            choice(frozenset({SCHEMA_VERSION})),
             f"version of this format: {SCHEMA_VERSION}",
             required=True,
         ),
         Field("backend", _NAME, "name of the backend; kernel ids begin with it", required=True),
-        Field("ops", MapOf(ListOf(KERNEL, to=list, unique=False), _OP), "op name to list of kernels", required=True),
-        Field("platforms", ListOf(Choice(Platform), 1), "platforms of kernels that do not name their own"),
+        Field("ops", map_of(list_of(KERNEL, to=list, unique=False), _OP), "op name to list of kernels", required=True),
+        Field("platforms", list_of(choice(Platform), 1), "platforms of kernels that do not name their own"),
         Field("backend_version", _SPECIFIER, "versions of the vendor library this file is right for", default=""),
         Field("api", _SPECIFIER, "plugin API versions it is written for", default=DEFAULT_API),
         Field("vendor", VENDOR, "the library the adapters call; none when the backend is self-contained"),
-        Field("conflicts", ListOf(CONFLICT, to=list, unique=False), "distributions it cannot share a process with"),
+        Field("conflicts", list_of(CONFLICT, to=list, unique=False), "distributions it cannot share a process with"),
         Field("isolation", ISOLATION, "what its own process needs, where policy gives it one"),
-        Field("generation_map", MapOf(_Any(), _GENERATION_KEY), "what newer SM versions are", default={}),
-        Field("doc", Text(empty=True), "one line for people", default=""),
+        Field("generation_map", map_of(_GENERATION, _GENERATION_KEY), "what newer SM versions are", default={}),
+        Field("doc", text(empty=True), "one line for people", default=""),
     ),
 )

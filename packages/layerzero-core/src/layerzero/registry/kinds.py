@@ -1,11 +1,9 @@
 """The kinds of values a descriptor may hold; each can parse a value and describe itself as JSON Schema.
 
-One kind is one small object with two methods: `parse(value, where)` returns the value in its
-in-memory form or raises `CapabilitiesError` naming the key path `where`; `schema()` returns the JSON
-Schema of what `parse` accepts. Because both live on the same object, validator and schema cannot drift
-apart. A path is spelled only when something is wrong there (`Where`). Lists and objects are in
-`layerzero.registry.containers`. All are plain classes, since making a dozen dataclasses would take a third
-of the first call's time budget.
+One kind is a pair of functions: `parse(value, where)` returns the value in its in-memory form or raises
+`CapabilitiesError` naming the key path `where`; `schema()` returns the JSON Schema of what `parse` accepts.
+Because both are made together, validator and schema cannot drift apart. A path is spelled only when something
+is wrong there (`Where`). Lists and objects are in `layerzero.registry.containers`.
 """
 
 from __future__ import annotations
@@ -16,26 +14,26 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from layerzero.errors import CapabilitiesError, LayerZeroError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
 __all__ = [
-    "Choice",
-    "Expression",
-    "Flag",
+    "EXPRESSION",
+    "FLAG",
     "Kind",
-    "Number",
-    "Text",
     "Where",
-    "Whole",
     "body",
+    "choice",
     "fail",
     "nearest",
+    "number",
     "spelled",
+    "text",
     "type_name",
+    "whole",
 ]
 
 _MAX_TEXT = 2_000
@@ -45,14 +43,15 @@ _MAX_TEXT = 2_000
 Where: TypeAlias = "str | tuple[Where, str | int]"
 
 
-class Kind(Protocol):
-    """What every kind of value can do."""
+class Kind:
+    """One kind of value: how it is read, and its JSON Schema (draft 2020-12). `texts`: every value of it is a text."""
 
-    def parse(self, value: Any, where: Where) -> Any:
-        """The in-memory form of `value`; raises CapabilitiesError naming `where`."""
+    __slots__ = ("parse", "schema", "texts")
 
-    def schema(self) -> dict[str, Any]:
-        """JSON Schema (draft 2020-12) of the accepted values."""
+    def __init__(
+        self, parse: Callable[[Any, Where], Any], schema: Callable[[], dict[str, Any]], texts: bool = False
+    ) -> None:
+        self.parse, self.schema, self.texts = parse, schema, texts
 
 
 def spelled(where: Where) -> str:
@@ -105,123 +104,86 @@ def _short(number: float) -> int | float | str:
     return number if abs(number) < 1e18 else "a huge number"
 
 
-class Flag:
-    """true or false."""
-
-    def parse(self, value: Any, where: Where) -> bool:
-        """A bool, nothing that merely looks like one."""
-        if not isinstance(value, bool):
-            raise fail(where, f"expected true or false, got {type_name(value)}", value=value)
-        return value
-
-    def schema(self) -> dict[str, Any]:
-        """A boolean."""
-        return {"type": "boolean"}
+def _flag(value: Any, where: Where) -> bool:
+    if not isinstance(value, bool):
+        raise fail(where, f"expected true or false, got {type_name(value)}", value=value)
+    return value
 
 
-class Whole:
-    """A whole number between two bounds."""
+FLAG = Kind(_flag, lambda: {"type": "boolean"})
 
-    def __init__(self, low: int = 0, high: int = 2**53) -> None:
-        self.low = low
-        self.high = high
 
-    def parse(self, value: Any, where: Where) -> int:
-        """An int inside the bounds; true is not 1 here."""
+def whole(low: int = 0, high: int = 2**53) -> Kind:
+    """A whole number between two bounds; true is not 1 here."""
+
+    def parse(value: Any, where: Where) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise fail(where, f"expected a whole number, got {type_name(value)}", value=value)
-        if not self.low <= value <= self.high:
-            raise fail(where, f"expected {self.low} to {self.high}", value=_short(value), limit=self.high)
+        if not low <= value <= high:
+            raise fail(where, f"expected {low} to {high}", value=_short(value), limit=high)
         return value
 
-    def schema(self) -> dict[str, Any]:
-        """An integer with bounds."""
-        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+    return Kind(parse, lambda: {"type": "integer", "minimum": low, "maximum": high})
 
 
-class Number:
+def number(low: float = -math.inf) -> Kind:
     """A finite number, at least `low`."""
 
-    def __init__(self, low: float = -math.inf) -> None:
-        self.low = low
-
-    def parse(self, value: Any, where: Where) -> float:
-        """A finite float."""
+    def parse(value: Any, where: Where) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise fail(where, f"expected a number, got {type_name(value)}", value=value)
         try:
-            number = float(value)
+            found = float(value)
         except OverflowError:
-            number = math.inf
-        if not math.isfinite(number) or number < self.low:
-            raise fail(where, f"expected a finite number of at least {self.low}", value=_short(value), limit=self.low)
-        return number
-
-    def schema(self) -> dict[str, Any]:
-        """A number, bounded below where a bound is set."""
-        return {"type": "number"} if self.low == -math.inf else {"type": "number", "minimum": self.low}
-
-
-class Text:
-    """A text, optionally of a fixed form; `check` may refuse it with a ValueError."""
-
-    def __init__(
-        self,
-        pattern: str | None = None,
-        expected: str = "a text",
-        check: Callable[[str], Any] | None = None,
-        empty: bool = False,
-    ) -> None:
-        self.pattern = pattern
-        self.expected = expected
-        self.check = check
-        self.empty = empty
-
-    @functools.cached_property
-    def _search(self) -> Callable[[str], object]:
-        return re.compile(self.pattern or "").search  # where it is first used: most programs meet few of the forms
-
-    def parse(self, value: Any, where: Where) -> str:
-        """The text itself."""
-        if not isinstance(value, str):
-            raise fail(where, f"expected {self.expected}, got {type_name(value)}", value=value)
-        if len(value) > _MAX_TEXT or (not value and not self.empty):
-            raise fail(where, f"expected {self.expected} of 1 to {_MAX_TEXT} characters", value=value, limit=_MAX_TEXT)
-        if self.pattern is not None and not self._search(value):
-            raise fail(where, f"expected {self.expected}, got {value[:60]!r}", value=value, limit=self.expected)
-        if self.check is not None:
-            try:
-                self.check(value)
-            except ValueError as error:
-                raise fail(where, f"expected {self.expected}: {error}", value=value, limit=self.expected) from None
-        return value
-
-    def schema(self) -> dict[str, Any]:
-        """A string; the check behind it is named in the description."""
-        found: dict[str, Any] = {"type": "string", "maxLength": _MAX_TEXT}
-        if not self.empty:
-            found["minLength"] = 1
-        if self.pattern is not None:
-            found["pattern"] = self.pattern
+            found = math.inf
+        if not math.isfinite(found) or found < low:
+            raise fail(where, f"expected a finite number of at least {low}", value=_short(value), limit=low)
         return found
 
+    return Kind(parse, lambda: {"type": "number"} if low == -math.inf else {"type": "number", "minimum": low})
 
-class Choice:
+
+def text(
+    pattern: str = "", expected: str = "a text", check: Callable[[str], Any] | None = None, empty: bool = False
+) -> Kind:
+    """A text, optionally of a fixed form; `check` may refuse it with a ValueError."""
+
+    @functools.cache
+    def search() -> Callable[[str], object]:
+        return re.compile(pattern).search  # where it is first used: most programs meet few of the forms
+
+    def parse(value: Any, where: Where) -> str:
+        if not isinstance(value, str):
+            raise fail(where, f"expected {expected}, got {type_name(value)}", value=value)
+        if len(value) > _MAX_TEXT or (not value and not empty):
+            raise fail(where, f"expected {expected} of 1 to {_MAX_TEXT} characters", value=value, limit=_MAX_TEXT)
+        if pattern and not search()(value):
+            raise fail(where, f"expected {expected}, got {value[:60]!r}", value=value, limit=expected)
+        if check is not None:
+            try:
+                check(value)
+            except ValueError as error:
+                raise fail(where, f"expected {expected}: {error}", value=value, limit=expected) from None
+        return value
+
+    def schema() -> dict[str, Any]:
+        least = {} if empty else {"minLength": 1}
+        return {"type": "string", "maxLength": _MAX_TEXT, **least, **({"pattern": pattern} if pattern else {})}
+
+    return Kind(parse, schema, texts=True)
+
+
+def choice(words: type[enum.Enum] | frozenset[str], by_name: bool = False) -> Kind:
     """One word of an enum, or of a closed set of words."""
 
-    def __init__(self, words: type[enum.Enum] | frozenset[str], by_name: bool = False) -> None:
-        self.words = words
-        self.by_name = by_name
+    @functools.cache
+    def listed() -> dict[str, Any]:
+        if isinstance(words, frozenset):
+            return {word: word for word in sorted(words)}
+        return {(member.name if by_name else str(member.value)): member for member in words}
 
-    @functools.cached_property
-    def _known(self) -> dict[str, Any]:
-        if isinstance(self.words, frozenset):
-            return {word: word for word in sorted(self.words)}
-        return {(member.name if self.by_name else str(member.value)): member for member in self.words}
-
-    def parse(self, value: Any, where: Where) -> Any:
-        """The enum member (or the word)."""
-        known = self._known
+    def parse(value: Any, where: Where) -> Any:
+        known = listed()
         if not isinstance(value, str) or value not in known:
             near = nearest(value, known) if isinstance(value, str) else None
             shown = repr(value[:60]) if isinstance(value, str) else type_name(value)
@@ -229,30 +191,25 @@ class Choice:
             raise fail(where, f"{shown} is none of {', '.join(known)}{hint}", value=value, limit=", ".join(known))
         return known[value]
 
-    def schema(self) -> dict[str, Any]:
-        """An enum of strings."""
-        return {"enum": list(self._known)}
+    return Kind(parse, lambda: {"enum": list(listed())}, texts=True)
 
 
-@functools.lru_cache(maxsize=256)  # kernels of one library ask for the same workspace
-def _formula(text: str) -> Formula:
-    return Formula(text)
+_formula = functools.lru_cache(maxsize=256)(Formula)  # kernels of one library ask for the same workspace
 
 
-class Expression:
-    """An arithmetic formula over context sizes."""
+def _expression(value: Any, where: Where) -> Formula:
+    """A checked Formula over context sizes; a plain whole number is a formula too."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
+        return _formula(str(value))
+    if not isinstance(value, str):
+        raise fail(where, f"expected a formula such as 'batch * num_heads', got {type_name(value)}", value=value)
+    try:
+        return _formula(value)
+    except CapabilitiesError as error:
+        raise fail(where, body(error), value=value) from None
 
-    def parse(self, value: Any, where: Where) -> Formula:
-        """A checked Formula; a plain whole number is a formula too."""
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
-            return _formula(str(value))
-        if not isinstance(value, str):
-            raise fail(where, f"expected a formula such as 'batch * num_heads', got {type_name(value)}", value=value)
-        try:
-            return _formula(value)
-        except CapabilitiesError as error:
-            raise fail(where, body(error), value=value) from None
 
-    def schema(self) -> dict[str, Any]:
-        """A string or a whole number."""
-        return {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 400}, {"type": "integer", "minimum": 0}]}
+EXPRESSION = Kind(
+    _expression,
+    lambda: {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 400}, {"type": "integer", "minimum": 0}]},
+)

@@ -18,15 +18,15 @@ from typing import Any
 
 from layerzero.errors import CapabilitiesError
 from layerzero.model.proof import KitProof
-from layerzero.registry.containers import Field, ListOf, MapOf, Record
-from layerzero.registry.kinds import Choice, Text, body, fail
+from layerzero.registry.containers import Field, Record, list_of, map_of
+from layerzero.registry.kinds import body, choice, fail, text
 from layerzero.registry.reading import decoded, digest, read
 
 __all__ = ["SCHEMA_VERSION", "beside", "load_proofs", "sealed"]
 
 SCHEMA_VERSION = "1.0"
 
-_WORDS = ListOf(Text(empty=True), to=list, unique=False)
+_WORDS = list_of(text(empty=True), to=list, unique=False)
 _PROVEN = Record(
     "proven",
     (
@@ -38,19 +38,21 @@ _PROVEN = Record(
 _FAMILY = Record(
     "family",
     (
-        Field("made", Text(empty=True), "how, when and on what", required=True),
-        Field("kernels", ListOf(_PROVEN, to=list, unique=False), "what was shown of which kernels", required=True),
+        Field("made", text(empty=True), "how, when and on what", required=True),
+        Field("kernels", list_of(_PROVEN, to=list, unique=False), "what was shown of which kernels", required=True),
     ),
 )
 _DOCUMENT = Record(
     "proofs.json",
     (
-        Field("schema_version", Choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
-        Field("backend", Text(empty=True), "the backend whose kernels they are", required=True),
-        Field("version", Text(empty=True), "version of its package", required=True),
-        Field("vendor", Text(empty=True), "the library behind it, with its version", required=True),
-        Field("families", MapOf(_FAMILY, Text(empty=True)), "family of devices to what was shown there", required=True),
-        Field("hash", Text(empty=True), "over everything else", required=True),
+        Field("schema_version", choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
+        Field("backend", text(empty=True), "the backend whose kernels they are", required=True),
+        Field("version", text(empty=True), "version of its package", required=True),
+        Field("vendor", text(empty=True), "the library behind it, with its version", required=True),
+        Field(
+            "families", map_of(_FAMILY, text(empty=True)), "family of devices to what was shown there", required=True
+        ),
+        Field("hash", text(empty=True), "over everything else", required=True),
     ),
 )
 

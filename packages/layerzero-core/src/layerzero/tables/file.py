@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def make_table(
     """A table with its content hash; equal inputs give equal hashes, in whatever order they come."""
     ordered = tuple(sorted(entries, key=lambda entry: json.dumps(_plan(entry), sort_keys=True)))
     bare = DispatchTable(hardware, policy_hash, dict(kernels), buckets, ordered, model_id)
-    return DispatchTable(hardware, policy_hash, dict(kernels), buckets, ordered, model_id, _hash(_content(bare)))
+    return replace(bare, content_hash=_hash(_content(bare)))
 
 
 def table_json(table: DispatchTable) -> dict[str, Any]:
@@ -114,7 +115,6 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
     wanted = _hash({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
     if file.content_hash != wanted:
         raise _bad(name, f"its content hash is {wanted[:12]}, written is {file.content_hash[:12]}")
-    machine = file.hardware_signature
     entries = []
     for index, plan in enumerate(file.plans):
         op = plan.ops[0]
@@ -132,10 +132,8 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
         for axis, ends in axes.items():
             if list(ends) != sorted(set(ends)):
                 raise _bad(name, f"buckets.{op_id}.{axis}: not ascending")
-    hardware = Hardware(
-        machine.signature, machine.device, machine.driver, machine.torch, tuple(sorted(machine.backends.items())),
-        machine.threads,
-    )  # fmt: skip
+    machine = file.hardware_signature
+    hardware = Hardware(**{**dict(machine), "backends": tuple(sorted(machine.backends.items()))})
     return DispatchTable(
         hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash,
         file.signature,
@@ -143,18 +141,13 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
 
 
 def _content(table: DispatchTable) -> dict[str, Any]:
-    hardware = table.hardware
+    hardware = asdict(table.hardware) | {"backends": dict(table.hardware.backends)}
+    if hardware["threads"] is None:
+        del hardware["threads"]
     return {
         "schema_version": "1.0",
         "model_id": table.model_id,
-        "hardware_signature": {
-            "signature": hardware.signature,
-            "device": hardware.device,
-            "driver": hardware.driver,
-            "torch": hardware.torch,
-            "backends": dict(hardware.backends),
-            **({} if hardware.threads is None else {"threads": hardware.threads}),
-        },
+        "hardware_signature": hardware,
         "policy_hash": table.policy_hash,
         "kernels": dict(table.kernels),
         "buckets": {op: {axis: list(ends) for axis, ends in axes.items()} for op, axes in table.buckets.items()},
