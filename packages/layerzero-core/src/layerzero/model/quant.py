@@ -180,9 +180,9 @@ class QuantizedTensor:
             raise invalid(ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, self.granularity, f"block (for {fmt.value})")
         self._check_data(traits)
         self._check_scales(traits)
-        parts = [part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None]
-        if len({part.device for part in parts}) > 1:
-            raise invalid(ReasonCode.DEVICE_MIXED, [str(part.device) for part in parts])
+        places = [part.device for part in self.tensors()]
+        if len(set(places)) > 1:
+            raise invalid(ReasonCode.DEVICE_MIXED, [str(place) for place in places])
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same numbers on another device."""
@@ -245,8 +245,7 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of storage, scales included."""
-        parts = (self.data, self.scale, self.zero_point, self.tensor_scale)
-        return sum(math.prod(part.shape) * part.element_size() for part in parts if part is not None)
+        return sum(math.prod(part.shape) * part.element_size() for part in self.tensors())
 
 
 def scale_shape(shape: tuple[int, ...], granularity: str, block_size: int | None) -> tuple[int, ...]:

@@ -6,13 +6,12 @@ checked value. `layerzero.model.rope_tables` turns it into tables.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import InvalidInputError, invalid, nearest
 
 __all__ = ["ROPE_TYPES", "RopeScaling"]
 
@@ -112,7 +111,7 @@ class RopeScaling:
                     f"scaling[{name!r}] is a mapping: this configuration scales layer types apart",
                 )
             if name not in _NAMES:
-                near = difflib.get_close_matches(str(name), _NAMES, 1) or list(_NAMES)
+                near = nearest(str(name), _NAMES, 1) or _NAMES
                 raise invalid("SCHEMA_FIELD_UNKNOWN", name, near[0])
             if isinstance(item, list):
                 given[name] = tuple(item)

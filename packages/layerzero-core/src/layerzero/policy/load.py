@@ -5,7 +5,6 @@ YAML and TOML are imported inside the functions: a process without a policy file
 
 from __future__ import annotations
 
-import difflib
 import os
 import stat
 from collections.abc import Collection, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from layerzero.env import Env
-from layerzero.errors import ConfigurationError, PolicyValidationError
+from layerzero.errors import ConfigurationError, PolicyValidationError, nearest
 from layerzero.kinds import Place, Problem, spell
 from layerzero.model.config import Rule
 from layerzero.policy.layers import Level, PolicyLayer
@@ -175,7 +174,7 @@ def _refusal(parsed: Parsed, problem: Problem) -> PolicyValidationError:
 
 
 def _unknown(parsed: Parsed, place: Place, known: Collection[str], what: str) -> PolicyValidationError:
-    near = difflib.get_close_matches(str(place[-1]), list(known), n=1)
+    near = nearest(str(place[-1]), known, 1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
     return _problem(
         parsed,

@@ -178,7 +178,7 @@ def load_capabilities(
 def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Every declared field in its in-memory form. Nothing but a generation map can be deep and otherwise right."""
     try:
-        document = DOCUMENT.parse(migrate(raw), "")
+        document: dict[str, Any] = DOCUMENT.parse(migrate(raw), "")
     except (CapabilitiesError, RecursionError):  # spelling a wrong value that is deep ends in the latter
         check_depth(raw)
         raise

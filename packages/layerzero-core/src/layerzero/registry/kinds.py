@@ -8,7 +8,6 @@ is wrong there (`Where`). Lists and objects are in `layerzero.registry.container
 
 from __future__ import annotations
 
-import difflib
 import enum
 import functools
 import math
@@ -16,6 +15,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
+from layerzero import errors
 from layerzero.errors import CapabilitiesError, LayerZeroError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
@@ -88,8 +88,7 @@ def body(error: LayerZeroError) -> str:
 
 def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
     """The known word most like `word`, if any is near."""
-    found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return found[0] if found else None
+    return next(iter(errors.nearest(word, known, 1, cutoff)), None)
 
 
 def type_name(value: object) -> str:
