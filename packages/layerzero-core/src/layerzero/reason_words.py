@@ -212,6 +212,7 @@ class ReasonCode(enum.StrEnum):
     NUMERICS_MISMATCH = "NUMERICS_MISMATCH", _C.HEALTH, "differs from the reference by {value}, allowed {limit}", "do not use this kernel; report it"
     KERNEL_TIMEOUT = "KERNEL_TIMEOUT", _C.HEALTH, "did not finish within {limit} s", "the next candidate was used"
     JIT_NOT_READY = "JIT_NOT_READY", _C.JIT, "has no compiled artifact yet", "run lz.warmup, or pass jit='block'"
+    JIT_NEEDS_DEVICE = "JIT_NEEDS_DEVICE", _C.JIT, "has no compiled artifact yet and is not compiled beside requests, but only on the device: {value}", "run lz.warmup before the first request, or pass jit='block'"
     JIT_FAILED = "JIT_FAILED", _C.JIT, "compilation failed: {value}", "see the compile log"
     PLAN_BUCKET_MISS = "PLAN_BUCKET_MISS", _C.PLAN, "no baked plan for the bucket of {value}", "add the shape and solve again"
     PLAN_HARDWARE_MISMATCH = "PLAN_HARDWARE_MISMATCH", _C.PLAN, "the plan was made for {limit}, this is {value}", "solve again on this machine"

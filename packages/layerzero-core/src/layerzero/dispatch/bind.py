@@ -161,7 +161,7 @@ def bind(
                 markers.leave(slot)
     state.counters.binds += 1
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
-        fn = functools.partial(fn, layout=_own_layout(kernel, decision))
+        fn = functools.partial(fn, layout=own_layout(kernel, decision))
     if kernel.backend not in _AS_TORCH and kernel.backend not in world.enclosed:
         fn = _signed(fn, spec)
         if decision.context.needs_grad and "double_backward" not in kernel.features:
@@ -201,7 +201,8 @@ def bind(
     return bound
 
 
-def _own_layout(kernel: KernelSpec, decision: Decision) -> str:
+def own_layout(kernel: KernelSpec, decision: Decision) -> str:
+    """The layout that a kernel of several is called with."""
     wanted = decision.context.layout
     if wanted is not None and wanted in kernel.layouts:
         return wanted.value

@@ -1,8 +1,8 @@
 """Compiled kernels and the World: what is ready, what is being compiled, what could not be.
 
-`compile_beside` hands the kernels a call would rather have
-had to the queue. `compiling` stands around the run of a kernel without its artifact: under `jit="block"` in the call
-itself, else in a thread of the queue; it alone decides whether an artifact is ready or has failed.
+`compiling` stands around the run of a kernel without its artifact: under `jit="block"` in the call itself, else in a
+thread of the queue, where what `layerzero.dispatch.beside` has had compiled in another process is only loaded. It alone
+decides that an artifact is ready.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,6 @@ from layerzero.jit.known import failure, with_hopeless
 from layerzero.jit.queue import Queue
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
-from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason, reason
@@ -42,10 +41,24 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
-__all__ = ["blocking", "compile_beside", "compile_now", "compiling", "forget_failures", "publish", "queue"]
+__all__ = [
+    "Made", "blocking", "compile_now", "compiling", "forget_failures", "made", "not_ready", "one_compiler",
+    "publish", "put_failure", "queue",
+]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
 _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compiling, results are published together
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What another process has compiled and this one loads: how long that took, what it left on disk."""
+
+    seconds: float
+    evidence: tuple[str, ...]
+
+
+made: ContextVar[Made | None] = ContextVar("made", default=None)
 
 
 # -- results -------------------------------------------------------------------------------------
@@ -86,17 +99,22 @@ publish = _results.publish
 def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder: Path | None, began: int) -> None:
     more_coming = threading.current_thread().name == "layerzero-jit" and queue().busy > 1
     _results.add(artifact, began, more_coming=more_coming)
+    elsewhere = made.get()
+    if elsewhere is not None:
+        seconds, evidence = elsewhere.seconds, elsewhere.evidence
     _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
-    events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact))
+    place = "here" if elsewhere is None else "elsewhere"
+    events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact), compiled=place)
     if folder is not None:
         _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
 
 
-def _not_ready(artifact: Artifact, error: Exception, folder: Path | None, began: int) -> None:
-    text = f"{type(error).__name__}: {error}"[:2_000]
+def not_ready(artifact: Artifact, text: str, folder: Path | None, began: int) -> None:
+    """An artifact cannot be compiled, with the compiler's words; written down for later processes in this folder."""
+    text = text[:2_000] or "no word of its compiler"
     _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
     events.tell("compile", error=text.splitlines()[0][:300], kernel=artifact[0], artifact=words_of(artifact))
-    _put_failure(artifact, failure(text.splitlines()[0][:300]), began)
+    put_failure(artifact, failure(text.splitlines()[0][:300]), began)
     if folder is not None:
         _write(Index(folder), artifact, error=text)
 
@@ -108,7 +126,8 @@ def _write(index: Index, artifact: Artifact, **outcome: Any) -> None:
         _log.warning("the index of compiled kernels cannot be written: %s", error)
 
 
-def _put_failure(artifact: Artifact, why: Reason, began: int) -> None:
+def put_failure(artifact: Artifact, why: Reason, began: int) -> None:
+    """Reject the kernel for these values with this reason from now on."""
     state.publish_since(began, lambda world: {"uncompilable": with_hopeless({**world.uncompilable, artifact: why})})
 
 
@@ -142,7 +161,7 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
             return run(*args)
         before, started = jit_cache.snapshot(), time.monotonic()
         try:
-            with _one_compiler(artifact, folder):
+            with one_compiler(artifact, folder):
                 if ctx.needs_grad:  # the backward pass compiles too, and must not do so in the caller's backward()
                     with torch.random.fork_rng():
                         exercise(run, likeness(args), ctx)
@@ -153,7 +172,7 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
             raise RuntimeError(str(error)) from error
         except Exception as error:
             if not _innocent(error):
-                _not_ready(artifact, error, folder, began)
+                not_ready(artifact, f"{type(error).__name__}: {error}", folder, began)
             raise
         _ready(artifact, time.monotonic() - started, jit_cache.new_entries(before), folder, began)
         return out
@@ -161,7 +180,8 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
     return first
 
 
-def _one_compiler(artifact: Artifact, folder: Path | None) -> AbstractContextManager[bool | None]:
+def one_compiler(artifact: Artifact, folder: Path | None) -> AbstractContextManager[bool | None]:
+    """The lock that all processes share: who comes second finds the artifact in the cache."""
     if folder is None:
         return nullcontext()
     name = hashlib.sha256(repr(artifact).encode()).hexdigest()[:24]
@@ -253,22 +273,4 @@ state.on_reset(_forget)
 def _late(artifact: Artifact) -> None:
     limit = queue().timeout_s
     _log.warning("%s has not compiled within %.0f s; calls go on without it", words_of(artifact), limit)
-    _put_failure(artifact, reason("JIT_TIMEOUT", None, f"{limit:g}"), state.generation)
-
-
-def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world: World, args: tuple[Any, ...]) -> None:
-    """Have the kernels compiled that would have been chosen, on inputs like these; the call itself does not wait.
-
-    Left to `lz.warmup`: calls that draw random numbers (a compile would draw too) and calls under capture.
-    """
-    if world.policy.jit != "background" or ctx.capturing or (spec.random is not None and spec.random(args)):
-        return
-    copied: tuple[Any, ...] | None = None
-    for kernel_id in decision.pending[:1]:
-        kernel = world.registry.kernels[kernel_id]
-        artifact = artifact_for(kernel, ctx, world)
-        if artifact in state.world.ready or queue().holds(artifact):
-            continue
-        if copied is None:
-            copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
-        queue().submit(artifact, partial(compile_now, spec, ctx, kernel_id, copied, state.generation))
+    put_failure(artifact, reason("JIT_TIMEOUT", None, f"{limit:g}"), state.generation)

@@ -22,6 +22,7 @@ __all__ = ["current_world", "decide"]
 
 _log = logging.getLogger("layerzero.dispatch")
 _select_log = logging.getLogger("layerzero.selection")
+_UNCOMPILED = ("JIT_NOT_READY", "JIT_NEEDS_DEVICE")
 
 
 def current_world() -> World:
@@ -75,7 +76,7 @@ def _announce(decision: Decision) -> None:
     # Where the user's own policy kept the others out, the reference is what was asked for.
     unasked = [c for c in others if not any(r.category is ReasonCategory.POLICY for r in c.reasons)]
     # Nor is a kernel missed that nobody had compiled and that would not have been preferred.
-    unasked = [c for c in unasked if c.reasons[0].code != "JIT_NOT_READY" or c.kernel_id in decision.pending]
+    unasked = [c for c in unasked if c.reasons[0].code not in _UNCOMPILED or c.kernel_id in decision.pending]
     if unasked and not decision.locked:
         why = "; ".join(f"{c.kernel_id}: {c.reasons[0]}" for c in unasked[:5])
         _select_log.warning(

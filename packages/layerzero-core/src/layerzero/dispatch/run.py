@@ -111,7 +111,7 @@ def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool, args: tup
     while True:  # ends: each round sets a kernel aside, and without any left the decision is a refusal
         decision = decide(spec, ctx, world)
         if decision.pending:
-            from layerzero.dispatch.compiling import compile_beside
+            from layerzero.dispatch.beside import compile_beside
 
             compile_beside(spec, ctx, decision, world, args)
         if not decision.chosen:

@@ -6,6 +6,7 @@ Started only by `layerzero.isolation.process`. What a vendor prints goes to the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -177,7 +178,17 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _end_with_parent(handle: int) -> None:
-    """Read until the parent is gone, then end at once: a child must not outlive it, even inside a long kernel."""
+    """Read until the parent is gone, then end at once: a child must not outlive it, even inside a long kernel.
+
+    Where the kernel can signal the end of the pipe it kills the whole process group: a library that holds the
+    interpreter keeps this thread from running.
+    """
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(handle, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_ASYNC)
     while True:
         try:
             if not os.read(handle, 1):

@@ -20,6 +20,7 @@ __all__ = ["Process", "uncollected"]
 _TAIL = 1_500
 _MAX_LOG = 1 << 20
 _COLLECT_S = 0.5
+_BACKGROUND_BYTES = 16 << 30  # the most memory a process in the background may have; a large nvcc takes 4
 
 # Killed, but still held by the kernel (an uninterruptible driver call): looked at again at the next start.
 _lingering: list[subprocess.Popen[bytes]] = []
@@ -67,6 +68,8 @@ class Process:
             os.close(log)
         self.socket = ours
         self.pid = self._popen.pid
+        if settings.background:
+            _step_back(self.pid)
         self.sentinel = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
 
     def ended(self) -> bool:
@@ -118,6 +121,10 @@ class Process:
             self._signal(signal.SIGKILL)  # whatever it started and left behind
         self._close()
 
+    def kill(self) -> None:
+        """Make it go, with what it started; whoever waits for it collects it."""
+        self._signal(signal.SIGKILL)
+
     def forget(self) -> None:
         """After a fork, in the new process: the child is not ours; leave it alone."""
         self._popen.returncode = 0
@@ -141,6 +148,18 @@ class Process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(max(0.0, until - time.monotonic()))
         return self._popen.returncode is not None
+
+
+def _step_back(pid: int) -> None:
+    """Let everybody else go first: the lowest priority, idle scheduling where it is allowed, bounded memory."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError, ImportError, AttributeError, ValueError):
+        import resource
+
+        resource.prlimit(pid, resource.RLIMIT_DATA, (_BACKGROUND_BYTES, _BACKGROUND_BYTES))
 
 
 def _proc() -> bool:

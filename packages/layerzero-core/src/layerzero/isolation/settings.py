@@ -21,6 +21,7 @@ class Settings:
     deadline_s   a call that has no answer by then is given up and its child ended
     start_s      the same for starting the child and importing the vendor
     memory_mb    the most shared host memory (and memory per device) tensors of one call may take
+    background   of the lowest priority and with bounded memory: for work that nobody waits for
     """
 
     backend: str
@@ -31,6 +32,7 @@ class Settings:
     start_s: float = 120.0
     memory_mb: float = 4096.0
     arena_mb: float = 64.0
+    background: bool = False
     grace_s: float = field(default=0.25, compare=False)
 
     @staticmethod
@@ -39,7 +41,9 @@ class Settings:
         declared: Mapping[str, Any] = {} if spec is None else spec.isolation
         env = {**declared.get("env", {}), **entry.get("env", {})}
         hide = (*entry.get("hide", ()), *declared.get("hide", ()))
-        numbers = {name: float(entry[name]) for name in ("deadline_s", "start_s", "memory_mb") if name in entry}
+        numbers: dict[str, Any] = {
+            name: float(entry[name]) for name in ("deadline_s", "start_s", "memory_mb") if name in entry
+        }
         return Settings(
             backend,
             tuple(sorted((str(name), str(value)) for name, value in env.items())),

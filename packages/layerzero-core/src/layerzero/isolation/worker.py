@@ -239,6 +239,12 @@ class Worker:
         finally:
             self._lock.release()
 
+    def kill(self) -> None:
+        """End the child now, from any thread; a call under way ends with ISOLATION_CRASHED."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def after_fork(self) -> None:
         """In a forked process: the child belongs to the parent. Let go of it without a word."""
         self._lock = threading.Lock()

@@ -18,7 +18,17 @@ from pathlib import Path
 from layerzero.plugin.artifacts import OWN, cache_folder, distrust
 from layerzero.reasons import reason
 
-__all__ = ["DEEP_FOLDERS", "VENDOR_FOLDERS", "cache_folder", "distrust", "locked", "new_entries", "prepare", "snapshot"]
+__all__ = [
+    "DEEP_FOLDERS",
+    "VENDOR_FOLDERS",
+    "cache_folder",
+    "distrust",
+    "locked",
+    "new_entries",
+    "prepare",
+    "snapshot",
+    "variables",
+]
 
 _log = logging.getLogger("layerzero.jit")
 
@@ -63,6 +73,12 @@ def prepare() -> Path | None:
         os.environ.setdefault(variable, word)
     (folder / OWN).mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def variables() -> dict[str, str]:
+    """The variables that say where libraries keep what they compile, as they are set now."""
+    names = ("LAYERZERO_JIT_CACHE_DIR", *VENDOR_FOLDERS, *DEEP_FOLDERS, *_SWITCHES)
+    return {name: value for name in names if (value := os.environ.get(name))}
 
 
 def _watched() -> list[Path]:

@@ -1,10 +1,12 @@
 """Compiling beside the requests: a bounded number of threads, urgent artifacts first, each artifact once.
 
-The compilers at work here either leave Python (nvcc, ptxas, ninja, g++ run as processes) or are C++ that releases the
-interpreter. Some have one caller at a time: of jobs that are equally urgent, one of the backend with the fewest under
-way goes first, so that the others do not stand in its line. A compile that takes too long cannot be ended from outside;
-it loses its place, so that the others go on, and its artifact counts as soon as it is done after all. At its end a
-process waits for what is being compiled: an interpreter that ends a thread inside a C++ compiler is aborted.
+Most threads wait for a compiler in a process of its own (`layerzero.isolation.compilers`). Kernels that can be compiled
+only here do so in the thread: those compilers leave Python (nvcc, ptxas, ninja, g++ run as processes) or are C++ that
+releases the interpreter. Some have one caller at a time: of jobs that are equally urgent, one of the backend with the
+fewest under way goes first, so that the others do not stand in its line. A compile in the thread that takes too long
+cannot be ended from outside; it loses its place, so that the others go on, and its artifact counts as soon as it is
+done after all. At its end a process waits for what is being compiled: an interpreter that ends a thread inside a C++
+compiler is aborted.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ AT_EXIT_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One artifact to compile: urgent ones go first. `work` compiles it and does its own bookkeeping."""
+    """One artifact to compile: urgent ones go first. `work` compiles it and does its own bookkeeping.
+
+    `timed`: it is late after the queue's limit; work in another process has a deadline of its own.
+    """
 
     urgent: bool
     number: int
     artifact: Artifact
     work: Callable[[], object]
+    timed: bool = True
 
     @property
     def backend(self) -> str:
@@ -65,12 +71,14 @@ class Queue:
         self._threads: set[threading.Thread] = set()  # also of those that are late
         self._closed = False
 
-    def submit(self, artifact: Artifact, work: Callable[[], object], *, urgent: bool = False) -> bool:
+    def submit(
+        self, artifact: Artifact, work: Callable[[], object], *, urgent: bool = False, timed: bool = True
+    ) -> bool:
         """Compile an artifact when a worker is free; False when it is under way already or too many wait."""
         with self._changed:
             if artifact in self._known or len(self._waiting) >= MAX_WAITING or self._closed:
                 return False
-            self._known[artifact] = job = Job(urgent, next(self._count), artifact, work)
+            self._known[artifact] = job = Job(urgent, next(self._count), artifact, work, timed)
             self._waiting.append(job)
             self._advance()
             return True
@@ -142,11 +150,12 @@ class Queue:
             self._begun.append(job)
             place = _Place()
             thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
-            timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
-            timer.daemon, place.timer = True, timer
             self._threads.add(thread)
             thread.start()
-            timer.start()
+            if job.timed:
+                timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
+                timer.daemon, place.timer = True, timer
+                timer.start()
 
     def _run(self, job: Job, place: _Place) -> None:
         try:

@@ -152,6 +152,7 @@ class KernelSpec(Plain):
     tp_invariant: bool = False
     jit: bool = False
     jit_key: tuple[str, ...] = ()
+    compiler: str | None = None
     fuses: tuple[str, ...] = ()
     adapt: frozenset[str] = frozenset()
     guards: frozenset[str] = frozenset()

@@ -178,6 +178,11 @@ KERNEL = Record(
             list_of(_JIT_FIELD, 1, to=tuple),
             "context fields: one compiled artifact for each of their values",
         ),
+        Field(
+            "compiler",
+            either(lambda value: value == "device", choice(frozenset({"device"})), _FUNCTION),
+            "function (CompileOrder) that compiles without the device, or 'device': only there, left to lz warmup",
+        ),
         Field("fuses", list_of(_OP, to=tuple), "ops it computes in one go"),
         Field("guards", list_of(_WORD), "facts to check at each hot call"),
         Field("workspace", EXPRESSION, "bytes of scratch memory"),

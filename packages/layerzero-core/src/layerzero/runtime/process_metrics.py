@@ -77,6 +77,7 @@ def _cold() -> Iterator[Family]:
     yield family("layerzero_selection_cache_entries", stats.entries)
     yield family("layerzero_selection_cache_hits_total", stats.hits)
     yield family("layerzero_selection_cache_misses_total", stats.misses)
+    yield family("layerzero_long_loads_total", numbers["long_loads"])
     for kind in KINDS:
         yield histogram(f"layerzero_{kind}_seconds", events.histograms[kind])
 

@@ -36,15 +36,15 @@ __all__ = ["Counters", "Runtime", "scope", "state"]
 class Counters:
     """Plain counters, exact under the GIL for the cold path only; hot calls count nothing."""
 
-    __slots__ = ("binds", "failovers", "followed", "misses", "packs", "selections", "swaps")
+    __slots__ = ("binds", "failovers", "followed", "long_loads", "misses", "packs", "selections", "swaps")
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        self.binds = self.failovers = self.followed = self.misses = self.packs = self.selections = self.swaps = 0
-        now.near_hits = 0
+        self.binds = self.failovers = self.followed = self.long_loads = 0
+        self.misses = self.packs = self.selections = self.swaps = now.near_hits = 0
 
     def to_json(self) -> dict[str, int]:
         """All counters by name."""

@@ -152,10 +152,10 @@ def _pending(
     world: World,
     fallback_id: str,
     locked: str | None,
-    lacking: ReasonCode,
+    lacking: frozenset[ReasonCode],
 ) -> tuple[str, ...]:
     """Kernels that only lack one thing (their artifact, a promotion) and would come before the chosen, best first."""
-    waiting = {item.kernel.kernel_id for item in standing if [r.code for r in item.reasons] == [lacking]}
+    waiting = {item.kernel.kernel_id for item in standing if len(item.reasons) == 1 and item.reasons[0].code in lacking}
     if not waiting:
         return ()
     lookup = world.measurements.lookup
@@ -174,8 +174,8 @@ def _pending(
     return tuple(kernel_id for kernel_id in before if kernel_id in waiting)
 
 
-_NOT_READY = ReasonCode.JIT_NOT_READY
-_SHADOW = ReasonCode.CANARY_SHADOW
+_NOT_READY = frozenset({ReasonCode.JIT_NOT_READY, ReasonCode.JIT_NEEDS_DEVICE})
+_SHADOW = frozenset({ReasonCode.CANARY_SHADOW})
 
 
 def _written(

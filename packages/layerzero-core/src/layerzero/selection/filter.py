@@ -190,10 +190,12 @@ def _compiled(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
     if artifact in world.ready:
         return []
     failed = world.uncompilable.get(artifact) or world.uncompilable.get(kernel.kernel_id)
-    if failed is not None:
+    if failed is not None and (failed.code != "JIT_NEEDS_DEVICE" or world.policy.jit != "block"):
         return [failed]
     if world.policy.jit == "block":
         return []
+    if kernel.compiler == "device":
+        return [reason("JIT_NEEDS_DEVICE", f"{kernel.backend} says so")]
     return [reason("JIT_NOT_READY", ", ".join(artifact[1][2:]) or None)]
 
 

@@ -241,7 +241,7 @@ def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
     if kernels:
         for candidate in decision.candidates:
             kernel = world.registry.kernels[candidate.kernel_id]
-            lacks_only_that = [why.code for why in candidate.reasons] == ["JIT_NOT_READY"]
+            lacks_only_that = [why.code for why in candidate.reasons] in (["JIT_NOT_READY"], ["JIT_NEEDS_DEVICE"])
             if kernel.jit and (candidate.accepted or lacks_only_that):
                 if matches_any(tuple(kernels), kernel.kernel_id, kernel.backend) and kernel.kernel_id not in wanted:
                     wanted.append(kernel.kernel_id)
@@ -267,6 +267,7 @@ def _each_once(names: list[str], world: World) -> list[str]:
 
 def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
     """In a thread of the queue: build the call's tensors, compile, and write down what became of it."""
+    from layerzero.dispatch.beside import compile_elsewhere, compiles_elsewhere
     from layerzero.tuning.inputs import build
 
     if job.began != state.generation:
@@ -278,7 +279,12 @@ def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
         result.already += 1
     try:
         call = build(ctx, seed=0, strides=job.item.strides)
-        why = jit.compile_now(world.ops[ctx.op], ctx, job.kernel_id, call.args, job.began)
+        given = world.ops[ctx.op], ctx, job.kernel_id, call.args, job.began
+        if not job.critical and compiles_elsewhere(kernel) and artifact not in world.ready:
+            # after the warm-up has returned requests are served
+            why = compile_elsewhere(*given, paced=result.seconds > 0.0)
+        else:
+            why = jit.compile_now(*given)
     except LayerZeroError as error:
         why = error.reasons[0] if error.reasons else reason("JIT_FAILED", str(error))
     except Exception as error:  # no memory for the inputs, above all

@@ -29,6 +29,7 @@ KINDS = {
     "dispatch": "calls that were not hot: described, selected, bound and run",
     "select": "selections",
     "compile": "kernels compiled",
+    "load": "kernels loaded that were compiled in another process",
     "failover": "calls that another kernel had to finish",
     "tune": "calls whose kernels were measured",
     "agree": "agreements between ranks",

@@ -35,6 +35,8 @@ CATALOGUE: Final[Mapping[str, tuple[str, str]]] = {
     "layerzero_dispatch_seconds": ("histogram", "time of calls that were not hot, the kernel's own included"),
     "layerzero_select_seconds": ("histogram", "time of selections"),
     "layerzero_compile_seconds": ("histogram", "time of compiles"),
+    "layerzero_load_seconds": ("histogram", "time of loading what another process has compiled"),
+    "layerzero_long_loads_total": ("counter", "such loads of more than 20 ms"),
     "layerzero_failover_seconds": ("histogram", "time from a kernel's error to another one's result"),
     "layerzero_tune_seconds": ("histogram", "time of measuring the kernels of one call"),
     "layerzero_agree_seconds": ("histogram", "time of agreements between ranks"),

@@ -24,7 +24,7 @@ from layerzero_triton import cache
 
 __all__ = [
     "Launch", "Launcher", "Plan", "collecting", "interpreting", "plain_launches", "prepare", "remember",
-    "sm_count",
+    "sm_count", "standing_for",
 ]  # fmt: skip
 
 _DIRECT_VERSIONS = ("3.5.", "3.6.")  # whose CompiledKernel.run takes the arguments below; newer ones go the long way
@@ -34,6 +34,7 @@ _stream_of: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRaw
 _current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 _hooks: Any = triton.knobs.runtime.launch_enter_hook  # profilers hang themselves here
 _counts: dict[int, int] = {}
+_stood_for: ContextVar[int | None] = ContextVar("stood_for", default=None)  # multiprocessors of a device elsewhere
 
 _collected: ContextVar[list[Launch] | None] = ContextVar("collected", default=None)
 
@@ -100,13 +101,23 @@ def prepare(launches: Sequence[Launch], device: torch.device) -> None:
     """
     if device.type == "cpu" or _collected.get() is not None:
         return
-    with cache.scoped(), torch.cuda.device(device):
+    with cache.scoped(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for launch in launches:
             kinds = (None if tensor is None else tensor.dtype for tensor in launch.tensors)
             launch.kernel.warmup(
                 *kinds, *launch.numbers, *launch.constants, grid=(1, 1, 1), num_warps=launch.warps,
                 num_stages=launch.stages,
             )  # fmt: skip
+
+
+@contextlib.contextmanager
+def standing_for(multiprocessors: int) -> Iterator[None]:
+    """Inside the block meta tensors stand for those of a device with so many multiprocessors, to compile for it."""
+    token = _stood_for.set(multiprocessors)
+    try:
+        yield
+    finally:
+        _stood_for.reset(token)
 
 
 def interpreting() -> bool:
@@ -117,7 +128,7 @@ def interpreting() -> bool:
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a device; 1 under the interpreter."""
     if device.type != "cuda":
-        return 1
+        return _stood_for.get() or 1
     index = device.index if device.index is not None else torch.cuda.current_device()
     found = _counts.get(index)
     if found is None:

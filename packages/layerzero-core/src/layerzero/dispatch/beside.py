@@ -1,0 +1,228 @@
+"""Compiling beside the requests: in another process where a kernel declares how, and then loading what is ready.
+
+A kernel's `compiler` names a function that compiles for a device given by value. Its order holds what the adapter
+would be called with, as metadata; the process that follows it sees no device (`layerzero.isolation.compilers`). This
+process only loads the artifact, in a thread of the queue, at most one a second. Kernels without a `compiler` compile in
+that thread; "device" leaves a kernel to `lz warmup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.dispatch.adapt import adapt
+from layerzero.dispatch.compiling import (
+    Made,
+    blocking,
+    compile_now,
+    made,
+    not_ready,
+    one_compiler,
+    put_failure,
+    queue,
+)
+from layerzero.isolation.faults import ChildError, ChildOutOfMemory, IsolationFault
+from layerzero.jit import cache as jit_cache
+from layerzero.jit.inputs import likeness
+from layerzero.model.artifact import Artifact, words_of
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision, ExecutionPlan
+from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
+from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
+from layerzero.runtime.timers import timers
+from layerzero.selection.engine import select
+from layerzero.selection.filter import artifact_for
+from layerzero.selection.world import World
+from layerzero.telemetry.events import events
+
+__all__ = ["compile_beside", "compile_elsewhere", "compiles_elsewhere"]
+
+_log = logging.getLogger("layerzero.jit")
+_APART_S = 1.0  # loads beside requests are at least so far apart
+_LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
+# What a compiler's words say of the disk and not of the kernel.
+_DISK = ("No space left on device", "File too large", "Disk quota exceeded", "Read-only file system")
+_in_threads: set[str] = set()  # backends of which it was said that they compile in threads
+
+
+def compiles_elsewhere(kernel: KernelSpec) -> bool:
+    """Whether a kernel declares how to compile it without its device."""
+    return kernel.compiler is not None and kernel.compiler != "device"
+
+
+def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world: World, args: tuple[Any, ...]) -> None:
+    """Have the kernels compiled that would have been chosen, on inputs like these; the call itself does not wait.
+
+    Left to `lz.warmup`: calls that draw random numbers (a compile would draw too), calls under capture, and kernels
+    that are compiled only on the device.
+    """
+    if world.policy.jit != "background" or ctx.capturing or (spec.random is not None and spec.random(args)):
+        return
+    copied: tuple[Any, ...] | None = None
+    for kernel_id in decision.pending[:1]:
+        kernel = world.registry.kernels[kernel_id]
+        artifact = artifact_for(kernel, ctx, world)
+        known = artifact in state.world.ready or artifact in state.world.uncompilable
+        if known or kernel.compiler == "device" or queue().holds(artifact):
+            continue
+        if copied is None:
+            copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
+        elsewhere = compiles_elsewhere(kernel)
+        if not elsewhere and kernel.backend not in _in_threads:
+            _in_threads.add(kernel.backend)
+            _log.info("%s compiles in threads of this process: it declares no compiler", kernel.backend)
+        work = compile_elsewhere if elsewhere else compile_now
+        queue().submit(artifact, partial(work, spec, ctx, kernel_id, copied, state.generation), timed=not elsewhere)
+
+
+def compile_elsewhere(
+    spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...], began: int, *, paced: bool = True
+) -> Reason | None:
+    """Compile one kernel for one call in another process and load it here; the reason when it could not be.
+
+    `paced`: requests are being served, so that loads keep their distance.
+    """
+    with state.changing():
+        if began != state.generation:
+            return reason("JIT_NOT_READY", None)
+        world = state.world
+    kernel = world.registry.kernels[kernel_id]
+    artifact, folder = artifact_for(kernel, ctx, world), jit_cache.prepare()
+    order = None if folder is None else _order(spec, ctx, kernel, args, world)
+    if order is None:  # nowhere to hand it over, or a call that metadata does not describe
+        return compile_now(spec, ctx, kernel_id, args, began)
+    from layerzero.isolation.compilers import IDLE_S, compilers
+
+    before = jit_cache.snapshot()
+    try:
+        with one_compiler(artifact, folder):
+            said = compilers.ask(order, queue().timeout_s, jit_cache.variables())
+    except IsolationFault as error:
+        return _failed(artifact, error, began)
+    finally:
+        timers.after("compilers", IDLE_S, _end_idle)
+    if "needs_device" in said:
+        why = reason("JIT_NEEDS_DEVICE", said["needs_device"])
+        put_failure(artifact, why, began)
+        return why
+    with _loads.turn(paced), _loading(Made(float(said["seconds"]), jit_cache.new_entries(before)), artifact):
+        return compile_now(spec, ctx, kernel_id, args, began)
+
+
+def _order(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple[Any, ...], world: World) -> str | None:
+    """The order for a compiler: what the adapter would be called with for this call; None where that has no form."""
+    from layerzero.dispatch.bind import own_layout
+    from layerzero.isolation.compilers import order_text
+    from layerzero.isolation.values import Unsendable
+
+    asked = replace(ctx, backend=kernel.kernel_id, capturing=False, switched_off=frozenset())
+    decision = select(asked, blocking(world))
+    if decision.chosen != kernel.kernel_id or not ctx.aligned_pointers or kernel.backend in world.enclosed:
+        return None
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def adapter(*given: Any, **words: Any) -> Any:
+        seen.append((given, words))
+        raise _Seen
+
+    fn = adapter
+    if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
+        fn = functools.partial(adapter, layout=own_layout(kernel, decision))
+    run = adapt(fn, decision.context, ExecutionPlan.of(decision).transforms, spec.autocast)
+    try:
+        with torch.set_grad_enabled(ctx.needs_grad):
+            run(*(_meta(item) for item in args))
+    except _Seen:
+        pass
+    except Exception as error:  # a step that looks at numbers, which meta tensors have none of
+        _log.info("%s is compiled here, %s: %s", kernel.kernel_id, type(error).__name__, error)
+        return None
+    try:
+        return order_text(kernel, *seen[0], ctx.to_json(), ctx.needs_grad)
+    except Unsendable:
+        return None
+
+
+class _Seen(Exception):
+    """What the adapter would be called with is known."""
+
+
+def _meta(item: Any) -> Any:
+    if not isinstance(item, Tensor):
+        return item
+    found = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    return found.requires_grad_(item.requires_grad) if item.is_floating_point() else found
+
+
+def _failed(artifact: Artifact, error: IsolationFault, began: int) -> Reason:
+    """Write down what became of a compiler; its own error and a crash are for later processes, too."""
+    why, words = error.reason, str(error.reason.value or error.reason)
+    if why.code == "ISOLATION_TIMEOUT":
+        late = reason("JIT_TIMEOUT", None, f"{queue().timeout_s:g}")
+        _log.warning("%s was not compiled within %s s; its compiler was ended", words_of(artifact), late.limit)
+        events.tell("compile", error=str(late), kernel=artifact[0], artifact=words_of(artifact))
+        put_failure(artifact, late, began)
+        return late
+    own = isinstance(error, ChildError) and not isinstance(error, ChildOutOfMemory)
+    crashed = why.code == "ISOLATION_CRASHED" and "SIGKILL" not in words
+    lasting = (own or crashed) and not any(text in words for text in _DISK)
+    text = words if own else str(why)
+    not_ready(artifact, text, jit_cache.prepare() if lasting else None, began)
+    return reason("JIT_FAILED", text[:300])
+
+
+# -- loads ---------------------------------------------------------------------------------------
+class _Loads:
+    """One load at a time, and beside requests at most one a second."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = -_APART_S
+
+    @contextlib.contextmanager
+    def turn(self, paced: bool) -> Any:
+        with self._lock if paced else contextlib.nullcontext():
+            if paced:
+                time.sleep(max(0.0, self._last + _APART_S - time.monotonic()))
+            try:
+                yield
+            finally:
+                self._last = time.monotonic()
+
+
+_loads = _Loads()
+
+
+@contextlib.contextmanager
+def _loading(what: Made, artifact: Artifact) -> Any:
+    """Around a load: what was made, and how long the load takes."""
+    token, started = made.set(what), time.monotonic()
+    try:
+        yield
+    finally:
+        made.reset(token)
+        took = time.monotonic() - started
+        events.tell("load", took, kernel=artifact[0], artifact=words_of(artifact))
+        if took > _LONG_S:
+            state.counters.long_loads += 1
+            _log.warning("loading %s took %.0f ms", words_of(artifact), took * 1e3)
+
+
+def _end_idle() -> None:
+    from layerzero.isolation.compilers import compilers
+
+    left = compilers.end_idle()
+    if left is not None:
+        timers.after("compilers", left, _end_idle)

@@ -1,0 +1,55 @@
+"""What a backend is asked to compile in a process that sees no device: the kernel, the call, the device by value."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerzero.model.device import DeviceSpec
+
+__all__ = ["CompileOrder", "NeedsDevice"]
+
+
+class NeedsDevice(RuntimeError):
+    """Raised by a backend's `compiler`: this kernel is compiled only where the device is, since it is tuned there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompileOrder:
+    """One kernel to compile for one call.
+
+    function  the kernel's adapter, "module:name"
+    args      what the adapter would be called with, `kwargs` too: tensors are on torch's meta device
+    context   the call, as `Context.to_json` writes it
+    device    what to compile for; it is not here
+    """
+
+    kernel_id: str
+    function: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Mapping[str, Any]
+    device: DeviceSpec
+    needs_grad: bool = field(default=False)
+
+    def run(self) -> None:
+        """Call the adapter on the meta tensors, backward too where the call would; for who has replaced the launch."""
+        import torch
+
+        module, _, name = self.function.partition(":")
+        adapter: Callable[..., Any] = importlib.import_module(module)  # type: ignore[assignment]
+        for part in name.split("."):
+            adapter = getattr(adapter, part)
+        try:
+            with torch.set_grad_enabled(self.needs_grad):
+                out = adapter(*self.args, **self.kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta tensor" in str(error):  # it reads numbers, and there are none
+                raise NeedsDevice(f"{self.function} reads what its tensors hold") from error
+            raise
+        outs = [item for item in (out if isinstance(out, tuple) else (out,)) if isinstance(item, torch.Tensor)]
+        wanted = [item for item in outs if item.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.empty_like(item) for item in wanted])

@@ -1,0 +1,86 @@
+"""Compiling Triton kernels for a device that is not here: nothing is launched, nothing allocated. Imports Triton.
+
+A backend whose kernels are Triton's names "layerzero.plugin.triton_compiler:compile_order" as their `compiler`.
+
+The adapter runs on meta tensors as it would on real ones. Triton asks its driver for the target and compiles what the
+launch would have needed, through its own code, so that the keys of its cache are those of the process that will load
+it; where that process would launch, the launch is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from layerzero.model.compile_order import CompileOrder, NeedsDevice
+from layerzero.model.device import DeviceSpec
+
+__all__ = ["compile_order", "target_of"]
+
+
+def compile_order(order: CompileOrder) -> None:
+    """Compile what the launches of one call need. Raises NeedsDevice for kernels that Triton autotunes."""
+    with _absent(order.device):
+        order.run()
+
+
+def target_of(device: DeviceSpec) -> GPUTarget:
+    """What Triton calls this device."""
+    if device.gfx is not None:
+        return GPUTarget("hip", device.gfx, 64 if device.gfx.startswith("gfx9") else 32)
+    if device.sm_version is None:
+        raise NeedsDevice(f"Triton has no target for {device.name or device.device_type}")
+    return GPUTarget("cuda", device.sm_version, 32)
+
+
+class _NoDriver:
+    """A driver that knows its target and has no device."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        return None
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextlib.contextmanager
+def _absent(device: DeviceSpec) -> Iterator[None]:
+    """Inside the block Triton compiles for this device and launches nothing; afterwards its driver has no device."""
+    kept, tuned = JITFunction.run, Autotuner.run
+
+    @functools.wraps(kept)
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **words: Any) -> Any:
+        return kept(self, *args, grid=grid, warmup=True, **words)
+
+    @functools.wraps(tuned)
+    def refuse(self: Any, *args: Any, **words: Any) -> Any:
+        if len(self.configs) > 1:
+            raise NeedsDevice(f"{self.base_fn.__name__} is autotuned over {len(self.configs)} configurations")
+        return tuned(self, *args, **words)
+
+    driver.set_active(_NoDriver(target_of(device)))
+    JITFunction.run, Autotuner.run = compile_only, refuse
+    try:
+        yield
+    finally:
+        JITFunction.run, Autotuner.run = kept, tuned

@@ -1,0 +1,258 @@
+"""Compilers live elsewhere: another process compiles and sees no GPU, this one loads; what goes wrong harms nobody."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.dispatch import beside
+from layerzero.dispatch import compiling as jit
+from layerzero.isolation.compilers import compilers
+from layerzero.jit.index import Index
+from layerzero.runtime.process_metrics import families
+from layerzero.runtime.state import state
+from layerzero.telemetry.events import events
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
+
+
+def _lab() -> Any:
+    """The module beside this one; test folders are no packages."""
+    spec = importlib.util.spec_from_file_location("layerzero_compiled_lab", HERE / "compiled_lab.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    if not hasattr(module, "KERNEL"):
+        spec.loader.exec_module(module)
+    return module
+
+
+_shared = _lab()
+cache, ready, wait_until = _shared.cache, _shared.ready, _shared.wait_until
+KERNEL, X, W, EXPECTED = _shared.KERNEL, _shared.X, _shared.W, _shared.EXPECTED
+
+
+@pytest.fixture
+def planted(lab: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kernel with one of the `planted_compilers`; gives the file in which those tell of themselves."""
+    told = tmp_path / "told.json"
+    monkeypatch.setenv("PLANTED_TOLD", str(told))
+    monkeypatch.syspath_prepend(str(HERE))
+
+    def use(compiler: str, **fields: Any) -> Path:
+        named = compiler if compiler == "device" else f"planted_compilers:{compiler}"
+        spec = _shared.spec_of(compiler=named, **fields)
+        object.__setattr__(spec, "function", "planted_compilers:rms_norm")
+        lab.use(spec)
+        return told
+
+    yield use
+    assert not jit.queue().wait(timeout_s=90)
+    compilers.end_idle(-1.0)
+    assert compilers.pids == ()
+
+
+def _reason() -> Any:
+    (why,) = lz.explain("rms_norm", X, W).decision.candidate(KERNEL).reasons
+    return why
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(planted: Any, cache: Path) -> None:
+    told = planted("good")
+    compiled, loaded = events.histograms["compile"].read()[0][-1], events.histograms["load"].read()[0][-1]
+    torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
+    wait_until(ready)
+    assert lz.explain("rms_norm", X, W).chosen == KERNEL
+    torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
+    seen = json.loads(told.read_text())
+    ctx = lz.explain("rms_norm", X, W).decision.context
+    assert seen["pid"] != os.getpid() and seen["parent"] == os.getpid()
+    assert seen["nice"] == 19 and seen["policy"] == os.SCHED_IDLE and seen["memory"] == 16 << 30 and seen["gpus"] == ""
+    assert seen["x"] == ["meta", [3, 8], [8, 1], "torch.float32"]
+    assert (seen["kernel"], seen["device"], seen["hidden"]) == (KERNEL, ctx.device.signature, 8)
+    by = (cache / "triton" / "compiled_by.log").read_text().split()
+    assert by == [str(seen["pid"])]  # this process has only loaded
+    (entry,) = Index(cache).entries()
+    assert any(path.endswith("scale_8.so") for path in entry.evidence) and entry.seconds > 0
+    assert events.histograms["compile"].read()[0][-1] == compiled + 1
+    assert events.histograms["load"].read()[0][-1] == loaded + 1
+    names = {item.name for item in families()}
+    assert {"layerzero_load_seconds", "layerzero_long_loads_total"} <= names
+
+
+FAULTS = {
+    "hang": ("JIT_TIMEOUT", "2 s", False),
+    "hold": ("JIT_TIMEOUT", "2 s", False),
+    "crash": ("JIT_FAILED", "SIGSEGV", True),
+    "fill": ("JIT_FAILED", "File too large", False),
+    "eat": ("JIT_FAILED", "MemoryError", False),
+    "refuse": ("JIT_FAILED", "no such instruction", True),
+}
+
+
+@pytest.mark.req("R-WARM-01", "R-WARM-08")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_requests_go_on_whatever_a_compiler_does_and_the_failure_is_told(
+    planted: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Hangs, holds the interpreter, crashes, fills the disk, takes all memory, raises: each with its reason."""
+    code, words, lasting = FAULTS[fault]
+    if code == "JIT_TIMEOUT":
+        monkeypatch.setenv("LAYERZERO_JIT_TIMEOUT", "2")
+    told = planted(fault)
+    lz.rms_norm(X, W, 1e-6)
+    while not state.world.uncompilable:  # requests of all the time it takes
+        torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
+    why = _reason()
+    assert why.code == code and words in str(why)
+    assert not ready() and jit.queue().wait(timeout_s=60) == frozenset()
+    assert bool(Index(cache).failed()) is lasting  # what says nothing about the kernel is tried again tomorrow
+    torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
+    assert jit.queue().busy == 0  # and is not begun again here
+    seen = json.loads(told.read_text())
+    if fault in ("hang", "hold", "crash"):  # what was killed or died is gone with all it had started
+        wait_until(lambda: not _alive(seen["pid"]) and not _alive(seen["started"]))
+    else:
+        os.kill(seen["started"], signal.SIGKILL)
+
+
+def test_a_compiler_that_went_wrong_does_not_hold_up_the_next_one(planted: Any) -> None:
+    planted("crash")
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(lambda: bool(state.world.uncompilable))
+    planted("good")
+    jit.forget_failures()
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(ready)
+
+
+def test_loads_beside_requests_are_a_second_apart_and_long_ones_are_counted(
+    planted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(beside, "_LONG_S", 0.0)
+    planted("good")
+    at: list[float] = []
+    stop = events.subscribe(lambda tree: at.extend(item.start / 1e9 for item in tree if item.kind == "load"))
+    try:
+        for hidden in (8, 16):
+            lz.rms_norm(torch.ones(3, hidden), torch.ones(hidden), 1e-6)
+        wait_until(lambda: len(state.world.ready) == 2)
+        wait_until(lambda: len(at) == 2)
+    finally:
+        stop()
+    assert at[1] - at[0] >= 0.9
+    assert state.counters.long_loads == 2 and caplog.text.count(f"loading {KERNEL}") == 2
+
+
+def test_what_must_be_tuned_on_the_device_is_left_to_warm_up_and_explain_says_so(planted: Any, cache: Path) -> None:
+    planted("tuned")
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(lambda: bool(state.world.uncompilable))
+    why = _reason()
+    assert why.code == "JIT_NEEDS_DEVICE" and "12 configurations" in str(why) and "lz.warmup" in why.hint
+    assert lz.explain("rms_norm", X, W).decision.pending == (KERNEL,) and not Index(cache).failed()
+    lz.rms_norm(X, W, 1e-6)
+    assert jit.queue().busy == 0
+    result = lz.warmup([lz.explain("rms_norm", X, W).decision.context], background=False)
+    assert result.ok and ready() and lz.explain("rms_norm", X, W).chosen == KERNEL
+
+
+def test_a_kernel_that_declares_the_device_is_not_begun_beside_requests(planted: Any) -> None:
+    planted("device")
+    lz.rms_norm(X, W, 1e-6)
+    assert jit.queue().busy == 0 and compilers.pids == ()
+    assert _reason().code == "JIT_NEEDS_DEVICE"
+
+
+def test_an_order_that_metadata_cannot_describe_is_compiled_in_the_thread_as_before(
+    planted: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted("good")
+    monkeypatch.setattr(beside, "_order", lambda *given: None)
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(ready)
+    assert (cache / "triton" / "compiled_by.log").read_text().split() == [str(os.getpid())]
+
+
+def test_compilers_end_when_nobody_asks_them(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = planted("good")
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(ready)
+    pid = json.loads(told.read_text())["pid"]
+    assert compilers.pids == (pid,) and compilers.end_idle() is not None
+    assert compilers.end_idle(0.0) is None
+    wait_until(lambda: not _alive(pid))
+
+
+@pytest.mark.parametrize("fault", ["hang", "hold"])
+def test_a_compiler_ends_with_its_parent_even_if_it_holds_the_interpreter(
+    planted: Any, cache: Path, tmp_path: Path, fault: str
+) -> None:
+    told = planted(fault)
+    program = textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(HERE)!r})
+        from layerzero.isolation.compilers import compilers, order_text
+        from layerzero.model.device import DeviceSpec
+        from layerzero.model.enums import Platform
+        from layerzero.model.kernel import KernelSpec
+        kernel = KernelSpec("cc.rms_norm.plain", "rms_norm", "cc", "planted_compilers:rms_norm",
+                            platforms=frozenset({{Platform.CPU}}), dtypes=frozenset({{"float32"}}),
+                            compiler="planted_compilers:{fault}")
+        context = {{"device": DeviceSpec(Platform.CPU, "cpu").to_json()}}
+        compilers.ask(order_text(kernel, (), {{}}, context, False), 300.0)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait_until(told.exists)
+        seen = json.loads(told.read_text())
+        assert _alive(seen["pid"]) and _alive(seen["started"])
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not _alive(seen["pid"]) and not _alive(seen["started"]))
+
+
+def test_a_process_that_ends_does_not_wait_for_its_compilers(planted: Any, cache: Path) -> None:
+    told = planted("hang")
+    program = textwrap.dedent(f"""
+        import sys, time, os, torch
+        sys.path.insert(0, {str(HERE)!r})
+        import layerzero as lz
+        from layerzero.model.enums import Platform
+        from layerzero.model.kernel import KernelSpec
+        from layerzero.runtime.state import state
+        world = state.world
+        kernel = KernelSpec("cc.rms_norm.plain", "rms_norm", "cc", "planted_compilers:rms_norm", priority=200.0,
+                            platforms=frozenset({{Platform.CPU}}), dtypes=frozenset({{"float32"}}), jit=True,
+                            jit_key=("hidden",), compiler="planted_compilers:hang")
+        state.publish(registry=world.registry.add((kernel,)))
+        lz.rms_norm(torch.ones(3, 8), torch.ones(8))
+        while not os.path.exists({str(told)!r}):
+            time.sleep(0.01)
+    """)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(told.read_text())
+    wait_until(lambda: not _alive(seen["pid"]) and not _alive(seen["started"]))
+    assert not Index(cache).failed() and time.monotonic() - began < 100

@@ -1,0 +1,14 @@
+"""Compiling our kernels for a device that is not here; some of their tiles depend on its multiprocessors."""
+
+from __future__ import annotations
+
+from layerzero.plugin import CompileOrder, triton_compiler
+from layerzero_triton.kernels.launch import standing_for
+
+__all__ = ["compile_order"]
+
+
+def compile_order(order: CompileOrder) -> None:
+    """Compile what the launches of one call need."""
+    with standing_for(order.device.multiprocessors):
+        triton_compiler.compile_order(order)
