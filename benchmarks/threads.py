@@ -37,8 +37,8 @@ from layerzero.numerics.tolerances import tolerance
 from layerzero.tuning.inputs import build
 from layerzero_verify.kernels import flat
 from layerzero_verify.lineup import resolve
-from layerzero_verify.testing.cases import Draw, fit
-from layerzero_verify.testing.weights import weight_for
+from layerzero_verify.testing.cases import drawn
+from layerzero_verify.testing.weights import weight_given
 
 __all__ = ["BACKENDS", "covered", "main", "run"]
 
@@ -121,10 +121,9 @@ def work_for(spec: KernelSpec) -> Work | None:
 
 
 def _linear(spec: KernelSpec, options: dict[str, Any], x: torch.Tensor) -> tuple[Any, ...]:
-    rows, width = fit(spec, "rows", options["shape"][0]), fit(spec, "k", options["weight"][1])
-    draw = Draw(str(x.dtype).removeprefix("torch."), torch.device("cpu"), spec.kernel_id)
-    dense = draw.normal(fit(spec, "n", options["weight"][0]), width, scale=0.1)
-    return draw.normal(rows, width), weight_for(spec, dense), None, None
+    word, (n, k) = str(x.dtype).removeprefix("torch."), options["weight"]
+    sizes = {"rank": 2, "rows": options["shape"][0], "n": n, "k": k}
+    return drawn("linear", spec, word, torch.device("cpu"), spec.kernel_id, **sizes, **weight_given(spec))
 
 
 def _plain(value: Any) -> str:

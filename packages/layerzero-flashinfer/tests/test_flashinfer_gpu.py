@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.errors import CudaGraphUnsafeError
+from layerzero.model.context import Context
+from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance
 from layerzero.registry.capabilities import load_capabilities
+from layerzero.tuning.inputs import Draw
 from layerzero_flashinfer import plugin
-from layerzero_verify.testing.cases import Draw
-from layerzero_verify.testing.cases_attention import attention_call
-from layerzero_verify.testing.cases_grouped import mla_call
-from layerzero_verify.testing.cases_varlen import varlen_call
+from layerzero_verify.testing.cases import drawn
 from layerzero_verify.testing.kit import import_string, operation
 
 # What the vendor warns of at its import is not ours to mend.
@@ -92,17 +93,24 @@ def expect(spec, args, found, dtype, k=128):
 
 
 def draw(dtype, seed):
-    return Draw(dtype, CUDA, seed)
+    return Draw(Context("cast", dtype=dtype), CUDA, zlib.crc32(seed.encode()))
 
 
+def attention(spec, dtype, seed, **given):
+    """A call of dense attention."""
+    return drawn("attention", spec, dtype, CUDA, seed, rank=4, **given)
+
+
+CAUSAL, LSE = {"causal": Causal.BOTTOM_RIGHT}, {"needs": {"lse"}}
+# Lengths of queries and keys, heads of each, and the rest of the call.
 ATTENTION = {
-    "prefill": {"seq_q": 517, "heads": 8, "kv_heads": 2, "causal": "bottom_right"},
-    "cached": {"seq_q": 33, "seq_k": 1031, "heads": 8, "kv_heads": 8, "causal": "bottom_right", "lse": True},
-    "full": {"seq_q": 100, "seq_k": 777, "heads": 16, "kv_heads": 2},
-    "more_queries": {"seq_q": 300, "seq_k": 70, "heads": 4, "kv_heads": 4, "causal": "bottom_right", "lse": True},
-    "window": {"seq_q": 200, "seq_k": 900, "heads": 8, "kv_heads": 2, "causal": "bottom_right", "window": (63, 0)},
-    "softcap": {"seq_q": 130, "seq_k": 130, "heads": 8, "kv_heads": 2, "softcap": 5.0, "scale": 0.3, "lse": True},
-    "turned": {"seq_q": 65, "seq_k": 65, "heads": 4, "kv_heads": 4, "scale": -0.2, "causal": "bottom_right"},
+    "prefill": (517, 517, 8, 2, CAUSAL),
+    "cached": (33, 1031, 8, 8, CAUSAL | LSE),
+    "full": (100, 777, 16, 2, {}),
+    "more_queries": (300, 70, 4, 4, CAUSAL | LSE),
+    "window": (200, 900, 8, 2, CAUSAL | {"window": (63, 0)}),
+    "softcap": (130, 130, 8, 2, {"softcap": 5.0, "scale": 0.3, "needs": {"lse", "softcap"}}),
+    "turned": (65, 65, 4, 4, CAUSAL | {"scale": -0.2}),
 }
 
 
@@ -112,14 +120,14 @@ ATTENTION = {
 @pytest.mark.parametrize("name", sorted(ATTENTION))
 @pytest.mark.parametrize("kernel_id", kernels("attention"))
 def test_attention_matches_the_reference(kernel_id, name, head_dim, dtype):
-    options = dict(ATTENTION[name])
+    rows, cols, heads, kv_heads, options = ATTENTION[name]
     single = "single" in kernel_id
     batch = 1 if single else 3
     flags = {"window": "window" in options, "softcap": "softcap" in options}
     decode = "decode" in kernel_id
     spec = usable(kernel_id, dtype=dtype, head_dim=head_dim, batch=batch, seq_len_q=1 if decode else 99, **flags)
-    options.setdefault("seq_k", options["seq_q"])
-    args = attention_call(spec, batch=batch, head_dim=head_dim, **options)(draw(dtype, f"{name}{head_dim}"))
+    sizes = {"seq_len_q": rows, "seq_len_k": cols, "num_heads": heads, "num_kv_heads": kv_heads}
+    args = attention(spec, dtype, f"{name}{head_dim}", batch=batch, head_dim=head_dim, **sizes, **options)
     expect(spec, args, run(spec, args), dtype, head_dim)
 
 
@@ -141,12 +149,14 @@ def test_a_slice_of_a_longer_cache_is_read_where_it_lies(kernel_id):
 @pytest.mark.req("R-BK-FI-02", "R-BK-FI-07")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, "bottom_right"])
+@pytest.mark.parametrize("causal", [Causal.NONE, Causal.BOTTOM_RIGHT])
 @pytest.mark.parametrize("kernel_id", kernels("varlen_attention"))
 def test_packed_sequences_match_the_reference(kernel_id, causal, head_dim, dtype):
     spec = usable(kernel_id, dtype=dtype, head_dim=head_dim)
-    sizes = {"queries": (301, 0, 7, 64, 212), "keys": (301, 9, 150, 64, 70), "heads": 8, "kv_heads": 2}
-    args = varlen_call(spec, head_dim=head_dim, causal=causal, lse=True, **sizes)(draw(dtype, "varlen"))
+    sizes = {"queries": (301, 0, 7, 64, 212), "keys": (301, 9, 150, 64, 70), "num_heads": 8, "num_kv_heads": 2}
+    args = drawn(
+        "varlen_attention", spec, dtype, CUDA, "varlen", head_dim=head_dim, causal=causal, needs={"lse"}, **sizes
+    )
     expect(spec, args, run(spec, args), dtype, head_dim)
 
 
@@ -155,7 +165,9 @@ def paged(
 ):
     source = draw(dtype, seed)
     per_row = max(-(-n // page) for n in contexts)
-    tables = source.permutation(per_row * len(contexts) + 3)[: per_row * len(contexts)].reshape(len(contexts), per_row)
+    count = per_row * len(contexts)
+    order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(7))[:count]
+    tables = order.to(torch.int32).to(CUDA).reshape(len(contexts), per_row)
     shape = (per_row * len(contexts) + 3, page, heads[1], head_dim)
     caches = [
         source.normal(*(shape if layout == "NHD" else (shape[0], shape[2], shape[1], shape[3]))) for _ in range(2)
@@ -213,8 +225,9 @@ def test_a_cache_of_eight_bits_is_read_as_it_is(kernel_id):
 def test_latent_attention_matches_the_reference(kernel_id, dtype):
     spec = usable(kernel_id, dtype=dtype)
     for queries in (None, (40, 9, 1, 3)):
-        call = mla_call(spec, heads=16, contexts=(700, 64, 1, 33), queries=queries, page=32, ckv=512, kpe=64, lse=True)
-        args = call(draw(dtype, "mla"))
+        sizes = {"num_heads": 16, "page_size": 32, "head_dim_ckv": 512, "head_dim_kpe": 64}
+        lengths = {"contexts": (700, 64, 1, 33), "queries": queries}
+        args = drawn(spec.op, spec, dtype, CUDA, "mla", **sizes, **lengths, scale=0.1, needs={"lse"})
         expect(spec, args, run(spec, args), dtype, 512)
 
 
@@ -238,13 +251,11 @@ def captured(call):
 def test_single_kernels_replay_in_a_graph(kernel_id):
     rows = 1 if "decode" in kernel_id else 65
     spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=1, seq_len_q=rows)
-    args = attention_call(
-        spec, batch=1, heads=8, kv_heads=2, seq_q=rows, seq_k=2048, head_dim=128, causal="bottom_right"
-    )
-    static = args(draw("bfloat16", "static"))
+    sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 2, "seq_len_q": rows, "seq_len_k": 2048, "head_dim": 128}
+    static = attention(spec, "bfloat16", "static", **sizes, **CAUSAL)
     graph, out = captured(lambda: run(spec, static))
     for seed in ("one", "two", "three"):
-        for kept, fresh in zip(static[:3], args(draw("bfloat16", seed))[:3], strict=True):
+        for kept, fresh in zip(static[:3], attention(spec, "bfloat16", seed, **sizes)[:3], strict=True):
             kept.copy_(fresh)
         graph.replay()
         expect(spec, static, out, "bfloat16")
@@ -446,12 +457,8 @@ def test_a_planned_decode_is_launched_past_its_wrapper(kernel_id, real, monkeypa
 @pytest.mark.parametrize("kernel_id", ["flashinfer.attention.single_decode", "flashinfer.attention.single_decode_tc"])
 def test_streams_do_not_overwrite_each_others_scratch_memory(kernel_id):
     spec = usable(kernel_id, dtype="bfloat16", head_dim=128, batch=1, seq_len_q=1)
-    inputs = [
-        attention_call(spec, batch=1, heads=32, kv_heads=8, seq_q=1, seq_k=16384, head_dim=128)(
-            draw("bfloat16", f"s{i}")
-        )
-        for i in range(4)
-    ]
+    sizes = {"batch": 1, "num_heads": 32, "num_kv_heads": 8, "seq_len_q": 1, "seq_len_k": 16384, "head_dim": 128}
+    inputs = [attention(spec, "bfloat16", f"s{i}", **sizes) for i in range(4)]
     wanted = [run(spec, args) for args in inputs]
     torch.cuda.synchronize()
     problems = []

@@ -7,7 +7,7 @@ window hides what lies outside it; a paged cache is read in the layout that is n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from layerzero.numerics import Tolerance, compare
 from layerzero.reasons import ReasonCode
 from layerzero_verify.kernels import Bench, flat, guarded
 from layerzero_verify.report import Check, failed, of_error
-from layerzero_verify.testing.cases import Case, Draw, Maker, fit
-from layerzero_verify.testing.cases_attention import attention_call, paged_call
+from layerzero_verify.testing.cases import Case, fit
+from layerzero_verify.testing.cases_attention import attention, layouts_of, paged
 from layerzero_verify.testing.kit import import_string
 from layerzero_verify.thresholds import kernel
 
@@ -106,13 +106,12 @@ def window(bench: Bench) -> Iterator[Check]:
         return
     if "window" not in bench.spec.features:
         return
-    maker = _windowed(bench)
-    case = Case(bench.spec, "left 5", _dtype(bench), maker((5, 0)))
+    case = _windowed(bench, "left 5", (5, 0))
     where = bench.at(case, "sliding window")
     yield from guarded("sliding window", where, lambda: _influence(bench, case, where))
-    wide = Case(bench.spec, "wider than the sequence", _dtype(bench), maker((64, 64)))
+    wide = _windowed(bench, "wider than the sequence", (64, 64))
     there = bench.at(wide, "sliding window")
-    yield from guarded("sliding window", there, lambda: _wide_window(bench, wide, maker(None), there))
+    yield from guarded("sliding window", there, lambda: _wide_window(bench, wide, there))
 
 
 def _dtype(bench: Bench) -> str:
@@ -120,14 +119,10 @@ def _dtype(bench: Bench) -> str:
     return found.dtype if found is not None else "float32"
 
 
-def _windowed(bench: Bench) -> Any:
-    def maker(sides: tuple[int, int] | None) -> Maker:
-        if bench.op.op_id == "paged_attention":
-            layout = min((item.value for item in bench.spec.kv_cache_layouts), default="NHD")
-            return paged_call(bench.spec, contexts=(19,), layout=layout, window=sides)
-        return attention_call(bench.spec, batch=1, heads=2, seq_q=19, window=sides)
-
-    return maker
+def _windowed(bench: Bench, label: str, sides: tuple[int, int]) -> Case:
+    if bench.op.op_id == "paged_attention":
+        return paged.case(bench.spec, label, _dtype(bench), contexts=(19,), window=sides)
+    return attention.case(bench.spec, label, _dtype(bench), batch=1, num_heads=2, window=sides)
 
 
 def _influence(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Check]:
@@ -156,10 +151,10 @@ def _influence(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Chec
     yield of_error(1, "sliding window", compare(after, want, bound), **where)
 
 
-def _wide_window(bench: Bench, case: Case, plain: Maker, where: dict[str, str]) -> Iterator[Check]:
+def _wide_window(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Check]:
     """A window wider than the sequence is no window."""
     args = bench.arguments(case)
-    same = plain(Draw(case.dtype, bench.device, case.id if bench.seed == 0 else f"{case.id} {bench.seed}"))
+    same = bench.arguments(replace(case, given={**case.given, "window": None}))
     with torch.no_grad():
         got, want = flat(bench.call(args))[0], flat(bench.call(same))[0]
     bound = kernel(bench.op.op_id, case.dtype, declared=bench.loss(case))
@@ -172,11 +167,9 @@ def cache_layouts(bench: Bench) -> Iterator[Check]:
     if bench.op.op_id != "paged_attention":
         return
     page = fit(bench.spec, "page_size", 4)
-    for layout in sorted(item.value for item in bench.spec.kv_cache_layouts) or ["NHD"]:
-        make = paged_call(
-            bench.spec, heads=page, kv_heads=page, page=page, contexts=(2 * page + 1, page), layout=layout
-        )
-        case = Case(bench.spec, f"{layout}, square pages", _dtype(bench), make)
+    sizes = {"num_heads": page, "page_size": page, "contexts": (2 * page + 1, page)}
+    for layout in layouts_of(bench.spec):
+        case = paged.case(bench.spec, f"{layout}, square pages", _dtype(bench), kv_cache_layout=layout, **sizes)
         where = bench.at(case, "KV layout")
 
         def check(case: Case = case, where: dict[str, str] = where) -> Iterator[Check]:

@@ -26,7 +26,7 @@ from layerzero.public.control import scoped
 from layerzero.tuning.truth import computed, flat, reduction, truth
 from layerzero_verify.oracles import ORACLES
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
-from layerzero_verify.testing.cases import Case, Draw, Group, cases_of, declare, dtypes_of, load_cases
+from layerzero_verify.testing.cases import Case, Group, cases_of, declare, dtypes_of, load_cases
 from layerzero_verify.thresholds import gradient, kernel
 
 __all__ = ["Bench", "flat", "guarded"]
@@ -77,12 +77,9 @@ class Bench:
 
     def cases(self, group: Group) -> Iterator[Case]:
         """The cases of a group in the dtypes asked for."""
-        for case in cases_of(group, self.spec):
-            if case.dtype == self.dtype or (self.dtype is None and case.dtype in self.dtypes):
-                yield case
-        if self.dtype is not None and not group.every_dtype and self.dtype in dtypes_of(self.spec)[1:]:
-            for label, make in group.generate(self.spec):
-                yield Case(self.spec, label, self.dtype, make)
+        if self.dtype is not None:
+            return cases_of(group, self.spec, [item for item in dtypes_of(self.spec) if item == self.dtype])
+        return (case for case in cases_of(group, self.spec) if case.dtype in self.dtypes)
 
     def plain(self) -> Case | None:
         """The first plain case, None where the kit has none."""
@@ -94,8 +91,7 @@ class Bench:
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
         """Fresh canonical arguments; another seed gives other numbers."""
-        words = case.id if self.seed == 0 else f"{case.id} {self.seed}"
-        return case.make(Draw(case.dtype, self.device, words))
+        return case.arguments(self.device, self.seed)
 
     # -- calls ---------------------------------------------------------------------------------------
     def call(self, args: tuple[Any, ...]) -> Any:

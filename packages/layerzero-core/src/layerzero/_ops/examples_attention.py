@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -26,7 +26,11 @@ _CAUSAL = {Causal.NONE: False, Causal.TOP_LEFT: True, Causal.BOTTOM_RIGHT: "bott
 def attention(draw: Draw) -> Args:
     """Dense attention, with masks of every kind."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    batch, heads, kv_heads = draw.size("batch"), draw.size("num_heads"), draw.size("num_kv_heads")
+    batch, heads, kv_heads = (
+        draw.size("batch"),
+        draw.size("num_heads"),
+        draw.size("num_kv_heads", draw.size("num_heads")),
+    )
     dim = draw.size("head_dim")
     rows, cols = related(draw.size("seq_len_q"), draw.size("seq_len_k"), ctx.seq_relation)
     shapes = [
@@ -68,23 +72,32 @@ def related(rows: int, cols: int, relation: str) -> tuple[int, int]:
 
 def _mask(draw: Draw, rows: int, cols: int) -> Any:
     ctx, sizes = draw.ctx, dict(draw.ctx.dims)
+    batch, heads = draw.size("batch"), draw.size("num_heads")
+    lead = {"": (), "all": (1, 1), "batch": (batch, 1), "heads": (batch, heads)}[draw.choice("mask_for", "")]
     if "block_mask" in ctx.needs:
         pair = sizes["mask_block_q"], sizes["mask_block_k"]
-        blocks = draw.uniform(-(-rows // pair[0]), -(-cols // pair[1])) < 0.6
-        if blocks.device.type != "meta":
-            blocks[:, 0] = True
-        return block_mask(blocks, pair)
+        return block_mask(_attended(draw, 0.6, *lead, -(-rows // pair[0]), -(-cols // pair[1])), pair)
     if "chunk_mask" in ctx.needs:
         return chunk_mask(sizes["mask_chunk"])
     if ctx.mask is MaskKind.NONE:
         return None
     if ctx.mask is MaskKind.BOOL:
-        found = draw.uniform(rows, cols) < 0.75
-        if found.device.type != "meta":
-            found[:, 0] = True
+        found = _attended(draw, 0.75, *lead, rows, cols)
+        if draw.choice("dead_row"):
+            found[..., min(1, rows - 1), :] = False
         return found
-    bias = draw.normal(rows, cols, dtype=draw.dtype())
+    bias = draw.normal(*lead, rows, cols, dtype=draw.dtype())
+    if draw.choice("masked"):
+        bias = bias.masked_fill(~_attended(draw, 0.75, *lead, rows, cols), -torch.inf)
     return bias.requires_grad_() if "mask_grad" in ctx.needs and "alibi" not in ctx.needs else bias
+
+
+def _attended(draw: Draw, share: float, *shape: int) -> Tensor:
+    """True with some probability; the first key always."""
+    found = draw.uniform(*shape) < share
+    if found.device.type != "meta":
+        found[..., 0] = True
+    return found
 
 
 def slopes(draw: Draw, heads: int) -> Tensor | None:
@@ -92,15 +105,22 @@ def slopes(draw: Draw, heads: int) -> Tensor | None:
     if "alibi" not in draw.ctx.needs:
         return None
     found = torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)], device=draw.device)
+    if draw.choice("slopes_for") == "batch":
+        found = found * torch.linspace(1.0, 0.5, len(draw.choice("contexts")), device=draw.device)[:, None]
     return found.requires_grad_() if "mask_grad" in draw.ctx.needs else found
 
 
 # -- pages -----------------------------------------------------------------------------------------
-def paged_batch(draw: Draw) -> PagedBatch:
-    """Page tables whose pages are spread over the cache, and lengths that fit the context."""
-    batch, tokens, page = draw.size("batch"), draw.size("tokens"), max(1, draw.size("page_size"))
-    longest, blocks = draw.size("seq_len_k"), max(1, draw.size("num_blocks"))
-    columns = max(1, -(-longest // page))
+def paged_batch(draw: Draw) -> tuple[PagedBatch, int, int]:
+    """Page tables whose pages are spread over the cache, and lengths that fit the context; how many tokens and pages.
+
+    Lengths that are chosen (`contexts`, `queries`) come first, the sizes of the context else.
+    """
+    lengths, queries = draw.choice("contexts"), draw.choice("queries")
+    page, longest = max(1, draw.size("page_size")), max(lengths) if lengths else draw.size("seq_len_k")
+    batch, columns = len(lengths) if lengths else draw.size("batch"), max(1, -(-longest // page))
+    tokens = sum(queries) if queries else draw.size("tokens", batch)
+    blocks = max(1, draw.size("num_blocks", batch * columns + 1))
     index = draw.index("int32")
     count = batch * columns
     if draw.device.type == "meta":
@@ -109,15 +129,15 @@ def paged_batch(draw: Draw) -> PagedBatch:
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))
         pages = order.repeat(-(-count // blocks))[:count] if count else order[:0]
         table = pages.reshape(batch, columns).to(dtype=index, device=draw.device)
-    queries: list[int] | None = None
-    if "paged_prefill" in draw.ctx.needs:
+    if "paged_prefill" in draw.ctx.needs and queries is None:
         most = min(draw.size("seq_len_q"), longest, tokens)
         queries = spread(tokens, batch, most)
         longest = max(longest, max(queries, default=0))
-    lengths = [longest] * batch
+    lengths = list(lengths or [longest] * batch)
     if queries is None:
-        return make_paged_batch(table, _told(draw, lengths), None, lengths)
-    return make_paged_batch(table, _told(draw, lengths), _told(draw, queries), (lengths, queries))
+        return make_paged_batch(table, _told(draw, lengths), None, lengths), tokens, blocks
+    made = make_paged_batch(table, _told(draw, lengths), _told(draw, queries), (lengths, list(queries)))
+    return made, tokens, blocks
 
 
 def _told(draw: Draw, values: Any) -> Tensor:
@@ -140,19 +160,20 @@ def spread(total: int, count: int, longest: int) -> list[int]:
 def paged(draw: Draw) -> Args:
     """Attention over pages that are spread over the cache."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    heads, kv_heads, dim = draw.size("num_heads"), draw.size("num_kv_heads"), draw.size("head_dim")
-    page, blocks, width = (
-        draw.size("page_size"),
-        draw.size("num_blocks"),
-        draw.size("head_dim_v", draw.size("head_dim")),
+    heads, kv_heads, dim = (
+        draw.size("num_heads"),
+        draw.size("num_kv_heads", draw.size("num_heads")),
+        draw.size("head_dim"),
     )
+    page, width = draw.size("page_size"), draw.size("head_dim_v", dim)
+    batch, tokens, blocks = paged_batch(draw)
     layout = ctx.kv_cache_layout or Layout.NHD
     inner = (page, kv_heads) if layout is Layout.NHD else (kv_heads, page)
     dtype = getattr(torch, ctx.kv_cache_dtype or ctx.dtype)
-    query = draw.main(draw.size("tokens"), heads, dim, odd=False)
+    query = draw.main(tokens, heads, dim, odd=False)
     caches = [_cache(draw, (blocks, *inner, size), dtype) for size in (dim, width)]
     return (
-        query, *caches, paged_batch(draw), ctx.scale, ctx.window, _softcap(draw),
+        query, *caches, batch, ctx.scale, ctx.window, _softcap(draw),
         slopes(draw, heads), "lse" in needs, layout.value,
     )  # fmt: skip
 
@@ -164,30 +185,36 @@ def _cache(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def latent(draw: Draw) -> Args:
     """Latent attention over pages."""
     ctx = draw.ctx
-    tokens, heads = draw.size("tokens"), draw.size("num_heads")
+    heads, page = draw.size("num_heads"), draw.size("page_size")
     wide, narrow = draw.size("head_dim_ckv"), draw.size("head_dim_kpe")
-    page, blocks = draw.size("page_size"), draw.size("num_blocks")
+    batch, tokens, blocks = paged_batch(draw)
     dtype = getattr(torch, ctx.kv_cache_dtype or ctx.dtype)
     queries = draw.main(tokens, heads, wide, odd=False), draw.main(tokens, heads, narrow, place=1, odd=False)
     caches = [_cache(draw, (blocks, page, size), dtype) for size in (wide, narrow)]
     scale = ctx.scale if ctx.scale is not None else (wide + narrow) ** -0.5
-    return (*queries, *caches, paged_batch(draw), scale, "lse" in ctx.needs)
+    return (*queries, *caches, batch, scale, "lse" in ctx.needs)
 
 
 # -- packed ----------------------------------------------------------------------------------------
 def varlen(draw: Draw) -> Args:
     """Attention over packed sequences."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    heads, kv_heads, dim = draw.size("num_heads"), draw.size("num_kv_heads"), draw.size("head_dim")
-    batch, tokens, tokens_k = draw.size("batch"), draw.size("tokens"), draw.size("tokens_k")
-    longest_q, longest_k = draw.size("seq_len_q"), draw.size("seq_len_k")
-    if ctx.seq_relation == "equal":
-        tokens_k, longest_k = tokens, longest_q
-    lengths_q, lengths_k = spread(tokens, batch, longest_q), spread(tokens_k, batch, longest_k)
-    if ctx.seq_relation != "equal":
-        lengths_k = _unlike(lengths_k[::-1], lengths_q)
-    offsets_q = _told(draw, [0, *accumulate(lengths_q)])
-    offsets_k = offsets_q if ctx.seq_relation == "equal" else _told(draw, [0, *accumulate(lengths_k)])
+    heads, kv_heads, dim = (
+        draw.size("num_heads"),
+        draw.size("num_kv_heads", draw.size("num_heads")),
+        draw.size("head_dim"),
+    )
+    batch, longest_q, longest_k = draw.size("batch"), draw.size("seq_len_q", 0), draw.size("seq_len_k", 0)
+    lengths_q = list(draw.choice("queries") or spread(draw.size("tokens"), batch, longest_q))
+    offsets_q = offsets_k = _told(draw, [0, *accumulate(lengths_q)])
+    lengths_k = lengths_q
+    if draw.choice("keys") is not None or ctx.seq_relation != "equal":
+        chosen = draw.choice("keys")
+        lengths_k = list(chosen or _unlike(spread(draw.size("tokens_k"), batch, longest_k)[::-1], lengths_q))
+        offsets_k = _told(draw, [0, *accumulate(lengths_k)])
+    else:
+        longest_k = longest_q
+    tokens, tokens_k = sum(lengths_q), sum(lengths_k)
     shapes = [(tokens, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, draw.size("head_dim_v", dim))]
     query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
     return (
@@ -212,16 +239,19 @@ def _unlike(lengths: list[int], others: list[int]) -> list[int]:
 def grouped(draw: Draw) -> Args:
     """Every group of a sequence attends a longer prefix than the one before; the last attends all of it."""
     ctx = draw.ctx
-    batch, groups = draw.size("batch"), draw.size("num_groups")
-    heads, kv_heads, dim = draw.size("num_heads"), draw.size("num_kv_heads"), draw.size("head_dim")
-    rows, cols = draw.size("seq_len_q"), draw.size("seq_len_k")
-    offsets_q = [rows * place for place in range(groups * batch + 1)]
-    offsets_k = [cols * place for place in range(batch + 1)]
-    lengths = [[cols * (group + 1) // groups] * batch for group in range(groups)]
-    host = offsets_q, offsets_k, lengths
-    ends_q, ends_k, prefixes = (_told(draw, values) for values in host)
-    plan = make_grouped_batch(ends_q, ends_k, prefixes.reshape(groups, batch), host)
-    total_q, total_k = offsets_q[-1], offsets_k[-1]
+    heads, kv_heads, dim = (
+        draw.size("num_heads"),
+        draw.size("num_kv_heads", draw.size("num_heads")),
+        draw.size("head_dim"),
+    )
+    rows, cols, groups = draw.size("seq_len_q"), draw.size("seq_len_k"), draw.size("num_groups")
+    keys = draw.choice("keys", [cols] * draw.size("batch"))
+    queries = draw.choice("queries", [[rows] * len(keys)] * groups)
+    prefixes = draw.choice("prefixes", [[n * (group + 1) // groups for n in keys] for group in range(groups)])
+    host = [0, *accumulate(chain(*queries))], [0, *accumulate(keys)], [list(part) for part in prefixes]
+    ends_q, ends_k, lengths = (_told(draw, values) for values in host)
+    plan = make_grouped_batch(ends_q, ends_k, lengths.reshape(len(queries), len(keys)), host)
+    total_q, total_k = host[0][-1], host[1][-1]
     shapes = [(total_q, heads, dim), (total_k, kv_heads, dim), (total_k, kv_heads, draw.size("head_dim_v", dim))]
     query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
     return (query, key, value, plan, ctx.causal is not Causal.NONE, ctx.scale, "lse" in ctx.needs)

@@ -38,7 +38,7 @@ def norm(draw: Draw) -> Args:
     if ctx.op in ("add_rms_norm", "gemma_add_rms_norm"):
         # Without a weight it is the residual that has another dtype.
         dtype = _other_dtype(draw) if weight is None else draw.dtype()
-        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype, scale=draw.choice("scale", 1.0))), weight, eps)
+        return (x, draw.leaf(draw.normal(*x.shape, dtype=dtype, scale=draw.choice("magnitude", 1.0))), weight, eps)
     if ctx.op == "layer_norm":
         bias = draw.leaf(draw.normal(hidden, dtype=_other_dtype(draw))) if "bias" in ctx.needs else None
         return (x, weight, bias, eps)
@@ -88,9 +88,10 @@ def gated(draw: Draw) -> Args:
     return (x,)
 
 
-def _activation(draw: Draw) -> str | None:
+def activation(draw: Draw, usual: str | None = None) -> str | None:
+    """The activation that the call names or needs."""
     found = [word.removeprefix("activation_") for word in draw.ctx.needs if word.startswith("activation_")]
-    return found[0] if found else None
+    return draw.choice("activation", found[0] if found else usual)
 
 
 def linear(draw: Draw) -> Args:
@@ -104,7 +105,7 @@ def linear(draw: Draw) -> Args:
     else:
         weight = _packed(draw, quantized(draw, (n, k)))
     bias = draw.leaf(draw.normal(n)) if "bias" in ctx.needs else None
-    return (x, weight, bias, _activation(draw))
+    return (x, weight, bias, activation(draw))
 
 
 def quantized(draw: Draw, shape: tuple[int, ...]) -> QuantizedTensor:
@@ -131,11 +132,11 @@ def _packed(draw: Draw, weight: QuantizedTensor) -> QuantizedTensor | PackedWeig
         return weight if act is None else PackedWeight(weight, act=act)
     from layerzero.runtime.state import state
 
-    for kernel in state.world.registry.by_op("linear"):
-        if kernel.weight_layout == layout and kernel.packer is not None:
-            module, _, name = kernel.packer.partition(":")
-            parts = getattr(importlib.import_module(module), name)(weight)
-            return PackedWeight(weight, layout, parts, act)
+    known = (item.packer for item in state.world.registry.by_op("linear") if item.weight_layout == layout)
+    packer = draw.choice("packer") or next(filter(None, known), None)
+    if packer is not None:
+        module, _, name = packer.partition(":")
+        return PackedWeight(weight, layout, getattr(importlib.import_module(module), name)(weight), act)
     raise InvalidInputError(
         f"no kernel here packs a weight as {layout}", code="VALUE_INVALID", value=layout, limit="a known weight layout"
     )
@@ -155,7 +156,7 @@ def mlp(draw: Draw) -> Args:
         biases = [draw.leaf(draw.normal(up_rows)), None, draw.leaf(draw.normal(out))]
         if gate is not None:
             biases[1] = draw.leaf(draw.normal(inner))
-    return (x, up, down, gate, _activation(draw) or "silu", *biases)
+    return (x, up, down, gate, activation(draw, "silu"), *biases)
 
 
 def embedding(draw: Draw) -> Args:
@@ -170,8 +171,10 @@ def embedding(draw: Draw) -> Args:
 def cast(draw: Draw) -> Args:
     """The context of a cast names where it comes from; where it goes is one dtype of the recorded kind."""
     needs, word = draw.ctx.needs, draw.ctx.dtype
-    source = torch.float8_e4m3fn if "from_float8" in needs else getattr(torch, word)
-    if draw.choice("format"):
+    source = draw.choice("source", torch.float8_e4m3fn if "from_float8" in needs else getattr(torch, word))
+    if draw.choice("target"):
+        target = draw.choice("target")
+    elif draw.choice("format"):
         target = getattr(torch, draw.choice("format"))
     elif "to_e4m3" in needs:
         target = torch.float8_e4m3fn
@@ -181,6 +184,8 @@ def cast(draw: Draw) -> Args:
         target = torch.bfloat16
     else:
         target = torch.float32
+    if draw.choice("numbers") == "special":
+        return (_special(draw, source), target, "saturate" in needs)
     elements, rank = draw.size("elements"), draw.ctx.rank
     rows, width = 1, elements
     if rank > 1 and not draw.ctx.strides.aligned and draw.ctx.strides.order == "given":
@@ -190,6 +195,20 @@ def cast(draw: Draw) -> Args:
     shape = () if rank == 0 else (elements,) if rank == 1 else (*(1,) * (rank - 2), rows, width)
     x = lay(draw.normal(*draw.choice("shape", shape), dtype=source, scale=10.0), draw.ctx.strides)
     return (draw.leaf(x), target, "saturate" in needs)
+
+
+def _special(draw: Draw, dtype: torch.dtype) -> Tensor:
+    """Small and large numbers, ties of the narrower dtypes, what is no number; integers with every bit in use."""
+    if not dtype.is_floating_point:
+        found = draw.integers(2**31, 256) - 2**30
+        return torch.cat((found * 2**32 + found if dtype is torch.int64 else found, found >> 15, found >> 26)).to(dtype)
+    steps = 1.0 + torch.arange(64, dtype=torch.float64) / 64.0
+    if dtype is torch.float64:
+        steps = torch.cat((steps, steps + 2.0**-40))  # so near a tie that float32 would make it one
+    powers = 2.0 ** torch.arange(-24, 25, 3, dtype=torch.float64)
+    special = torch.tensor([0.0, 447.0, 464.0, 465.0, 61440.0, 3e9, 1e20, 1e38, torch.nan, torch.inf])
+    magnitudes = torch.cat(((steps[:, None] * powers).flatten(), special.double()))
+    return torch.cat((magnitudes, -magnitudes)).to(dtype).to(draw.device)
 
 
 def quantize(draw: Draw) -> Args:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.examples_rows import activation
 from layerzero.tuning.inputs import Draw, lay
 
 __all__ = ["cross_entropy", "gate", "grouped_gemm", "moe", "sampling", "speculative"]
@@ -26,59 +27,85 @@ class _Parameters:
         self._floats = len(draw.ctx.dtypes) - 1 + self._mixed if "tensor_params" in needs else 0
         self._whole = "tensor_params" in needs and self._floats == 0
 
-    def number(self, value: float) -> float | Tensor:
+    def number(self, name: str, usual: float) -> float | Tensor:
         """A floating parameter."""
+        value = self._draw.choice(name, usual)
+        if self._draw.choice("by_row") or isinstance(value, list):
+            return self._rows(value, torch.float32)
         if self._floats == 0:
-            return value
+            return float(value)
         self._floats -= 1
         dtype = self._draw.dtype()
         if self._mixed:
             dtype = torch.float32 if dtype is not torch.float32 else torch.float64
-        return torch.full((self._draw.size("batch"),), value, dtype=dtype, device=self._draw.device)
+        return self._rows(value, dtype)
 
-    def whole(self, value: int) -> int | Tensor:
+    def whole(self, name: str, usual: int) -> int | Tensor:
         """A whole parameter."""
-        value = min(value, self._draw.size("vocab"))
-        if not self._whole:
-            return value
-        return torch.full((self._draw.size("batch"),), value, dtype=torch.int64, device=self._draw.device)
+        value = self._draw.choice(name, usual)
+        if self._whole or self._draw.choice("by_row") or isinstance(value, list):
+            return self._rows(value, torch.int64).clamp(max=self._draw.size("vocab"))
+        return min(int(value), self._draw.size("vocab"))
+
+    def _rows(self, value: Any, dtype: torch.dtype) -> Tensor:
+        """One value for each row, or the same for all."""
+        return torch.tensor(value, dtype=dtype, device=self._draw.device).expand(self._draw.size("batch")).contiguous()
+
+
+def _logits(draw: Draw) -> Tensor:
+    """Gaussian, or rows of distinct numbers that every dtype holds, all with the same distribution."""
+    batch, vocab = draw.size("batch"), draw.size("vocab")
+    if draw.choice("logits") != "distinct":
+        return draw.main(batch, vocab)
+    steps = draw.uniform(vocab).argsort() - vocab // 2
+    return (steps / 8 + torch.arange(batch, device=draw.device)[:, None] % 6 / 4).to(draw.dtype())
 
 
 def sampling(draw: Draw) -> Args:
     """Logits and filters."""
     op, needs = draw.ctx.op, draw.ctx.needs
-    logits = draw.main(draw.size("batch"), draw.size("vocab"))
-    given = _Parameters(draw)
+    logits, given = _logits(draw), _Parameters(draw)
     if op == "sample_topk":
-        k = given.whole(draw.choice("top_k", TOP_K))
-        return (logits, k, given.number(1.0), draw.generator())
+        return (logits, given.whole("top_k", TOP_K), given.number("temperature", 1.0), draw.generator())
     if op == "sample_topp":
-        p = given.number(draw.choice("top_p", TOP_P))
-        return (logits, p, given.number(1.0), draw.generator())
-    top_k = given.whole(draw.choice("top_k", TOP_K)) if "sample_top_k" in needs else None
-    top_p = given.number(draw.choice("top_p", TOP_P)) if "sample_top_p" in needs else None
-    min_p = given.number(MIN_P) if "sample_min_p" in needs else None
-    filters = (logits, top_k, top_p, min_p, given.number(1.0))
+        return (logits, given.number("top_p", TOP_P), given.number("temperature", 1.0), draw.generator())
+    top_k = given.whole("top_k", TOP_K) if "sample_top_k" in needs else None
+    top_p = given.number("top_p", TOP_P) if "sample_top_p" in needs else None
+    min_p = given.number("min_p", MIN_P) if "sample_min_p" in needs else None
+    filters = (logits, top_k, top_p, min_p, given.number("temperature", 1.0))
     return filters if op == "sampling_probs" else (*filters, draw.generator())
 
 
 def speculative(draw: Draw) -> Args:
-    """Drafted tokens and the probabilities they are judged by."""
-    ctx, needs = draw.ctx, draw.ctx.needs
+    """Drafted tokens and the probabilities they are judged by.
+
+    Where rows are alike, the target of a node looks at its depth alone and tokens are drawn from the draft: at each
+    depth the tokens that are kept have one known distribution.
+    """
+    ctx, needs, alike = draw.ctx, draw.ctx.needs, draw.choice("alike")
     batch, length, vocab = draw.size("batch"), draw.size("draft_len"), draw.size("vocab")
-    ids = draw.integers(vocab, batch, length)
-    target = draw.normal(batch, length + 1, vocab, dtype=torch.float32).softmax(-1).to(draw.dtype())
+    rows = 1 if alike else batch
+    parents = draw.choice("parents", tuple(range(-1, length - 1)))
+    depth = [0]
+    for parent in parents:
+        depth.append(depth[parent + 1] + 1)
+    ids = draw.integers(vocab, rows, length).expand(batch, -1).contiguous()
+    target = draw.normal(rows, max(depth) + 1, vocab, dtype=torch.float32).softmax(-1).to(draw.dtype())[:, depth]
     drafted = None
     if "no_draft_probs" not in needs:
         dtype = draw.dtype()
         if "mixed_weight" in needs:
             dtype = torch.float32 if dtype is not torch.float32 else torch.float16
-        drafted = draw.normal(batch, length, vocab, dtype=torch.float32).softmax(-1).to(dtype)
-    target = lay(target, ctx.strides)
+        drafted = draw.normal(rows, length, vocab, dtype=torch.float32).softmax(-1).to(dtype)
+        if alike:
+            cdf = drafted[0].double().cumsum(-1)
+            ids = torch.searchsorted(cdf, draw.uniform(length, batch).double() * cdf[:, -1:], right=True)
+            ids = ids.clamp(max=vocab - 1).T.contiguous()
+        drafted = drafted.expand(batch, -1, -1).contiguous()
+    target = lay(target.expand(batch, -1, -1).contiguous(), ctx.strides)
     tail = ("greedy" in needs, draw.generator())
     if ctx.op == "sample_tree":
-        parents = torch.arange(-1, length - 1, dtype=torch.int64, device=draw.device)
-        return (ids, drafted, target, parents, *tail)
+        return (ids, drafted, target, torch.tensor(parents, dtype=torch.int64, device=draw.device), *tail)
     return (ids, drafted, target, *tail)
 
 
@@ -101,18 +128,28 @@ def gate(draw: Draw) -> Args:
     needs = draw.ctx.needs
     experts, k, groups = draw.size("experts"), draw.size("top_k"), draw.size("groups")
     logits = draw.main(draw.size("tokens"), experts)
+    if draw.choice("ties"):
+        logits = (logits * 1.5).round()
     best = min(groups, max(1, -(-k * groups // experts), groups // 2))
     scoring = "sigmoid" if "scoring_sigmoid" in needs else "softmax"
     bias = draw.normal(experts, dtype=torch.float32) if "choice_bias" in needs else None
-    return (logits, (k, groups, best), scoring, True, bias, 1.0)
+    return (
+        logits,
+        (k, groups, draw.choice("groups_kept", best)),
+        scoring,
+        True,
+        bias,
+        draw.choice("routed_scale", 1.0),
+    )
 
 
 def grouped_gemm(draw: Draw) -> Args:
     """Rows in groups, one weight each."""
     tokens, experts, n, k = (draw.size(name) for name in ("tokens", "experts", "n", "k"))
+    even = [tokens // experts + (place < tokens % experts) for place in range(experts)]
+    each = draw.choice("group_sizes", even)
     x = draw.main(tokens, k)
-    weights = draw.main(experts, n, k, place=1, odd=False)
-    each = [tokens // experts + (place < tokens % experts) for place in range(experts)]
+    weights = draw.main(len(each), n, k, place=1, odd=False)
     sizes = torch.tensor(each, dtype=draw.index(), device="cpu").to(draw.device)
     return (x, weights, sizes)
 
@@ -125,11 +162,16 @@ def moe(draw: Draw) -> Args:
     x = draw.main(tokens, hidden)
     first = draw.leaf(draw.normal(experts, rows, hidden, dtype=draw.dtype(1), scale=hidden**-0.5))
     second = draw.leaf(draw.normal(experts, hidden, inner, dtype=draw.dtype(2), scale=inner**-0.5))
-    chosen = draw.uniform(tokens, experts).topk(min(k, experts), dim=-1)
-    ids = chosen.indices
-    if k > experts:  # more than there are: the last one counts again
+    kind = draw.choice("ids", "drawn")
+    among = 4 * experts if kind == "foreign" else experts  # those of other ranks included
+    ids = draw.uniform(tokens, among).topk(min(k, among), dim=-1).indices
+    if kind == "one":
+        ids = torch.full_like(ids, 2)
+    elif kind == "foreign":  # and some that are no expert's
+        ids[0], ids[1, 0] = -1, 10**6
+    elif k > experts:  # more than there are: the last one counts again
         ids = torch.cat((ids, ids[:, -1:].expand(-1, k - experts)), -1)
     shares = draw.uniform(tokens, k).add_(0.1)
     shares = shares / shares.sum(-1, keepdim=True)
-    activation = next((word.removeprefix("activation_") for word in needs if word.startswith("activation_")), "silu")
-    return (x, first, second, shares, ids.to(draw.index()).contiguous(), activation, 0)
+    ids = ids.to(draw.index()).contiguous()
+    return (x, first, second, shares, ids, activation(draw, "silu"), draw.choice("expert_offset", 0))

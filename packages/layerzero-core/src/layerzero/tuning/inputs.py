@@ -100,7 +100,7 @@ class Draw:
         `axis` is the one along which a slice of a larger buffer is taken; `odd=False` stays contiguous where the class
         is "other", since one odd tensor among several makes it so.
         """
-        found = self.normal(*shape, dtype=self.dtype(place), scale=self.choice("scale", 1.0))
+        found = self.normal(*shape, dtype=self.dtype(place), scale=self.choice("magnitude", 1.0))
         if odd or self.ctx.strides.order == "swapped" or self.ctx.strides.last != 1:
             found = lay(found, self.ctx.strides, axis)
         if not self.ctx.aligned_pointers:

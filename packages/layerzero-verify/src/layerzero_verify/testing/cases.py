@@ -1,7 +1,12 @@
-"""Small calls that exercise one declared capability each, with sizes drawn from the kernel's own limits.
+"""Small calls that exercise one declared capability each, with sizes moved to what a kernel's own limits allow.
 
-A group of cases belongs to one op and to the features it needs. `@group` registers a generator; the suite asks
-`cases_of` for all cases of a group on one kernel.
+    norm = Calls("rms_norm", rows=4, hidden=64)
+    norm("result", "plain")                                     # a group, and what the case is called in it
+    norm("no_weight", "plain", "no_weight")                     # only where the kernel declares these features
+
+A case says how the call differs from the usual one of its op: sizes (whole numbers), fields of a `Context`, and what a
+context leaves open (`Draw.choice`). The op's own example makes the tensors. The suite asks `cases_of` for all cases of
+a group on one kernel.
 """
 
 from __future__ import annotations
@@ -10,90 +15,82 @@ import importlib
 import pkgutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero._ops.signature import PUBLIC
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import Op
-from layerzero.tuning import inputs
+from layerzero.tuning.inputs import Draw
 
 __all__ = [
     "GROUPS",
+    "Calls",
     "Case",
-    "Draw",
     "Group",
-    "Maker",
     "cases_of",
     "declare",
+    "drawn",
     "dtypes_of",
-    "example",
+    "edges",
     "fit",
-    "group",
     "load_cases",
 ]
 
 # dtypes the kit can draw and compare; the most exact first.
 _TESTABLE = ("float32", "float64", "float16", "bfloat16")
+# Groups whose cases are tried in every declared dtype.
+_EVERY_DTYPE = {"result", "mixed_weight", "accumulation", "loss_options", "speculation"}
+_EVERY_DTYPE |= {"quantized", "dequantized", "quantized_weight"}
 
 LARGEST = 4096  # of a size that is tried at its declared limit; beyond it a test takes minutes and shows no more
 
-
-class Draw:
-    """Seeded random tensors of one dtype on one device. The CPU draws, so devices see the same numbers."""
-
-    def __init__(self, dtype: str, device: torch.device, seed: str) -> None:
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.device = device
-        self._generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Gaussian numbers."""
-        return (torch.randn(shape, generator=self._generator) * scale).to(self.dtype).to(self.device)
-
-    def bools(self, *shape: int, share: float = 0.6) -> Tensor:
-        """True with probability `share`; the first of the last axis is always True."""
-        found = torch.rand(shape, generator=self._generator) < share
-        found[..., 0] = True
-        return found.to(self.device)
-
-    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Integers below `high`."""
-        return torch.randint(high, shape, generator=self._generator, dtype=dtype).to(self.device)
-
-    def permutation(self, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """A shuffled range."""
-        return torch.randperm(size, generator=self._generator).to(dtype).to(self.device)
-
-
-Maker = Callable[[Draw], tuple[Any, ...]]
+Given = Mapping[str, Any]
+Labelled = Iterable[tuple[str, Given]]
+Generator = Callable[[KernelSpec], Labelled]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of one kernel: `make` gives its canonical arguments (attention in BHSD)."""
+    """One call of one kernel: `given` says how it differs from the usual one (attention in BHSD)."""
 
     spec: KernelSpec
+    op: Op | str
     label: str
     dtype: str
-    make: Maker
-    layout: str | None = None
+    given: Given
 
     @property
     def id(self) -> str:
         """Name in test reports."""
         return f"{self.spec.kernel_id}-{self.dtype}-{self.label}"
 
-    def arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Fresh canonical arguments on a device; the same each time."""
-        return self.make(Draw(self.dtype, device, self.id))
+    def arguments(self, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Fresh canonical arguments on a device; the same each time for a seed."""
+        words = self.id if seed == 0 else f"{self.id} {seed}"
+        return drawn(self.op, self.spec, self.dtype, device, words, **self.given)
 
 
-Generator = Callable[[KernelSpec], Iterator[tuple[str, Maker]]]
+_FIELDS = {item.name for item in fields(Context) if item.init}
+
+
+def drawn(op: Op | str, spec: KernelSpec, dtype: str, device: torch.device, seed: str, **given: Any) -> tuple[Any, ...]:
+    """Canonical arguments from the op's own example; sizes move to what the kernel's limits allow."""
+    found = PUBLIC[op] if isinstance(op, str) else op
+    assert callable(found.example)
+    sizes = {name: fit(spec, name, n) for name, n in given.items() if type(n) is int and name not in _FIELDS}
+    told: dict[str, Any] = {"dtype": dtype, "rank": len(sizes)} | {
+        name: value for name, value in given.items() if name in _FIELDS
+    }
+    if "seq_len_q" in sizes:
+        rows = sizes["seq_len_q"]
+        cols = sizes["seq_len_k"] = rows if spec.square else sizes.get("seq_len_k", rows)
+        told["seq_relation"] = "equal" if rows == cols else "shorter" if rows < cols else "longer"
+    ctx = Context(found.op_id, dims=tuple(sizes.items()), **{**told, "needs": frozenset(given.get("needs", ()))})
+    return found.example(Draw(ctx, device, zlib.crc32(seed.encode()), {**given, **sizes}))
 
 
 @dataclass(frozen=True)
@@ -103,42 +100,56 @@ class Group:
     name: str
     op: str
     requires: frozenset[str]
-    generate: Generator
-    every_dtype: bool = False
+    every_dtype: bool
+    cases: list[Callable[[KernelSpec, str], Iterator[Case]]] = field(default_factory=list, compare=False)
 
 
 GROUPS: dict[str, list[Group]] = {}
 
 
-def group(name: str, op: str, *requires: str, every_dtype: bool = False) -> Callable[[Generator], Generator]:
-    """Register a generator of (label, maker) pairs under a group name; several ops may share one name."""
+class Calls:
+    """Cases of one op. What they have in common is given here, or by `usual` where it follows from the kernel."""
 
-    def register(generate: Generator) -> Generator:
-        GROUPS.setdefault(name, []).append(Group(name, op, frozenset(requires), generate, every_dtype))
-        return generate
+    def __init__(self, op: Op | str, usual: Callable[[KernelSpec], Given] | None = None, **common: Any) -> None:
+        self._op, self._usual, self._common = op, usual, common
 
-    return register
+    def __call__(
+        self,
+        name: str,
+        label: str,
+        *requires: str,
+        every_dtype: bool | None = None,
+        unless_square: bool = False,
+        **given: Any,
+    ) -> None:
+        """One case of a group, for kernels that declare some features."""
 
+        @self.each(name, *requires, every_dtype=every_dtype)
+        def one(spec: KernelSpec) -> Labelled:
+            return () if unless_square and spec.square else [(label, given)]
 
-def example(
-    op: Op | str,
-    spec: KernelSpec,
-    sizes: Mapping[str, int],
-    needs: Iterable[str] = (),
-    choices: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> Maker:
-    """The op's own example at these sizes, moved to what the kernel's limits allow."""
-    dims = tuple((name, fit(spec, name, size)) for name, size in sizes.items())
+    def each(self, name: str, *requires: str, every_dtype: bool | None = None) -> Callable[[Generator], Generator]:
+        """Cases that follow from what the kernel declares: the function gives their labels and what is in each."""
+        op = self._op if isinstance(self._op, str) else self._op.op_id
+        found = Group(name, op, frozenset(requires), name in _EVERY_DTYPE if every_dtype is None else every_dtype)
+        known = GROUPS.setdefault(name, [])
+        if found not in known:
+            known.append(found)
 
-    def make(draw: Draw) -> tuple[Any, ...]:
-        found = PUBLIC[op] if isinstance(op, str) else op
-        assert callable(found.example)
-        word = str(draw.dtype).removeprefix("torch.")
-        ctx = Context(found.op_id, dtype=word, dims=dims, needs=frozenset(needs), **{"rank": len(dims), **fields})
-        return found.example(inputs.Draw(ctx, draw.device, int(draw.integers(1 << 30, 1)), choices))
+        def register(generate: Generator) -> Generator:
+            known[known.index(found)].cases.append(
+                lambda spec, dtype: (
+                    self.case(spec, label, dtype, *requires, **given) for label, given in generate(spec)
+                )
+            )
+            return generate
 
-    return make
+        return register
+
+    def case(self, spec: KernelSpec, label: str, dtype: str, *requires: str, **given: Any) -> Case:
+        """A case that belongs to no group."""
+        call = {**self._common, **(self._usual(spec) if self._usual else {}), **given}
+        return Case(spec, self._op, label, dtype, {**call, "needs": {*requires, *call.get("needs", ())}})
 
 
 def declare(op: Op) -> None:
@@ -146,19 +157,14 @@ def declare(op: Op) -> None:
     if op.example is None or not op.sizes or any(found.op == op.op_id for found in GROUPS.get("result", ())):
         return
 
-    def maker(spec: KernelSpec, place: int, *needs: str) -> Maker:
-        return example(op, spec, {name: sizes[place] for name, sizes in op.sizes.items()}, needs)
+    def sizes(place: int) -> dict[str, Any]:
+        return {name: found[place] for name, found in op.sizes.items()}
 
-    @group("result", op.op_id, every_dtype=True)
-    def plain(spec: KernelSpec) -> Iterator[tuple[str, Maker]]:
-        yield "least", maker(spec, 0)
-        yield "most", maker(spec, -1)
-
+    calls = Calls(op, **sizes(0))
+    calls("result", "least")
+    calls("result", "most", **sizes(-1))
     for feature in op.features:
-
-        @group("result", op.op_id, feature)
-        def special(spec: KernelSpec, feature: str = feature) -> Iterator[tuple[str, Maker]]:
-            yield feature, maker(spec, 0, feature)
+        calls("result", feature, feature, every_dtype=False)
 
 
 def load_cases() -> dict[str, list[Group]]:
@@ -175,13 +181,11 @@ def dtypes_of(spec: KernelSpec) -> tuple[str, ...]:
     return tuple(name for name in _TESTABLE if name in spec.dtypes)
 
 
-def cases_of(found: Group, spec: KernelSpec) -> Iterator[Case]:
-    """Every case of a group on one kernel."""
-    dtypes = dtypes_of(spec)
-    # Only rope and the paged cache take a layout as an argument; there it comes from the maker.
-    for dtype in dtypes if found.every_dtype else dtypes[:1]:
-        for label, make in found.generate(spec):
-            yield Case(spec, label, dtype, make)
+def cases_of(found: Group, spec: KernelSpec, dtypes: Iterable[str] | None = None) -> Iterator[Case]:
+    """Every case of a group on one kernel, in the dtypes that are asked for, or that the group is tried in."""
+    if dtypes is None:
+        dtypes = dtypes_of(spec) if found.every_dtype else dtypes_of(spec)[:1]
+    return (case for dtype in dtypes for cases in found.cases for case in cases(spec, dtype))
 
 
 def limit_of(spec: KernelSpec, name: str) -> Limit:

@@ -1,242 +1,226 @@
-"""Cases of attention and paged attention."""
+"""Cases of attention: dense, over pages, packed, grouped and latent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from layerzero.model.enums import Causal, Layout, MaskKind
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.kv_cache import make_paged_batch
-from layerzero_verify.testing.cases import Draw, Maker, edges, fit, group
+from layerzero_verify.testing.cases import Calls, Labelled, edges, fit
 
-__all__ = ["attention_call", "paged_call"]
+__all__ = ["attention", "layouts_of", "paged"]
 
-Pairs = Iterator[tuple[str, Maker]]
+_CAUSAL = {"causal_top_left": Causal.TOP_LEFT, "causal_bottom_right": Causal.BOTTOM_RIGHT}
+_BOTTOM_RIGHT = Causal.BOTTOM_RIGHT
 
-
-def attention_call(
-    spec: KernelSpec,
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int | None = None,
-    seq_q: int = 19,
-    seq_k: int | None = None,
-    head_dim: int | None = None,
-    mask: str | None = None,
-    **options: Any,
-) -> Maker:
-    """A maker of attention arguments; sizes move to what the kernel's limits allow."""
-    batch = fit(spec, "batch", batch)
-    heads = fit(spec, "num_heads", heads)
-    kv_heads = heads if kv_heads is None else kv_heads
-    seq_q = fit(spec, "seq_len_q", seq_q)
-    seq_k = seq_q if seq_k is None else fit(spec, "seq_len_k", seq_k)
-    if spec.square:
-        seq_k = seq_q
-    dim = fit(spec, "head_dim", 64) if head_dim is None else head_dim
-
-    def make(draw: Draw) -> tuple[Any, ...]:
-        query = draw.normal(batch, heads, seq_q, dim)
-        key, value = draw.normal(batch, kv_heads, seq_k, dim), draw.normal(batch, kv_heads, seq_k, dim)
-        attn_mask = None
-        if mask in ("bool", "dead"):
-            attn_mask = draw.bools(batch, 1, seq_q, seq_k)
-            if mask == "dead":
-                attn_mask[:, :, min(1, seq_q - 1)] = False
-        elif mask == "bool_shared":
-            attn_mask = draw.bools(1, 1, seq_q, seq_k)
-        elif mask == "float":
-            attn_mask = draw.normal(batch, heads, seq_q, seq_k).masked_fill(
-                ~draw.bools(batch, 1, seq_q, seq_k), -torch.inf
-            )
-        slopes = None
-        if options.get("alibi"):
-            slopes = torch.tensor([2.0 ** -(1 + i) for i in range(heads)], device=draw.device)
-        return (
-            query, key, value, attn_mask, options.get("dropout", 0.0), options.get("causal", False),
-            options.get("scale"), options.get("window"), options.get("softcap"), slopes, options.get("lse", False),
-        )  # fmt: skip
-
-    return make
+# -- dense -------------------------------------------------------------------------------------------
+attention = Calls("attention", rank=4, batch=2, num_heads=4, seq_len_q=19, head_dim=64)
+attention("result", "prefill")
+attention("result", "one_query", seq_len_q=1, seq_len_k=33)
+attention("result", "cross", seq_len_q=13, seq_len_k=29)
+attention("result", "single_head", batch=1, num_heads=1)
+attention("accumulation", "many_keys", batch=1, num_heads=2, seq_len_q=3, seq_len_k=512, head_dim=32, positive=True)
+attention("gqa", "two_per_kv_head", "gqa", num_kv_heads=2)
+attention("gqa", "three_per_kv_head", "gqa", num_heads=6, num_kv_heads=2)
+attention("gqa", "one_kv_head", "gqa", num_kv_heads=1)
+attention("mask_bool", "per_batch", "mask_bool", mask=MaskKind.BOOL, mask_for="batch")
+attention("mask_bool", "shared", "mask_bool", mask=MaskKind.BOOL, mask_for="all", seq_len_q=11, seq_len_k=17)
+attention("dead_row", "row_1", "mask_bool", mask=MaskKind.BOOL, mask_for="batch", dead_row=True)
+attention("mask_float", "per_head", "mask_float", mask=MaskKind.FLOAT, mask_for="heads", masked=True)
+attention("causal_square", "square", "causal_square", causal=Causal.TOP_LEFT)
+for _word, _causal in _CAUSAL.items():
+    attention(_word, "square", _word, causal=_causal)
+    attention(_word, "more_keys", _word, causal=_causal, seq_len_q=9, seq_len_k=23, unless_square=True)
+    attention(_word, "more_queries", _word, causal=_causal, seq_len_q=23, seq_len_k=9, unless_square=True)
+attention("window", "both_sides", "window", seq_len_q=31, window=(5, 3))
+attention("window", "left_only", "window", seq_len_q=31, window=(7, -1))
+attention(
+    "window", "causal", "window", "causal_bottom_right",
+    seq_len_q=15, seq_len_k=31, window=(6, 0), causal=_BOTTOM_RIGHT,
+)  # fmt: skip
+attention("softcap", "tight", "softcap", softcap=1.5, scale=0.5)
+attention("alibi", "per_head", "alibi")
+attention("alibi", "more_keys", "alibi", seq_len_q=9, seq_len_k=23)
+attention("lse", "plain", "lse")
+attention("lse", "causal", "lse", "causal_bottom_right", seq_len_q=9, seq_len_k=23, causal=_BOTTOM_RIGHT)
+attention("dropout", "half", "dropout", batch=4, num_heads=8, seq_len_q=64, dropout=True, dropout_p=0.5)
 
 
-@group("result", "attention", every_dtype=True)
-def _plain(spec: KernelSpec) -> Pairs:
-    yield "prefill", attention_call(spec)
-    yield "one_query", attention_call(spec, seq_q=1, seq_k=33)
-    yield "cross", attention_call(spec, seq_q=13, seq_k=29)
-    yield "single_head", attention_call(spec, batch=1, heads=1)
-
-
-@group("scale", "attention")
-def _scale(spec: KernelSpec) -> Pairs:
-    yield "explicit", attention_call(spec, scale=0.37)
-    yield "default", attention_call(spec, head_dim=max((fit(spec, "head_dim", 32), fit(spec, "head_dim", 128))))
-    if spec.features & {"causal_top_left", "causal_bottom_right", "causal_square"}:
+@attention.each("scale")
+def _scales(spec: KernelSpec) -> Labelled:
+    yield "explicit", {"scale": 0.37}
+    yield "default", {"head_dim": max(fit(spec, "head_dim", 32), fit(spec, "head_dim", 128))}
+    if spec.features & {"causal_square", *_CAUSAL}:
         # A kernel that scales after masking turns -inf into something else.
-        yield "negative_causal", attention_call(spec, scale=-0.37, causal=True)
-        yield "zero_causal", attention_call(spec, scale=0.0, causal=True)
+        yield "negative_causal", {"scale": -0.37, "causal": Causal.TOP_LEFT}
+        yield "zero_causal", {"scale": 0.0, "causal": Causal.TOP_LEFT}
 
 
-@group("gqa", "attention", "gqa")
-def _gqa(spec: KernelSpec) -> Pairs:
-    yield "two_per_kv_head", attention_call(spec, heads=4, kv_heads=2)
-    yield "three_per_kv_head", attention_call(spec, heads=6, kv_heads=2)
-    yield "one_kv_head", attention_call(spec, heads=4, kv_heads=1)
+@attention.each("block_mask", "block_mask")
+def _block_masks(spec: KernelSpec) -> Labelled:
+    rows, cols = fit(spec, "mask_block_q", 8), fit(spec, "mask_block_k", 8)
+    blocks = {"mask_block_q": rows, "mask_block_k": cols}
+    yield "shared", {**blocks, "seq_len_q": 3 * rows, "seq_len_k": 5 * cols}
+    # The last blocks reach beyond the end.
+    yield "per_head", {**blocks, "seq_len_q": 3 * rows - 5, "mask_for": "heads"}
 
 
-@group("mask_bool", "attention", "mask_bool")
-def _mask_bool(spec: KernelSpec) -> Pairs:
-    yield "per_batch", attention_call(spec, mask="bool")
-    yield "shared", attention_call(spec, mask="bool_shared", seq_q=11, seq_k=17)
+@attention.each("chunk_mask", "chunk_mask")
+def _chunk_masks(spec: KernelSpec) -> Labelled:
+    size = fit(spec, "mask_chunk", 8)
+    lengths = {
+        "square": (3 * size + 3, 3 * size + 3),
+        "more_keys": (size + 2, 3 * size + 3),
+        "more_queries": (2 * size + 3, size + 1),
+        "one_query": (1, 3 * size + 3),
+    }
+    for label, (rows, cols) in lengths.items():
+        if not spec.square or label == "square":
+            yield label, {"mask_chunk": size, "seq_len_q": rows, "seq_len_k": cols}
 
 
-@group("dead_row", "attention", "mask_bool")
-def _dead(spec: KernelSpec) -> Pairs:
-    yield "row_1", attention_call(spec, mask="dead")
+@attention.each("window", "window")
+def _windows_of_models(spec: KernelSpec) -> Labelled:
+    for size, length in ((256, 300), (1024, 1100)):
+        if fit(spec, "seq_len_k", length) == length and not spec.square:
+            few = {"batch": 1, "num_heads": 2, "seq_len_q": 20, "seq_len_k": length}
+            yield f"left_{size}", {**few, "window": (size, 0)}
 
 
-@group("mask_float", "attention", "mask_float")
-def _mask_float(spec: KernelSpec) -> Pairs:
-    yield "per_head", attention_call(spec, mask="float")
-
-
-def _causal(spec: KernelSpec, causal: bool | str) -> Pairs:
-    yield "square", attention_call(spec, causal=causal)
-    if not spec.square:
-        yield "more_keys", attention_call(spec, seq_q=9, seq_k=23, causal=causal)
-        yield "more_queries", attention_call(spec, seq_q=23, seq_k=9, causal=causal)
-
-
-@group("causal_top_left", "attention", "causal_top_left")
-def _top_left(spec: KernelSpec) -> Pairs:
-    return _causal(spec, True)
-
-
-@group("causal_square", "attention", "causal_square")
-def _square(spec: KernelSpec) -> Pairs:
-    yield "square", attention_call(spec, causal=True)
-
-
-@group("causal_bottom_right", "attention", "causal_bottom_right")
-def _bottom_right(spec: KernelSpec) -> Pairs:
-    return _causal(spec, "bottom_right")
-
-
-@group("window", "attention", "window")
-def _window(spec: KernelSpec) -> Pairs:
-    yield "both_sides", attention_call(spec, seq_q=31, window=(5, 3))
-    yield "left_only", attention_call(spec, seq_q=31, window=(7, -1))
-    if "causal_bottom_right" in spec.features:
-        yield "causal", attention_call(spec, seq_q=15, seq_k=31, window=(6, 0), causal="bottom_right")
-
-
-@group("softcap", "attention", "softcap")
-def _softcap(spec: KernelSpec) -> Pairs:
-    yield "tight", attention_call(spec, softcap=1.5, scale=0.5)
-
-
-@group("alibi", "attention", "alibi")
-def _alibi(spec: KernelSpec) -> Pairs:
-    yield "per_head", attention_call(spec, alibi=True)
-    yield "more_keys", attention_call(spec, seq_q=9, seq_k=23, alibi=True)
-
-
-@group("lse", "attention", "lse")
-def _lse(spec: KernelSpec) -> Pairs:
-    yield "plain", attention_call(spec, lse=True)
-    if "causal_bottom_right" in spec.features:
-        yield "causal", attention_call(spec, seq_q=9, seq_k=23, lse=True, causal="bottom_right")
-
-
-@group("dropout", "attention", "dropout")
-def _dropout(spec: KernelSpec) -> Pairs:
-    yield "half", attention_call(spec, batch=4, heads=8, seq_q=64, dropout=0.5)
-
-
-@group("sizes", "attention")
-def _sizes(spec: KernelSpec) -> Pairs:
+@attention.each("sizes")
+def _sizes(spec: KernelSpec) -> Labelled:
+    few = {"batch": 1, "num_heads": 1, "seq_len_q": 4, "seq_len_k": 8}
     for head_dim in edges(spec, "head_dim"):
-        yield f"head_dim_{head_dim}", attention_call(spec, batch=1, heads=2, seq_q=7, head_dim=head_dim)
-    for length in edges(spec, "seq_len_q"):
-        yield (
-            f"seq_len_q_{length}",
-            attention_call(spec, batch=1, heads=1, seq_q=length, seq_k=fit(spec, "seq_len_k", 8)),
-        )
-    for length in edges(spec, "seq_len_k"):
-        yield (
-            f"seq_len_k_{length}",
-            attention_call(spec, batch=1, heads=1, seq_q=fit(spec, "seq_len_q", 4), seq_k=length),
-        )
+        yield f"head_dim_{head_dim}", {"batch": 1, "num_heads": 2, "seq_len_q": 7, "head_dim": head_dim}
+    for name in ("seq_len_q", "seq_len_k"):
+        yield from ((f"{name}_{length}", {**few, name: length}) for length in edges(spec, name))
 
 
-def paged_call(
-    spec: KernelSpec,
-    *,
-    heads: int = 4,
-    kv_heads: int | None = None,
-    contexts: tuple[int, ...] = (7, 33, 1),
-    queries: tuple[int, ...] | None = None,
-    layout: str = "NHD",
-    page: int | None = None,
-    lse: bool = False,
-    **options: Any,
-) -> Maker:
-    """A maker of paged attention arguments with shuffled pages."""
-    kv_heads = heads if kv_heads is None else kv_heads
-    page = fit(spec, "page_size", 16) if page is None else page
-    dim = fit(spec, "head_dim", 64)
-
-    def make(draw: Draw) -> tuple[Any, ...]:
-        index = torch.int32 if not spec.index_dtypes or "int32" in spec.index_dtypes else torch.int64
-        per_row = max(-(-length // page) for length in contexts)
-        blocks = per_row * len(contexts) + 1
-        tables = draw.permutation(blocks, index)[: per_row * len(contexts)].reshape(len(contexts), per_row)
-        shape = (blocks, page, kv_heads, dim) if layout == "NHD" else (blocks, kv_heads, page, dim)
-        key_cache, value_cache = draw.normal(*shape), draw.normal(*shape)
-        lens = torch.tensor(contexts, dtype=index, device=draw.device)
-        new = None if queries is None else torch.tensor(queries, dtype=index, device=draw.device)
-        query = draw.normal(len(contexts) if queries is None else sum(queries), heads, dim)
-        batch = make_paged_batch(tables, lens, new)
-        return (
-            query, key_cache, value_cache, batch, options.get("scale"), options.get("window"), options.get("softcap"),
-            None, lse, layout,
-        )  # fmt: skip
-
-    return make
+# -- over pages --------------------------------------------------------------------------------------
+def _index(spec: KernelSpec) -> dict[str, Any]:
+    return {"index_dtype": "int32" if not spec.index_dtypes or "int32" in spec.index_dtypes else "int64"}
 
 
-def _cache_layouts(spec: KernelSpec) -> tuple[str, ...]:
-    return tuple(sorted(item.value for item in spec.kv_cache_layouts)) or ("NHD",)
+def layouts_of(spec: KernelSpec) -> list[Layout]:
+    """The layouts of a cache that a kernel reads."""
+    return sorted(spec.kv_cache_layouts) or [Layout.NHD]
 
 
-@group("result", "paged_attention", every_dtype=True)
-def _paged(spec: KernelSpec) -> Pairs:
-    for layout in _cache_layouts(spec):
-        yield f"decode_{layout}", paged_call(spec, layout=layout)
-        if "paged_prefill" in spec.features:
-            yield f"mixed_{layout}", paged_call(spec, layout=layout, contexts=(9, 33, 5), queries=(4, 1, 5))
+paged = Calls(
+    "paged_attention",
+    lambda spec: {**_index(spec), "kv_cache_layout": layouts_of(spec)[0]},
+    num_heads=4, head_dim=64, page_size=16, contexts=(7, 33, 1),
+)  # fmt: skip
+paged("scale", "explicit", scale=0.37)
+paged("gqa", "two_per_kv_head", "gqa", num_kv_heads=2)
+paged("lse", "decode", "lse")
+paged("window", "left_5", "window", contexts=(40, 3, 17), window=(5, 0))
+paged("window", "left_20", "window", "paged_prefill", contexts=(40, 3, 17), queries=(9, 3, 1), window=(20, 0))
+paged("softcap", "tight", "softcap", softcap=1.5, scale=0.5)
+paged("alibi", "per_head", "alibi")
+paged("alibi", "per_sequence", "alibi", slopes_for="batch")
 
 
-@group("scale", "paged_attention")
-def _paged_scale(spec: KernelSpec) -> Pairs:
-    yield "explicit", paged_call(spec, scale=0.37, layout=_cache_layouts(spec)[0])
+@paged.each("result")
+def _decode(spec: KernelSpec) -> Labelled:
+    for layout in layouts_of(spec):
+        yield f"decode_{layout.value}", {"kv_cache_layout": layout}
 
 
-@group("gqa", "paged_attention", "gqa")
-def _paged_gqa(spec: KernelSpec) -> Pairs:
-    yield "two_per_kv_head", paged_call(spec, heads=4, kv_heads=2, layout=_cache_layouts(spec)[0])
+@paged.each("result", "paged_prefill")
+def _prefill(spec: KernelSpec) -> Labelled:
+    for layout in layouts_of(spec):
+        yield f"mixed_{layout.value}", {"kv_cache_layout": layout, "contexts": (9, 33, 5), "queries": (4, 1, 5)}
 
 
-@group("lse", "paged_attention", "lse")
-def _paged_lse(spec: KernelSpec) -> Pairs:
-    yield "decode", paged_call(spec, lse=True, layout=_cache_layouts(spec)[0])
-
-
-@group("sizes", "paged_attention")
-def _paged_sizes(spec: KernelSpec) -> Pairs:
+@paged.each("sizes")
+def _page_sizes(spec: KernelSpec) -> Labelled:
     for page in edges(spec, "page_size"):
-        yield f"page_{page}", paged_call(spec, page=page, contexts=(2 * page + 1, page), layout=_cache_layouts(spec)[0])
+        yield f"page_{page}", {"page_size": page, "contexts": (2 * page + 1, page)}
+    for page in (1, 16, 128):  # which servers use
+        if fit(spec, "page_size", page) == page:
+            yield f"pages_of_{page}", {"page_size": page, "contexts": (page + 1, 2)}
+
+
+latent = Calls(
+    "mla_paged_attention",
+    _index,
+    num_heads=4, head_dim_ckv=64, head_dim_kpe=16, page_size=16, contexts=(7, 33, 1), scale=0.1,
+)  # fmt: skip
+latent("result", "decode")
+latent("result", "mixed", "paged_prefill", contexts=(9, 33, 5), queries=(4, 1, 5))
+latent("scale", "small", scale=0.02)
+latent("scale", "negative", scale=-0.1)
+latent("lse", "decode", "lse")
+latent("sizes", "deepseek", head_dim_ckv=512, head_dim_kpe=64)
+
+
+@latent.each("sizes")
+def _latent_page_sizes(spec: KernelSpec) -> Labelled:
+    for page in edges(spec, "page_size"):
+        yield f"page_{page}", {"page_size": page, "contexts": (2 * page + 1, page)}
+
+
+# -- packed ------------------------------------------------------------------------------------------
+_CROSS: dict[str, Any] = {"queries": (5, 0, 17, 1, 9), "keys": (5, 7, 23, 12, 9)}
+_NO_KEYS: dict[str, Any] = {"queries": (3, 4, 2), "keys": (5, 0, 9)}
+
+varlen = Calls("varlen_attention", num_heads=4, head_dim=64, queries=(7, 1, 19, 12))
+varlen("result", "self")
+varlen("result", "cross_with_empty_sequences", **_CROSS)
+varlen("result", "no_keys", **_NO_KEYS)
+varlen("result", "equal_lengths", queries=(6, 6, 6))
+varlen("result", "int64_offsets", index_dtype="int64")
+varlen("scale", "explicit", scale=0.37)
+varlen("gqa", "two_per_kv_head", "gqa", num_kv_heads=2)
+varlen("gqa", "one_kv_head", "gqa", num_kv_heads=1, **_CROSS)
+for _word, _causal in _CAUSAL.items():
+    varlen(_word, "square", _word, causal=_causal)
+    varlen(_word, "more_keys", _word, causal=_causal, **_CROSS)
+    varlen(_word, "more_queries", _word, causal=_causal, queries=(9, 4, 12), keys=(3, 4, 7))
+varlen("window", "both_sides", "window", window=(5, 3))
+varlen("window", "left_only", "window", window=(4, -1), **_CROSS)
+varlen("window", "causal", "window", "causal_bottom_right", window=(3, 0), causal=_BOTTOM_RIGHT, **_CROSS)
+varlen("softcap", "tight", "softcap", softcap=1.5, scale=0.5)
+varlen("alibi", "per_head", "alibi")
+varlen("alibi", "more_keys", "alibi", **_CROSS)
+varlen("lse", "plain", "lse")
+varlen("lse", "no_keys", "lse", **_NO_KEYS)
+
+
+@varlen.each("sizes")
+def _varlen_sizes(spec: KernelSpec) -> Labelled:
+    for head_dim in edges(spec, "head_dim"):
+        yield f"head_dim_{head_dim}", {"queries": (5, 3), "num_heads": 2, "head_dim": head_dim}
+
+
+# -- grouped: queries and prefixes of each group and sequence, keys of each sequence -------------------
+grouped = Calls(
+    "grouped_attention",
+    _index,
+    num_heads=4, head_dim=64, queries=((3, 5), (4, 2)), keys=(9, 13), prefixes=((5, 6), (9, 13)),
+)  # fmt: skip
+grouped("result", "two_groups")
+grouped("result", "same_keys", prefixes=((9, 13), (9, 13)))
+grouped("result", "one_group", queries=((5, 7),), prefixes=((9, 13),))
+grouped("result", "empty_parts", queries=((0, 5), (4, 2)), keys=(0, 13), prefixes=((0, 6), (0, 13)))
+grouped(
+    "accumulation", "many_keys",
+    num_heads=2, head_dim=32, queries=((2,), (3,)), keys=(512,), prefixes=((500,), (512,)), positive=True,
+)  # fmt: skip
+grouped("scale", "explicit", scale=0.37)
+grouped("scale", "negative", "causal_bottom_right", scale=-0.2, causal=_BOTTOM_RIGHT)
+grouped("gqa", "two_per_kv_head", "gqa", num_kv_heads=2)
+grouped("gqa", "three_per_kv_head", "gqa", num_heads=6, num_kv_heads=2)
+grouped("gqa", "one_kv_head", "gqa", num_kv_heads=1)
+grouped("causal_bottom_right", "more_keys", "causal_bottom_right", causal=_BOTTOM_RIGHT)
+grouped("causal_bottom_right", "more_queries", "causal_bottom_right", causal=_BOTTOM_RIGHT, queries=((8, 5), (4, 15)))
+grouped("causal_bottom_right", "equal_lengths", "causal_bottom_right", causal=_BOTTOM_RIGHT, queries=((5, 6), (9, 13)))
+grouped("lse", "plain", "lse")
+grouped("lse", "causal", "lse", "causal_bottom_right", causal=_BOTTOM_RIGHT, queries=((8, 5), (4, 2)))
+
+
+@grouped.each("sizes")
+def _grouped_sizes(spec: KernelSpec) -> Labelled:
+    for head_dim in edges(spec, "head_dim"):
+        yield f"head_dim_{head_dim}", {"num_heads": 2, "head_dim": head_dim}

@@ -1,8 +1,7 @@
-"""Cases of norms, gated activations, rotary embeddings, the look-up and the loss: their examples at small sizes."""
+"""Cases of what works on rows: norms, gated activations, rotary embeddings, the look-up, products and the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,133 +9,195 @@ import torch
 
 from layerzero.model.enums import Layout
 from layerzero.model.kernel import KernelSpec
-from layerzero_verify.testing.cases import Maker, edges, example, fit, group
+from layerzero.model.quant import QuantScheme
+from layerzero_verify.testing.cases import Calls, Given, Labelled, edges, fit
+from layerzero_verify.testing.weights import schemes_of, weight_given
 
 __all__: list[str] = []
 
-Pairs = Iterator[tuple[str, Maker]]
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
-# -- norms -----------------------------------------------------------------------------------------
-def _norm_groups(op: str) -> None:
-    def norm(spec: KernelSpec, rows: int, hidden: int, *needs: str, rank: int = 2, **choices: Any) -> Maker:
-        if op == "layer_norm" and "bias" in spec.features and "no_weight" not in needs:
-            needs = (*needs, "bias")
-        return example(op, spec, {"rows": rows, "hidden": hidden}, needs, choices, rank=rank)
-
-    @group("result", op, every_dtype=True)
-    def _plain(spec: KernelSpec) -> Pairs:
-        yield "rows", norm(spec, 5, 96)
-        yield "tokens", norm(spec, 6, 160, rank=3)
-
-    @group("eps", op)
-    def _eps(spec: KernelSpec) -> Pairs:
-        # Numbers so small that where eps stands decides the result.
-        yield "small_rows", norm(spec, 4, 64, eps=1e-3, scale=1e-2)
-
-    @group("sizes", op)
-    def _sizes(spec: KernelSpec) -> Pairs:
-        for hidden in edges(spec, "hidden"):
-            yield f"hidden_{hidden}", norm(spec, 3, hidden)
-
-    @group("mixed_weight", op, "mixed_weight", every_dtype=True)
-    def _other_dtype(spec: KernelSpec) -> Pairs:
-        yield "other_dtype", norm(spec, 4, 64, "mixed_weight")
-
+# -- norms -------------------------------------------------------------------------------------------
+def _norms(op: str) -> None:
+    biased = op == "layer_norm"
+    norm = Calls(op, lambda spec: {"needs": spec.features & {"bias"} if biased else ()}, rank=2, rows=4, hidden=64)
+    norm("result", "rows", rows=5, hidden=96)
+    norm("result", "tokens", rows=6, hidden=160, rank=3)
+    # Numbers so small that where eps stands decides the result.
+    norm("eps", "small_rows", eps=1e-3, magnitude=1e-2)
+    norm("mixed_weight", "other_dtype", "mixed_weight")
     if op in ("rms_norm", "layer_norm"):
-
-        @group("no_weight", op, "no_weight")
-        def _bare(spec: KernelSpec) -> Pairs:
-            yield "plain", norm(spec, 4, 64, "no_weight")
-
+        norm("no_weight", "plain", "no_weight", needs=())
     if op in ("rms_norm", "add_rms_norm"):
+        norm("accumulation", "long_row", rows=3, hidden=2048, positive=True)
 
-        @group("accumulation", op, every_dtype=True)
-        def _long_row(spec: KernelSpec) -> Pairs:
-            yield "long_row", norm(spec, 3, 2048, positive=True)
+    @norm.each("sizes")
+    def _widths(spec: KernelSpec) -> Labelled:
+        yield from ((f"hidden_{hidden}", {"rows": 3, "hidden": hidden}) for hidden in edges(spec, "hidden"))
 
 
 for _op in ("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"):
-    _norm_groups(_op)
-
+    _norms(_op)
 
 # -- gated activations and the look-up ---------------------------------------------------------------
-def _gated_group(op: str, label: str, *needs: str) -> None:
-    @group("result", op, *needs, every_dtype=True)
-    def _plain(spec: KernelSpec) -> Pairs:
-        yield label, example(op, spec, {"rows": 15, "hidden": 48}, needs, rank=3)
-
-
-_gated_group("silu_and_mul", "plain")
-_gated_group("relu_and_mul", "plain")
-_gated_group("gelu_and_mul", "erf", "gelu_none")
-_gated_group("gelu_and_mul", "tanh", "gelu_tanh")
-
-
-@group("result", "embedding", every_dtype=True)
-def _embedding(spec: KernelSpec) -> Pairs:
-    yield "plain", example("embedding", spec, {"tokens": 24, "vocab": 37, "hidden": 32}, rank=2)
+for _op, _label, _needs in (
+    ("silu_and_mul", "plain", ()),
+    ("relu_and_mul", "plain", ()),
+    ("gelu_and_mul", "erf", ("gelu_none",)),
+    ("gelu_and_mul", "tanh", ("gelu_tanh",)),
+):
+    Calls(_op, rank=3, rows=15, hidden=48)("result", _label, *_needs)
+Calls("embedding", rank=2, tokens=24, vocab=37, hidden=32)("result", "plain")
 
 
 # -- RoPE and XPos -----------------------------------------------------------------------------------
-def _rotary(op: str, spec: KernelSpec, layout: str, *needs: str, tokens: int = 7) -> Maker:
+def _layouts(spec: KernelSpec) -> list[Layout]:
+    return sorted(spec.layouts) or [Layout.BHSD]
+
+
+def _rotary_usual(spec: KernelSpec) -> Given:
     dim = fit(spec, "head_dim", 64)
-    sizes = {"batch": 2, "num_heads": 4, "num_kv_heads": 2, "seq_len_q": tokens, "head_dim": dim}
-    rotary = dim // 2 if "partial_rotary" in needs else dim
     tables = {} if spec.mixed_dtypes is False else {"tables": torch.float32}
-    return example(op, spec, {**sizes, "rotary_dim": rotary}, needs, tables, layout=Layout(layout))
+    return {"layout": _layouts(spec)[0], "head_dim": dim, "rotary_dim": dim, **tables}
 
 
-def _layouts(spec: KernelSpec) -> list[str]:
-    return sorted(item.value for item in spec.layouts) or ["BHSD"]
+def _rotary(op: str, convention: str, options: tuple[str, ...]) -> None:
+    rotary = Calls(op, _rotary_usual, batch=2, num_heads=4, num_kv_heads=2, seq_len_q=7)
 
-
-def _rotary_groups(op: str, convention: str, options: tuple[str, ...]) -> None:
-    @group("result", op, convention, every_dtype=True)
-    def _plain(spec: KernelSpec) -> Pairs:
+    @rotary.each("result", convention)
+    def _plain(spec: KernelSpec) -> Labelled:
         if convention == "interleaved":
-            yield convention, _rotary(op, spec, _layouts(spec)[0], convention)
+            yield convention, {}
         else:
-            yield from ((f"{convention}_{word}", _rotary(op, spec, word, convention)) for word in _layouts(spec))
+            yield from ((f"{convention}_{layout.value}", {"layout": layout}) for layout in _layouts(spec))
 
     for feature in options:
 
-        @group("rope_options", op, feature, convention)
-        def _option(spec: KernelSpec, feature: str = feature) -> Pairs:
-            for word in _layouts(spec):
-                yield f"{convention}_{feature}_{word}", _rotary(op, spec, word, convention, feature)
+        @rotary.each("rope_options", feature, convention)
+        def _option(spec: KernelSpec, feature: str = feature) -> Labelled:
+            part = {"rotary_dim": fit(spec, "head_dim", 64) // 2} if feature == "partial_rotary" else {}
+            for layout in _layouts(spec):
+                yield f"{convention}_{feature}_{layout.value}", {**part, "layout": layout}
             if convention == "rotate_half":
-                yield f"{feature}_one_token", _rotary(op, spec, _layouts(spec)[0], convention, feature, tokens=1)
+                yield f"{feature}_one_token", {**part, "seq_len_q": 1}
 
 
 _ROTARY = ("no_key", "batched_tables", "position_ids", "partial_rotary")
 for _op, _convention in product(("rope", "xpos"), ("rotate_half", "interleaved")):
-    _rotary_groups(_op, _convention, (*_ROTARY, "inplace") if _op == "rope" else _ROTARY)
-
+    _rotary(_op, _convention, (*_ROTARY, "inplace") if _op == "rope" else _ROTARY)
 
 # -- cross-entropy -----------------------------------------------------------------------------------
-def _loss(spec: KernelSpec, *needs: str, index: str = "int64", **choices: Any) -> Maker:
-    given = {"scale": 3.0, "ignored": "some", **choices}
-    return example("cross_entropy", spec, {"rows": 15, "vocab": 37}, needs, given, rank=3, index_dtype=index)
+loss = Calls("cross_entropy", rank=3, rows=15, vocab=37, index_dtype="int64", magnitude=3.0, ignored="some")
+loss("result", "mean")
+loss("result", "sum", reduction="sum", ignored="none")
+loss("result", "none", reduction="none", index_dtype="int32")
+loss("result", "all_ignored", ignored="all")
+_LOSS: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 5.0},
+    "z_loss": {"z_loss": 1e-2},
+    "lse": {"lse": None},
+    "all": {"label_smoothing": 0.2, "softcap": 4.0, "z_loss": 1e-3, "lse": None},
+}
+for (_label, _options), _reduction in product(_LOSS.items(), ("mean", "none")):
+    loss("loss_options", f"{_label}_{_reduction}", *_options, reduction=_reduction, **_options)
+
+# -- products ----------------------------------------------------------------------------------------
+linear = Calls("linear", weight_given, rank=2, rows=5, k=64, n=48)
+linear("result", "plain")
+linear("result", "bias", "bias")
+linear("accumulation", "long_product", rows=3, k=4096, n=8, positive=True)
+for _word in ACTIVATIONS:
+
+    @linear.each("activation", f"activation_{_word}")
+    def _activated(spec: KernelSpec, word: str = _word) -> Labelled:
+        yield word, {"activation": word, "needs": {*weight_given(spec).get("needs", ()), *spec.features & {"bias"}}}
 
 
-@group("result", "cross_entropy", every_dtype=True)
-def _loss_plain(spec: KernelSpec) -> Pairs:
-    yield "mean", _loss(spec)
-    yield "sum", _loss(spec, reduction="sum", ignored="none")
-    yield "none", _loss(spec, reduction="none", index="int32")
-    yield "all_ignored", _loss(spec, ignored="all")
+def _quantized(features: tuple[str, ...], suffix: str, *, symmetric: bool = True) -> None:
+    act = "act_dynamic" in features
+
+    @linear.each("quantized_weight", *features, every_dtype=symmetric)
+    def _schemes(spec: KernelSpec) -> Labelled:
+        for scheme in schemes_of(spec, symmetric=symmetric):
+            if not act or scheme.fmt.value not in ("int4", "nf4"):
+                yield f"{_words(scheme)}{suffix}", {**weight_given(spec, scheme), "rows": 3, "k": 128}
 
 
-def _loss_option(label: str, *features: str, **choices: Any) -> None:
-    @group("loss_options", "cross_entropy", *features, every_dtype=True)
-    def _option(spec: KernelSpec) -> Pairs:
-        for reduction in ("mean", "none"):
-            yield f"{label}_{reduction}", _loss(spec, *features, reduction=reduction, **choices)
+def _words(scheme: QuantScheme) -> str:
+    return f"{scheme.fmt.value}_{scheme.granularity}"
 
 
-_loss_option("smoothing", "label_smoothing", label_smoothing=0.1)
-_loss_option("softcap", "softcap", softcap=5.0)
-_loss_option("z_loss", "z_loss", z_loss=1e-2)
-_loss_option("lse", "lse")
-_loss_option("all", "label_smoothing", "softcap", "z_loss", "lse", label_smoothing=0.2, softcap=4.0, z_loss=1e-3)
+_quantized(("weight_only",), "")
+_quantized(("weight_only", "zero_point"), "_zero_point", symmetric=False)
+_quantized(("act_dynamic",), "_activations")
+
+
+@Calls("quantize", rank=2, rows=6, hidden=256).each("quantized")
+def _quantize(spec: KernelSpec) -> Labelled:
+    for fmt, granularity in product(sorted(spec.quant_formats), sorted(spec.granularities) or ["tensor"]):
+        if fmt not in ("mxfp4", "nvfp4") or granularity != "channel":
+            yield f"{fmt}_{granularity}", {"quant_format": fmt, "granularity": granularity}
+
+
+@Calls("dequantize", rank=2, rows=6, hidden=256).each("dequantized")
+def _dequantize(spec: KernelSpec) -> Labelled:
+    for scheme in schemes_of(spec):
+        yield _words(scheme), weight_given(spec, scheme)
+
+
+# -- conversions: every pair of dtypes, with numbers that do not fit -----------------------------------
+cast = Calls("cast", numbers="special")
+cast("result", "float32", numbers="normal", shape=(6, 5), target=torch.float32)
+cast("result", "float64", target=torch.float64)
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float8_e5m2)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _casts(*features: str, sources: tuple[torch.dtype, ...], targets: tuple[torch.dtype, ...]) -> None:
+    """A case for each of the pairs, which all need these features; the tensor decides, not the dtype of the case."""
+    for source, target in product(sources, targets):
+        words = [str(dtype).removeprefix("torch.") for dtype in (source, target)]
+        label = "_".join((*words, "saturate") if "saturate" in features else words)
+        cast("cast_options", label, *features, source=source, target=target)
+
+
+_casts(sources=_NARROW, targets=_FLOATS)
+_casts(sources=_INTEGERS, targets=(*_INTEGERS, torch.float32, torch.float64))
+_casts(sources=(torch.int8, torch.uint8, torch.int16, torch.bool), targets=_FLOATS)
+_casts("from_float8", sources=_FLOAT8, targets=(torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2))
+_casts("one_rounding", sources=(torch.float64, torch.int64, torch.int32), targets=_FLOATS)
+_casts("to_e4m3", sources=(*_NARROW, torch.int16), targets=_FLOAT8[:1])
+_casts("to_e4m3", "one_rounding", sources=(torch.float64, torch.int64), targets=_FLOAT8[:1])
+_casts("float_to_integer", sources=(torch.float64, *_NARROW), targets=_INTEGERS)
+_casts("float_to_integer", "from_float8", sources=_FLOAT8, targets=_INTEGERS)
+_casts("saturate", sources=_NARROW, targets=_FLOATS)
+_casts("saturate", sources=_INTEGERS, targets=_INTEGERS)
+_casts("saturate", "one_rounding", sources=(torch.float64, torch.int64), targets=_FLOATS)
+_casts("saturate", "to_e4m3", sources=(*_NARROW, torch.int16), targets=_FLOAT8[:1])
+_casts("saturate", "float_to_integer", sources=(torch.float64, *_NARROW), targets=_INTEGERS)
+
+
+# -- the feed-forward block ----------------------------------------------------------------------------
+def first_activation(spec: KernelSpec) -> Given:
+    """An activation the kernel declares."""
+    words = (word for word in ("silu", *ACTIVATIONS) if f"activation_{word}" in spec.features)
+    return {"activation": next(words, "silu")}
+
+
+mlp = Calls("mlp", first_activation, rank=2, rows=5, hidden=48, inner=64, n=40)
+for _kind in ("gated", "split_gate", "ungated"):
+    mlp("result", _kind, _kind)
+    mlp("result", f"{_kind}_tokens", _kind, rank=3, rows=6)
+
+    @mlp.each("result", _kind)
+    def _square(spec: KernelSpec, kind: str = _kind) -> Labelled:
+        yield f"{kind}_square", {"n": fit(spec, "hidden", 48)}  # some blocks give back what they take
+
+    mlp("result", f"{_kind}_bias", _kind, "bias")
+    for _word in ACTIVATIONS:
+        mlp("activation", f"{_kind}_{_word}", _kind, f"activation_{_word}", activation=_word)

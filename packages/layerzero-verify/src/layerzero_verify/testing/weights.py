@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from layerzero.backends.reference.quantize import quantize
 from layerzero.model.enums import QuantFormat
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.packed import PackedWeight
-from layerzero.model.quant import FORMATS, QuantizedTensor, QuantScheme
+from layerzero.model.quant import FORMATS, QuantScheme
 from layerzero_verify.testing.cases import fit
-from layerzero_verify.testing.kit import import_string
 
-__all__ = ["schemes_of", "weight_for"]
+__all__ = ["schemes_of", "weight_given"]
 
 
 def schemes_of(spec: KernelSpec, *, symmetric: bool = True) -> list[QuantScheme]:
@@ -32,16 +29,19 @@ def schemes_of(spec: KernelSpec, *, symmetric: bool = True) -> list[QuantScheme]
     return found
 
 
-def weight_for(
-    spec: KernelSpec, weight: Tensor, scheme: QuantScheme | None = None, act: str | None = None
-) -> Tensor | QuantizedTensor | PackedWeight:
-    """A dense weight in the form a kernel of `linear` takes; without a scheme the first it declares, or as it is."""
+def weight_given(spec: KernelSpec, scheme: QuantScheme | None = None) -> dict[str, Any]:
+    """What a case says of a weight; without a scheme it is the first that the kernel of `linear` declares, or none."""
+    needs: tuple[str, ...] = ()
     if scheme is None:
-        if not spec.quant_formats or "unquantized" in spec.features:
-            return weight
-        scheme = schemes_of(spec)[0]
-        act = None if "weight_only" in spec.features else "dynamic"
-    source = quantize(weight, scheme)
-    if spec.weight_layout is None or spec.packer is None:
-        return source if act is None else PackedWeight(source, act=act)
-    return PackedWeight(source, spec.weight_layout, import_string(spec.packer)(source), act)
+        scheme = next(iter(schemes_of(spec)), None)
+        if scheme is None or "unquantized" in spec.features:
+            return {}
+        needs = () if "weight_only" in spec.features else ("act_dynamic",)
+    return {
+        "quant_format": scheme.fmt.value,
+        "granularity": scheme.granularity,
+        "weight_layout": spec.weight_layout,
+        "packer": spec.packer,
+        "needs": needs,
+        "block": scheme.block_size,
+    }
