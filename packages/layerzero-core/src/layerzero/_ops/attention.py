@@ -269,8 +269,12 @@ def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout:
     return None, "bottom_right" if variant.name == "LOWER_RIGHT" else True
 
 
-def _causal_of(given: dict[str, Any]) -> tuple[Any, bool | str]:
-    return _causal_bias(given["attn_mask"], given["is_causal"], given["query"], given["key"], given["layout"])
+def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
+    words = (given[name] for name in ("attn_mask", "is_causal", "query", "key", "layout"))
+    mask, causal = _causal_bias(*words)
+    numbers = {name: plain_number(given[name]) for name in ("dropout_p", "scale")}
+    told = {**given, **numbers, "attn_mask": mask, "is_causal": causal, "window": parse_window(given["window"])}
+    return tuple(told[name] for name in ATTENTION.arguments)
 
 
 def _describe(call: Call) -> Context:
@@ -331,19 +335,7 @@ ATTENTION = register(
             "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
             "alibi_slopes", "return_lse",
         ),
-        canonical=lambda a: (
-            a["query"],
-            a["key"],
-            a["value"],
-            _causal_of(a)[0],
-            plain_number(a["dropout_p"]),
-            _causal_of(a)[1],
-            plain_number(a["scale"]),
-            parse_window(a["window"]),
-            a["softcap"],
-            a["alibi_slopes"],
-            a["return_lse"],
-        ),
+        canonical=_canonical,
         describe=_describe,
         reference="layerzero.backends.reference.attention:attention",
         cost=Roofline(

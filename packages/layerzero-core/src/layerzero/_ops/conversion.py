@@ -7,10 +7,10 @@ from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_tensor
+from layerzero.model.checks import context_of, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import dtype_name, stride_class
+from layerzero.model.describe import dtype_name
 from layerzero.model.op import Call, Op
 
 __all__ = ["CAST", "cast"]
@@ -51,25 +51,14 @@ def _describe(call: Call) -> Context:
     from_float8 = source.startswith("float8")
     needs = {
         "saturate": saturate,
-        "backward": call.needs_grad,
         # What torch's own conversion leaves to the machine, or rounds twice.
         "float_to_integer": source in _FLOATS and target not in _FLOATS,
         "to_e4m3": target == "float8_e4m3fn",
         "one_rounding": target in _NARROW and source in ("float64", "int64", "int32"),
         "from_float8": from_float8,
     }
-    return Context(
-        op="cast",
-        device=call.device,
-        # fp8 is read as float32, which needs no fp8 arithmetic of the device
-        dtype="float32" if from_float8 else source,
-        dims=(("elements", x.numel()),),
-        needs=frozenset(name for name, needed in needs.items() if needed),
-        rank=x.ndim,
-        strides=stride_class((x,)),
-        needs_grad=call.needs_grad,
-        backend=call.backend,
-    )
+    word = "float32" if from_float8 else source  # read as float32, fp8 needs no fp8 arithmetic of the device
+    return context_of(call, "cast", word, {"elements": x.numel()}, needs, (x,), rank=x.ndim)
 
 
 CAST = register(

@@ -7,10 +7,10 @@ from torch import Tensor
 from layerzero._ops.indices import expect_below
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
+from layerzero.model.describe import check_devices, check_floating
 from layerzero.model.op import Call, Op
 
 __all__ = ["EMBEDDING", "embedding"]
@@ -30,11 +30,8 @@ def _describe(call: Call) -> Context:
     expect_rank(weight, "weight", (2,))
     check_devices(ids=ids, weight=weight)
     word = check_floating(weight, "weight")
-    if dtype_name(ids) not in ("int32", "int64"):
-        raise InvalidInputError(
-            "ids must be int32 or int64", code="DTYPE_UNSUPPORTED", value=dtype_name(ids), limit="int32, int64"
-        )
-    vocab = weight.shape[0]
+    index = expect_index(ids, "ids")
+    vocab, hidden = weight.shape
     if padding_idx is not None and (type(padding_idx) is not int or not -vocab <= padding_idx < vocab):
         raise InvalidInputError(
             f"padding_idx {padding_idx} is no row of the table",
@@ -43,22 +40,8 @@ def _describe(call: Call) -> Context:
             limit=f"an int from {-vocab} to {vocab - 1}",
         )
     expect_below(ids, "ids", vocab)
-    needs = {"padding_idx"} if padding_idx is not None else set()
-    if call.needs_grad:
-        needs.add("backward")
-    return Context(
-        op="embedding",
-        device=call.device,
-        dtype=word,
-        dims=(("tokens", ids.numel()), ("vocab", vocab), ("hidden", weight.shape[1])),
-        needs=frozenset(needs),
-        dtypes=(word,),
-        rank=ids.ndim,
-        strides=stride_class((weight,)),
-        needs_grad=call.needs_grad,
-        backend=call.backend,
-        index_dtype=dtype_name(ids),
-    )
+    dims, needs = {"tokens": ids.numel(), "vocab": vocab, "hidden": hidden}, {"padding_idx": padding_idx is not None}
+    return context_of(call, "embedding", word, dims, needs, (weight,), dtypes=(word,), rank=ids.ndim, index_dtype=index)
 
 
 EMBEDDING = register(

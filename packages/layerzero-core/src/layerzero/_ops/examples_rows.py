@@ -91,7 +91,8 @@ def gated(draw: Draw) -> Args:
 def activation(draw: Draw, usual: str | None = None) -> str | None:
     """The activation that the call names or needs."""
     found = [word.removeprefix("activation_") for word in draw.ctx.needs if word.startswith("activation_")]
-    return draw.choice("activation", found[0] if found else usual)
+    chosen: str | None = draw.choice("activation", found[0] if found else usual)
+    return chosen
 
 
 def linear(draw: Draw) -> Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from layerzero._ops.linear import check_activation
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
@@ -11,9 +12,7 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
-__all__ = ["ACTIVATIONS", "MLP", "check_activation", "gating", "mlp"]
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+__all__ = ["MLP", "gating", "mlp"]
 
 
 def mlp(
@@ -51,13 +50,6 @@ def gating(rows: int, inner: int, name: str) -> str:
         value=rows,
         limit=f"{inner} rows, or {2 * inner} for gate and up packed",
     )
-
-
-def check_activation(activation: str) -> str:
-    """The feature a kernel needs for an activation; unknown ones are refused."""
-    if activation not in ACTIVATIONS:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"activation {activation!r}", limit=ACTIVATIONS)
-    return f"activation_{activation}"
 
 
 def _describe(call: Call) -> Context:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero._ops.norm import norm_context
-from layerzero._ops.signature import dispatch, register
-from layerzero.model.checks import expect_tensor
-from layerzero.model.context import Context
+from layerzero._ops.norm import norm_op
+from layerzero._ops.signature import dispatch
 from layerzero.model.cost import Roofline
-from layerzero.model.op import Call, Op
-from layerzero.model.shapes import both, same
 
 __all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
 
@@ -34,50 +30,16 @@ def gemma_add_rms_norm(
     return dispatch(GEMMA_ADD_RMS_NORM, (x, residual, weight, eps), backend=backend)  # type: ignore[no-any-return]
 
 
-def _plain(call: Call) -> Context:
-    x, weight, _ = call.args
-    return norm_context("gemma_rms_norm", call, x, {"weight": expect_tensor(weight, "weight")})
-
-
-def _added(call: Call) -> Context:
-    x, residual, weight, _ = call.args
-    others: dict[str, Tensor | None] = {
-        "residual": expect_tensor(residual, "residual"),
-        "weight": expect_tensor(weight, "weight"),
-    }
-    return norm_context("gemma_add_rms_norm", call, x, others)
-
-
-GEMMA_RMS_NORM = register(
-    Op(
-        function=gemma_rms_norm,
-        fake=same,
-        describe=_plain,
-        reference="layerzero.backends.reference.norm:gemma_rms_norm",
-        cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("no_weight",),
-        example="layerzero._ops.examples_rows:norm",
-        tolerance="norm",
-        row_wise=(0,),
-        growing=("rows",),
-        fusable=True,
-    )
+GEMMA_RMS_NORM = norm_op(
+    gemma_rms_norm,
+    Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"),
+    "weight",
+    optional=False,
 )
-GEMMA_ADD_RMS_NORM = register(
-    Op(
-        function=gemma_add_rms_norm,
-        fake=both,
-        output_kind="tensors",
-        describe=_added,
-        reference="layerzero.backends.reference.norm:gemma_add_rms_norm",
-        cost=Roofline("element_bytes * hidden * (4 * rows + 1)", "6 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("no_weight",),
-        example="layerzero._ops.examples_rows:norm",
-        tolerance="norm",
-        row_wise=(0, 1),
-        growing=("rows",),
-        fusable=True,
-    )
+GEMMA_ADD_RMS_NORM = norm_op(
+    gemma_add_rms_norm,
+    Roofline("element_bytes * hidden * (4 * rows + 1)", "6 * rows * hidden"),
+    "residual",
+    "weight",
+    optional=False,
 )

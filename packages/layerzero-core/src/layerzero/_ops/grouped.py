@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -10,14 +9,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import register
-from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
-from layerzero.dispatch.late import current_world, miss, recover, seen
+from layerzero._ops.signature import keyed, register
+from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_heads, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
+from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name
 from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.op import Call, Op
@@ -93,32 +91,14 @@ def grouped_attention(
     (out, lse): natural log, float32, [total_q, Hq]. Gradients: those of key and value are summed over the groups in
     float32.
     """
-    if not isinstance(batch, GroupedBatch):
-        batch = _planned(batch, cu_seqlens_k, kv_lens)
     check_scale(scale)
-    args = (query, key, value, batch, causal, scale, return_lse)
-    if watched() or traced():
-        return seen(GROUPED_ATTENTION, args, None, backend, functools.partial(_dispatched, args, backend))
-    return _dispatched(args, backend)
+    args = (query, key, value, _planned(batch, cu_seqlens_k, kv_lens), causal, scale, return_lse)
+    return keyed(GROUPED_ATTENTION, _key, args, None, backend)
 
 
-def _dispatched(args: tuple[Any, ...], backend: str | None) -> Any:
-    """The kernel that is hot for this call, or the cold path."""
-    world = current_world()
-    try:
-        hot = _key(world, args, backend)
-        bound = world.hot.get(hot) if hot is not None else None
-    except (RuntimeError, TypeError):  # a nested tensor, an option that cannot be hashed
-        hot = bound = None
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(GROUPED_ATTENTION, world, hot, bound, args, None, backend, error)
-    return miss(GROUPED_ATTENTION, world, hot, args, None, backend)
-
-
-def _planned(cu_seqlens_q: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
+def _planned(batch: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
+    if isinstance(batch, GroupedBatch):
+        return batch
     if cu_seqlens_k is None or kv_lens is None:
         missing = "cu_seqlens_k" if cu_seqlens_k is None else "kv_lens"
         raise InvalidInputError(
@@ -127,7 +107,7 @@ def _planned(cu_seqlens_q: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch
             value="None",
             limit="a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens",
         )
-    return make_grouped_batch(cu_seqlens_q, cu_seqlens_k, kv_lens)
+    return make_grouped_batch(batch, cu_seqlens_k, kv_lens)
 
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -170,23 +150,8 @@ def _describe(call: Call) -> Context:
             f"causal is {causal!r}", code="VALUE_INVALID", value=str(causal), limit="True (bottom-right) or False"
         )
     check_scale(scale)
-    tokens, heads, dim = query.shape
-    total_k, kv_heads, key_dim = key.shape
-    if dim != key_dim:
-        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {key_dim}", limit="equal")
-    if tuple(value.shape[:2]) != (total_k, kv_heads):
-        raise InvalidInputError(
-            "key and value disagree",
-            code="SHAPE_INVALID",
-            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit="equal tokens and heads",
-        )
-    if 0 in (heads, kv_heads, dim):
-        raise InvalidInputError(
-            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
-        )
-    if heads % kv_heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    expect_heads(query, key, value)
+    (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
     for name, given, planned, source in (
         ("query", tokens, batch.total_q, "cu_seqlens_q"),
         ("key", total_k, batch.total_k, "cu_seqlens_k"),
@@ -203,30 +168,28 @@ def _describe(call: Call) -> Context:
         "lse": return_lse,
         # A gradient through the log-sum-exp itself, which most kernels return without one.
         "lse_backward": return_lse and call.needs_grad,
-        "backward": call.needs_grad,
         "causal_bottom_right": causal,
     }
-    return Context(
-        op="grouped_attention",
-        device=call.device,
-        dtype=words[0],
-        dims=(
-            ("batch", batch.batch_size),
-            ("num_groups", batch.num_groups),
-            ("num_heads", heads),
-            ("num_kv_heads", kv_heads),
-            ("seq_len_q", batch.max_query_len),
-            ("seq_len_k", batch.max_kv_len),
-            ("head_dim", dim),
-            ("head_dim_v", value.shape[2]),
-        ),
-        needs=frozenset(name for name, needed in needs.items() if needed),
+    dims = {
+        "batch": batch.batch_size,
+        "num_groups": batch.num_groups,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "seq_len_q": batch.max_query_len,
+        "seq_len_k": batch.max_kv_len,
+        "head_dim": dim,
+        "head_dim_v": value.shape[2],
+    }
+    return context_of(
+        call,
+        "grouped_attention",
+        words[0],
+        dims,
+        needs,
+        (query, key, value),
         dtypes=words,
         rank=3,
-        strides=stride_class((query, key, value)),
         causal=Causal.BOTTOM_RIGHT if causal else Causal.NONE,
-        needs_grad=call.needs_grad,
-        backend=call.backend,
         index_dtype=dtype_name(batch.kv_lens),
         # Segments differ, so a kernel may never count on queries and keys of equal length.
         seq_relation="shorter",
@@ -235,12 +198,8 @@ def _describe(call: Call) -> Context:
 
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
-    batch = given["batch"]
-    if not isinstance(batch, GroupedBatch):
-        batch = _planned(batch, given["cu_seqlens_k"], given["kv_lens"])
-    return (
-        given["query"], given["key"], given["value"], batch, given["causal"], given["scale"], given["return_lse"],
-    )  # fmt: skip
+    told = {**given, "batch": _planned(given["batch"], given["cu_seqlens_k"], given["kv_lens"])}
+    return tuple(told[name] for name in GROUPED_ATTENTION.arguments)
 
 
 GROUPED_ATTENTION = register(
@@ -263,10 +222,7 @@ GROUPED_ATTENTION = register(
             "seq_len_q": "tokens - tokens // 2",
             "seq_len_k": "tokens_k",
         },
-        options=(
-            "causal",
-            "lse",
-        ),
+        options=("causal", "lse"),
         example="layerzero._ops.examples_attention:grouped",
         tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),

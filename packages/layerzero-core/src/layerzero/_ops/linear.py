@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     from layerzero.model.packed import PackedWeight
     from layerzero.model.quant import QuantizedTensor
 
-__all__ = ["ACTIVATIONS", "LINEAR", "linear"]
+__all__ = ["ACTIVATIONS", "LINEAR", "check_activation", "linear"]
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+
+
+def check_activation(activation: str) -> str:
+    """The feature a kernel needs for an activation; unknown ones are refused."""
+    if activation not in ACTIVATIONS:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"activation {activation!r}", limit=ACTIVATIONS)
+    return f"activation_{activation}"
 
 
 def linear(
@@ -52,11 +59,9 @@ def _describe(call: Call) -> Context:
             "x and weight disagree", code="SHAPE_INVALID", value=str(tuple(x.shape)), limit=f"[..., {k}]"
         )
     expect_shape(bias, "bias", (n,))
-    if activation is not None and activation not in ACTIVATIONS:
-        raise InvalidInputError(code="VALUE_INVALID", value=str(activation), limit=ACTIVATIONS)
     needs = {"bias"} if bias is not None else set()
     if activation is not None:
-        needs.add(f"activation_{activation}")
+        needs.add(check_activation(activation))
     dims = {"rows": x.numel() // k if k else 0, "n": n, "k": k}
     if not quantized:
         return simple_context(call, "linear", x, {"weight": weight, "bias": bias}, dims, needs)
@@ -109,12 +114,7 @@ LINEAR = register(
         reference="layerzero.backends.reference.linear:linear",
         cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),
         shapes={"shape": "*rows,k", "weight": "n,k"},
-        options=(
-            "bias",
-            "activation",
-            "format",
-            "granularity",
-        ),
+        options=("bias", "activation", "format", "granularity"),
         example="layerzero._ops.examples_rows:linear",
         tolerance="gemm",
         row_wise=(0,),

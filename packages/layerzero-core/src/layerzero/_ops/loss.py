@@ -11,10 +11,10 @@ from torch import Tensor
 from layerzero._ops.indices import expect_below
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_shape, expect_tensor, simple_context
+from layerzero.model.checks import expect_index, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_softcap, dtype_name
+from layerzero.model.describe import check_softcap
 from layerzero.model.op import Call, Op
 
 __all__ = ["CROSS_ENTROPY", "cross_entropy"]
@@ -83,14 +83,8 @@ def _absent(label_smoothing: Any, z_loss: Any, softcap: Any) -> tuple[float | No
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     options = _absent(given["label_smoothing"], given["z_loss"], given["softcap"])
-    return (
-        given["logits"],
-        given["labels"],
-        given["ignore_index"],
-        *options,
-        given["reduction"],
-        given["return_lse"],
-    )
+    told = {**given, **dict(zip(("label_smoothing", "softcap", "z_loss"), options, strict=True))}
+    return tuple(told[name] for name in CROSS_ENTROPY.arguments)
 
 
 def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
@@ -110,8 +104,7 @@ def _describe(call: Call) -> Context:
     vocab = logits.shape[-1] if logits.ndim else 0
     if vocab == 0:
         raise InvalidInputError(code="SHAPE_INVALID", value=f"logits {tuple(logits.shape)}", limit="[..., vocab]")
-    if dtype_name(labels) not in ("int32", "int64"):
-        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=f"labels {dtype_name(labels)}", limit="int32, int64")
+    index = expect_index(labels, "labels")
     expect_shape(labels, "labels", tuple(logits.shape[:-1]))
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise InvalidInputError(
@@ -129,9 +122,7 @@ def _describe(call: Call) -> Context:
     }
     dims = {"rows": labels.numel(), "vocab": vocab}
     wanted = [name for name, needed in needs.items() if needed]
-    return simple_context(
-        call, "cross_entropy", logits, {"labels": labels}, dims, wanted, index_dtype=dtype_name(labels)
-    )
+    return simple_context(call, "cross_entropy", logits, {"labels": labels}, dims, wanted, index_dtype=index)
 
 
 CROSS_ENTROPY = register(

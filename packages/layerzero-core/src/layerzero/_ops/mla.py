@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import register
-from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
-from layerzero.dispatch.late import current_world, miss, recover, seen
+from layerzero._ops.paged import check_pages
+from layerzero._ops.signature import keyed, register
+from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name, stride_class
+from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name
 from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.op import Call, Op
@@ -73,45 +71,14 @@ def mla_paged_attention(
     """
     check_scale(scale)
     args = (q_nope, q_pe, ckv_cache, kpe_cache, batch, scale, return_lse)
-    if watched() or traced():
-        return seen(MLA_PAGED_ATTENTION, args, None, backend, functools.partial(_dispatched, args, backend))
-    return _dispatched(args, backend)
+    return keyed(MLA_PAGED_ATTENTION, _key, args, None, backend)
 
 
-def _dispatched(args: tuple[Any, ...], backend: str | None) -> Any:
-    """The kernel that is hot for this call, or the cold path."""
-    _check_pages(args[2], args[4])
-    world = current_world()
-    try:
-        key = _key(world, args, backend)
-        bound = world.hot.get(key) if key is not None else None
-    except (RuntimeError, TypeError):  # a nested tensor, an option that cannot be hashed
-        key = bound = None
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(MLA_PAGED_ATTENTION, world, key, bound, args, None, backend, error)
-    return miss(MLA_PAGED_ATTENTION, world, key, args, None, backend)
-
-
-def _check_pages(ckv_cache: Any, batch: Any) -> None:
-    """Every context must fit its row of pages. Checked at each call: lengths grow without a new key."""
+def _expect_batch(batch: Any) -> None:
     if not isinstance(batch, PagedBatch):
         raise InvalidInputError(
             code="TYPE_INVALID", value=f"batch: {type(batch).__name__}", limit="a PagedBatch, made by lz.paged_batch"
         )
-    if not isinstance(ckv_cache, Tensor) or ckv_cache.ndim != 3:
-        return  # refused with its own words on the cold path
-    rows, page = batch.block_tables.shape[1], ckv_cache.shape[1]
-    if batch.max_context_len > rows * page:
-        raise InvalidInputError(
-            code="BLOCK_TABLE_INVALID",
-            value=f"context of {batch.max_context_len}",
-            limit=f"{rows} pages of {page}",
-        )
-    if batch.block_tables.is_cpu and modes.plain((batch.block_tables,)):
-        batch.check_page_numbers(page, ckv_cache.shape[0])
 
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -119,6 +86,8 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     from layerzero.selection.buckets import boundaries
 
     tensors, batch, scale, return_lse = args[:4], *args[4:]
+    _expect_batch(batch)
+    check_pages(args[2], batch, 3, 1)
     if scale is None or not all(isinstance(item, Tensor) for item in tensors):
         return None
     edges_q = boundaries(world, "mla_paged_attention", "seq_len_q")
@@ -139,6 +108,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
 
 def _describe(call: Call) -> Context:
     q_nope, q_pe, ckv_cache, kpe_cache, batch, scale, return_lse = call.args
+    _expect_batch(batch)
     named = (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
     for name, item in named:
         expect_rank(expect_tensor(item, name), name, (3,))
@@ -177,35 +147,33 @@ def _describe(call: Call) -> Context:
             value=f"{tokens} query tokens",
             limit=f"{batch.total_q} from query_lens",
         )
-    _check_pages(ckv_cache, batch)
+    check_pages(ckv_cache, batch, 3, 1)
     needs = {
         "lse": return_lse,
         "lse_backward": return_lse and call.needs_grad,
-        "backward": call.needs_grad,
         "paged_prefill": not batch.is_decode,
     }
-    return Context(
-        op="mla_paged_attention",
-        device=call.device,
-        dtype=words["q_nope"],
-        dims=(
-            ("batch", batch.batch_size),
-            ("tokens", tokens),
-            ("num_heads", heads),
-            ("head_dim_ckv", latent),
-            ("head_dim_kpe", q_pe.shape[2]),
-            ("seq_len_q", batch.max_query_len),
-            ("seq_len_k", batch.max_context_len),
-            ("page_size", page),
-            ("num_blocks", blocks),
-        ),
-        needs=frozenset(name for name, needed in needs.items() if needed),
+    dims = {
+        "batch": batch.batch_size,
+        "tokens": tokens,
+        "num_heads": heads,
+        "head_dim_ckv": latent,
+        "head_dim_kpe": q_pe.shape[2],
+        "seq_len_q": batch.max_query_len,
+        "seq_len_k": batch.max_context_len,
+        "page_size": page,
+        "num_blocks": blocks,
+    }
+    return context_of(
+        call,
+        "mla_paged_attention",
+        words["q_nope"],
+        dims,
+        needs,
+        (q_nope, q_pe, ckv_cache, kpe_cache),
         dtypes=(words["q_nope"], words["q_pe"]),
         rank=3,
-        strides=stride_class((q_nope, q_pe, ckv_cache, kpe_cache)),
         causal=Causal.BOTTOM_RIGHT,
-        needs_grad=call.needs_grad,
-        backend=call.backend,
         kv_cache_dtype=words["ckv_cache"],
         index_dtype=dtype_name(batch.block_tables),
         scale=scale,
@@ -239,10 +207,7 @@ MLA_PAGED_ATTENTION = register(
             "seq_len_q": "1",
             "seq_len_k": "max(1, num_blocks // max(1, tokens)) * page_size",
         },
-        options=(
-            "context",
-            "lse",
-        ),
+        options=("context", "lse"),
         example="layerzero._ops.examples_attention:latent",
         tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.feed_forward import check_activation, gating
+from layerzero._ops.feed_forward import gating
+from layerzero._ops.linear import check_activation
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, dtype_name, stride_class
+from layerzero.model.describe import check_devices, check_floating, stride_class
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import same
 
@@ -136,15 +137,6 @@ def _describe_gate(call: Call) -> Context:
     return simple_context(call, "topk_gate", logits, {}, dims, needs)
 
 
-def _indices(tensor: Any, name: str) -> str:
-    word = dtype_name(expect_tensor(tensor, name))
-    if word not in ("int32", "int64"):
-        raise InvalidInputError(
-            f"{name} must be int32 or int64", code="DTYPE_UNSUPPORTED", value=word, limit="int32, int64"
-        )
-    return word
-
-
 def _describe_grouped(call: Call) -> Context:
     x, weights, sizes = call.args
     x, weights = expect_tensor(x, "x"), expect_tensor(weights, "weights")
@@ -158,7 +150,7 @@ def _describe_grouped(call: Call) -> Context:
             value=str(tuple(x.shape)),
             limit=f"[T, {k}], 1 group or more",
         )
-    index = _indices(sizes, "group_sizes")
+    index = expect_index(sizes, "group_sizes")
     expect_shape(sizes, "group_sizes", (experts,))
     check_devices(x=x, weights=weights, group_sizes=sizes)
     dims = {"tokens": x.shape[0], "experts": experts, "n": n, "k": k}
@@ -184,7 +176,7 @@ def _describe_moe(call: Call) -> Context:
         )
     expect_shape(down, "down", (experts, hidden, inner))
     needs = {gating(rows, inner, "gate_up"), check_activation(activation)}
-    index = _indices(ids, "topk_ids")
+    index = expect_index(ids, "topk_ids")
     expect_rank(ids, "topk_ids", (2,))
     top_k = ids.shape[1]
     if not top_k:
@@ -274,10 +266,7 @@ MOE = register(
             "2 * tokens * top_k * inner * hidden * (2 + gated)",
         ),
         shapes={"shape": "tokens,hidden", "weight": "experts,2*inner,hidden", "top_k": "2"},
-        options=(
-            "top_k",
-            "activation",
-        ),
+        options=("top_k", "activation"),
         example="layerzero._ops.examples_tokens:moe",
         tolerance="gemm",
         growing=("tokens",),

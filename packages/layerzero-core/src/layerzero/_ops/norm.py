@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from layerzero.model.op import Call, Op
 from layerzero.model.shapes import both, same
 from layerzero.runtime.current import now, scope
 
-__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_context", "rms_norm"]
+__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_op", "rms_norm"]
 
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -94,7 +95,7 @@ def layer_norm(
     return dispatch(LAYER_NORM, (x, weight, bias, eps), backend=backend)  # type: ignore[no-any-return]
 
 
-def norm_context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
+def _context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
     """The Context of a norm over the last axis; shapes that do not fit are refused."""
     x = expect_tensor(x, "x")
     eps = call.args[-1]
@@ -116,68 +117,41 @@ def norm_context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) 
     return simple_context(call, op, x, others, dims, needs, mixed=True)
 
 
-def _rms(call: Call) -> Context:
-    return norm_context("rms_norm", call, call.args[0], {"weight": call.args[1]})
+def norm_op(function: Callable[..., Any], cost: Roofline, *others: str, optional: bool = True) -> Op:
+    """A norm over the last axis; `others` are the tensors beside x, in order, the weight and bias `optional`."""
+    name = function.__name__
+    added = "residual" in others
 
+    def describe(call: Call) -> Context:
+        given = dict(zip(others, call.args[1:-1], strict=True))
+        for word, item in given.items():
+            if word == "residual" or not optional:
+                expect_tensor(item, word)
+        return _context(name, call, call.args[0], given)
 
-def _add_rms(call: Call) -> Context:
-    expect_tensor(call.args[1], "residual")
-    return norm_context("add_rms_norm", call, call.args[0], {"residual": call.args[1], "weight": call.args[2]})
-
-
-def _layer(call: Call) -> Context:
-    return norm_context("layer_norm", call, call.args[0], {"weight": call.args[1], "bias": call.args[2]})
-
-
-RMS_NORM = register(
-    Op(
-        function=rms_norm,
-        fake=same,
-        describe=_rms,
-        reference="layerzero.backends.reference.norm:rms_norm",
-        cost=Roofline("element_bytes * hidden * (2 * rows + 1)", "4 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("no_weight",),
-        example="layerzero._ops.examples_rows:norm",
-        tolerance="norm",
-        row_wise=(0,),
-        growing=("rows",),
-        fusable=True,
+    return register(
+        Op(
+            function=function,
+            fake=both if added else same,
+            output_kind="tensors" if added else "tensor",
+            describe=describe,
+            reference=f"layerzero.backends.reference.norm:{name}",
+            cost=cost,
+            shapes={"shape": "*rows,hidden"},
+            options=("no_weight", *(word for word in others if word == "bias")),
+            example="layerzero._ops.examples_rows:norm",
+            tolerance="norm",
+            row_wise=(0, 1) if added else (0,),
+            growing=("rows",),
+            fusable=True,
+        )
     )
+
+
+RMS_NORM = norm_op(rms_norm, Roofline("element_bytes * hidden * (2 * rows + 1)", "4 * rows * hidden"), "weight")
+ADD_RMS_NORM = norm_op(
+    add_rms_norm, Roofline("element_bytes * hidden * (4 * rows + 1)", "5 * rows * hidden"), "residual", "weight"
 )
-ADD_RMS_NORM = register(
-    Op(
-        function=add_rms_norm,
-        fake=both,
-        output_kind="tensors",
-        describe=_add_rms,
-        reference="layerzero.backends.reference.norm:add_rms_norm",
-        cost=Roofline("element_bytes * hidden * (4 * rows + 1)", "5 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("no_weight",),
-        example="layerzero._ops.examples_rows:norm",
-        tolerance="norm",
-        row_wise=(0, 1),
-        growing=("rows",),
-        fusable=True,
-    )
-)
-LAYER_NORM = register(
-    Op(
-        function=layer_norm,
-        fake=same,
-        describe=_layer,
-        reference="layerzero.backends.reference.norm:layer_norm",
-        cost=Roofline("element_bytes * hidden * (2 * rows + 1 + bias)", "8 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=(
-            "no_weight",
-            "bias",
-        ),
-        example="layerzero._ops.examples_rows:norm",
-        tolerance="norm",
-        row_wise=(0,),
-        growing=("rows",),
-        fusable=True,
-    )
+LAYER_NORM = norm_op(
+    layer_norm, Roofline("element_bytes * hidden * (2 * rows + 1 + bias)", "8 * rows * hidden"), "weight", "bias"
 )

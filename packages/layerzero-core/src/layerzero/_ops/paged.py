@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -10,12 +9,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import register
+from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
-from layerzero.dispatch.late import current_world, miss, recover, seen
+from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
@@ -26,14 +24,13 @@ from layerzero.model.describe import (
     dtype_name,
     parse_layout,
     parse_window,
-    stride_class,
 )
 from layerzero.model.enums import Causal, Layout
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import with_lse
 
-__all__ = ["PAGED_ATTENTION", "paged_attention", "paged_batch"]
+__all__ = ["PAGED_ATTENTION", "check_pages", "paged_attention", "paged_batch"]
 
 _grad_enabled = torch.is_grad_enabled
 
@@ -105,65 +102,44 @@ def paged_attention(
     Causal, bottom-right aligned: the last query token of a sequence sees its whole context. `batch` is a
     `lz.paged_batch`; the form `(…, block_tables, context_lens)` also works and plans at every call.
     """
-    if not isinstance(batch, PagedBatch):
-        if context_lens is None:
-            raise InvalidInputError(
-                "context_lens is missing",
-                code="TYPE_INVALID",
-                value="None",
-                limit="a paged_batch, or block_tables and context_lens",
-            )
-        batch = make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
+    planned = _planned(batch, context_lens)
     check_scale(scale)
     check_softcap(softcap)
-    args = (
-        query,
-        key_cache,
-        value_cache,
-        batch,
-        scale,
-        parse_window(window),
-        softcap,
-        alibi_slopes,
-        return_lse,
-        layout,
-    )
-    if watched() or traced():
-        return seen(PAGED_ATTENTION, args, layout, backend, functools.partial(_dispatched, args, layout, backend))
-    return _dispatched(args, layout, backend)
+    sides = parse_window(window)
+    args = (query, key_cache, value_cache, planned, scale, sides, softcap, alibi_slopes, return_lse, layout)
+    return keyed(PAGED_ATTENTION, _key, args, layout, backend)
 
 
-def _dispatched(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
-    """The kernel that is hot for this call, or the cold path."""
-    _check_index_dtypes(args[3])
-    _check_pages(args[1], args[3], layout)
-    world = current_world()
-    try:
-        key = _key(world, args, layout, backend)
-        bound = world.hot.get(key) if key is not None else None
-    except (RuntimeError, TypeError, AttributeError):  # a nested tensor, an unhashable option, slopes that are none
-        key = bound = None
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(PAGED_ATTENTION, world, key, bound, args, layout, backend, error)
-    return miss(PAGED_ATTENTION, world, key, args, layout, backend)
-
-
-def _check_pages(key_cache: Any, batch: PagedBatch, layout: Any) -> None:
-    """Every context must fit its row of pages. Checked at each call: lengths grow without a new key."""
-    if not isinstance(key_cache, Tensor) or key_cache.ndim != 4 or layout not in ("NHD", "HND"):
-        return  # refused with its own words on the cold path
-    page = key_cache.shape[1 if layout == "NHD" else 2]
-    if batch.max_context_len > batch.block_tables.shape[1] * page:
+def _planned(batch: Any, context_lens: Any) -> PagedBatch:
+    if isinstance(batch, PagedBatch):
+        return batch
+    if context_lens is None:
         raise InvalidInputError(
-            code="BLOCK_TABLE_INVALID",
-            value=f"context of {batch.max_context_len}",
-            limit=f"{batch.block_tables.shape[1]} pages of {page}",
+            "context_lens is missing",
+            code="TYPE_INVALID",
+            value="None",
+            limit="a paged_batch, or block_tables and context_lens",
+        )
+    return make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
+
+
+def check_pages(cache: Any, batch: PagedBatch, rank: int, axis: int | None) -> None:
+    """Every context must fit its row of pages, whose tokens lie along `axis` of the cache.
+
+    Checked at each call: lengths grow without a new key.
+    """
+    if not isinstance(cache, Tensor) or cache.ndim != rank or axis is None:
+        return  # refused with its own words on the cold path
+    rows, page = batch.block_tables.shape[1], cache.shape[axis]
+    if batch.max_context_len > rows * page:
+        raise InvalidInputError(
+            code="BLOCK_TABLE_INVALID", value=f"context of {batch.max_context_len}", limit=f"{rows} pages of {page}"
         )
     if batch.block_tables.is_cpu and modes.plain((batch.block_tables,)):
-        batch.check_page_numbers(page, key_cache.shape[0])
+        batch.check_page_numbers(page, cache.shape[0])
+
+
+_TOKENS = {"NHD": 1, "HND": 2}  # the axis of a page's tokens
 
 
 def _check_index_dtypes(batch: PagedBatch) -> None:
@@ -179,11 +155,13 @@ def _check_index_dtypes(batch: PagedBatch) -> None:
     )
 
 
-def _key(world: Any, args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
     from layerzero.selection.buckets import boundaries
 
-    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, _ = args
+    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, layout = args
+    _check_index_dtypes(batch)
+    check_pages(key_cache, batch, 4, _TOKENS.get(layout))
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
         return None
     edges = boundaries(world, "paged_attention", "seq_len_k")
@@ -256,7 +234,7 @@ def _describe(call: Call) -> Context:
             value=f"{tokens} query tokens",
             limit=f"{batch.total_q} from query_lens",
         )
-    _check_pages(key_cache, batch, layout)
+    check_pages(key_cache, batch, 4, _TOKENS[order])
     check_softcap(softcap)
     if slopes is not None and tuple(expect_tensor(slopes, "alibi_slopes").shape) not in (
         (heads,),
@@ -274,33 +252,31 @@ def _describe(call: Call) -> Context:
         # As in attention: most kernels have no gradient for slopes, nor one through the log-sum-exp.
         "mask_grad": call.needs_grad and slopes is not None and slopes.requires_grad,
         "lse_backward": bool(return_lse) and call.needs_grad,
-        "backward": call.needs_grad,
         "paged_prefill": not batch.is_decode,
     }
-    return Context(
-        op="paged_attention",
-        device=call.device,
-        dtype=word,
-        dims=(
-            ("batch", batch.batch_size),
-            ("tokens", tokens),
-            ("num_heads", heads),
-            ("num_kv_heads", kv_heads),
-            ("head_dim", dim),
-            ("head_dim_v", value_cache.shape[3]),
-            ("seq_len_q", batch.max_query_len),
-            ("seq_len_k", batch.max_context_len),
-            ("page_size", page),
-            ("num_blocks", blocks),
-        ),
-        needs=frozenset(name for name, needed in needs.items() if needed),
+    dims = {
+        "batch": batch.batch_size,
+        "tokens": tokens,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "head_dim_v": value_cache.shape[3],
+        "seq_len_q": batch.max_query_len,
+        "seq_len_k": batch.max_context_len,
+        "page_size": page,
+        "num_blocks": blocks,
+    }
+    return context_of(
+        call,
+        "paged_attention",
+        word,
+        dims,
+        needs,
+        (query, key_cache, value_cache),
         dtypes=(word,),
         rank=3,
-        strides=stride_class((query, key_cache, value_cache)),
         causal=Causal.BOTTOM_RIGHT,
         window=window,
-        needs_grad=call.needs_grad,
-        backend=call.backend,
         kv_cache_dtype=cache_word,
         kv_cache_layout=order,
         index_dtype=dtype_name(batch.block_tables),
@@ -309,21 +285,9 @@ def _describe(call: Call) -> Context:
 
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
-    batch = given["batch"]
-    if not isinstance(batch, PagedBatch):
-        batch = make_paged_batch(batch, given["context_lens"])
-    return (
-        given["query"],
-        given["key_cache"],
-        given["value_cache"],
-        batch,
-        given["scale"],
-        parse_window(given["window"]),
-        given["softcap"],
-        given["alibi_slopes"],
-        given["return_lse"],
-        given["layout"],
-    )
+    batch = _planned(given["batch"], given["context_lens"])
+    told = {**given, "batch": batch, "window": parse_window(given["window"])}
+    return tuple(told[name] for name in PAGED_ATTENTION.arguments)
 
 
 PAGED_ATTENTION = register(
@@ -357,14 +321,7 @@ PAGED_ATTENTION = register(
             "seq_len_q": "1",
             "seq_len_k": "max(1, num_blocks // batch) * page_size",
         },
-        options=(
-            "layout",
-            "context",
-            "window",
-            "softcap",
-            "lse",
-            "alibi",
-        ),
+        options=("layout", "context", "window", "softcap", "lse", "alibi"),
         example="layerzero._ops.examples_attention:paged",
         tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),

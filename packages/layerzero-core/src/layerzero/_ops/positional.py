@@ -13,10 +13,10 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout, stride_class
+from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout
 from layerzero.model.enums import Layout
 from layerzero.model.op import Call, Op
 from layerzero.model.overlap import overlapping
@@ -141,41 +141,25 @@ def rotary_context(
         "position_ids": position_ids is not None,
         "inplace": inplace,
         "partial_rotary": rotary < dim,
-        "backward": call.needs_grad,
         "batched_tables": batched,
         "no_key": k is None,
         "mixed_tables": dtype_name(cos) != word,
     }
-    return Context(
-        op=op,
-        device=call.device,
-        dtype=word,
-        dims=(
-            ("batch", q.shape[0]),
-            ("num_heads", q.shape[heads_axis]),
-            ("num_kv_heads", k.shape[heads_axis] if k is not None else q.shape[heads_axis]),
-            ("seq_len_q", seq),
-            ("head_dim", dim),
-            ("rotary_dim", rotary),
-        ),
-        needs=frozenset(name for name, needed in needs.items() if needed),
-        dtypes=(word,) if k is None else (word, check_floating(k, "k")),
-        layout=order,
-        strides=stride_class((q,) if k is None else (q, k)),
-        needs_grad=call.needs_grad,
-        backend=call.backend,
-    )
+    dims = {
+        "batch": batch,
+        "num_heads": q.shape[heads_axis],
+        "num_kv_heads": k.shape[heads_axis] if k is not None else q.shape[heads_axis],
+        "seq_len_q": seq,
+        "head_dim": dim,
+        "rotary_dim": rotary,
+    }
+    words = (word,) if k is None else (word, check_floating(k, "k"))
+    return context_of(call, op, word, dims, needs, (q,) if k is None else (q, k), dtypes=words, layout=order)
 
 
 def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> None:
     expect_rank(position_ids, "position_ids", (1, 2))
-    if dtype_name(position_ids) not in ("int32", "int64"):
-        raise InvalidInputError(
-            "position_ids must be int32 or int64",
-            code="DTYPE_UNSUPPORTED",
-            value=dtype_name(position_ids),
-            limit="int32, int64",
-        )
+    expect_index(position_ids, "position_ids")
     if position_ids.shape[-1] != seq or (position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch)):
         raise InvalidInputError(
             code="SHAPE_INVALID",
@@ -205,11 +189,7 @@ ROPE = register(
             "k": "batch,num_kv_heads,seq_len_q,head_dim",
             "rotary_dim": "head_dim",
         },
-        options=(
-            "layout",
-            "interleaved",
-            "rotary_dim",
-        ),
+        options=("layout", "interleaved", "rotary_dim"),
         example="layerzero._ops.examples_rows:rotary",
         tolerance="positional",
         growing=("seq_len_q",),

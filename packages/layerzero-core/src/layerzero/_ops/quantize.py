@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_tensor, simple_context
+from layerzero.model.checks import context_of, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
@@ -71,27 +72,12 @@ def _describe_quantize(call: Call) -> Context:
 
 def _describe_dequantize(call: Call) -> Context:
     qt = call.args[0]
-    width = qt.shape[-1] if qt.shape else 1
-    rows = 1
-    for size in qt.shape[:-1]:
-        rows *= size
-    dims = [("rows", rows), ("hidden", width)]
+    dims = {"rows": math.prod(qt.shape[:-1]), "hidden": qt.shape[-1] if qt.shape else 1}
     if qt.block_size is not None:
-        dims.append(("block", qt.block_size))
-    return Context(
-        op="dequantize",
-        device=call.device,
-        dtype=str(call.args[1] or qt.dtype).removeprefix("torch."),
-        dims=tuple(dims),
-        needs=frozenset(
-            name for name, asked in (("zero_point", qt.zero_point is not None), ("backward", call.needs_grad)) if asked
-        ),
-        needs_grad=call.needs_grad,
-        rank=len(qt.shape),
-        backend=call.backend,
-        quant_format=qt.fmt.value,
-        granularity=qt.granularity,
-    )
+        dims["block"] = qt.block_size
+    word, needs = str(call.args[1] or qt.dtype).removeprefix("torch."), {"zero_point": qt.zero_point is not None}
+    scheme = {"quant_format": qt.fmt.value, "granularity": qt.granularity}
+    return context_of(call, "dequantize", word, dims, needs, rank=len(qt.shape), **scheme)
 
 
 def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
@@ -133,10 +119,7 @@ QUANTIZE = register(
         reference="layerzero.backends.reference.quantize:quantize",
         cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "3 * rows * hidden"),
         shapes={"shape": "*rows,hidden"},
-        options=(
-            "format",
-            "granularity",
-        ),
+        options=("format", "granularity"),
         example="layerzero._ops.examples_rows:quantize",
         keywords=_keywords,
         growing=("rows",),
@@ -154,10 +137,7 @@ DEQUANTIZE = register(
         reference="layerzero.backends.reference.quantize:dequantize",
         cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "2 * rows * hidden"),
         shapes={"shape": "*rows,hidden"},
-        options=(
-            "format",
-            "granularity",
-        ),
+        options=("format", "granularity"),
         example="layerzero._ops.examples_rows:dequantize",
         growing=("rows",),
     )

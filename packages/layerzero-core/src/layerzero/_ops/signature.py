@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import aside, before_dispatch, generic_key
+from layerzero.dispatch.hot import aside, before_dispatch, generic_key, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
-from layerzero.errors import UnknownNameError
+from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import Op, OperationSpec
 from layerzero.op_tables import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["PUBLIC", "dispatch", "fx_node", "fx_proxy", "public_op", "register"]
+__all__ = ["PUBLIC", "dispatch", "fx_node", "fx_proxy", "keyed", "public_op", "register"]
 
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -109,3 +110,31 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         except Exception as error:
             return recover(spec, world, key, bound, args, layout, backend, error)
     return miss(spec, current_world(), key, args, layout, backend)
+
+
+Key = Callable[[Any, tuple[Any, ...], str | None], Any]
+
+
+def keyed(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    """Hot lookup with a key of the op's own: `key_of(world, args, backend)`, None for a call without one."""
+    if watched() or traced():
+        return seen(op, args, layout, backend, functools.partial(_looked_up, op, key_of, args, layout, backend))
+    return _looked_up(op, key_of, args, layout, backend)
+
+
+def _looked_up(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+    """The kernel that is hot for this call, or the cold path."""
+    world = current_world()
+    try:
+        key = key_of(world, args, backend)
+        bound = world.hot.get(key) if key is not None else None
+    except InvalidInputError:
+        raise
+    except (RuntimeError, TypeError, AttributeError):  # a nested tensor, an unhashable option, what is no tensor
+        key = bound = None
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run(*args)
+        except Exception as error:
+            return recover(op, world, key, bound, args, layout, backend, error)
+    return miss(op, world, key, args, layout, backend)

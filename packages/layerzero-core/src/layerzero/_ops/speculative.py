@@ -14,7 +14,7 @@ from layerzero._ops.sampling import Number, check_filters, check_generator, chec
 from layerzero._ops.signature import dispatch, register
 from layerzero._ops.trees import checked_parents
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_floating
@@ -151,10 +151,7 @@ def _describe_judged(op: str) -> Any:
         parents = call.args[3] if op == "sample_tree" else None
         ids = expect_tensor(draft_ids, "draft_ids")
         expect_rank(ids, "draft_ids", (2,))
-        if str(ids.dtype) not in ("torch.int64", "torch.int32"):
-            raise InvalidInputError(
-                "draft_ids are not ids", code="DTYPE_UNSUPPORTED", value=str(ids.dtype), limit="int32 or int64"
-            )
+        expect_index(ids, "draft_ids")
         batch, length = ids.shape
         expect_rank(expect_tensor(target, "target_probs"), "target_probs", (3,))
         vocab = target.shape[-1]
@@ -212,10 +209,7 @@ SAMPLING_PROBS = register(
         reference="layerzero.backends.reference.sampling:sampling_probs",
         cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
         shapes={"shape": "batch,vocab"},
-        options=(
-            "top_k",
-            "top_p",
-        ),
+        options=("top_k", "top_p"),
         example="layerzero._ops.examples_tokens:sampling",
         row_wise=(0,),
         canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
@@ -252,13 +246,10 @@ SAMPLE_TREE = register(
         example="layerzero._ops.examples_tokens:speculative",
         tolerance="exact",
         random=lambda args: not args[4],
-        canonical=lambda a: (
-            a["draft_ids"],
-            a["draft_probs"],
-            a["target_probs"],
-            _on_device(a["parents"], a["draft_ids"]),
-            a["greedy"],
-            a["generator"],
+        canonical=lambda a: tuple(
+            _on_device(item, a["draft_ids"]) if name == "parents" else item
+            for name, item in a.items()
+            if name != "backend"
         ),
     )
 )

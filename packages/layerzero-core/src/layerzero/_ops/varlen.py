@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from layerzero._ops.signature import register
+from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key, traced, watched
-from layerzero.dispatch.late import current_world, miss, recover, seen
+from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import InvalidInputError
-from layerzero.model.checks import expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_heads, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
@@ -28,7 +27,6 @@ from layerzero.model.describe import (
     dtype_name,
     parse_causal,
     parse_window,
-    stride_class,
 )
 from layerzero.model.enums import Causal
 from layerzero.model.op import Call, Op
@@ -101,25 +99,7 @@ def varlen_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, is_causal, scale, sides, softcap,
         alibi_slopes, return_lse,
     )  # fmt: skip
-    if watched() or traced():
-        return seen(VARLEN_ATTENTION, args, None, backend, functools.partial(_dispatched, args, equal, backend))
-    return _dispatched(args, equal, backend)
-
-
-def _dispatched(args: tuple[Any, ...], equal: bool, backend: str | None) -> Any:
-    """The kernel that is hot for this call, or the cold path."""
-    world = current_world()
-    try:
-        hot_key = _key(world, args, equal, backend)
-        bound = world.hot.get(hot_key)
-    except (RuntimeError, TypeError, AttributeError):  # a nested tensor, an unhashable option, what is no tensor
-        hot_key = bound = None
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(VARLEN_ATTENTION, world, hot_key, bound, args, None, backend, error)
-    return miss(VARLEN_ATTENTION, world, hot_key, args, None, backend)
+    return keyed(VARLEN_ATTENTION, functools.partial(_key, equal), args, None, backend)
 
 
 def _lengths(
@@ -187,7 +167,7 @@ def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -
     return offsets
 
 
-def _key(world: Any, args: tuple[Any, ...], equal: bool, backend: str | None) -> Any:
+def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths and token counts enter as buckets, so that changing batches stay hot."""
     from layerzero.selection.buckets import boundaries
 
@@ -233,23 +213,8 @@ def _describe(call: Call) -> Context:
     check_devices(query=query, key=key, value=value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes)
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     _check_offsets(cu_q, cu_k)
-    tokens, heads, dim = query.shape
-    tokens_k, kv_heads, dim_k = key.shape
-    if tuple(value.shape[:2]) != (tokens_k, kv_heads):
-        raise InvalidInputError(
-            "key and value disagree",
-            code="SHAPE_INVALID",
-            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit="equal tokens and heads",
-        )
-    if dim != dim_k:
-        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {dim_k}", limit="equal")
-    if 0 in (dim, heads, kv_heads):
-        raise InvalidInputError(
-            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
-        )
-    if heads % kv_heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+    expect_heads(query, key, value)
+    (tokens, heads, dim), (tokens_k, kv_heads, _) = query.shape, key.shape
     batch = cu_q.shape[0] - 1
     if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise InvalidInputError(
@@ -267,33 +232,31 @@ def _describe(call: Call) -> Context:
         "alibi": slopes is not None,
         "lse": bool(return_lse),
         "lse_backward": bool(return_lse) and call.needs_grad,
-        "backward": call.needs_grad,
         "causal_top_left": causal is Causal.TOP_LEFT,
         "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
     }
-    return Context(
-        op="varlen_attention",
-        device=call.device,
-        dtype=words[0],
-        dims=(
-            ("batch", batch),
-            ("tokens", tokens),
-            ("tokens_k", tokens_k),
-            ("num_heads", heads),
-            ("num_kv_heads", kv_heads),
-            ("head_dim", dim),
-            ("head_dim_v", value.shape[2]),
-            ("seq_len_q", tokens if max_q is None else max_q),
-            ("seq_len_k", tokens_k if max_k is None else max_k),
-        ),
-        needs=frozenset(name for name, needed in needs.items() if needed),
+    dims = {
+        "batch": batch,
+        "tokens": tokens,
+        "tokens_k": tokens_k,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "head_dim_v": value.shape[2],
+        "seq_len_q": tokens if max_q is None else max_q,
+        "seq_len_k": tokens_k if max_k is None else max_k,
+    }
+    return context_of(
+        call,
+        "varlen_attention",
+        words[0],
+        dims,
+        needs,
+        (query, key, value),
         dtypes=words,
         rank=3,
-        strides=stride_class((query, key, value)),
         causal=causal,
         window=window,
-        needs_grad=call.needs_grad,
-        backend=call.backend,
         index_dtype=dtype_name(cu_q),
         seq_relation="equal" if equal else "ragged",
         scale=scale,
@@ -302,10 +265,7 @@ def _describe(call: Call) -> Context:
 
 def _check_offsets(cu_q: Tensor, cu_k: Tensor) -> None:
     for name, item in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if dtype_name(item) not in ("int32", "int64"):
-            raise InvalidInputError(
-                code="DTYPE_UNSUPPORTED", value=f"{name} {dtype_name(item)}", limit="int32, int64 for offsets"
-            )
+        expect_index(item, name)
         if item.shape[0] < 1:
             raise InvalidInputError(code="SHAPE_INVALID", value=f"{name} {tuple(item.shape)}", limit="[B + 1]")
     if cu_q.dtype != cu_k.dtype:
@@ -322,11 +282,9 @@ def _check_offsets(cu_q: Tensor, cu_k: Tensor) -> None:
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     first = [given[name] for name in ("query", "key", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
     longest_q, longest_k, _ = _lengths(*first)
-    return (
-        given["query"], given["key"], given["value"], given["cu_seqlens_q"], given["cu_seqlens_k"], longest_q,
-        longest_k, given["is_causal"], given["scale"], parse_window(given["window"]), given["softcap"],
-        given["alibi_slopes"], given["return_lse"],
-    )  # fmt: skip
+    sides = parse_window(given["window"])
+    told = {**given, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k, "window": sides}
+    return tuple(told[name] for name in VARLEN_ATTENTION.arguments)
 
 
 VARLEN_ATTENTION = register(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import invalid
@@ -14,7 +14,15 @@ from layerzero.model.op import Call
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["expect_rank", "expect_shape", "expect_tensor", "simple_context"]
+__all__ = [
+    "context_of",
+    "expect_heads",
+    "expect_index",
+    "expect_rank",
+    "expect_shape",
+    "expect_tensor",
+    "simple_context",
+]
 
 
 def expect_tensor(value: Any, name: str) -> Tensor:
@@ -41,6 +49,61 @@ def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> No
         raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), str(shape), f"{name} has shape {tuple(tensor.shape)}")
 
 
+def expect_index(tensor: Tensor, name: str) -> str:
+    """The dtype of indices, which must be int32 or int64."""
+    word = dtype_name(expect_tensor(tensor, name))
+    if word not in ("int32", "int64"):
+        raise InvalidInputError(
+            f"{name} must be int32 or int64", code="DTYPE_UNSUPPORTED", value=f"{name} {word}", limit="int32, int64"
+        )
+    return word
+
+
+def expect_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse packed tokens [T, heads, head_dim] whose heads, widths or numbers of keys do not fit each other."""
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    if tuple(value.shape[:2]) != tuple(key.shape[:2]):
+        raise InvalidInputError(
+            "key and value disagree",
+            code="SHAPE_INVALID",
+            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
+            limit="equal tokens and heads",
+        )
+    if dim != key.shape[2]:
+        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {key.shape[2]}", limit="equal")
+    if 0 in (dim, heads, kv_heads):
+        raise InvalidInputError(
+            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
+        )
+    if heads % kv_heads:
+        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+
+
+def context_of(
+    call: Call,
+    op: str,
+    dtype: str,
+    dims: Mapping[str, int],
+    needs: Mapping[str, object],
+    tensors: Sequence[Tensor] = (),
+    **fields: Any,
+) -> Context:
+    """A Context from what a description found; `needs` says of each feature whether it is asked for."""
+    if tensors:
+        fields["strides"] = stride_class(tensors)
+    asked = frozenset(name for name, needed in (*needs.items(), ("backward", call.needs_grad)) if needed)
+    return Context(
+        op=op,
+        device=call.device,
+        dtype=dtype,
+        dims=tuple(dims.items()),
+        needs=asked,
+        needs_grad=call.needs_grad,
+        backend=call.backend,
+        **fields,
+    )
+
+
 def simple_context(
     call: Call,
     op: str,
@@ -64,23 +127,8 @@ def simple_context(
     check_devices(input=main, **others)
     word = check_floating(main, "input") if floating else dtype_name(main)
     words = [word, *(dtype_name(t) for t in others.values() if t is not None and t.is_floating_point())]
-    asked = set(needs)
-    if call.needs_grad:
-        asked.add("backward")
+    asked = dict.fromkeys(needs, True)
     if mixed and len(set(words)) > 1:
-        asked.add("mixed_weight")
+        asked["mixed_weight"] = True
         words = [word]
-    return Context(
-        op=op,
-        device=call.device,
-        dtype=word,
-        dims=tuple(dims.items()),
-        needs=frozenset(asked),
-        kind=kind,
-        dtypes=tuple(words),
-        rank=main.ndim,
-        strides=stride_class((main,)),
-        needs_grad=call.needs_grad,
-        backend=call.backend,
-        **fields,
-    )
+    return context_of(call, op, word, dims, asked, (main,), kind=kind, dtypes=tuple(words), rank=main.ndim, **fields)
