@@ -15,7 +15,7 @@ from layerzero._ops.near import near_key, remember_edges
 from layerzero._ops.signature import PUBLIC, fx_node, fx_proxy, register
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
@@ -212,7 +212,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         return fx_node(proxy, PUBLIC["attention"], named)
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, Tensor):
-            raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(item).__name__}", limit="a torch.Tensor")
+            raise invalid("TYPE_INVALID", f"{name}: {type(item).__name__}", "a torch.Tensor")
     if query.is_nested or key.is_nested or value.is_nested:
         from layerzero._ops.varlen import varlen_attention
         from layerzero.torch_ops.nested import nested_attention
@@ -261,11 +261,11 @@ def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout:
     if variant is None or type(mask).__name__ != "CausalBias":
         return mask, is_causal
     if is_causal:
-        raise InvalidInputError(code="MASK_WITH_CAUSAL", value=str(is_causal))
+        raise invalid("MASK_WITH_CAUSAL", str(is_causal))
     seq = 1 if layout == "BSHD" else -2
     sizes, made_for = (query.shape[seq], key.shape[seq]), (mask.seq_len_q, mask.seq_len_kv)
     if sizes != made_for:
-        raise InvalidInputError(code="MASK_NOT_BROADCASTABLE", value=str(made_for), limit=str(sizes))
+        raise invalid("MASK_NOT_BROADCASTABLE", str(made_for), str(sizes))
     return None, "bottom_right" if variant.name == "LOWER_RIGHT" else True
 
 

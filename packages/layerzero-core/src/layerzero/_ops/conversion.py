@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -43,11 +43,11 @@ def _describe(call: Call) -> Context:
     x, dtype, saturate = call.args
     x = expect_tensor(x, "x")
     if not isinstance(dtype, torch.dtype):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"dtype: {type(dtype).__name__}", limit="a torch.dtype")
+        raise invalid("TYPE_INVALID", f"dtype: {type(dtype).__name__}", "a torch.dtype")
     source, target = dtype_name(x), str(dtype).removeprefix("torch.")
     for word in (source, target):
         if word not in _KNOWN:
-            raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=word, limit=sorted(_KNOWN))
+            raise invalid("DTYPE_UNSUPPORTED", word, sorted(_KNOWN))
     from_float8 = source.startswith("float8")
     needs = {
         "saturate": saturate,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from layerzero._ops.indices import expect_below
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -33,11 +33,11 @@ def _describe(call: Call) -> Context:
     index = expect_index(ids, "ids")
     vocab, hidden = weight.shape
     if padding_idx is not None and (type(padding_idx) is not int or not -vocab <= padding_idx < vocab):
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            str(padding_idx),
+            f"an int from {-vocab} to {vocab - 1}",
             f"padding_idx {padding_idx} is no row of the table",
-            code="VALUE_INVALID",
-            value=str(padding_idx),
-            limit=f"an int from {-vocab} to {vocab - 1}",
         )
     expect_below(ids, "ids", vocab)
     dims, needs = {"tokens": ids.numel(), "vocab": vocab, "hidden": hidden}, {"padding_idx": padding_idx is not None}

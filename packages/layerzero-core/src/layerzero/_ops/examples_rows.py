@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.enums import Layout
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor, QuantScheme
@@ -138,9 +138,7 @@ def _packed(draw: Draw, weight: QuantizedTensor) -> QuantizedTensor | PackedWeig
     if packer is not None:
         module, _, name = packer.partition(":")
         return PackedWeight(weight, layout, getattr(importlib.import_module(module), name)(weight), act)
-    raise InvalidInputError(
-        f"no kernel here packs a weight as {layout}", code="VALUE_INVALID", value=layout, limit="a known weight layout"
-    )
+    raise invalid("VALUE_INVALID", layout, "a known weight layout", f"no kernel here packs a weight as {layout}")
 
 
 def mlp(draw: Draw) -> Args:

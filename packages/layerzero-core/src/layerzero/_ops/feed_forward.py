@@ -6,7 +6,7 @@ from torch import Tensor
 
 from layerzero._ops.linear import check_activation
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -44,11 +44,11 @@ def gating(rows: int, inner: int, name: str) -> str:
     """ "gated" for a packed weight of 2 I rows, "ungated" for one of I rows."""
     if inner > 0 and rows in (inner, 2 * inner):
         return "ungated" if rows == inner else "gated"
-    raise InvalidInputError(
+    raise invalid(
+        "SHAPE_INVALID",
+        rows,
+        f"{inner} rows, or {2 * inner} for gate and up packed",
         f"{name} has {rows} rows and the weight back has {inner} columns",
-        code="SHAPE_INVALID",
-        value=rows,
-        limit=f"{inner} rows, or {2 * inner} for gate and up packed",
     )
 
 
@@ -59,9 +59,7 @@ def _describe(call: Call) -> Context:
     expect_rank(down, "down_weight", (2,))
     hidden, inner, out = up.shape[1], down.shape[1], down.shape[0]
     if x.ndim == 0 or x.shape[-1] != hidden:
-        raise InvalidInputError(
-            "x and up_weight disagree", code="SHAPE_INVALID", value=str(tuple(x.shape)), limit=f"[..., {hidden}]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[..., {hidden}]", "x and up_weight disagree")
     kind = gating(up.shape[0], inner, "up_weight")
     needs = {check_activation(activation)}
     if gate is not None:
@@ -69,11 +67,11 @@ def _describe(call: Call) -> Context:
         expect_shape(up, "up_weight beside a gate_weight", (inner, hidden))
         kind = "split_gate"
     elif gate_bias is not None:
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            "gate_bias",
+            "None without a gate_weight",
             "gate_bias without gate_weight: the bias of a packed weight is up_bias [2 I]",
-            code="VALUE_INVALID",
-            value="gate_bias",
-            limit="None without a gate_weight",
         )
     needs.add(kind)
     expect_shape(up_bias, "up_bias", (up.shape[0],))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_heads, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -101,11 +101,11 @@ def _planned(batch: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
         return batch
     if cu_seqlens_k is None or kv_lens is None:
         missing = "cu_seqlens_k" if cu_seqlens_k is None else "kv_lens"
-        raise InvalidInputError(
+        raise invalid(
+            "TYPE_INVALID",
+            "None",
+            "a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens",
             f"{missing} is missing",
-            code="TYPE_INVALID",
-            value="None",
-            limit="a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens",
         )
     return make_grouped_batch(batch, cu_seqlens_k, kv_lens)
 
@@ -146,9 +146,7 @@ def _describe(call: Call) -> Context:
     check_devices(query=query, key=key, value=value, kv_lens=batch.kv_lens)
     words = tuple(check_floating(item, name) for name, item in named)
     if not isinstance(causal, bool):
-        raise InvalidInputError(
-            f"causal is {causal!r}", code="VALUE_INVALID", value=str(causal), limit="True (bottom-right) or False"
-        )
+        raise invalid("VALUE_INVALID", str(causal), "True (bottom-right) or False", f"causal is {causal!r}")
     check_scale(scale)
     expect_heads(query, key, value)
     (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
@@ -157,11 +155,8 @@ def _describe(call: Call) -> Context:
         ("key", total_k, batch.total_k, "cu_seqlens_k"),
     ):
         if given != planned:
-            raise InvalidInputError(
-                f"{name} does not fit the batch",
-                code="SHAPE_INVALID",
-                value=f"{given} {name} tokens",
-                limit=f"{planned} from {source}",
+            raise invalid(
+                "SHAPE_INVALID", f"{given} {name} tokens", f"{planned} from {source}", f"{name} does not fit the batch"
             )
     needs = {
         "gqa": heads != kv_heads,

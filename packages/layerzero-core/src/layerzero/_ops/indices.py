@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from layerzero.dispatch import modes
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["expect_below"]
 
@@ -23,6 +23,4 @@ def expect_below(ids: Tensor, name: str, limit: int, *, but: int | None = None, 
         wrong &= ids != but
     if wrong.any():
         found = int(ids[wrong][0])
-        raise InvalidInputError(
-            f"{name} hold {found}, outside 0 to {limit - 1}", code=code, value=f"{name} {found}", limit=limit - 1
-        )
+        raise invalid(code, f"{name} {found}", limit - 1, f"{name} hold {found}, outside 0 to {limit - 1}")

@@ -19,7 +19,7 @@ from layerzero._ops.kv_storage import Chunked, Paged
 from layerzero._ops.kv_tokens import pack, unpack, whole_numbers
 from layerzero._ops.paged import paged_attention
 from layerzero.dispatch.late import current_world
-from layerzero.errors import InvalidInputError, NoKernelFoundError
+from layerzero.errors import NoKernelFoundError, invalid
 from layerzero.model.checks import expect_tensor
 from layerzero.model.kv_cache import PagedBatch, pages_in_use
 from layerzero.reasons import Reason, reason
@@ -87,23 +87,19 @@ def _query(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None
         new = (width,) * cache.batch if lens is None else whole_numbers(lens, "lens", cache.batch)
         if tensor.shape[0] != cache.batch or max(new) > width:
             shown = f"query {tuple(tensor.shape)} for lens {new}"
-            raise InvalidInputError(code="SHAPE_INVALID", value=shown, limit=f"[{cache.batch}, heads, S, head_dim]")
+            raise invalid("SHAPE_INVALID", shown, f"[{cache.batch}, heads, S, head_dim]")
         made = _Query(pack(tensor.transpose(1, 2), new), new, width)
     elif tensor.ndim == 3:
         new = (1,) * cache.batch if lens is None else whole_numbers(lens, "lens", cache.batch)
         if tensor.shape[0] != sum(new):
-            raise InvalidInputError(
-                code="SHAPE_INVALID", value=f"{tensor.shape[0]} query tokens", limit=f"{sum(new)} from lens"
-            )
+            raise invalid("SHAPE_INVALID", f"{tensor.shape[0]} query tokens", f"{sum(new)} from lens")
         made = _Query(tensor, new, None)
     else:
-        raise InvalidInputError(code="RANK_INVALID", value=tensor.ndim, limit="4, or 3 for packed tokens")
+        raise invalid("RANK_INVALID", tensor.ndim, "4, or 3 for packed tokens")
     for seq, (count, length) in enumerate(zip(new, cache.lengths(layer), strict=True)):
         if count > length:
-            raise InvalidInputError(
-                code="SHAPE_INVALID",
-                value=f"{count} query tokens of sequence {seq}",
-                limit=f"its {length} cached tokens: append first",
+            raise invalid(
+                "SHAPE_INVALID", f"{count} query tokens of sequence {seq}", f"its {length} cached tokens: append first"
             )
     return made
 
@@ -111,7 +107,7 @@ def _query(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None
 def _calls(cache: KVCache, query: _Query, layer: int, options: dict[str, Any]) -> list[CacheCall]:
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"option {unknown[0]!r}", limit=", ".join(_OPTIONS))
+        raise invalid("VALUE_INVALID", f"option {unknown[0]!r}", ", ".join(_OPTIONS))
     words = {name: value for name, value in options.items() if value is not None}
     if cache.key_codec.fixed is not None:  # the scale of the keys is a factor of the scores
         scale = words.get("scale", 1.0 / math.sqrt(cache.key_codec.width))

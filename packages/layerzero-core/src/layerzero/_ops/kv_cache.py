@@ -12,7 +12,7 @@ from layerzero._ops.kv_attend import CacheCall, attend, attention_calls
 from layerzero._ops.kv_codec import make_codec
 from layerzero._ops.kv_storage import Chunked, Contiguous, Frame, Paged, Spot, Storage
 from layerzero._ops.kv_tokens import packed_tokens, whole_numbers
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 
 __all__ = ["KVCache", "kv_cache"]
@@ -120,7 +120,7 @@ class KVCache:
         keys, new = packed_tokens(key, "key", self._wanted(self.key_codec.width), lens, layout)
         values, also = packed_tokens(value, "value", self._wanted(self.value_codec.width), lens, layout)
         if new != also:
-            raise InvalidInputError(code="SHAPE_INVALID", value=f"value tokens {also}", limit=f"key tokens {new}")
+            raise invalid("SHAPE_INVALID", f"value tokens {also}", f"key tokens {new}")
         with torch.no_grad():
             planes = (*self.key_codec.encode(keys.detach()), *self.value_codec.encode(values.detach()))
             self._append_planes(planes, new, self._layer(layer))
@@ -154,7 +154,7 @@ class KVCache:
     def fork(self, source: int, target: int) -> None:
         """Make `target` another continuation of `source`. Pages are shared until one of the two writes to them."""
         if self._seq(source) == self._seq(target):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"fork of {source} to itself", limit="two sequences")
+            raise invalid("VALUE_INVALID", f"fork of {source} to itself", "two sequences")
         self.free(target)
         self.storage.fork(source, target, max(layer[source] for layer in self._lengths))
         for layer in self._lengths:
@@ -167,7 +167,7 @@ class KVCache:
         """
         made = KVCache(**{**self.options, **changes})
         if made.batch != self.batch or made.layers != self.layers:
-            raise InvalidInputError(code="BATCH_MISMATCH", value=f"{self.batch} and {made.batch} sequences or layers")
+            raise invalid("BATCH_MISMATCH", f"{self.batch} and {made.batch} sequences or layers")
         same = (made.key_codec, made.value_codec) == (self.key_codec, self.value_codec)
         for layer in range(self.layers):
             for seq, length in enumerate(self._lengths[layer]):
@@ -199,18 +199,16 @@ class KVCache:
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The page pools of keys and values as `lz.paged_attention` takes them. For a paged cache without scales."""
         if not isinstance(self.storage, Paged):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"a {self.strategy} cache", limit="a paged one")
+            raise invalid("VALUE_INVALID", f"a {self.strategy} cache", "a paged one")
         if len(self.key_codec.planes) > 1:
-            raise InvalidInputError(
-                code="QUANT_SCALE_LAYOUT", value="a scale for each token", limit="lz.paged_attention, which takes none"
-            )
+            raise invalid("QUANT_SCALE_LAYOUT", "a scale for each token", "lz.paged_attention, which takes none")
         (keys,), (values,) = self.storage.buffers[self._layer(layer)]
         return keys, values
 
     def paged_batch(self, lens: Sequence[int] | None = None, *, layer: int = 0) -> PagedBatch:
         """The batch of a paged cache, for any number of `lz.paged_attention` calls; `lens` as in `attend`."""
         if not isinstance(self.storage, Paged):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"a {self.strategy} cache", limit="a paged one")
+            raise invalid("VALUE_INVALID", f"a {self.strategy} cache", "a paged one")
         table = self.storage.table
         new = (1,) * self.batch if lens is None else whole_numbers(lens, "lens", self.batch)
         contexts = self.lengths(layer)
@@ -233,12 +231,12 @@ class KVCache:
     # -- checks ----------------------------------------------------------------------------------
     def _layer(self, layer: int) -> int:
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.layers:
-            raise InvalidInputError(code="VALUE_INVALID", value=f"layer {layer!r}", limit=f"0 to {self.layers - 1}")
+            raise invalid("VALUE_INVALID", f"layer {layer!r}", f"0 to {self.layers - 1}")
         return layer
 
     def _seq(self, seq: int) -> int:
         if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < self.batch:
-            raise InvalidInputError(code="VALUE_INVALID", value=f"sequence {seq!r}", limit=f"0 to {self.batch - 1}")
+            raise invalid("VALUE_INVALID", f"sequence {seq!r}", f"0 to {self.batch - 1}")
         return seq
 
     def _wanted(self, width: int) -> tuple[int, int, int, torch.dtype, torch.device]:
@@ -248,20 +246,20 @@ class KVCache:
 def _check(options: dict[str, Any]) -> None:
     if options["strategy"] not in _STRATEGIES:
         limit = ", ".join(_STRATEGIES)
-        raise InvalidInputError(code="VALUE_INVALID", value=f"strategy {options['strategy']!r}", limit=limit)
+        raise invalid("VALUE_INVALID", f"strategy {options['strategy']!r}", limit)
     if options["layout"] not in ("NHD", "HND"):
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(options["layout"]), limit="NHD, HND")
+        raise invalid("LAYOUT_UNKNOWN", str(options["layout"]), "NHD, HND")
     sizes = ["batch", "num_kv_heads", "head_dim", "head_dim_v", "layers", "page_size", "chunk_size"]
     sizes += [name for name in ("max_len", "num_pages") if options[name] is not None]
     for name in sizes:
         value = options[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInputError(code="VALUE_INVALID", value=f"{name} {value!r}", limit="a whole number from 1")
+            raise invalid("VALUE_INVALID", f"{name} {value!r}", "a whole number from 1")
     if (options["k_scale"] is None) != (options["v_scale"] is None):
-        raise InvalidInputError(code="QUANT_SCALE_LAYOUT", value="one of k_scale and v_scale", limit="both or none")
+        raise invalid("QUANT_SCALE_LAYOUT", "one of k_scale and v_scale", "both or none")
     if options["max_len"] is None and options["strategy"] != "chunked":
         limit = f"a number: a {options['strategy']} cache is made for a longest sequence"
-        raise InvalidInputError(code="VALUE_INVALID", value="max_len None", limit=limit)
+        raise invalid("VALUE_INVALID", "max_len None", limit)
 
 
 def _storage(options: dict[str, Any], planes: tuple[Any, ...]) -> Storage:

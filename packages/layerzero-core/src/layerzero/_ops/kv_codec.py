@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.quantize import dequantize, quantize
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 
@@ -82,25 +82,23 @@ class Codec:
 def make_codec(width: int, dtype: torch.dtype, quant: str | None, fixed: float | None) -> Codec:
     """The codec of keys or values. Raises QUANT_FORMAT_UNSUPPORTED, QUANT_SCALE_LAYOUT, DIM_NOT_MULTIPLE."""
     if not dtype.is_floating_point:
-        raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(dtype), limit="a floating dtype")
+        raise invalid("DTYPE_UNSUPPORTED", str(dtype), "a floating dtype")
     if quant is None:
         if fixed is not None:
-            raise InvalidInputError(
-                code="QUANT_SCALE_LAYOUT", value="k_scale or v_scale", limit="a cache without quant"
-            )
+            raise invalid("QUANT_SCALE_LAYOUT", "k_scale or v_scale", "a cache without quant")
         return Codec(width, dtype)
     known, traits = format_traits(quant)
     if traits.tensor_scale:
-        raise InvalidInputError(
-            code="QUANT_FORMAT_UNSUPPORTED",
-            value=f"{known.value} (its tensor scale must be known before the first token)",
-            limit="int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nf4",
+        raise invalid(
+            "QUANT_FORMAT_UNSUPPORTED",
+            f"{known.value} (its tensor scale must be known before the first token)",
+            "int8, int4, fp8_e4m3, fp8_e5m2, mxfp4, nf4",
         )
     scheme = QuantScheme(known, "block" if traits.block_only else "channel")
     scheme.scales_for((1, width))
     if fixed is not None:
         if known not in _FP8:
-            raise InvalidInputError(code="QUANT_SCALE_LAYOUT", value="one scale for the cache", limit="an FP8 cache")
+            raise invalid("QUANT_SCALE_LAYOUT", "one scale for the cache", "an FP8 cache")
         if not isinstance(fixed, (int, float)) or not 0.0 < fixed < float("inf"):
-            raise InvalidInputError(code="SCALE_INVALID", value=str(fixed))
+            raise invalid("SCALE_INVALID", str(fixed))
     return Codec(width, dtype, scheme, fixed)

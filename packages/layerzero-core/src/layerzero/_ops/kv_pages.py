@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["PageTable"]
 
@@ -50,9 +50,7 @@ class PageTable:
         new = [max(0, self._count(end) - len(self._owned[seq])) for seq, end in enumerate(ends)]
         wanted = sum(new) + len(shared)
         if wanted > len(self._free):
-            raise InvalidInputError(
-                code="KV_CACHE_FULL", value=f"{wanted} new pages", limit=f"{len(self._free)} of {self.num_pages} pages"
-            )
+            raise invalid("KV_CACHE_FULL", f"{wanted} new pages", f"{len(self._free)} of {self.num_pages} pages")
         copies = tuple(self._replace(seq, place) for seq, place in shared)
         for seq, count in enumerate(new):
             for _ in range(count):

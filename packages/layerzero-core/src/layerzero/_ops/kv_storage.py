@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero._ops.kv_codec import Plane
 from layerzero._ops.kv_pages import PageTable
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 
 __all__ = ["Chunked", "Contiguous", "Frame", "Paged", "Spot", "Storage"]
 
@@ -140,7 +140,7 @@ class Storage(abc.ABC):
 
 
 def _too_long(ends: Sequence[int], limit: int) -> InvalidInputError:
-    return InvalidInputError(code="KV_CACHE_FULL", value=f"{max(ends)} tokens", limit=f"{limit} places of a sequence")
+    return invalid("KV_CACHE_FULL", f"{max(ends)} tokens", f"{limit} places of a sequence")
 
 
 class Contiguous(Storage):

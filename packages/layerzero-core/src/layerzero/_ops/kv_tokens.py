@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_tensor
 from layerzero.model.describe import dtype_name
 
@@ -23,7 +23,7 @@ def whole_numbers(given: Any, name: str, count: int) -> tuple[int, ...]:
     except TypeError:
         found, right = (), False
     if not right or len(found) != count:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"{name} {given!r}", limit=f"{count} whole numbers from 0")
+        raise invalid("VALUE_INVALID", f"{name} {given!r}", f"{count} whole numbers from 0")
     return found
 
 
@@ -57,20 +57,20 @@ def packed_tokens(
     batch, heads, width, dtype, device = wanted
     tensor = expect_tensor(given, name)
     if layout not in ("BHSD", "BSHD"):
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=str(layout), limit="BHSD, BSHD")
+        raise invalid("LAYOUT_UNKNOWN", str(layout), "BHSD, BSHD")
     if tensor.ndim not in (3, 4):
-        raise InvalidInputError(code="RANK_INVALID", value=tensor.ndim, limit="4, or 3 for packed tokens")
+        raise invalid("RANK_INVALID", tensor.ndim, "4, or 3 for packed tokens")
     if tensor.dtype is not dtype:
         limit = str(dtype).removeprefix("torch.")
-        raise InvalidInputError(code="KV_CACHE_DTYPE_MISMATCH", value=f"{dtype_name(tensor)} ({name})", limit=limit)
+        raise invalid("KV_CACHE_DTYPE_MISMATCH", f"{dtype_name(tensor)} ({name})", limit)
     if tensor.device != device and (tensor.device.type != device.type or device.index is not None):
-        raise InvalidInputError(code="DEVICE_MIXED", value=f"{name} on {tensor.device}, cache on {device}")
+        raise invalid("DEVICE_MIXED", f"{name} on {tensor.device}, cache on {device}")
     if tensor.ndim == 4:
         tokens_first = tensor.transpose(1, 2) if layout == "BHSD" else tensor
         _expect(tokens_first, name, (batch, tokens_first.shape[1], heads, width))
         new = (tokens_first.shape[1],) * batch if lens is None else whole_numbers(lens, "lens", batch)
         if max(new) > tokens_first.shape[1]:
-            raise InvalidInputError(code="SHAPE_INVALID", value=f"lens {new}", limit=f"{tokens_first.shape[1]} tokens")
+            raise invalid("SHAPE_INVALID", f"lens {new}", f"{tokens_first.shape[1]} tokens")
         return pack(tokens_first, new), new
     new = (1,) * batch if lens is None else whole_numbers(lens, "lens", batch)
     _expect(tensor, name, (sum(new), heads, width))
@@ -79,9 +79,6 @@ def packed_tokens(
 
 def _expect(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise InvalidInputError(
-            f"{name} has shape {tuple(tensor.shape)}",
-            code="SHAPE_INVALID",
-            value=f"{name} {tuple(tensor.shape)}",
-            limit=str(shape),
+        raise invalid(
+            "SHAPE_INVALID", f"{name} {tuple(tensor.shape)}", str(shape), f"{name} has shape {tuple(tensor.shape)}"
         )

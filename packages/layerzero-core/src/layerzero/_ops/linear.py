@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -26,7 +26,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 def check_activation(activation: str) -> str:
     """The feature a kernel needs for an activation; unknown ones are refused."""
     if activation not in ACTIVATIONS:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"activation {activation!r}", limit=ACTIVATIONS)
+        raise invalid("VALUE_INVALID", f"activation {activation!r}", ACTIVATIONS)
     return f"activation_{activation}"
 
 
@@ -55,9 +55,7 @@ def _describe(call: Call) -> Context:
         expect_rank(weight, "weight", (2,))
         n, k = weight.shape
     if x.ndim == 0 or x.shape[-1] != k:
-        raise InvalidInputError(
-            "x and weight disagree", code="SHAPE_INVALID", value=str(tuple(x.shape)), limit=f"[..., {k}]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[..., {k}]", "x and weight disagree")
     expect_shape(bias, "bias", (n,))
     needs = {"bias"} if bias is not None else set()
     if activation is not None:
@@ -76,7 +74,7 @@ def _quantized_shape(weight: Any) -> tuple[int, int]:
         expect_tensor(weight, "weight")
     shape: tuple[int, ...] = weight.shape
     if len(shape) != 2:
-        raise InvalidInputError(f"weight has rank {len(shape)}", code="RANK_INVALID", value=len(shape), limit="2")
+        raise invalid("RANK_INVALID", len(shape), "2", f"weight has rank {len(shape)}")
     return shape[0], shape[1]
 
 

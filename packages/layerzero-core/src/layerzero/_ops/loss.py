@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero._ops.indices import expect_below
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -77,7 +77,7 @@ def _absent(label_smoothing: Any, z_loss: Any, softcap: Any) -> tuple[float | No
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not numeric or not 0.0 <= value <= high or value == math.inf:
             limit = "a number in [0, 1]" if high == 1.0 else "a finite number >= 0"
-            raise InvalidInputError(code="VALUE_INVALID", value=f"{name} {value!r}", limit=limit)
+            raise invalid("VALUE_INVALID", f"{name} {value!r}", limit)
     return label_smoothing or None, check_softcap(softcap), z_loss or None
 
 
@@ -103,15 +103,13 @@ def _describe(call: Call) -> Context:
     logits, labels = expect_tensor(logits, "logits"), expect_tensor(labels, "labels")
     vocab = logits.shape[-1] if logits.ndim else 0
     if vocab == 0:
-        raise InvalidInputError(code="SHAPE_INVALID", value=f"logits {tuple(logits.shape)}", limit="[..., vocab]")
+        raise invalid("SHAPE_INVALID", f"logits {tuple(logits.shape)}", "[..., vocab]")
     index = expect_index(labels, "labels")
     expect_shape(labels, "labels", tuple(logits.shape[:-1]))
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"ignore_index: {type(ignore_index).__name__}", limit="an integer"
-        )
+        raise invalid("TYPE_INVALID", f"ignore_index: {type(ignore_index).__name__}", "an integer")
     if reduction not in _REDUCTIONS:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"reduction {reduction!r}", limit="mean, sum or none")
+        raise invalid("VALUE_INVALID", f"reduction {reduction!r}", "mean, sum or none")
     expect_below(labels, "labels", vocab, but=ignore_index)
     needs = {
         "label_smoothing": label_smoothing is not None,

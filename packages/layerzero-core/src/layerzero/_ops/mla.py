@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero._ops.paged import check_pages
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -76,9 +76,7 @@ def mla_paged_attention(
 
 def _expect_batch(batch: Any) -> None:
     if not isinstance(batch, PagedBatch):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"batch: {type(batch).__name__}", limit="a PagedBatch, made by lz.paged_batch"
-        )
+        raise invalid("TYPE_INVALID", f"batch: {type(batch).__name__}", "a PagedBatch, made by lz.paged_batch")
 
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -115,14 +113,11 @@ def _describe(call: Call) -> Context:
     check_devices(**dict(named), block_tables=batch.block_tables)
     words = {name: check_floating(item, name) for name, item in named}
     if scale is None:
-        raise InvalidInputError(code="TYPE_INVALID", value="scale: NoneType", limit="a number")
+        raise invalid("TYPE_INVALID", "scale: NoneType", "a number")
     check_scale(scale)
     if words["kpe_cache"] != words["ckv_cache"]:
-        raise InvalidInputError(
-            "ckv_cache and kpe_cache disagree",
-            code="KV_CACHE_DTYPE_MISMATCH",
-            value=words["kpe_cache"],
-            limit=words["ckv_cache"],
+        raise invalid(
+            "KV_CACHE_DTYPE_MISMATCH", words["kpe_cache"], words["ckv_cache"], "ckv_cache and kpe_cache disagree"
         )
     tokens, heads, latent = q_nope.shape
     blocks, page, width = ckv_cache.shape
@@ -133,19 +128,19 @@ def _describe(call: Call) -> Context:
         ("q_pe and kpe_cache", q_pe.shape[2], kpe_cache.shape[2]),
     ):
         if left != right:
-            raise InvalidInputError(f"{names} disagree", code="HEAD_DIM_MISMATCH", value=left, limit=right)
+            raise invalid("HEAD_DIM_MISMATCH", left, right, f"{names} disagree")
     if 0 in (heads, latent, page):
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"{tuple(q_nope.shape)} over {tuple(ckv_cache.shape)}",
-            limit="at least one head, one latent channel and one token a page",
+        raise invalid(
+            "SHAPE_INVALID",
+            f"{tuple(q_nope.shape)} over {tuple(ckv_cache.shape)}",
+            "at least one head, one latent channel and one token a page",
         )
     if tokens != batch.total_q:
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            f"{tokens} query tokens",
+            f"{batch.total_q} from query_lens",
             "q_nope does not fit the batch",
-            code="SHAPE_INVALID",
-            value=f"{tokens} query tokens",
-            limit=f"{batch.total_q} from query_lens",
         )
     check_pages(ckv_cache, batch, 3, 1)
     needs = {
@@ -182,9 +177,7 @@ def _describe(call: Call) -> Context:
 
 def _same(names: str, found: Any, wanted: tuple[int, ...], tensor: Tensor) -> None:
     if tuple(found) != wanted:
-        raise InvalidInputError(
-            f"{names} disagree", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit=f"{list(wanted)} in front"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), f"{list(wanted)} in front", f"{names} disagree")
 
 
 MLA_PAGED_ATTENTION = register(

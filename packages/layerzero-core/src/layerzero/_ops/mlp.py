@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -37,13 +37,11 @@ def _describer(op: str) -> Callable[[Call], Context]:
         x = expect_tensor(call.args[0], "x")
         width = x.shape[-1] if x.ndim else 0
         if width == 0 or width % 2:
-            raise InvalidInputError(
-                f"the last axis is {width}", code="SHAPE_INVALID", value=width, limit="an even width: gate and up"
-            )
+            raise invalid("SHAPE_INVALID", width, "an even width: gate and up", f"the last axis is {width}")
         needs = set()
         if len(call.args) > 1:
             if call.args[1] not in ("none", "tanh"):
-                raise InvalidInputError(code="VALUE_INVALID", value=str(call.args[1]), limit="'none' or 'tanh'")
+                raise invalid("VALUE_INVALID", str(call.args[1]), "'none' or 'tanh'")
             needs.add(f"gelu_{call.args[1]}")
         return simple_context(call, op, x, {}, {"rows": x.numel() // width, "hidden": width // 2}, needs)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero._ops.feed_forward import gating
 from layerzero._ops.linear import check_activation
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -89,11 +89,9 @@ def moe(
 # -- what a call must be -------------------------------------------------------------------------------
 def _whole(value: Any, name: str, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="an int")
+        raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "an int")
     if not low <= value <= high:
-        raise InvalidInputError(
-            f"{name} is {value}", code="VALUE_INVALID", value=f"{name}={value}", limit=f"{low} to {high}"
-        )
+        raise invalid("VALUE_INVALID", f"{name}={value}", f"{low} to {high}", f"{name} is {value}")
 
 
 def _describe_gate(call: Call) -> Context:
@@ -102,29 +100,25 @@ def _describe_gate(call: Call) -> Context:
     expect_rank(logits, "router_logits", (2,))
     tokens, experts = logits.shape
     if experts == 0:
-        raise InvalidInputError(
-            "there are no experts", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[T, E >= 1]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[T, E >= 1]", "there are no experts")
     _whole(num_groups, "num_groups", 1, experts)
     if experts % num_groups:
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            f"num_groups={num_groups}",
+            f"a divisor of {experts}",
             f"{experts} experts do not split into {num_groups} equal groups",
-            code="VALUE_INVALID",
-            value=f"num_groups={num_groups}",
-            limit=f"a divisor of {experts}",
         )
     _whole(top_groups, "top_groups", 1, num_groups)
     _whole(k, "k", 1, experts // num_groups * top_groups)
     if scoring not in SCORINGS:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"scoring {scoring!r}", limit=SCORINGS)
+        raise invalid("VALUE_INVALID", f"scoring {scoring!r}", SCORINGS)
     if not isinstance(renormalize, bool):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"renormalize: {type(renormalize).__name__}", limit="True or False"
-        )
+        raise invalid("TYPE_INVALID", f"renormalize: {type(renormalize).__name__}", "True or False")
     if not isinstance(scale, (int, float)):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"scale: {type(scale).__name__}", limit="a number")
+        raise invalid("TYPE_INVALID", f"scale: {type(scale).__name__}", "a number")
     if not math.isfinite(scale):
-        raise InvalidInputError(code="SCALE_INVALID", value=str(scale))
+        raise invalid("SCALE_INVALID", str(scale))
     expect_shape(bias, "bias", (experts,))
     needs = {f"scoring_{scoring}"}
     if bias is not None:
@@ -144,12 +138,7 @@ def _describe_grouped(call: Call) -> Context:
     expect_rank(weights, "weights", (3,))
     experts, n, k = weights.shape
     if x.shape[1] != k or not experts:
-        raise InvalidInputError(
-            "x and weights disagree",
-            code="SHAPE_INVALID",
-            value=str(tuple(x.shape)),
-            limit=f"[T, {k}], 1 group or more",
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[T, {k}], 1 group or more", "x and weights disagree")
     index = expect_index(sizes, "group_sizes")
     expect_shape(sizes, "group_sizes", (experts,))
     check_devices(x=x, weights=weights, group_sizes=sizes)
@@ -168,28 +157,19 @@ def _describe_moe(call: Call) -> Context:
     experts, rows, _ = gate_up.shape
     inner = down.shape[2]
     if not experts or gate_up.shape[2] != hidden:
-        raise InvalidInputError(
-            "x and gate_up disagree",
-            code="SHAPE_INVALID",
-            value=str(tuple(gate_up.shape)),
-            limit=f"[E >= 1, 2 I, {hidden}]",
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(gate_up.shape)), f"[E >= 1, 2 I, {hidden}]", "x and gate_up disagree")
     expect_shape(down, "down", (experts, hidden, inner))
     needs = {gating(rows, inner, "gate_up"), check_activation(activation)}
     index = expect_index(ids, "topk_ids")
     expect_rank(ids, "topk_ids", (2,))
     top_k = ids.shape[1]
     if not top_k:
-        raise InvalidInputError(
-            "no expert per token", code="SHAPE_INVALID", value=str(tuple(ids.shape)), limit="k >= 1"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(ids.shape)), "k >= 1", "no expert per token")
     expect_shape(ids, "topk_ids", (tokens, top_k))
     expect_shape(shares, "topk_weights", (tokens, top_k))
     check_floating(expect_tensor(shares, "topk_weights"), "topk_weights")
     if isinstance(expert_offset, bool) or not isinstance(expert_offset, int):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"expert_offset: {type(expert_offset).__name__}", limit="an int"
-        )
+        raise invalid("TYPE_INVALID", f"expert_offset: {type(expert_offset).__name__}", "an int")
     check_devices(x=x, gate_up=gate_up, down=down, topk_weights=shares, topk_ids=ids)
     dims = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner": inner}
     made = simple_context(call, "moe", x, {"gate_up": gate_up, "down": down}, dims, needs, index_dtype=index)

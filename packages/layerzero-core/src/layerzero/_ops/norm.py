@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 from layerzero._ops.signature import dispatch, fx_proxy, register
 from layerzero.dispatch.hot import aside, autocast_key, before_dispatch
 from layerzero.dispatch.late import current_world, miss, recover, seen
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -100,9 +100,9 @@ def _context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> C
     x = expect_tensor(x, "x")
     eps = call.args[-1]
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise InvalidInputError(code="TYPE_INVALID", value=f"eps: {type(eps).__name__}", limit="a number")
+        raise invalid("TYPE_INVALID", f"eps: {type(eps).__name__}", "a number")
     if not math.isfinite(eps):
-        raise InvalidInputError(f"eps is {eps}", code="VALUE_INVALID", value=str(eps), limit="a finite number")
+        raise invalid("VALUE_INVALID", str(eps), "a finite number", f"eps is {eps}")
     hidden = x.shape[-1] if x.ndim else 0
     for name in ("weight", "bias"):
         expect_shape(others.get(name), name, (hidden,))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerzero._ops.linear import LINEAR
 from layerzero.dispatch.run import current_world, decide, describe
-from layerzero.errors import InvalidInputError, NoKernelFoundError
+from layerzero.errors import NoKernelFoundError, invalid
 from layerzero.model.packed import PLAIN, PackedWeight, Packer, activation_scheme
 from layerzero.model.quant import QuantizedTensor
 from layerzero.runtime.state import state
@@ -45,7 +45,7 @@ def pack_weight(
     """
     source = weight.source if isinstance(weight, PackedWeight) else weight
     if not isinstance(source, QuantizedTensor):
-        raise InvalidInputError(code="TYPE_INVALID", value=type(weight).__name__, limit="a QuantizedTensor")
+        raise invalid("TYPE_INVALID", type(weight).__name__, "a QuantizedTensor")
     _check_words(act, on_change, rows)
     if act is not None:
         activation_scheme(source.fmt)  # refuses formats that activations cannot have
@@ -64,11 +64,11 @@ def pack_weight(
 
 def _check_words(act: str | None, on_change: str, rows: int) -> None:
     if act not in (None, "dynamic"):
-        raise InvalidInputError(code="VALUE_INVALID", value=f"act {act!r}", limit="None or 'dynamic'")
+        raise invalid("VALUE_INVALID", f"act {act!r}", "None or 'dynamic'")
     if on_change not in ("refuse", "repack"):
-        raise InvalidInputError(code="VALUE_INVALID", value=f"on_change {on_change!r}", limit="'refuse' or 'repack'")
+        raise invalid("VALUE_INVALID", f"on_change {on_change!r}", "'refuse' or 'repack'")
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"rows {rows!r}", limit="a whole number from 1")
+        raise invalid("VALUE_INVALID", f"rows {rows!r}", "a whole number from 1")
 
 
 def _packing(world: World) -> dict[str, KernelSpec]:
@@ -101,7 +101,7 @@ def _asked(layout: str, ctx: Context, world: World) -> KernelSpec | None:
     known = _packing(world)
     if layout not in known:
         limit = ", ".join([PLAIN, *sorted(known)])
-        raise InvalidInputError(code="VALUE_INVALID", value=f"layout {layout!r}", limit=limit)
+        raise invalid("VALUE_INVALID", f"layout {layout!r}", limit)
     decision = decide(LINEAR, replace(ctx, weight_layout=layout), world)
     refused: list[Reason] = []
     for candidate in decision.candidates:

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -114,11 +114,8 @@ def _planned(batch: Any, context_lens: Any) -> PagedBatch:
     if isinstance(batch, PagedBatch):
         return batch
     if context_lens is None:
-        raise InvalidInputError(
-            "context_lens is missing",
-            code="TYPE_INVALID",
-            value="None",
-            limit="a paged_batch, or block_tables and context_lens",
+        raise invalid(
+            "TYPE_INVALID", "None", "a paged_batch, or block_tables and context_lens", "context_lens is missing"
         )
     return make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
 
@@ -132,9 +129,7 @@ def check_pages(cache: Any, batch: PagedBatch, rank: int, axis: int | None) -> N
         return  # refused with its own words on the cold path
     rows, page = batch.block_tables.shape[1], cache.shape[axis]
     if batch.max_context_len > rows * page:
-        raise InvalidInputError(
-            code="BLOCK_TABLE_INVALID", value=f"context of {batch.max_context_len}", limit=f"{rows} pages of {page}"
-        )
+        raise invalid("BLOCK_TABLE_INVALID", f"context of {batch.max_context_len}", f"{rows} pages of {page}")
     if batch.block_tables.is_cpu and modes.plain((batch.block_tables,)):
         batch.check_page_numbers(page, cache.shape[0])
 
@@ -150,9 +145,7 @@ def _check_index_dtypes(batch: PagedBatch) -> None:
     words = {"block_tables": batch.block_tables, "context_lens": batch.context_lens, "query_lens": batch.query_lens}
     found = {name: dtype_name(tensor) for name, tensor in words.items() if tensor is not None}
     shown = ", ".join(f"{name} {word}" for name, word in found.items())
-    raise InvalidInputError(
-        "the metadata has different dtypes", code="BLOCK_TABLE_DTYPE", value=shown, limit="one of int32, int64"
-    )
+    raise invalid("BLOCK_TABLE_DTYPE", shown, "one of int32, int64", "the metadata has different dtypes")
 
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -204,35 +197,32 @@ def _describe(call: Call) -> Context:
     word = check_floating(query, "query")
     cache_word = check_floating(key_cache, "key_cache")
     if dtype_name(value_cache) != cache_word:
-        raise InvalidInputError(
-            "key_cache and value_cache disagree",
-            code="KV_CACHE_DTYPE_MISMATCH",
-            value=dtype_name(value_cache),
-            limit=cache_word,
+        raise invalid(
+            "KV_CACHE_DTYPE_MISMATCH", dtype_name(value_cache), cache_word, "key_cache and value_cache disagree"
         )
     order = parse_layout(layout)
     if order not in (Layout.NHD, Layout.HND):
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="NHD, HND")
+        raise invalid("LAYOUT_UNKNOWN", order.value, "NHD, HND")
     blocks, first, second, dim = key_cache.shape
     page, kv_heads = (first, second) if order is Layout.NHD else (second, first)
     if tuple(value_cache.shape[:3]) != tuple(key_cache.shape[:3]):
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            str(tuple(value_cache.shape)),
+            str(tuple(key_cache.shape)),
             "key_cache and value_cache disagree",
-            code="SHAPE_INVALID",
-            value=str(tuple(value_cache.shape)),
-            limit=str(tuple(key_cache.shape)),
         )
     tokens, heads, query_dim = query.shape
     if query_dim != dim:
-        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {query_dim}, cache {dim}", limit="equal")
+        raise invalid("HEAD_DIM_MISMATCH", f"query {query_dim}, cache {dim}", "equal")
     if kv_heads == 0 or heads % kv_heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+        raise invalid("GQA_RATIO_INVALID", heads, kv_heads)
     if tokens != batch.total_q:
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            f"{tokens} query tokens",
+            f"{batch.total_q} from query_lens",
             "query does not fit the batch",
-            code="SHAPE_INVALID",
-            value=f"{tokens} query tokens",
-            limit=f"{batch.total_q} from query_lens",
         )
     check_pages(key_cache, batch, 4, _TOKENS[order])
     check_softcap(softcap)
@@ -240,9 +230,7 @@ def _describe(call: Call) -> Context:
         (heads,),
         (batch.batch_size, heads),
     ):
-        raise InvalidInputError(
-            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(slopes.shape)), limit=f"[{heads}]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
     needs = {
         "gqa": heads != kv_heads,
         "window": window is not None,

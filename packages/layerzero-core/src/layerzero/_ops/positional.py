@@ -12,7 +12,7 @@ from layerzero._ops.indices import expect_below
 from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -63,9 +63,7 @@ def rope(
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
     """The ALiBi slope of each head, float32 [num_heads], as in the paper, for any head count."""
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
-        raise InvalidInputError(
-            f"num_heads is {num_heads}", code="VALUE_INVALID", value=str(num_heads), limit="a positive integer"
-        )
+        raise invalid("VALUE_INVALID", str(num_heads), "a positive integer", f"num_heads is {num_heads}")
     lower = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
@@ -103,38 +101,34 @@ def rotary_context(
     word = check_floating(q, "q")
     order = parse_layout(layout)
     if order not in (Layout.BHSD, Layout.BSHD):
-        raise InvalidInputError(code="LAYOUT_UNKNOWN", value=order.value, limit="BHSD, BSHD")
+        raise invalid("LAYOUT_UNKNOWN", order.value, "BHSD, BSHD")
     heads_axis, seq_axis = (1, 2) if order is Layout.BHSD else (2, 1)
     batch, dim, seq = q.shape[0], q.shape[3], q.shape[seq_axis]
     if k is not None:
         expect_rank(expect_tensor(k, "k"), "k", (4,))
         if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != batch:
-            raise InvalidInputError(
-                "q and k disagree", code="SHAPE_INVALID", value=str(tuple(k.shape)), limit=str(tuple(q.shape))
-            )
+            raise invalid("SHAPE_INVALID", str(tuple(k.shape)), str(tuple(q.shape)), "q and k disagree")
     batched = cos.ndim == 3
     if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3) or (batched and cos.shape[0] not in (1, batch)):
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
+            f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike",
             "cos and sin do not fit",
-            code="SHAPE_INVALID",
-            value=f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
-            limit=f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike",
         )
     rotary = cos.shape[-1] * (1 if batched else 2)
     if rotary > dim or rotary % 2 or rotary == 0:
-        raise InvalidInputError(
-            "the tables are too wide", code="SHAPE_INVALID", value=rotary, limit=f"an even rotary width up to {dim}"
-        )
+        raise invalid("SHAPE_INVALID", rotary, f"an even rotary width up to {dim}", "the tables are too wide")
     if position_ids is None and cos.shape[-2] < seq:
-        raise InvalidInputError("the tables are too short", code="SEQ_LEN_TOO_LONG", value=seq, limit=cos.shape[-2])
+        raise invalid("SEQ_LEN_TOO_LONG", seq, cos.shape[-2], "the tables are too short")
     if position_ids is not None:
         _check_positions(position_ids, batch, seq, cos.shape[-2])
     if inplace and any(t is not None and _overlaps(t) for t in (q, k)):
-        raise InvalidInputError("an expanded tensor cannot be rotated in place", code="INPLACE_UNSUPPORTED")
+        raise invalid("INPLACE_UNSUPPORTED", message="an expanded tensor cannot be rotated in place")
     if inplace and k is not None and (k is q or (modes.plain((q, k)) and overlapping(q, k))):
         raise twice_in_place()
     if inplace and call.needs_grad and any(t is not None and t.requires_grad and t.is_leaf for t in (q, k)):
-        raise InvalidInputError("a leaf that needs a gradient cannot be rotated in place", code="INPLACE_UNSUPPORTED")
+        raise invalid("INPLACE_UNSUPPORTED", message="a leaf that needs a gradient cannot be rotated in place")
     needs = {
         "interleaved": interleaved,
         "rotate_half": not interleaved,
@@ -161,11 +155,7 @@ def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> N
     expect_rank(position_ids, "position_ids", (1, 2))
     expect_index(position_ids, "position_ids")
     if position_ids.shape[-1] != seq or (position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch)):
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"position_ids {tuple(position_ids.shape)}",
-            limit=f"[{seq}] or [{batch} or 1, {seq}]",
-        )
+        raise invalid("SHAPE_INVALID", f"position_ids {tuple(position_ids.shape)}", f"[{seq}] or [{batch} or 1, {seq}]")
     expect_below(position_ids, "position_ids", rows, code="SEQ_LEN_TOO_LONG")
 
 

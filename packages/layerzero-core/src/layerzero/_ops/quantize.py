@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -49,7 +49,7 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend
     from layerzero.model.quant import QuantizedTensor
 
     if not isinstance(qt, QuantizedTensor):
-        raise InvalidInputError(code="TYPE_INVALID", value=type(qt).__name__, limit="a QuantizedTensor")
+        raise invalid("TYPE_INVALID", type(qt).__name__, "a QuantizedTensor")
     return dispatch(DEQUANTIZE, (qt, dtype), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -57,7 +57,7 @@ def _describe_quantize(call: Call) -> Context:
     x, scheme = call.args
     x = expect_tensor(x, "x")
     if x.ndim == 0:
-        raise InvalidInputError("x has no axis to scale along", code="RANK_INVALID", value=0, limit="1 or more")
+        raise invalid("RANK_INVALID", 0, "1 or more", "x has no axis to scale along")
     scheme.scales_for(tuple(x.shape))
     width = x.shape[-1]
     dims = {"rows": x.numel() // width if width else 0, "hidden": width}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero._ops.positional import ROPE, rotary_context
 from layerzero._ops.signature import dispatch, register
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.context import Context
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import turned
@@ -64,11 +64,7 @@ def _describe(call: Call) -> Context:
     scale_base, gamma, origin = call.args[7:]
     for name, value, low in (("scale_base", scale_base, 0.0), ("gamma", gamma, 0.0), ("origin", origin, -math.inf)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < math.inf:
-            raise InvalidInputError(
-                code="VALUE_INVALID",
-                value=f"{name} {value!r}",
-                limit="a finite number" if low else "a positive number",
-            )
+            raise invalid("VALUE_INVALID", f"{name} {value!r}", "a finite number" if low else "a positive number")
     return rotary_context("xpos", call, *call.args[:7])
 
 

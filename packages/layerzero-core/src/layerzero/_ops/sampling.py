@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_rank, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -110,11 +110,11 @@ def check_param(value: Any, name: str, low: float, high: float) -> None:
         or not low <= value <= high
         or value == math.inf
     ):
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            str(value),
+            f"{'an integer' if whole else 'a number'} in [{low}, {high}]",
             f"{name} is {value}",
-            code="VALUE_INVALID",
-            value=str(value),
-            limit=f"{'an integer' if whole else 'a number'} in [{low}, {high}]",
         )
 
 
@@ -124,9 +124,7 @@ def _check_rows(values: Tensor, name: str, low: float, high: float) -> None:
     wrong = ~((values >= low) & (values <= high))  # NaN is in no range
     if wrong.any():
         found = values[wrong].flatten()[0].item()
-        raise InvalidInputError(
-            f"{name} holds {found}", code="VALUE_INVALID", value=str(found), limit=f"numbers in [{low}, {high}]"
-        )
+        raise invalid("VALUE_INVALID", str(found), f"numbers in [{low}, {high}]", f"{name} holds {found}")
 
 
 def check_generator(generator: Any, logits: Tensor) -> None:
@@ -135,10 +133,10 @@ def check_generator(generator: Any, logits: Tensor) -> None:
         return
     if not isinstance(generator, torch.Generator):
         shown = f"generator: {type(generator).__name__}"
-        raise InvalidInputError(code="TYPE_INVALID", value=shown, limit="a torch.Generator or None")
+        raise invalid("TYPE_INVALID", shown, "a torch.Generator or None")
     if generator.device.type != logits.device.type and logits.device.type != "meta":
         shown = f"generator on {generator.device}, logits on {logits.device}"
-        raise InvalidInputError(code="DEVICE_MIXED", value=shown)
+        raise invalid("DEVICE_MIXED", shown)
 
 
 _RANGES = {
@@ -164,17 +162,13 @@ def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
         expect_rank(logits, "logits", (2,))
         batch, vocab = logits.shape
         if vocab == 0:
-            raise InvalidInputError(
-                "logits have no vocabulary", code="SHAPE_INVALID", value=str(tuple(logits.shape)), limit="[B, V >= 1]"
-            )
+            raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[B, V >= 1]", "logits have no vocabulary")
         check_generator(call.args[-1], logits)
         _check_values(names, call.args)
         params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
         for name, item in params.items():
             if tuple(item.shape) != (batch,):
-                raise InvalidInputError(
-                    f"{name} does not fit", code="SHAPE_INVALID", value=str(tuple(item.shape)), limit=f"[{batch}]"
-                )
+                raise invalid("SHAPE_INVALID", str(tuple(item.shape)), f"[{batch}]", f"{name} does not fit")
         needs = {"tensor_params"} if params else set()
         if call.args[-1] is not None:
             needs.add("generator")

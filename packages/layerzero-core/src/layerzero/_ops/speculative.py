@@ -13,7 +13,7 @@ from torch import Tensor
 from layerzero._ops.sampling import Number, check_filters, check_generator, check_param
 from layerzero._ops.signature import dispatch, register
 from layerzero._ops.trees import checked_parents
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -110,11 +110,8 @@ def _rows(logits: Any, *params: Any) -> tuple[Any, ...]:
             return item.reshape(-1)
         if tuple(item.shape) == lead[:1]:
             return item.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead).reshape(-1)
-        raise InvalidInputError(
-            "a parameter does not fit the logits",
-            code="SHAPE_INVALID",
-            value=str(tuple(item.shape)),
-            limit=f"{lead} or {lead[:1]}",
+        raise invalid(
+            "SHAPE_INVALID", str(tuple(item.shape)), f"{lead} or {lead[:1]}", "a parameter does not fit the logits"
         )
 
     return (logits.reshape(-1, logits.shape[-1]), *(spread(item) for item in params))
@@ -162,7 +159,7 @@ def _describe_judged(op: str) -> Any:
             check_floating(draft_probs, "draft_probs")
         greedy, generator = call.args[-2:]
         if not isinstance(greedy, bool):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"greedy={greedy!r}", limit="True or False")
+            raise invalid("VALUE_INVALID", f"greedy={greedy!r}", "True or False")
         if parents is not None:
             checked_parents(parents, (batch, length))
         needs = {"greedy"} if greedy else set()
@@ -181,9 +178,7 @@ def _describe_judged(op: str) -> Any:
 
 def _expect_vocabulary(tensor: Tensor, name: str) -> None:
     if tensor.shape[-1] == 0:
-        raise InvalidInputError(
-            f"{name} have no vocabulary", code="SHAPE_INVALID", value=str(tuple(tensor.shape)), limit="[…, V >= 1]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), "[…, V >= 1]", f"{name} have no vocabulary")
 
 
 # -- shapes ----------------------------------------------------------------------------------------

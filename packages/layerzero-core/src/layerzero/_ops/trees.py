@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["checked_parents", "tree_mask", "tree_positions"]
 
@@ -38,14 +38,14 @@ def tree_mask(
     needed = (int(lengths.max()) if lengths.numel() else 0) + nodes
     keys = needed if capacity is None else capacity
     if keys < needed:
-        raise InvalidInputError("the keys do not fit", code="VALUE_INVALID", value=f"capacity {keys}", limit=needed)
+        raise invalid("VALUE_INVALID", f"capacity {keys}", needed, "the keys do not fit")
     batch = max(own.shape[0], lengths.shape[0])
     if own.shape[0] not in (1, batch) or lengths.shape[0] not in (1, batch):
-        raise InvalidInputError(
+        raise invalid(
+            "BATCH_MISMATCH",
+            f"{own.shape[0]} trees, {lengths.shape[0]} prefixes",
+            "equal numbers, or one",
             "trees and prefixes do not match",
-            code="BATCH_MISMATCH",
-            value=f"{own.shape[0]} trees, {lengths.shape[0]} prefixes",
-            limit="equal numbers, or one",
         )
     node = torch.arange(keys) - lengths.reshape(-1, 1, 1)  # of each key; negative in the text
     seen = (node >= 0) & (node < nodes)
@@ -79,21 +79,16 @@ def checked_parents(parents: object, shape: tuple[int, int] | None = None) -> Te
         try:
             tree = torch.as_tensor(parents, dtype=torch.int64)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(
-                f"parents: {error}", code="TYPE_INVALID", value=f"parents: {type(parents).__name__}", limit="integers"
+            raise invalid(
+                "TYPE_INVALID", f"parents: {type(parents).__name__}", "integers", f"parents: {error}"
             ) from None
     if tree.dtype not in (torch.int64, torch.int32):
-        raise InvalidInputError(
-            "parents are not indices", code="DTYPE_UNSUPPORTED", value=str(tree.dtype), limit="int32 or int64"
-        )
+        raise invalid("DTYPE_UNSUPPORTED", str(tree.dtype), "int32 or int64", "parents are not indices")
     if tree.ndim not in (1, 2):
-        raise InvalidInputError("parents", code="RANK_INVALID", value=tree.ndim, limit="1 or 2")
+        raise invalid("RANK_INVALID", tree.ndim, "1 or 2", "parents")
     if shape is not None and tuple(tree.shape) not in (shape, shape[1:]):
-        raise InvalidInputError(
-            "parents do not fit the nodes",
-            code="SHAPE_INVALID",
-            value=str(tuple(tree.shape)),
-            limit=f"{shape[1:]} or {shape}",
+        raise invalid(
+            "SHAPE_INVALID", str(tuple(tree.shape)), f"{shape[1:]} or {shape}", "parents do not fit the nodes"
         )
     if shape is not None and not tree.is_cpu:
         return tree
@@ -102,11 +97,11 @@ def checked_parents(parents: object, shape: tuple[int, int] | None = None) -> Te
     if wrong.any():
         where = wrong.nonzero()[0]
         node = int(where[-1])
-        raise InvalidInputError(
+        raise invalid(
+            "VALUE_INVALID",
+            int(tree[tuple(where)]),
+            f"-1, or a node before {node}",
             f"node {node} has the parent {int(tree[tuple(where)])}",
-            code="VALUE_INVALID",
-            value=int(tree[tuple(where)]),
-            limit=f"-1, or a node before {node}",
         )
     return tree
 
@@ -130,12 +125,7 @@ def _lengths(prefix_len: int | Tensor) -> Tensor:
     else:
         fits = isinstance(lengths, int) and not isinstance(lengths, bool) and lengths >= 0
     if not fits:
-        raise InvalidInputError(
-            f"prefix_len is {lengths}",
-            code="VALUE_INVALID",
-            value=str(lengths),
-            limit="a length >= 0, or one a row [B]",
-        )
+        raise invalid("VALUE_INVALID", str(lengths), "a length >= 0, or one a row [B]", f"prefix_len is {lengths}")
     return lengths.long() if isinstance(lengths, Tensor) else torch.tensor([lengths])
 
 

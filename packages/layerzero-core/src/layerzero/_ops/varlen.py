@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_heads, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -112,7 +112,7 @@ def _lengths(
     """
     for name, given in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-            raise InvalidInputError(code="VALUE_INVALID", value=f"{name}={given}", limit="a length, or None")
+            raise invalid("VALUE_INVALID", f"{name}={given}", "a length, or None")
     same = cu_q is cu_k
     if not (_packed(query) and _packed(key)) or modes.followed():  # what a mode or a tracer follows is not read past it
         return max_q, max_k, same
@@ -153,17 +153,13 @@ def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -
     total = packed.shape[0]
     if not offsets or offsets[0] != 0 or offsets[-1] != total:
         shown = f"{offsets[0]} … {offsets[-1]}" if offsets else "nothing"
-        raise InvalidInputError(code="VALUE_INVALID", value=f"{name} from {shown}", limit=f"0 … {total}, the tokens")
+        raise invalid("VALUE_INVALID", f"{name} from {shown}", f"0 … {total}, the tokens")
     for place, (start, stop) in enumerate(itertools.pairwise(offsets)):
         if stop < start:
-            raise InvalidInputError(
-                code="VALUE_INVALID", value=f"{name}[{place + 1}] = {stop} after {start}", limit="ascending offsets"
-            )
+            raise invalid("VALUE_INVALID", f"{name}[{place + 1}] = {stop} after {start}", "ascending offsets")
     if bound is not None and bound < _longest(offsets):
         short = name.replace("cu_seqlens", "max_seqlen")
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"{short}={bound}", limit=f">= {_longest(offsets)}, the longest sequence"
-        )
+        raise invalid("VALUE_INVALID", f"{short}={bound}", f">= {_longest(offsets)}, the longest sequence")
     return offsets
 
 
@@ -217,9 +213,7 @@ def _describe(call: Call) -> Context:
     (tokens, heads, dim), (tokens_k, kv_heads, _) = query.shape, key.shape
     batch = cu_q.shape[0] - 1
     if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise InvalidInputError(
-            "alibi_slopes do not fit", code="SHAPE_INVALID", value=str(tuple(slopes.shape)), limit=f"[{heads}]"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
     causal = parse_causal(is_causal)
     check_scale(scale)
     check_softcap(softcap)
@@ -267,15 +261,15 @@ def _check_offsets(cu_q: Tensor, cu_k: Tensor) -> None:
     for name, item in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         expect_index(item, name)
         if item.shape[0] < 1:
-            raise InvalidInputError(code="SHAPE_INVALID", value=f"{name} {tuple(item.shape)}", limit="[B + 1]")
+            raise invalid("SHAPE_INVALID", f"{name} {tuple(item.shape)}", "[B + 1]")
     if cu_q.dtype != cu_k.dtype:
         shown = f"cu_seqlens_q {dtype_name(cu_q)}, cu_seqlens_k {dtype_name(cu_k)}"
-        raise InvalidInputError(code="DTYPE_MIXED", value=shown)
+        raise invalid("DTYPE_MIXED", shown)
     if cu_q.shape != cu_k.shape:
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"cu_seqlens_q {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}",
-            limit="one number of sequences",
+        raise invalid(
+            "SHAPE_INVALID",
+            f"cu_seqlens_q {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}",
+            "one number of sequences",
         )
 
 

@@ -53,9 +53,7 @@ def expect_index(tensor: Tensor, name: str) -> str:
     """The dtype of indices, which must be int32 or int64."""
     word = dtype_name(expect_tensor(tensor, name))
     if word not in ("int32", "int64"):
-        raise InvalidInputError(
-            f"{name} must be int32 or int64", code="DTYPE_UNSUPPORTED", value=f"{name} {word}", limit="int32, int64"
-        )
+        raise invalid("DTYPE_UNSUPPORTED", f"{name} {word}", "int32, int64", f"{name} must be int32 or int64")
     return word
 
 
@@ -63,20 +61,14 @@ def expect_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse packed tokens [T, heads, head_dim] whose heads, widths or numbers of keys do not fit each other."""
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
     if tuple(value.shape[:2]) != tuple(key.shape[:2]):
-        raise InvalidInputError(
-            "key and value disagree",
-            code="SHAPE_INVALID",
-            value=f"key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit="equal tokens and heads",
-        )
+        shown = f"key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise invalid("SHAPE_INVALID", shown, "equal tokens and heads", "key and value disagree")
     if dim != key.shape[2]:
-        raise InvalidInputError(code="HEAD_DIM_MISMATCH", value=f"query {dim}, key {key.shape[2]}", limit="equal")
+        raise invalid("HEAD_DIM_MISMATCH", f"query {dim}, key {key.shape[2]}", "equal")
     if 0 in (dim, heads, kv_heads):
-        raise InvalidInputError(
-            code="SHAPE_INVALID", value=str(tuple(query.shape)), limit="at least one head and head_dim 1"
-        )
+        raise invalid("SHAPE_INVALID", str(tuple(query.shape)), "at least one head and head_dim 1")
     if heads % kv_heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=heads, limit=kv_heads)
+        raise invalid("GQA_RATIO_INVALID", heads, kv_heads)
 
 
 def context_of(
