@@ -4,9 +4,9 @@
 
 Draws calls (`drawing.py`, a fixed seed, other calls than `untuned.py` draws), holds every kernel's result against the
 reference, and races those that are right; one that was wrong or raised is listed under `refused` and has no time. What
-is done is kept in DIR/done.jsonl line by line: the same command goes on where a run was stopped or its budget ended.
-At the end DIR/BACKEND.factory.json holds, for each backend, its kernels' times as multiples of torch's, hashed, with
-commit, device, versions and threads; DIR/summary.json the counts.
+is done is kept in DIR/done.jsonl line by line, under a header with commit, device, versions and threads: the same
+command goes on where a run was stopped or its budget ended. DIR/summary.json holds the counts. Kept as
+results/MACHINE/factory.jsonl, `python -m tools.shipped` makes the files of the packages from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from timing import commit, machine, write_json
 from tuned_state import Kept
 
 SEED = 27_000_001
-SCHEMA_VERSION = "1.0"
 TORCHS = ("torch", "sdpa")
 
 
@@ -45,47 +43,9 @@ def taken(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     return {
         "op": call.op, "kind": kind_of(found.context), "mode": "eager", "sizes": dict(found.context.dims),
         "base": found.torch.us or min(own or times.values(), default=None), "times": times,
+        "errors": {name: item.error for name, item in found.kernels.items() if name in times and not item.why},
         "refused": {name: item.why for name, item in found.kernels.items() if item.why}, "busy": round(found.busy, 3),
-        "bytes": call.bytes, "operations": call.operations,
     }  # fmt: skip
-
-
-def documents(records: Sequence[Mapping[str, Any]], header: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """One document a backend. Pure."""
-    from layerzero.registry.proofs import sealed
-
-    grouped: dict[str, dict[tuple[str, ...], list[Mapping[str, Any]]]] = {}
-    for record in records:
-        axes = tuple(record["sizes"])
-        for backend in {name.partition(".")[0] for name in record["times"]}:
-            key = (record["op"], record["kind"], record["mode"], *axes)
-            grouped.setdefault(backend, {}).setdefault(key, []).append(record)
-    made = {}
-    for backend, groups in sorted(grouped.items()):
-        rows, reached = [], {}
-        for (op, kind, mode, *axes), found in sorted(groups.items()):
-            names = sorted({n for item in found for n in item["times"] if n.startswith(f"{backend}.")})
-            points = [
-                [*(item["sizes"][axis] for axis in axes), round(item["base"], 3),
-                 *(round(item["times"][n] / item["base"], 4) if n in item["times"] else None for n in names)]
-                for item in found
-            ]  # fmt: skip
-            rows.append({"op": op, "kind": kind, "mode": mode, "axes": axes, "kernels": names, "points": points})
-            for name in names:
-                own = [
-                    (item["bytes"], item["operations"], item["times"][name]) for item in found if name in item["times"]
-                ]
-                best = reached.setdefault(name, [0.0, 0.0, float("inf")])
-                best[0] = max(best[0], *(round(moved / us, 1) for moved, _, us in own))
-                best[1] = max(best[1], *(round(count / us, 1) for _, count, us in own))
-                best[2] = min(best[2], *(round(us, 3) for _, _, us in own))
-        family = {key: header[key] for key in ("made", "device", "commit", "versions", "threads", "capped")}
-        entry = {**family, "efficiency": reached, "groups": rows}
-        made[backend] = sealed({
-            "schema_version": SCHEMA_VERSION, "backend": backend, "version": header["backends"].get(backend, "0"),
-            "families": {header["family"]: entry},
-        })  # fmt: skip
-    return made
 
 
 def header_of(device: str, compiled: str) -> dict[str, Any]:
@@ -94,13 +54,13 @@ def header_of(device: str, compiled: str) -> dict[str, Any]:
 
     from layerzero.device.family import family_of
     from layerzero.device.probe import probe_device
+    from layerzero.measurements.shipped import instruction_cap
     from layerzero.runtime.state import state
 
     spec, backends = probe_device(device), state.world.registry.backends
     vendors = {item.vendor: item.vendor_version for item in backends.values() if item.vendor and item.vendor_version}
-    capped = os.environ.get("ATEN_CPU_CAPABILITY") or os.environ.get("ONEDNN_MAX_CPU_ISA")
     return {
-        "family": family_of(spec), "device": spec.name or device, "commit": commit(), "capped": bool(capped),
+        "family": family_of(spec), "device": spec.name or device, "commit": commit(), "capped": instruction_cap(),
         "versions": {"torch": torch.__version__, **vendors}, "compiled": compiled,
         "threads": torch.get_num_threads() if device == "cpu" else 0,
         "backends": {name: item.version for name, item in backends.items()},
@@ -138,8 +98,6 @@ def main() -> int:
     right = [item for item in whole if item.get("times") and item.get("base")]
     stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     words = f"python benchmarks/factory.py; {stamp}; {len(right)} calls; load {machine()['load']}"
-    for backend, document in documents(right, {**header, "made": words}).items():
-        write_json(given.out / f"{backend}.factory.json", document)
     refused = sorted({f"{name}: {why}" for item in right for name, why in item["refused"].items()})
     failed = {item["name"]: item["failed"] for item in whole if "failed" in item}
     summary = {"asked": given.cases, "taken": len(right), "failed": failed, "refused": refused, "made": words}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from drawing import LIMITS, OPS, drawn
-from factory import documents
+from timing import RESULTS
 from untuned import judged, summary
 
 from layerzero.cli.calls import context
 from layerzero.registry.reading import digest
+from tools.shipped import documents, left_out, main, records, rendered
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -64,19 +66,33 @@ def test_the_summary_holds_each_goal_beside_its_figure():
 
 def test_each_backend_gets_its_own_kernels_as_multiples_of_torch_and_a_hash():
     sizes = {"rows": 16, "hidden": 4096}
-    taken = {"op": "rms_norm", "kind": "bfloat16", "mode": "eager", "sizes": sizes, "base": 10.0, "bytes": 1e5,
-             "operations": 1e6, "times": {"torch.rms_norm.native": 10.0, "acme.rms_norm.fast": 5.0}}  # fmt: skip
+    taken = {"op": "rms_norm", "kind": "bfloat16", "mode": "eager", "sizes": sizes, "base": 10.0, "busy": 0.1,
+             "cost": (1e5, 1e6), "errors": {"triton.rms_norm.rows": 0.25},
+             "times": {"torch.rms_norm.native": 10.0, "triton.rms_norm.rows": 5.0}}  # fmt: skip
     wrong = {**taken, "sizes": {"rows": 32, "hidden": 4096}, "times": {"torch.rms_norm.native": 11.0}}
-    header = {"made": "here", "device": "H", "commit": "c", "versions": {}, "threads": 0, "capped": False,
-              "family": "sm90", "backends": {"acme": "1.2"}}  # fmt: skip
-    made = documents([taken, wrong], header)
-    assert set(made) == {"torch", "acme"}
-    (group,) = made["acme"]["families"]["sm90"]["groups"]
-    assert group["kernels"] == ["acme.rms_norm.fast"] and group["points"] == [[16, 4096, 10.0, 0.5]]
+    gone = {**wrong, "sizes": {"rows": 64, "hidden": 4096}, "times": {"triton.rms_norm.gone": 1.0}}
+    header = {"device": "H", "commit": "c", "versions": {"torch": "2", "triton": "3"}, "threads": 0, "capped": False,
+              "family": "sm90", "backends": {"torch": "1.1", "triton": "1.2"}}  # fmt: skip
+    made = documents([(header, [taken, wrong, gone])])
+    assert set(made) == {"torch", "triton"}
+    entry = made["triton"]["families"]["sm90"]
+    (group,) = entry["groups"]
+    assert group["kernels"] == ["triton.rms_norm.rows"] and group["points"] == [[16, 4096, 100000, 1000000, 10.0, 0.5]]
+    assert group["errors"] == [0.25] and (entry["version"], entry["vendor"], entry["busy"]) == ("1.2", "3", 0.1)
     (group,) = made["torch"]["families"]["sm90"]["groups"]
-    assert group["points"] == [[16, 4096, 10.0, 1.0], [32, 4096, 10.0, 1.1]]
-    assert made["acme"]["version"] == "1.2" and made["acme"]["families"]["sm90"]["efficiency"] == {
-        "acme.rms_norm.fast": [20000.0, 200000.0, 5.0]
-    }
-    body = {name: value for name, value in made["acme"].items() if name != "hash"}
-    assert made["acme"]["hash"] == digest(body)
+    assert [point[-2:] for point in group["points"]] == [[10.0, 1.0], [10.0, 1.1]]
+    body = {name: value for name, value in made["triton"].items() if name != "hash"}
+    assert made["triton"]["hash"] == digest(body) and json.loads(rendered(made["triton"])) == made["triton"]
+
+
+def test_the_files_in_the_packages_are_what_the_kept_measurements_say():
+    assert main(["--check"]) == 0
+
+
+def test_calls_that_were_left_out_are_told_well_enough_to_choose_by():
+    """The figures that are kept, from the calls that are kept; the limits are the goals for choices without tuning."""
+    for file in sorted(RESULTS.glob("*/factory.jsonl")):
+        header, calls = records(file)
+        told = left_out(calls, header["family"].partition("-")[0])
+        assert told == json.loads(file.with_name("left_out.json").read_text(encoding="utf-8"))
+        assert told["shipped"]["chosen ÷ fastest, geomean"] <= 1.05 and told["shipped"]["calls"] >= 40

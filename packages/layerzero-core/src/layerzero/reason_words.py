@@ -348,3 +348,6 @@ class ReasonCode(enum.StrEnum):
     PROOF_INVALID = "PROOF_INVALID", _C.HEALTH, "the proofs of {value} do not count: {limit}", "make them again: lz plugin prove"
     DOUBLE_BACKWARD_UNSUPPORTED = "DOUBLE_BACKWARD_UNSUPPORTED", _C.FEATURE, "the backward of {value} cannot be derived once more (create_graph=True)", "take torch's kernels where gradients of gradients are needed: with lz.scoped(prefer=[\"torch\", \"reference\"]); a kernel that can names the feature double_backward"
     PACKAGE_MISSING = "PACKAGE_MISSING", _C.BACKEND, "{value} is not installed", "pip install {value}"
+    PERF_SHIPPED_INVALID = "PERF_SHIPPED_INVALID", _C.CACHE, "the measurements that came with {value} do not count: {limit}", "install the package again, or run lz tune: what is measured here always counts"
+    PERF_SHIPPED_VERSION = "PERF_SHIPPED_VERSION", _C.CACHE, "the measurements that came with {value} do not count: taken of {limit}", "install the measured version, or run lz tune"
+    PERF_SHIPPED_DEVICE = "PERF_SHIPPED_DEVICE", _C.CACHE, "of the measurements that came with {value} only the reached rates count: taken on {limit}", "run lz tune on this machine"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from layerzero.model.context import Context
-from layerzero.selection.world import Measurements
 
 __all__ = ["learned", "time_of"]
 
@@ -34,4 +34,5 @@ def learned(op: str, tokenizer_id: str, times: Mapping[str, float]) -> None:
 
     lookup.inner = inner  # type: ignore[attr-defined]
     content = hashlib.sha256(repr(sorted(_times.items())).encode()).hexdigest()[:16]
-    state.measured(Measurements(lookup, f"{inner.fingerprint}+tokenizers:{content}", inner.noise))
+    fingerprint = f"{inner.fingerprint}+tokenizers:{content}"
+    state.publish(measurements=replace(inner, lookup=lookup, fingerprint=fingerprint))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from layerzero.dispatch.run import decide
 from layerzero.errors import LayerZeroError
 from layerzero.measurements.believed import holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
@@ -65,27 +66,47 @@ def drifted(
 ) -> Iterator[Drift]:  # fmt: skip
     """Time the chosen kernel of each measured call again; yield those that have become slower (or faster) by a factor.
 
+    A call that was never measured here is looked at where measurements of other machines chose for it: it is yielded
+    where the kernel takes longer than torch's own code and, by that factor, than was expected of it.
     Nobody waits for a quieter moment: it is a look beside a program that serves, and the next one comes.
     With `retune` every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those
     that would have to be compiled first.
     """
     for ctx in contexts:
         found = _row_of(ctx, db)
-        if found is None:
+        kernel_id, ratio = _expected_of(ctx) if found is None else (found.kernel_id, None)
+        if found is None and ratio is None:
             continue
         try:
-            again = trial(ctx, seconds=seconds, only=frozenset({found.kernel_id}), jit=jit, patient=False)
+            again = trial(ctx, seconds=seconds, only=frozenset({kernel_id}), jit=jit, patient=False)
         except LayerZeroError as error:
-            _log.info("%s cannot be timed again: %s", found.kernel_id, error)
+            _log.info("%s cannot be timed again: %s", kernel_id, error)
             continue
-        now = again.times[found.kernel_id].median_us if found.kernel_id in again.times else float("inf")
-        if found.median_us / slower <= now <= found.median_us * slower:
+        now = again.times[kernel_id].median_us if kernel_id in again.times else float("inf")
+        if found is not None:
+            before = found.median_us
+            steady = before / slower <= now <= before * slower
+        else:
+            torch_us = now if again.torch is None else again.torch.median_us
+            before = (ratio or 1.0) * torch_us
+            steady = now <= max(before * slower, torch_us)
+        if steady:
             continue
         new = None
         if retune:
             new = trial(ctx, seconds=max(1.0, seconds), jit=jit, patient=False)
             db.put(new.rows)
-        yield Drift(ctx, found.kernel_id, found.median_us, now, new)
+        yield Drift(ctx, kernel_id, before, now, new)
+
+
+def _expected_of(ctx: Context) -> tuple[str, float | None]:
+    """The kernel that runs such a call now, and its expected time over torch's where other machines' times chose it."""
+    world = state.world
+    spec = world.ops.get(ctx.op)
+    decision = None if spec is None else decide(spec, ctx, world)
+    if decision is None or not decision.chosen or decision.winner.expected is None:
+        return "", None
+    return decision.chosen, decision.winner.expected.ratio
 
 
 def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
@@ -94,8 +115,6 @@ def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
     spec = world.ops.get(ctx.op)
     if spec is None:
         return None
-    from layerzero.dispatch.run import decide
-
     chosen = decide(spec, ctx, world).chosen
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
     platform, versions = platform_of(ctx.device), versions_of(world.registry, chosen)

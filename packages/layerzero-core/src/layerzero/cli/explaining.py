@@ -133,6 +133,7 @@ def _blocks(report: SelectionReport) -> list[Block]:
         winner = decision.winner
         lock = ", locked" if decision.locked else ""
         blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{_time(winner)}{lock})", "bold green"))
+        blocks.append(Line(f"ranked by {winner.expected or winner.source}", "dim", indent=2, hang=2))
         blocks += [Line(f"{_step(step.name)}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
     else:
         blocks.append(Line(f"nothing may run: {decision.refusal}", STYLES["fail"], hang=2))
@@ -161,4 +162,6 @@ def _row(item: Candidate) -> tuple[str | Cell, ...]:
 
 
 def _time(item: Candidate) -> str:
-    return "" if item.measured_us is None else f", {item.measured_us:.1f} µs measured"
+    if item.measured_us is None:
+        return "" if item.expected is None else f", {item.expected.ratio:.2f} × torch expected"
+    return f", {item.measured_us:.1f} µs measured"

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from layerzero.json_form import Plain
 from layerzero.model.context import Context
+from layerzero.model.expectation import MEASURED, PRIORITY, Expectation
 from layerzero.reasons import Reason
 
 __all__ = ["Bucket", "Candidate", "Decision", "ExecutionPlan", "Trace", "Transform"]
@@ -44,6 +45,15 @@ class Candidate(Plain):
     memory: tuple[int, int] = (0, 0)
     # Greater than 0: the policy prefers it, and the greater comes first whatever the scores.
     preferred: int = 0
+    # What measurements of other machines say of it, where nothing was measured here.
+    expected: Expectation | None = None
+
+    @property
+    def source(self) -> str:
+        """What its place rests on: a measurement here, shipped measurements, a roofline estimate, its priority."""
+        if self.measured_us is not None:
+            return MEASURED
+        return PRIORITY if self.expected is None else self.expected.source
 
     @property
     def transform_cost_us(self) -> float:
@@ -55,6 +65,7 @@ class Candidate(Plain):
         found = Plain.to_json(self) | {
             "score": None if self.score is None else round(self.score, 4),
             "score_parts": {name: round(value, 4) for name, value in self.score_parts},
+            "source": self.source,
             "transform_cost_us": round(self.transform_cost_us, 3),
             "memory": {"workspace": self.memory[0], "temporaries": self.memory[1], "total": sum(self.memory)},
         }
@@ -162,7 +173,9 @@ class Decision(Plain):
         found = Plain.to_json(self)
         del found["steps"]
         longest = {name: found.pop(name) for name in ("candidates", "context")}  # last, for people
-        return {**found, "transform_cost_total": round(self.transform_cost_total, 3), **longest}
+        ranked_by = self.winner.source if self.chosen else None
+        cost = round(self.transform_cost_total, 3)
+        return {**found, "ranked_by": ranked_by, "transform_cost_total": cost, **longest}
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,6 +445,8 @@ class BackendSpec(Plain):
     isolation: FrozenMap = field(default_factory=FrozenMap)
     # The file with what the conformance kit has shown of its kernels; empty: there is none.
     proofs: str = ""
+    # The file with times of its kernels beside torch's own code, taken on other machines; empty: there is none.
+    measurements: str = ""
 
     def sees(self, device: DeviceSpec) -> DeviceSpec:
         """The device in the words of this backend's own generation map."""

@@ -250,16 +250,17 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         generations=capabilities.generations,
         vendor_range=capabilities.vendor.version if capabilities.vendor else "",
         isolation=capabilities.isolation,
-        proofs=_proofs(capabilities),
+        proofs=_beside(capabilities, "proofs"),
+        measurements=_beside(capabilities, "measurements"),
     )
     return made, fix
 
 
-def _proofs(capabilities: Capabilities) -> str:
-    """The file beside the descriptor that holds what the kit has shown; read when a kernel is first asked for."""
+def _beside(capabilities: Capabilities, what: str) -> str:
+    """A file beside the descriptor: what the kit has shown, or was measured; read when a kernel is first asked for."""
     if not capabilities.source:
         return ""
-    found = beside(capabilities.source)
+    found = beside(capabilities.source, what)
     return str(found) if found.is_file() else ""
 
 

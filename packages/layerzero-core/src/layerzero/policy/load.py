@@ -47,7 +47,7 @@ _NAMES: Final = ("layerzero.yaml", "layerzero.toml", "pyproject.toml")
 _NARROWING: Final[Mapping[str, Mapping[str, object]]] = {
     "plugins": {"deny": ...},
     "hub": {"deny": ..., "revoked": ..., "enabled": False, "offline": True, "require_trusted_publisher": True},
-    "perfdb": {"enabled": ..., "auto_tune": ..., "tune_samples": ...},
+    "perfdb": {"enabled": ..., "shipped": ..., "auto_tune": ..., "tune_samples": ...},
 }
 _NARROW_KEYS: Final = {"dispatch_table": None, "on_first_use": "check"}
 

@@ -170,16 +170,17 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     from layerzero.public.check_first_use import first_use
     from layerzero.public.check_machine import health, libraries, platform, settings
     from layerzero.public.check_policy import table
+    from layerzero.public.check_shipped import shipped
     from layerzero.public.situation import look
 
     now = look()
     limit = (now.env.probe_timeout if timeout is None else timeout) if probe else None
     found = [*plugins(now, backend), *vendors(now, backend, limit)]
     if backend is not None:
-        found += first_use(now, backend) if found else []
+        found += [*first_use(now, backend), *shipped(now, backend)] if found else []
         return DoctorReport(tuple(found or unknown(now, backend)))
     plan = table(now, now.world, "settings")
-    checks = [*platform(now), *settings(now), plan, *found, *clashes(now), *first_use(now), *health(now)]
+    checks = [*platform(now), *settings(now), plan, *found, *clashes(now), *first_use(now), *shipped(now), *health(now)]
     return DoctorReport(tuple(checks), libraries())
 
 

@@ -57,11 +57,11 @@ _DOCUMENT = Record(
 )
 
 
-def beside(capabilities: str | Path) -> Path:
-    """Where the proofs of a backend lie: proofs.json beside its capabilities.json."""
+def beside(capabilities: str | Path, what: str = "proofs") -> Path:
+    """Where the proofs (or the measurements) of a backend lie: proofs.json beside its capabilities.json."""
     path = Path(capabilities)
-    named = path.name.replace("capabilities", "proofs")
-    return path.with_name(named if named != path.name else f"{path.stem}.proofs.json")
+    named = path.name.replace("capabilities", what)
+    return path.with_name(named if named != path.name else f"{path.stem}.{what}.json")
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from layerzero.errors import (
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision, Trace, Transform
+from layerzero.model.expectation import Expectation
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.proof import kind_of
 from layerzero.policy.rules import judge
@@ -23,7 +25,7 @@ from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.isolation import NAME as ISOLATED
 from layerzero.selection.memory import estimate
-from layerzero.selection.score import UNMEASURED_STEP, measured_part, rank, score
+from layerzero.selection.score import UNMEASURED_STEP, Expected, by_expectation, measured_part, rank, score
 from layerzero.selection.world import Proofs, World
 
 __all__ = ["VALUES", "refuse", "select"]
@@ -47,10 +49,11 @@ def select(ctx: Context, world: World) -> Decision:
     standing = examine(canonical, world, judged, fallback_id, locked)
     if world.measurements.refused is not None:
         standing = _without_refused(standing, canonical, world, fallback_id)
-    ranked = _ranked(standing, canonical, world, fallback_id, locked)
+    told, doubts = _expected(standing, canonical, world)
+    ranked = _ranked(standing, canonical, world, fallback_id, locked, told)
     chosen = ranked[0].kernel_id if ranked else ""
     refusal: Reason | None = None
-    notes: tuple[Reason, ...] = (*ctx.notes, *world.measurements.notes(canonical))
+    notes: tuple[Reason, ...] = (*ctx.notes, *world.measurements.notes(canonical), *doubts)
     if not chosen:
         refusal = _refusal(canonical, locked, standing)
     is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
@@ -73,8 +76,10 @@ def select(ctx: Context, world: World) -> Decision:
         policy_hash=world.policy.policy_hash,
         buckets=buckets,
         refusal=refusal,
-        pending=_pending(ranked, standing, canonical, world, fallback_id, locked, _NOT_READY),
-        shadow=_pending(ranked, standing, canonical, world, fallback_id, locked, _SHADOW) if _tries(world) else (),
+        pending=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _NOT_READY),
+        shadow=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _SHADOW)
+        if _tries(world)
+        else (),
     )
 
 
@@ -111,10 +116,30 @@ class _Ranked(NamedTuple):
     measured_us: float | None
     transforms: tuple[Transform, ...]
     preferred: int
+    expected: Expectation | None
+
+
+def _expected(
+    standing: list[Filtered], ctx: Context, world: World
+) -> tuple[Mapping[str, Expectation], tuple[Reason, ...]]:
+    """What measurements of other machines say of kernels that could run, where none of them was measured here."""
+    ask, lookup = world.measurements.expected, world.measurements.lookup
+    if ask is None or is_empty(ctx):
+        return {}, ()
+    waiting = [item for item in standing if all(why.code in _LACKING for why in item.reasons)]
+    names = [item.kernel.kernel_id for item in waiting]
+    if len(names) < 2 or any(lookup(item.kernel.kernel_id, ctx) is not None for item in waiting if not item.reasons):
+        return {}, ()
+    return ask(ctx, names)
 
 
 def _ranked(
-    standing: list[Filtered], ctx: Context, world: World, fallback_id: str, locked: str | None
+    standing: list[Filtered],
+    ctx: Context,
+    world: World,
+    fallback_id: str,
+    locked: str | None,
+    told: Mapping[str, Expectation],
 ) -> list[_Ranked]:
     """Accepted kernels, best first."""
     fitting = [item for item in standing if not item.reasons]
@@ -130,12 +155,21 @@ def _ranked(
         level = max(item.kernel.priority for item, t in zip(fitting, times, strict=True) if t is not None)
         # What an author expects of a kernel never outranks what was measured of another.
         below = level + min(measured_part(t, fastest, noise) for t in known) - UNMEASURED_STEP
+        told = {}
+    places = by_expectation([_place(item, ctx, told) for item in fitting], noise) if told else {}
     order: list[tuple[tuple[int, float, bool, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
-        priority = min(kernel.prior(ctx), below) if measured is None else level
-        total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
-        entry = _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred)
+        expected = told.get(kernel.kernel_id)
+        if kernel.kernel_id in places:
+            priority, part = places[kernel.kernel_id]
+            total, parts = score(priority, item.bonus, None, None, () if expected else item.transforms, noise, part)
+        else:
+            priority = min(kernel.prior(ctx), below) if measured is None else level
+            total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
+        entry = _Ranked(
+            kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred, expected
+        )
         order.append((rank(total, kernel.kernel_id, item.preferred), entry))
     order.sort()  # kernel ids are unique, so the entries themselves are never compared
     found = [entry for _, entry in order]
@@ -145,6 +179,16 @@ def _ranked(
     return found
 
 
+def _place(item: Filtered, ctx: Context, told: Mapping[str, Expectation]) -> Expected:
+    kernel, found = item.kernel, told.get(item.kernel.kernel_id)
+    ratio = None
+    if found is not None:
+        # Views were measured with the kernel; copies and casts come on top of what was measured.
+        copies = sum(step.cost_us for step in item.transforms if not step.name.startswith("layout:"))
+        ratio = found.ratio + copies / found.base_us
+    return Expected(kernel.kernel_id, kernel.backend, kernel.prior(ctx), ratio)
+
+
 def _pending(
     ranked: list[_Ranked],
     standing: list[Filtered],
@@ -152,6 +196,7 @@ def _pending(
     world: World,
     fallback_id: str,
     locked: str | None,
+    told: Mapping[str, Expectation],
     lacking: frozenset[ReasonCode],
 ) -> tuple[str, ...]:
     """Kernels that only lack one thing (their artifact, a promotion) and would come before the chosen, best first."""
@@ -163,19 +208,21 @@ def _pending(
         item.preferred
         or item.kernel.priority + item.bonus > ranked[0].score
         or lookup(item.kernel.kernel_id, ctx) is not None
+        or item.kernel.kernel_id in told
         for item in standing
         if item.kernel.kernel_id in waiting
     ):
         return ()
     # Behind a lock only the locked kernel counts: the others carry POLICY_LOCKED_OUT as well.
     if_ready = [item._replace(reasons=()) if item.kernel.kernel_id in waiting else item for item in standing]
-    order = [item.kernel_id for item in _ranked(if_ready, ctx, world, fallback_id, locked)]
+    order = [item.kernel_id for item in _ranked(if_ready, ctx, world, fallback_id, locked, told)]
     before = order[: order.index(ranked[0].kernel_id)] if ranked else order
     return tuple(kernel_id for kernel_id in before if kernel_id in waiting)
 
 
 _NOT_READY = frozenset({ReasonCode.JIT_NOT_READY, ReasonCode.JIT_NEEDS_DEVICE})
 _SHADOW = frozenset({ReasonCode.CANARY_SHADOW})
+_LACKING = _NOT_READY | _SHADOW
 
 
 def _written(
@@ -227,7 +274,7 @@ def _accepted(item: _Ranked, best: _Ranked, locked: str | None) -> Candidate:
         flip = f"{why or f'{best.score - item.score:.1f} points behind'}: {how}"
     return Candidate(
         item.kernel_id, item.backend, True, item.score, item.measured_us, reasons, item.transforms, item.parts, flip,
-        preferred=item.preferred,
+        preferred=item.preferred, expected=item.expected,
     )  # fmt: skip
 
 

@@ -88,6 +88,6 @@ def _written(chosen: str, median_us: float | None, ctx: Context, world: World) -
     followed = Candidate(
         chosen, mine.backend, True, mine.score, median_us if median_us is not None else mine.measured_us,
         (reason("PLAN_FOLLOWED", world.table.content_hash[:12] if world.table else ""),), mine.transforms,
-        mine.score_parts,
+        mine.score_parts, expected=mine.expected,
     )  # fmt: skip
     return (followed, *(item for item in others if item.kernel_id != chosen))

@@ -7,13 +7,19 @@ measured     max(-30, -10 * (t / fastest - 1)) for kernels with a measurement; i
              fastest it is 0, and the tie breaks by kernel id, reference kernels last. A measurement already holds
              its transforms.
 transforms   one point per two estimated µs, at most 30, for kernels without a measurement
+expected     in place of `measured` where nothing was measured here and measurements of other machines speak: the same
+             points for expected times, transforms included. Priorities then break ties, and place kernels of which
+             those measurements know nothing (`by_expectation`)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from layerzero.model.decision import Transform
 
-__all__ = ["UNMEASURED_STEP", "measured_part", "rank", "score", "tie"]
+__all__ = ["UNMEASURED_STEP", "Expected", "by_expectation", "measured_part", "rank", "score", "tie"]
 
 UNMEASURED_STEP = 0.01
 """So far below the slowest measured kernel an unmeasured one stands, whatever it says of itself."""
@@ -23,6 +29,10 @@ _MEASURED_WEIGHT = 10.0
 _POINTS_PER_US = 0.5
 _WORST_TRANSFORM = 30.0
 _REFERENCE = "reference."
+_TORCH = frozenset({"torch", "sdpa"})  # backends made of what a torch user would write
+_EXPECTED_NOISE = 0.03  # expected times this close are the same
+_FASTER = 0.9  # of torch's time, or less: faster than torch by more than expectations err
+_TIE = 1e-4  # of a point for each point of priority, among kernels that are expected to be equally fast
 
 
 def score(
@@ -32,14 +42,16 @@ def score(
     fastest_us: float | None,
     transforms: tuple[Transform, ...],
     noise: float,
+    expected: float | None = None,
 ) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """The score of one accepted kernel, and the parts it is the sum of."""
-    measured, price = 0.0, 0.0
+    """The score of one accepted kernel, and the parts it is the sum of; `expected` are points for an expected time."""
+    measured, price = expected or 0.0, 0.0
     if measured_us is not None and fastest_us:
         measured = measured_part(measured_us, fastest_us, noise)
     elif transforms:
         price = min(_WORST_TRANSFORM, _POINTS_PER_US * sum(step.cost_us for step in transforms))
-    parts = (("priority", priority), ("policy", bonus), ("measured", measured), ("transforms", -price))
+    word = "measured" if expected is None else "expected"
+    parts = (("priority", priority), ("policy", bonus), (word, measured), ("transforms", -price))
     return priority + bonus + measured - price, parts
 
 
@@ -47,6 +59,51 @@ def measured_part(measured_us: float, fastest_us: float | None, noise: float) ->
     """What a measured time adds to a score."""
     ratio = measured_us / fastest_us - 1.0 if fastest_us else 0.0
     return 0.0 if ratio <= noise else max(_WORST_MEASURED, -_MEASURED_WEIGHT * ratio)
+
+
+class Expected(NamedTuple):
+    """A kernel that fits: what its author expects, in points, and its expected time over torch's; None: not known."""
+
+    kernel_id: str
+    backend: str
+    prior: float
+    ratio: float | None
+
+
+def by_expectation(kernels: Sequence[Expected], noise: float) -> dict[str, tuple[float, float]]:
+    """Points for priority and for the expected time, by kernel id. Empty where nothing is expected of any kernel.
+
+    A kernel of which nothing is known stands above torch's code where its author expects that of it, but below all that
+    are expected to be clearly faster than torch; otherwise below torch's code, by as many points as its priority says.
+    Where nothing is known of torch's code either, its best kernel counts as long as itself.
+    """
+    ratios = {item.kernel_id: item.ratio for item in kernels if item.ratio is not None}
+    if not ratios:
+        return {}
+    torchs = sorted(
+        (item for item in kernels if item.backend in _TORCH), key=lambda item: (-item.prior, item.kernel_id)
+    )
+    if torchs and not any(item.kernel_id in ratios for item in torchs):
+        ratios[torchs[0].kernel_id] = 1.0
+    level, fastest, band = max(item.prior for item in kernels), min(ratios.values()), max(noise, _EXPECTED_NOISE)
+    points = {name: measured_part(ratio, fastest, band) for name, ratio in ratios.items()}
+    known = [item for item in torchs if item.kernel_id in ratios]
+    own, base = (
+        max((item.prior for item in known), default=0.0),
+        min((ratios[item.kernel_id] for item in known), default=1.0),
+    )
+    at_torch = level + measured_part(base, fastest, band)
+    faster = [level + points[name] for name, ratio in ratios.items() if ratio <= _FASTER]
+    found = {}
+    for item in kernels:
+        if item.kernel_id in points:
+            found[item.kernel_id] = (level + _TIE * item.prior, points[item.kernel_id])
+        elif item.prior > own:
+            above = min([at_torch + 2 * UNMEASURED_STEP, *(place - UNMEASURED_STEP for place in faster)])
+            found[item.kernel_id] = (above + _TIE * item.prior, 0.0)
+        else:
+            found[item.kernel_id] = (at_torch - UNMEASURED_STEP - (own - item.prior), 0.0)
+    return found
 
 
 def rank(total: float, kernel_id: str, preferred: int = 0) -> tuple[int, float, bool, str]:

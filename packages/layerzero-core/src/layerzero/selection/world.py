@@ -7,7 +7,7 @@ its hot table, so swapping the World drops every cached choice at once and no st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from layerzero.health.breaker import Health
 from layerzero.model.artifact import Artifact
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
+from layerzero.model.expectation import Expectation
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason
@@ -44,6 +45,8 @@ class Measurements:
     notes: Callable[[Context], tuple[Reason, ...]] = lambda ctx: ()
     # Why a kernel may not run a call: it was wrong, or raised, when it was to be measured. None: nothing is known.
     refused: Callable[[str, Context], Reason | None] | None = None
+    # What measurements of other machines say of kernels, by id, and which were not believed. None: there are none.
+    expected: Callable[[Context, Sequence[str]], tuple[Mapping[str, Expectation], tuple[Reason, ...]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class World:
             self.policy.policy_hash,
             self.health.fingerprint,
             self.measurements.fingerprint,
+            "" if self.measurements.expected is None else "shipped",  # their content is that of the packages
             str(sorted(self.free_memory.items()) if isinstance(self.free_memory, Mapping) else self.free_memory),
             "" if self.table is None else self.table.content_hash,
             repr(sorted((name, item.code.value) for name, item in self.unbindable.items())),

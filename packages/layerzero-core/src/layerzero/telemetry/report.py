@@ -84,6 +84,7 @@ def render(report: SelectionReport) -> str:
     if decision.chosen:
         winner = decision.winner
         lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{_locked(decision)}")
+        lines.append(f"    ranked by {winner.expected or winner.source}")
         for step in winner.transforms:
             words = "isolated, in a process of its own" if step.name == "isolated" else f"after {step.name}"
             lines.append(f"    {words} (~{step.cost_us:.1f} us)")
@@ -108,7 +109,9 @@ def render(report: SelectionReport) -> str:
 
 
 def _time(item: Candidate) -> str:
-    return "" if item.measured_us is None else f", measured {item.measured_us:.1f} us"
+    if item.measured_us is None:
+        return "" if item.expected is None else f", expected {item.expected.ratio:.2f} x torch"
+    return f", measured {item.measured_us:.1f} us"
 
 
 def _locked(decision: Decision) -> str:

@@ -1,0 +1,120 @@
+"""From measured calls to a call between them: a roofline through all, bent to the nearest.
+
+The roofline of a kernel is the longest of its bytes over the bandwidth it reached, its operations over the rate it
+reached, and its shortest time. What the measured ratios to torch's own code differ from the ratio of two rooflines is
+interpolated by inverse distance over the logarithms of the sizes. Far from every measured call the roofline stands
+alone. Pure functions of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+__all__ = ["FARTHEST", "Estimate", "Kind", "Point", "octaves"]
+
+FARTHEST = 5.0
+"""Octaves: from measured calls further away nothing is interpolated."""
+_NEIGHBOURS = 4
+_SOFTENING = 0.25  # octaves: a call measured twice is not believed absolutely
+_OTHER_DTYPE = 1.0  # octaves between float16 and bfloat16
+_REACHED = 0.9  # the quantile of measured rates that counts as reached; one lucky call does not
+
+
+class Point(NamedTuple):
+    """One measured call: its sizes, dtype and cost, torch's time, and the kernels' times as multiples of that."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+    bytes: float
+    flops: float
+    base_us: float
+    ratios: Mapping[str, float]
+    source: tuple[str, str, str] = ("", "", "")  # device, commit and torch
+
+
+class Estimate(NamedTuple):
+    """What is expected of one kernel; `near` is False where the roofline speaks alone."""
+
+    ratio: float
+    base_us: float
+    nearest: Point
+    octaves: float
+    near: bool
+
+
+def octaves(size: int) -> float:
+    """A size on the scale that distances are measured on."""
+    return math.log2(max(size, 1))
+
+
+class Kind:
+    """The measured calls of one kind, which differ in their sizes alone (and float16 from bfloat16)."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points = tuple(points)
+        self._logs = [tuple(octaves(size) for size in point.sizes) for point in self.points]
+        self._rates: dict[str, tuple[float, float, float]] = {}
+        self._bends: dict[tuple[str, int], float] = {}
+
+    def estimates(
+        self, names: Sequence[str], sizes: Sequence[int], dtype: str, cost: tuple[float, float], near: bool = True
+    ) -> dict[str, Estimate]:
+        """What is expected of those kernels that were measured; with `near` False by their rooflines alone."""
+        here, points = [octaves(size) for size in sizes], self.points
+        order = sorted((self._distance(index, here, dtype), index) for index in range(len(points)))
+        base_us, found = self._roofline("", *cost), {}
+        for name in names:
+            own = list(islice((pair for pair in order if name in points[pair[1]].ratios), _NEIGHBOURS))
+            if not own:
+                continue
+            (far, first), ratio = own[0], self._roofline(name, *cost) / base_us
+            bent = near and far <= FARTHEST
+            if bent:
+                weights = [(distance + _SOFTENING) ** -2 for distance, _ in own]
+                bends = [self._bend(name, index) for _, index in own]
+                ratio *= math.exp(sum(map(operator.mul, weights, bends)) / sum(weights))
+            found[name] = Estimate(ratio, base_us, points[first], far, bent)
+        return found
+
+    def _distance(self, index: int, here: Sequence[float], dtype: str) -> float:
+        far = math.dist(self._logs[index], here)
+        return far if self.points[index].dtype == dtype else math.hypot(far, _OTHER_DTYPE)
+
+    def _bend(self, name: str, index: int) -> float:
+        """The logarithm of what a measured ratio is over that of the rooflines."""
+        found = self._bends.get((name, index))
+        if found is None:
+            point = self.points[index]
+            cost = point.bytes, point.flops
+            straight = self._roofline(name, *cost) / self._roofline("", *cost)
+            found = self._bends[name, index] = math.log(point.ratios[name] / straight)
+        return found
+
+    def _roofline(self, name: str, moved: float, flops: float) -> float:
+        """µs of a kernel, or of torch's own code (""), for so many bytes and operations."""
+        rates = self._rates.get(name)
+        if rates is None:
+            rates = self._rates[name] = self._reached(name)
+        bandwidth, speed, least = rates
+        return max(least, moved / bandwidth if bandwidth else 0.0, flops / speed if speed else 0.0)
+
+    def _reached(self, name: str) -> tuple[float, float, float]:
+        """Bytes and operations per µs that were reached, and the shortest time."""
+        times = [
+            (point, point.base_us * point.ratios.get(name, 1.0))
+            for point in self.points
+            if not name or name in point.ratios
+        ]
+        return (
+            _quantile([point.bytes / us for point, us in times], _REACHED),
+            _quantile([point.flops / us for point, us in times], _REACHED),
+            _quantile([us for _, us in times], 1.0 - _REACHED),
+        )
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,0 +1,238 @@
+"""Measurements that came with the packages: how long kernels took beside torch's own code on machines of ours.
+
+`measurements.json` beside a backend's descriptor, written by `tools/shipped.py` from what `benchmarks/factory.py` took:
+
+    {"schema_version": "1.0", "backend": "acme", "families": {"sm90": {
+         "device": "NVIDIA H200", "commit": "0123abc", "taken": "2026-11-17", "version": "1.2.0", "vendor": "3.1",
+         "torch": "2.11.0", "threads": 0, "capped": "", "busy": 0.01,
+         "groups": [{"op": "rms_norm", "kind": "float16", "axes": ["rows", "hidden"], "kernels": ["acme.rms_norm.fast"],
+                     "errors": [0.001], "points": [[16, 4096, 278528, 262144, 10.2, 0.51]]}]}},
+     "hash": "sha256 of everything else"}
+
+A point is the sizes, bytes and operations of a call, the µs of torch's own code, and each kernel's time over that; a
+kernel without one (null) was wrong, raised or could not run. Every kernel was held against the reference before it was
+timed; `errors` are the largest errors, null where they were not kept. `capped` names the variable that kept the
+processor from its instructions.
+
+A file is read when a call is selected for which nothing was measured here. It counts for the very version of the
+backend and its vendor, and for the family of devices; on other devices of the platform the rates its kernels reached
+count (`between`). A file that is not right counts for nothing and is named with the reason; it never raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from layerzero.device.family import family_of
+from layerzero.errors import CapabilitiesError, from_outside
+from layerzero.measurements.between import Estimate, Kind, Point
+from layerzero.model.context import Context
+from layerzero.model.expectation import ROOFLINE, SHIPPED, Expectation
+from layerzero.model.kernel import BackendSpec
+from layerzero.model.proof import kind_of, words_of
+from layerzero.reasons import Reason, reason
+from layerzero.registry.kernels import KernelRegistry
+from layerzero.registry.proofs import sealed
+from layerzero.registry.reading import decoded, read
+
+__all__ = ["SCHEMA_VERSION", "Family", "instruction_cap", "load", "shipped_by", "standing"]
+
+SCHEMA_VERSION = "1.0"
+_log = logging.getLogger("layerzero.perfdb")
+_CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+_HALVES = frozenset({"float16", "bfloat16"})
+
+Told = tuple[Mapping[str, Expectation], tuple[Reason, ...]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one backend's file holds of one family of devices. `kinds`: (op, kind of call) → axes and points."""
+
+    name: str
+    device: str
+    commit: str
+    version: str
+    vendor: str
+    torch: str
+    capped: str
+    threads: int
+    kinds: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
+
+    @property
+    def calls(self) -> int:
+        """How many calls were measured."""
+        return sum(len(points) for _, points in self.kinds.values())
+
+
+def instruction_cap() -> str:
+    """The variable that keeps torch on this processor from its newest instructions, as NAME=value; else empty."""
+    return next((f"{name}={os.environ[name]}" for name in _CAPS if os.environ.get(name)), "")
+
+
+def load(path: str) -> Mapping[str, Family] | Reason:
+    """The families of a file, or why it counts for nothing. Read once, and again when it has changed."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return reason("PERF_SHIPPED_INVALID", Path(path).name, error.strerror)
+    return _loaded(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=256)
+def _loaded(path: str, changed: int, size: int) -> Mapping[str, Family] | Reason:
+    try:
+        document = decoded(read(Path(path)))
+        if document.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"schema_version {document.get('schema_version')!r} is not known")
+        if sealed(document)["hash"] != document.get("hash"):
+            raise ValueError("the hash does not fit the content")
+        return {name: _family(name, entry, document["backend"]) for name, entry in document["families"].items()}
+    except (CapabilitiesError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = reason("PERF_SHIPPED_INVALID", Path(path).parent.name, f"{error}".splitlines()[0][:200])
+        _log.warning("%s", why)
+        return why
+
+
+def _family(name: str, entry: Mapping[str, Any], backend: str) -> Family:
+    kinds = {}
+    for group in entry["groups"]:
+        axes, names, dtype = tuple(group["axes"]), tuple(group["kernels"]), group["kind"].partition(" ")[0]
+        strangers = [item for item in names if not item.startswith(f"{backend}.")]
+        if strangers:
+            raise ValueError(f"{strangers[0]} is no kernel of {backend}")
+        points = []
+        for row in group["points"]:
+            sizes, (moved, flops, base_us, *ratios) = tuple(map(int, row[: len(axes)])), row[len(axes) :]
+            times = {item: float(at) for item, at in zip(names, ratios, strict=True) if at is not None}
+            if not all(0.0 < value < float("inf") for value in (base_us, *times.values())) or min(moved, flops) < 0:
+                raise ValueError(f"a time of {group['op']} is not a time: {row}")
+            points.append(Point(sizes, dtype, float(moved), float(flops), float(base_us), times))
+        kinds[group["op"], group["kind"]] = (axes, tuple(points))
+    told = {key: str(entry[key]) for key in ("device", "commit", "version", "vendor", "torch", "capped")}
+    return Family(name, **told, threads=int(entry["threads"]), kinds=kinds)
+
+
+def standing(backend: BackendSpec, family: str) -> tuple[Family | None, Reason | None]:
+    """What a backend's file says of a family of devices, or of another of the platform with the reason why not.
+
+    (None, None): it ships nothing for such devices. (None, reason): nothing of it may be used.
+    """
+    if not backend.measurements:
+        return None, None
+    families = load(backend.measurements)
+    if isinstance(families, Reason):
+        return None, families
+    alike = [name for name in families if _platform(name) == _platform(family)]
+    if not alike:
+        return None, None
+    found = families[min(alike, key=lambda name: (name != family, _apart(name, family), name))]
+    theirs, ours = (found.version, found.vendor), (backend.version, backend.vendor_version or "")
+    if theirs != ours:
+        return None, reason("PERF_SHIPPED_VERSION", backend.name, f"{_spelled(theirs)}, here {_spelled(ours)}")
+    cap = instruction_cap() if _platform(family) == "cpu" else ""
+    if found.name != family or found.capped != cap:
+        theirs_, ours_ = (f"{name} {capped}".strip() for name, capped in ((found.name, found.capped), (family, cap)))
+        return found, reason("PERF_SHIPPED_DEVICE", backend.name, f"{theirs_}, this one is {ours_}")
+    return found, None
+
+
+def _spelled(versions: tuple[str, str]) -> str:
+    return " with ".join(filter(None, versions))
+
+
+def _platform(family: str) -> str:
+    """ "sm", "gfx" or "cpu": the letters that a family begins with."""
+    return family[: next((n for n, letter in enumerate(family) if not letter.isalpha()), len(family))]
+
+
+def _apart(one: str, other: str) -> int:
+    """How many numbers lie between two families: sm89 is nearer to sm90 than sm75."""
+    numbers = [int("".join(letter for letter in name if letter.isdigit()) or 0) for name in (one, other)]
+    return abs(numbers[0] - numbers[1])
+
+
+def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Context, Sequence[str]], Told]:
+    """What selection asks: what is expected of kernels for a call, and which files were refused."""
+    pools: dict[Any, tuple[Kind | None, tuple[str, ...], bool]] = {}
+    refused: dict[Any, tuple[Reason, ...]] = {}
+
+    def ask(ctx: Context, names: Sequence[str]) -> Told:
+        backends = tuple(sorted({registry.kernels[name].backend for name in names} & registry.backends.keys()))
+        kind = _class_of(ctx)
+        key = (ctx.op, kind, ctx.device, backends)
+        if key not in pools:
+            specs = [registry.backends[name] for name in backends]
+            pools[key], refused[key] = _pool(ctx.op, kind, family_of(ctx.device), specs)
+        pool, axes, near = pools[key]
+        sizes = dict(ctx.dims)
+        if pool is None or sizes.keys() != set(axes):
+            return {}, refused[key]
+        found = pool.estimates(names, [sizes[axis] for axis in axes], ctx.dtype, _cost(ops.get(ctx.op), ctx), near)
+        return {name: _expectation(estimate, axes) for name, estimate in found.items()}, refused[key]
+
+    return ask
+
+
+def _cost(op: Any, ctx: Context) -> tuple[float, float]:
+    """Bytes and operations of a call; of an op that does not say, or cannot, nothing: sizes alone then count."""
+    try:
+        return (0.0, 0.0) if getattr(op, "cost", None) is None else op.cost(ctx)
+    except Exception as error:
+        if from_outside(error):
+            raise
+        return 0.0, 0.0
+
+
+def _class_of(ctx: Context) -> frozenset[str]:
+    """Kinds whose calls are interpolated together: on accelerators the two half precisions are one."""
+    if ctx.dtype in _HALVES and ctx.device.device_type != "cpu":
+        return frozenset(" ".join((dtype, *sorted(words_of(ctx)))) for dtype in _HALVES)
+    return frozenset({kind_of(ctx)})
+
+
+def _pool(
+    op: str, kinds: frozenset[str], family: str, backends: Sequence[BackendSpec]
+) -> tuple[tuple[Kind | None, tuple[str, ...], bool], tuple[Reason, ...]]:
+    """The points of all backends, those of one measured call put together; of another family only if none has ours."""
+    notes: list[Reason] = []
+    groups: dict[bool, list[tuple[Family, tuple[str, ...], Point]]] = {True: [], False: []}
+    for backend in backends:
+        found, why = standing(backend, family)
+        notes += () if why is None else (why,)
+        if found is not None:
+            for kind in sorted(kinds):
+                axes, points = found.kinds.get((op, kind), ((), ()))
+                groups[why is None] += [(found, axes, point) for point in points]
+    near = bool(groups[True])
+    merged: dict[Any, Point] = {}
+    order = groups[near][0][1] if groups[near] else ()
+    for found, axes, point in groups[near]:
+        if axes != order:
+            continue
+        key = (found.device, found.commit, point.sizes, point.dtype)
+        before = merged.get(key, point)
+        taken = (found.device, found.commit, found.torch)
+        merged[key] = point._replace(ratios={**before.ratios, **point.ratios}, source=taken)
+    return (Kind(tuple(merged.values())) if merged else None, order, near), tuple(_together(notes))
+
+
+def _together(notes: Sequence[Reason]) -> list[Reason]:
+    """One note for all backends that were refused for the same reason."""
+    names: dict[tuple[Any, Any], list[str]] = {}
+    for note in notes:
+        names.setdefault((note.code, note.limit), []).append(str(note.value))
+    return [reason(code, ", ".join(sorted(found)), limit) for (code, limit), found in names.items()]
+
+
+def _expectation(found: Estimate, axes: tuple[str, ...]) -> Expectation:
+    device, commit, torch = found.nearest.source
+    nearest = tuple(zip(axes, found.nearest.sizes, strict=True))
+    source = SHIPPED if found.near else ROOFLINE
+    return Expectation(found.ratio, found.base_us, source, device, commit, torch, nearest, found.octaves)

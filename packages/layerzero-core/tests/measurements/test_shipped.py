@@ -1,0 +1,277 @@
+"""Measurements that came with a package: what they rank, between which sizes, and when they are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.device.family import family_of
+from layerzero.device.probe import probe_device
+from layerzero.measurements.between import FARTHEST, Kind, Point
+from layerzero.measurements.shipped import load, shipped_by, standing
+from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED
+from layerzero.model.kernel import BackendSpec
+from layerzero.public.check_shipped import shipped as doctor_looks
+from layerzero.public.situation import look
+from layerzero.reasons import Reason, ReasonCode
+from layerzero.registry.proofs import sealed
+from layerzero.runtime.state import state
+from layerzero.selection.score import Expected, by_expectation
+from layerzero.selection.world import Measurements
+
+FAMILY = family_of(probe_device("cpu"))
+FAST, SLOW, OTHER = "acme.rms_norm.fast", "acme.rms_norm.slow", "acme.rms_norm.other"
+TORCH = "torch.rms_norm.native"
+
+
+def document(ratios, *, family=FAMILY, sizes=((64, 256), (16, 512), (256, 128)), **changes):
+    """A file that says of each kernel, at some sizes, how long it took beside torch; in float64, as none of ours."""
+    points = [[*size, 16 * size[0] * size[1], 4 * size[0] * size[1], 10.0, *ratios.values()] for size in sizes]
+    group = {"op": "rms_norm", "kind": "float64", "axes": ["rows", "hidden"], "kernels": list(ratios), "points": points}
+    entry = {
+        "device": "Abacus", "commit": "0123abc", "version": "1.0", "vendor": "", "torch": "2.11.0", "threads": 1,
+        "capped": "", "busy": 0.0, "groups": [{**group, "errors": [0.0] * len(ratios)}], **changes,
+    }  # fmt: skip
+    return sealed({"schema_version": "1.0", "backend": "acme", "families": {family: entry}})
+
+
+@pytest.fixture
+def plant(lab, tmp_path):
+    """Kernels that all compute the same, with a file that says how fast they are."""
+
+    def made(said, priorities=((FAST, 10.0), (SLOW, 90.0)), lookup=None, **settings):
+        path = tmp_path / "measurements.json"
+        path.write_text(said if isinstance(said, str) else json.dumps(said), encoding="utf-8")
+        lab.use(**settings)
+        kernels = [lab.kernel(name, priority=points) for name, points in priorities]
+        registry = lab.registry.add(kernels, BackendSpec(name="acme", version="1.0", measurements=str(path)))
+        state.use(registry)
+        expected = shipped_by(registry, state.world.ops)
+        state.publish(measurements=Measurements(lookup or (lambda name, ctx: None), "planted", expected=expected))
+        return registry
+
+    return made
+
+
+def call(rows=64, hidden=256):
+    return torch.ones(rows, hidden, dtype=torch.float64), torch.ones(hidden, dtype=torch.float64)
+
+
+def explained(*sizes):
+    return lz.explain("rms_norm", *call(*sizes))
+
+
+# -- what they rank --------------------------------------------------------------------------------------
+def test_shipped_measurements_rank_before_anything_was_measured_here(plant):
+    plant(document({FAST: 0.4, SLOW: 3.0}))
+    report = explained()
+    assert report.chosen == FAST  # though its priority is the lowest
+    winner = report.decision.winner
+    assert winner.source == SHIPPED and winner.expected.ratio == pytest.approx(0.4, rel=0.1)
+    assert winner.measured_us is None and (winner.expected.machine, winner.expected.commit) == ("Abacus", "0123abc")
+    assert "shipped measurements" in str(report) and "Abacus, commit 0123abc" in str(report)
+    data = report.to_dict()
+    assert data["ranked_by"] == SHIPPED and data["candidates"][0]["expected"]["nearest"] == {"rows": 64, "hidden": 256}
+    assert data["candidates"][0]["expected"]["octaves"] == 0.0
+    parts = dict(report.decision.candidate(SLOW).score_parts)
+    assert parts["expected"] < 0 and report.decision.candidate(SLOW).score == pytest.approx(sum(parts.values()))
+
+
+def test_what_is_expected_to_be_slower_than_torch_is_not_chosen(plant):
+    plant(document({SLOW: 2.0, FAST: 1.5}))
+    assert explained().chosen == TORCH
+
+
+def test_a_kernel_without_data_keeps_its_place_but_not_above_one_that_is_faster_than_torch(plant):
+    three = ((FAST, 10.0), (SLOW, 30.0), (OTHER, 95.0))
+    plant(document({FAST: 0.5, SLOW: 2.0}), three)
+    ranking = explained().decision.ranking
+    assert ranking[:2] == (FAST, OTHER) and ranking.index(TORCH) < ranking.index(SLOW)
+    plant(document({FAST: 1.5, SLOW: 2.0}), three)
+    assert explained().decision.ranking[:2] == (OTHER, TORCH)  # nobody is faster than torch: its author's word counts
+    plant(document({FAST: 1.5}), ((FAST, 99.0), (OTHER, 5.0)))
+    assert explained().decision.ranking[0] == TORCH and explained().decision.candidate(OTHER).source == PRIORITY
+
+
+def test_priorities_decide_between_kernels_that_are_expected_to_be_equally_fast():
+    found = by_expectation([Expected("a.op.x", "a", 10.0, 0.50), Expected("b.op.x", "b", 20.0, 0.51)], 0.0)
+    assert sum(found["b.op.x"]) > sum(found["a.op.x"])
+    assert by_expectation([Expected("a.op.x", "a", 10.0, None)], 0.0) == {}
+
+
+def test_a_copy_that_a_kernel_needs_comes_on_top_of_what_was_measured(plant, lab):
+    plant(document({FAST: 0.9}), ((FAST, 10.0),))
+    here = state.world
+    kernel = replace(here.registry.kernels[FAST], contiguous=True, adapt=frozenset({"contiguous"}))
+    registry = here.registry.replace([kernel])
+    state.use(registry)
+    state.publish(measurements=Measurements(expected=shipped_by(registry, here.ops)))
+    assert explained().chosen == FAST
+    x, weight = call()
+    assert lz.which("rms_norm", x.t().contiguous().t(), weight) == TORCH
+
+
+def test_local_measurements_always_win(plant):
+    times = {FAST: 500.0, SLOW: 20.0, TORCH: 30.0}
+    plant(document({FAST: 0.1, SLOW: 9.0}), lookup=lambda name, ctx: times.get(name))
+    report = explained()
+    assert report.chosen == SLOW and report.decision.winner.source == MEASURED
+    assert report.decision.candidate(FAST).expected is None and "ranked by measured here" in str(report)
+
+
+def test_policy_lock_and_table_decide_first(plant, lab):
+    said = document({FAST: 0.1, SLOW: 0.9})
+    plant(said, locks={"rms_norm": SLOW})
+    assert explained().chosen == SLOW and explained().decision.locked
+    plant(said, prefer=[SLOW])
+    assert explained().chosen == SLOW
+    plant(said, deny=[FAST])
+    assert explained().chosen == SLOW
+    plant(said)
+    with lz.scoped(prefer=[TORCH]):
+        assert explained().chosen == TORCH
+    assert explained().chosen == FAST
+
+
+def test_equal_files_decide_equally_whatever_the_order(plant):
+    said = document({FAST: 0.5, SLOW: 0.52, OTHER: 0.51})
+    kernels = ((FAST, 10.0), (SLOW, 10.0), (OTHER, 10.0))
+    told = []
+    for order in (kernels, kernels[::-1], kernels):
+        plant(said, order)
+        told.append([item.to_json() for item in explained(100, 300).candidates])
+    assert told[0] == told[1] == told[2]
+
+
+# -- between measured sizes ------------------------------------------------------------------------------
+def test_between_measured_sizes_the_ratio_lies_between_and_far_away_the_roofline_speaks():
+    points = [Point((rows, 1024), "float16", 4e3 * rows, 4e3 * rows, 0.01 * rows, {"k": ratio})
+              for rows, ratio in ((1024, 0.4), (4096, 0.8))]  # fmt: skip
+    kind = Kind(points)
+    found = kind.estimates(["k", "unknown"], (2048, 1024), "float16", (4e3 * 2048, 4e3 * 2048))
+    assert set(found) == {"k"} and 0.4 < found["k"].ratio < 0.8
+    assert found["k"].near and found["k"].octaves == pytest.approx(1.0)
+    there = kind.estimates(["k"], (1024, 1024), "float16", (4e3 * 1024, 4e3 * 1024))["k"]
+    assert there.ratio == pytest.approx(0.4, rel=0.1) and there.octaves == 0.0
+    assert kind.estimates(["k"], (1024, 1024), "bfloat16", (1.0, 1.0))["k"].octaves == 1.0
+    rows = 4096 * 2 ** int(FARTHEST + 1)
+    far = kind.estimates(["k"], (rows, 1024), "float16", (4e3 * rows, 4e3 * rows))["k"]
+    assert not far.near and far.octaves > FARTHEST
+
+
+def test_beyond_the_limit_and_on_another_device_of_the_platform_the_roofline_estimate_ranks(plant):
+    plant(document({FAST: 0.4, SLOW: 3.0}))
+    report = explained(64 * 2 ** int(FARTHEST + 2), 256)
+    assert report.chosen == FAST and report.decision.winner.source == ROOFLINE
+    plant(document({FAST: 0.4, SLOW: 3.0}, family="cpu-elsewhere"))
+    report = explained()
+    assert report.chosen == FAST and report.decision.winner.source == ROOFLINE and "roofline estimate" in str(report)
+    assert ReasonCode.PERF_SHIPPED_DEVICE in {note.code for note in report.decision.notes}
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+GOOD = document({FAST: 0.1})
+
+
+def broken(**changes):
+    return {**GOOD, **changes}
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "word"),
+    [
+        (broken(hash="0" * 64), "PERF_SHIPPED_INVALID", "hash"),
+        (sealed(broken(schema_version="9.9")), "PERF_SHIPPED_INVALID", "9.9"),
+        ("{", "PERF_SHIPPED_INVALID", "JSON"),
+        (sealed(broken(families={FAMILY: {}})), "PERF_SHIPPED_INVALID", "groups"),
+        (sealed(broken(families=[])), "PERF_SHIPPED_INVALID", "items"),
+        (sealed(broken(backend="somebody")), "PERF_SHIPPED_INVALID", "no kernel of somebody"),
+        (document({FAST: -1.0}), "PERF_SHIPPED_INVALID", "not a time"),
+        (document({FAST: "quick"}), "PERF_SHIPPED_INVALID", "quick"),
+        (document({FAST: 0.1}, version="2.0"), "PERF_SHIPPED_VERSION", "2.0, here 1.0"),
+        (document({FAST: 0.1}, vendor="7.7"), "PERF_SHIPPED_VERSION", "7.7"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_right_is_refused_with_the_reason_and_never_raises(plant, said, code, word):
+    plant(said)
+    x, weight = call()
+    assert torch.allclose(lz.rms_norm(x, weight), torch.nn.functional.rms_norm(x, (256,), weight), atol=1e-5)
+    report = explained()
+    assert report.chosen == SLOW and report.decision.winner.source == PRIORITY  # as if there were no file
+    (note,) = (note for note in report.decision.notes if note.code is ReasonCode(code))
+    assert word in note.message and note.message in str(report)
+    (check,) = doctor_looks(look(), "acme")
+    assert check.code is ReasonCode(code) and check.status == "warn" and word in check.message
+
+
+def test_a_device_of_another_kind_gets_nothing_and_hears_nothing(plant):
+    plant(document({FAST: 0.1}, family="sm90"))
+    report = explained()
+    assert report.decision.winner.source == PRIORITY
+    assert not [note for note in report.decision.notes if note.code.startswith("PERF_SHIPPED")]
+
+
+def test_a_run_with_a_capped_instruction_set_ranks_only_where_the_same_cap_is_set(plant, monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    said = document({FAST: 0.4, SLOW: 3.0}, capped="ATEN_CPU_CAPABILITY=avx2")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    plant(said)
+    assert explained().decision.winner.source == ROOFLINE
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    plant(said)
+    assert explained().decision.winner.source == SHIPPED
+
+
+def test_doctor_names_the_machine_of_measurements_that_count(plant):
+    plant(document({FAST: 0.4}))
+    (check,) = doctor_looks(look(), "acme")
+    assert check.status == "ok" and "3 calls" in check.message and "Abacus, commit 0123abc" in check.message
+
+
+def test_a_file_that_vanishes_is_refused_like_one_that_is_wrong(plant, tmp_path):
+    registry = plant(document({FAST: 0.4}))
+    (tmp_path / "measurements.json").unlink()
+    found, why = standing(registry.backends["acme"], FAMILY)
+    assert found is None and why is not None and why.code is ReasonCode.PERF_SHIPPED_INVALID
+
+
+# -- ours ------------------------------------------------------------------------------------------------
+def test_they_can_be_turned_off_and_are_read_only_when_a_selection_needs_them():
+    code = (
+        "import sys, layerzero as lz\n"
+        "from layerzero.runtime.state import state\n"
+        "state.world\n"
+        "assert 'layerzero.measurements.shipped' not in sys.modules\n"
+        "from layerzero.cli.calls import context\n"
+        "ctx = context('rms_norm', {'shape': (300, 4096), 'device': 'h200'})\n"
+        "lz.configure(perfdb={'shipped': False})\n"
+        "off = lz.explain('rms_norm', ctx).decision\n"
+        "assert 'layerzero.measurements.shipped' not in sys.modules\n"
+        "lz.configure(perfdb={'shipped': True})\n"
+        "print(off.winner.source, '/', lz.explain('rms_norm', ctx).decision.winner.source)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"{PRIORITY} / {SHIPPED}"
+
+
+def test_every_shipped_file_is_whole_and_names_kernels_that_exist_and_no_place_of_a_machine():
+    files = sorted(Path(__file__).parents[3].glob("*/src/**/measurements.json"))
+    assert len(files) >= 6
+    lz.reset()
+    kernels = state.world.registry.kernels
+    for file in files:
+        families = load(str(file))
+        assert not isinstance(families, Reason), families
+        names = {
+            name for item in families.values() for _, points in item.kinds.values() for p in points for name in p.ratios
+        }
+        assert names and names <= kernels.keys()
+        text = file.read_text(encoding="utf-8")
+        assert "://" not in text and "/home" not in text and "/root" not in text and "/work" not in text
