@@ -16,7 +16,7 @@ from layerzero.cli.verbs import OK, PROBLEM, verb
 
 
 @verb(cli, "warmup")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path), required=False)
 @click.option("--config", type=click.Path(path_type=Path), help="config.json the manifest must come from.")
 @click.option("--kernels", multiple=True, metavar="GLOB", help="Compile these too, chosen or not.")
 @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds to wait for critical kernels.")
@@ -24,8 +24,11 @@ from layerzero.cli.verbs import OK, PROBLEM, verb
 @click.option("--critical-only", is_flag=True, help="Do not wait for the rest.")
 @click.option("--retry", is_flag=True, help="Try again what could not be compiled before.")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the manifest there; compile nothing.")
+@click.option("--pack", type=click.Path(path_type=Path), help="Write what is ready into this file, for other machines.")
+@click.option("--unpack", type=click.Path(path_type=Path), help="Install what such a file holds; compiles nothing.")
+@click.option("--key", type=click.Path(path_type=Path), help="Key file to sign a pack with, or to check it by.")
 def warmup(
-    source: Path,
+    source: Path | None,
     config: Path | None,
     kernels: tuple[str, ...],
     timeout: float | None,
@@ -33,15 +36,24 @@ def warmup(
     critical_only: bool,
     retry: bool,
     write: Path | None,
+    pack: Path | None,
+    unpack: Path | None,
+    key: Path | None,
 ) -> Answer:
     """Compile ahead of the requests what SOURCE will call.
 
     SOURCE is a manifest, traffic recorded with lz.record, a model folder or its config.json. Compiled kernels are
     kept in the cache folder (LAYERZERO_JIT_CACHE_DIR), where every process of this user finds them. Exit code 1
-    when a critical call is not ready.
+    when a critical call is not ready. --pack takes them to machines with the same device, driver and versions:
+    lz warmup --unpack FILE there.
     """
+    from layerzero.public import warming
     from layerzero.public.warming import manifest, warmup
 
+    if (source is None) is (unpack is None):
+        raise click.UsageError("give SOURCE, or --unpack FILE alone")
+    if unpack is not None:
+        return _packed("installed from", unpack, warming.unpack(unpack, key=key))
     made = manifest(source, config=config)
     if write is not None:
         made.save(write)
@@ -54,7 +66,25 @@ def warmup(
             made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
             progress=progress,
         )  # fmt: skip
+    if pack is not None:
+        packed = _packed("packed into", pack, warming.pack(result, pack, key=key))
+        data = {**result.to_json(), "pack": packed.data}
+        return Answer(data, [*_blocks(result), *packed.blocks], OK if result.ok else PROBLEM)
     return Answer(result.to_json(), _blocks(result), OK if result.ok else PROBLEM)
+
+
+def _packed(done: str, path: Path, what: Any) -> Answer:
+    """What went into a pack, or came out of one."""
+    told = f"{len(what.artifacts)} artifacts, {what.files} files, {what.bytes / 2**20:.1f} MiB {done} {path}"
+    data = {
+        "path": str(path),
+        "artifacts": len(what.artifacts),
+        "files": what.files,
+        "bytes": what.bytes,
+        "content_hash": what.content_hash,
+        "signed": what.signed,
+    }
+    return Answer(data, [Line(f"{told}; {'signed' if what.signed else 'no signature asked for'}")])
 
 
 def _blocks(result: Any) -> list[Block]:

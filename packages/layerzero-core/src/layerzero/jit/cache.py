@@ -19,16 +19,9 @@ from layerzero.plugin.artifacts import OWN, cache_folder, distrust
 from layerzero.reasons import reason
 
 __all__ = [
-    "DEEP_FOLDERS",
-    "VENDOR_FOLDERS",
-    "cache_folder",
-    "distrust",
-    "locked",
-    "new_entries",
-    "prepare",
-    "snapshot",
-    "variables",
-]
+    "DEEP_FOLDERS", "EVIDENCE", "VENDOR_FOLDERS", "cache_folder", "distrust", "is_passing", "locked", "new_entries",
+    "places", "prepare", "snapshot", "variables",
+]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
 
@@ -46,7 +39,7 @@ DEEP_FOLDERS = {
 # What makes a library keep compiled kernels at all: without it FlashAttention 4 compiles for seconds in every process.
 _SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _POLL_S = 0.02
-_EVIDENCE = 8  # names kept per artifact
+EVIDENCE = 8  # names kept per artifact
 # Locks and files on their way to their real name.
 _PASSING = re.compile(r"(^|[._-])te?mp|\.lock$|^[0-9a-f]{32}\b")
 _distrusted: set[Path] = set()
@@ -81,6 +74,19 @@ def variables() -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
+def places() -> dict[str, Path]:
+    """Our name of each folder of compiled kernels, and where it is."""
+    folder = cache_folder()
+    both = {**VENDOR_FOLDERS, **DEEP_FOLDERS}
+    found = {name: Path(os.environ.get(variable) or folder / name) for variable, name in both.items()}
+    return {**found, OWN: folder / OWN}
+
+
+def is_passing(name: str) -> bool:
+    """Whether a name is a lock's, or of a file on its way to its real name."""
+    return _PASSING.search(name) is not None
+
+
 def _watched() -> list[Path]:
     given = [Path(value) for name in VENDOR_FOLDERS if (value := os.environ.get(name))]
     return [*given, cache_folder() / OWN]
@@ -102,8 +108,8 @@ def new_entries(before: frozenset[str]) -> tuple[str, ...]:
 
     What other processes compile meanwhile may be among it; its loss then costs a compile beside the requests.
     """
-    found = sorted(path for path in snapshot() - before if not _PASSING.search(os.path.basename(path)))
-    return tuple(found[:_EVIDENCE])
+    found = sorted(path for path in snapshot() - before if not is_passing(os.path.basename(path)))
+    return tuple(found[:EVIDENCE])
 
 
 @contextmanager

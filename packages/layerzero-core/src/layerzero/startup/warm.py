@@ -72,6 +72,7 @@ class Warmup:
     unready: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
     asked: set[Artifact] = field(default_factory=set)
+    items: tuple[Item, ...] = ()
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -160,7 +161,7 @@ def _warm(
 ) -> Warmup:
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
-    state.warmup = result = Warmup(calls=len(items))
+    state.warmup = result = Warmup(calls=len(items), items=tuple(items))
     queue = jit.queue()
     if workers is not None:
         queue.workers = workers

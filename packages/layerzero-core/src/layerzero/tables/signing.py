@@ -30,20 +30,19 @@ _PUBLIC_WORDS = re.compile(
     rb"\b(ssh-(ed25519|ed448|rsa|dss)|ecdsa-sha2-|sk-(ssh|ecdsa)-)|public key|\"kty\"|^RW[A-Za-z0-9+/]{54}$",
     re.MULTILINE | re.IGNORECASE,
 )
-_SAID = b"layerzero dispatch table "
 
 
-def sign(content_hash: str, key: str | Path) -> str:
-    """The signature of a table with the key in a file."""
-    raw, said = _key(key), _SAID + content_hash.encode()
+def sign(content_hash: str, key: str | Path, what: str = "dispatch table") -> str:
+    """The signature of a table with the key in a file; `what` else is signed is no table's signature."""
+    raw, said = _key(key), f"layerzero {what} {content_hash}".encode()
     if _is_pem(raw):
         return f"ed25519:{_private(raw, key).sign(said).hex()}"
     return f"hmac-sha256:{hmac.new(raw, said, hashlib.sha256).hexdigest()}"
 
 
-def verify(content_hash: str, signature: str | None, key: str | Path) -> None:
+def verify(content_hash: str, signature: str | None, key: str | Path, what: str = "dispatch table") -> None:
     """Refuse a table that bears no signature by this key. Raises DispatchTableError."""
-    raw, said = _key(key), _SAID + content_hash.encode()
+    raw, said = _key(key), f"layerzero {what} {content_hash}".encode()
     kind, _, found = (signature or "").partition(":")
     if not found:
         raise _refused("it is not signed")
