@@ -72,7 +72,7 @@ def schema() -> Answer:
     """Print the JSON Schema of the policy file, for editors."""
     import json
 
-    from layerzero.policy.load import json_schema
+    from layerzero.policy.schema import json_schema
 
     data = dict(json_schema())
     return Answer(data, [Line(json.dumps(data, indent=2))])

@@ -52,6 +52,11 @@ class QuarantineEntry:
         """What identifies the entry: another version or another device is not quarantined."""
         return self.kernel_id, self.version, self.device_signature
 
+    @property
+    def why(self) -> str:
+        """What it did, in one line: for `HealthRegistry.set_quarantined`."""
+        return f"{self.code}: {self.detail}" if self.detail else self.code
+
 
 def default_file(named: str | None) -> Path | None:
     """The file of this user: what LAYERZERO_QUARANTINE names, None where it says off."""
@@ -73,18 +78,7 @@ class Quarantine:
 
     def entries(self) -> tuple[QuarantineEntry, ...]:
         """All entries, sorted by key. A missing file is an empty one; a corrupt one is set aside."""
-        return tuple(sorted(self._load().values(), key=lambda entry: entry.key))
-
-    def check(self, kernel_id: str, version: str, device_signature: str) -> Reason | None:
-        """The QUARANTINED reason of this kernel, or None."""
-        found = self._load().get((kernel_id, version, device_signature))
-        return None if found is None else _reason_of(found)
-
-    def blocked(self, versions: Mapping[str, str], device_signature: str) -> dict[str, str]:
-        """For `HealthRegistry.set_quarantined`: of the kernels {id: version}, those in quarantine and why. One read."""
-        found = self._load()
-        keys = {name: (name, version, device_signature) for name, version in versions.items()}
-        return {name: _text_of(found[key]) for name, key in keys.items() if key in found}
+        return tuple(sorted(self._read()[0].values(), key=lambda entry: entry.key))
 
     def add(
         self, kernel_id: str, version: str, device_signature: str, code: ReasonCode | str, detail: str = ""
@@ -125,9 +119,6 @@ class Quarantine:
             if len(after) != len(before) or len(kept) != len(suspects):
                 self._write(after, kept)
         return len(before) - len(after)
-
-    def _load(self) -> dict[_Key, QuarantineEntry]:
-        return self._read()[0]
 
     def _read(self) -> tuple[dict[_Key, QuarantineEntry], dict[_Key, int]]:
         """Entries, and how often a suspect was met."""
@@ -182,11 +173,3 @@ def _parse_suspects(data: Any) -> dict[_Key, int]:
             raise ValueError("a suspect has a field of the wrong type")
         found[kernel_id, version, signature] = times
     return found
-
-
-def _text_of(entry: QuarantineEntry) -> str:
-    return f"{entry.code}: {entry.detail}" if entry.detail else entry.code
-
-
-def _reason_of(entry: QuarantineEntry) -> Reason:
-    return reason(ReasonCode.QUARANTINED, _text_of(entry), entry.device_signature)

@@ -39,46 +39,6 @@ def relative_bias(
     """
     import torch
 
-    _check(table, q_len, k_len, buckets, bidirectional, max_distance, q_offset)
-    shift = k_len - q_len if q_offset is None else q_offset
-    query = torch.arange(q_len, device=table.device).unsqueeze(-1) + shift
-    ahead = torch.arange(k_len, device=table.device) - query  # how far the key lies after the query
-    rows = table.shape[0]
-    if buckets == "t5":
-        found = _t5_bucket(ahead, rows, bidirectional, max_distance)
-    else:
-        furthest = (rows - 1) // 2 if bidirectional else rows - 1
-        found = ahead.clamp(-furthest, furthest if bidirectional else 0) + furthest
-    # Rows picked from the transposed table lie contiguous for each head, as kernels want a bias.
-    return table.t().index_select(1, found.flatten()).view(1, table.shape[1], q_len, k_len)
-
-
-def _t5_bucket(ahead: Tensor, rows: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """The bucket of each relative position. In float32, like T5 itself: checkpoints depend on how it rounds."""
-    import torch
-
-    side = torch.zeros_like(ahead)
-    if bidirectional:
-        rows //= 2
-        side = (ahead > 0).to(ahead.dtype) * rows
-        distance = ahead.abs()
-    else:
-        distance = (-ahead).clamp(min=0)
-    exact = rows // 2
-    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    far = (exact + (growth * (rows - exact)).to(ahead.dtype)).clamp(max=rows - 1)
-    return side + torch.where(distance < exact, distance, far)
-
-
-def _check(
-    table: Tensor,
-    q_len: int,
-    k_len: int,
-    buckets: str,
-    bidirectional: bool,
-    max_distance: int,
-    q_offset: int | None,
-) -> None:
     if not hasattr(table, "stride"):
         raise invalid("TYPE_INVALID", f"table: {type(table).__name__}", "a torch.Tensor")
     if not table.is_floating_point():
@@ -103,3 +63,30 @@ def _check(
             raise invalid("SHAPE_INVALID", f"{rows} rows", "an odd number: -c … c")
     else:
         raise invalid("VALUE_INVALID", f"buckets={buckets}", "'t5' or 'clip'")
+    shift = k_len - q_len if q_offset is None else q_offset
+    query = torch.arange(q_len, device=table.device).unsqueeze(-1) + shift
+    ahead = torch.arange(k_len, device=table.device) - query  # how far the key lies after the query
+    if buckets == "t5":
+        found = _t5_bucket(ahead, rows, bidirectional, max_distance)
+    else:
+        furthest = (rows - 1) // 2 if bidirectional else rows - 1
+        found = ahead.clamp(-furthest, furthest if bidirectional else 0) + furthest
+    # Rows picked from the transposed table lie contiguous for each head, as kernels want a bias.
+    return table.t().index_select(1, found.flatten()).view(1, table.shape[1], q_len, k_len)
+
+
+def _t5_bucket(ahead: Tensor, rows: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """The bucket of each relative position. In float32, like T5 itself: checkpoints depend on how it rounds."""
+    import torch
+
+    side = torch.zeros_like(ahead)
+    if bidirectional:
+        rows //= 2
+        side = (ahead > 0).to(ahead.dtype) * rows
+        distance = ahead.abs()
+    else:
+        distance = (-ahead).clamp(min=0)
+    exact = rows // 2
+    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (growth * (rows - exact)).to(ahead.dtype)).clamp(max=rows - 1)
+    return side + torch.where(distance < exact, distance, far)

@@ -92,16 +92,12 @@ def _base(base: float | None, rule: RopeScaling) -> float:
     return found
 
 
-def _exponents(request: _Request) -> Tensor:
-    """2i / dim for each pair i."""
+def _wavelengths(request: _Request, base: float) -> Tensor:
+    """base ** (2i / dim) for each pair i: the inverse of its frequency."""
     import torch
 
-    return torch.arange(0, request.dim, 2).to(request.wide) / request.dim
-
-
-def _wavelengths(request: _Request, base: float) -> Tensor:
-    """base ** (2i / dim): the inverse of each pair's frequency."""
-    return base ** _exponents(request)
+    result: Tensor = base ** (torch.arange(0, request.dim, 2).to(request.wide) / request.dim)
+    return result
 
 
 def _default(request: _Request) -> tuple[Tensor, float]:

@@ -94,16 +94,9 @@ def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Foun
             continue
         seen.add(key)
         found.append(Found(entry.name, entry, dist_name, version))
-    for name, value in BUILTINS.items():
-        own = importlib_metadata.EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP)
-        found.append(Found(name, own, CORE_DIST, __version__, builtin=True))
-    order = list(BUILTINS)
-    return tuple(
-        sorted(
-            found,
-            key=lambda item: (not item.builtin, order.index(item.name) if item.builtin else 0, item.name, item.dist),
-        )
-    )
+    own = {name: importlib_metadata.EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILTINS.items()}
+    builtin = (Found(name, entry, CORE_DIST, __version__, builtin=True) for name, entry in own.items())
+    return (*builtin, *sorted(found, key=lambda item: (item.name, item.dist)))
 
 
 def _declared() -> Iterator[EntryPointLike]:

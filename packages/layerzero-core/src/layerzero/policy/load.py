@@ -34,7 +34,6 @@ __all__ = [
     "discover",
     "from_bytes",
     "from_mapping",
-    "json_schema",
     "load_discovered",
     "load_file",
     "read_bytes",
@@ -57,13 +56,6 @@ class Found(NamedTuple):
 
     path: Path
     trusted: bool
-
-
-def json_schema() -> Mapping[str, Any]:
-    """JSON Schema of the policy file."""
-    from layerzero.policy import schema
-
-    return schema.json_schema()
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import ge, gt, le, lt
 from typing import Any, Final
 
 from layerzero.model.config import AVOID_BONUS, ORDERING, PREFER_BONUS, Condition, Policy, Rule, Scalar, specificity
@@ -167,6 +168,9 @@ def _for_op(policy: Policy, op: str) -> Iterator[tuple[int, Rule]]:
     )
 
 
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {">": gt, ">=": ge, "<": lt, "<=": le}
+
+
 # -- conditions -----------------------------------------------------------------------------------------------------
 def holds(condition: Condition, value: object) -> bool:
     """Whether a condition is true of a field's value. A set or sequence satisfies it through any of its members."""
@@ -187,14 +191,7 @@ def holds(condition: Condition, value: object) -> bool:
         return fnmatchcase(_text(value), str(operand))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    assert isinstance(operand, (int, float))
-    if operator == ">":
-        return value > operand
-    if operator == ">=":
-        return value >= operand
-    if operator == "<":
-        return value < operand
-    return value <= operand
+    return _COMPARE[operator](value, operand)
 
 
 def _equal(value: object, operand: object) -> bool:

@@ -12,7 +12,7 @@ from layerzero.errors import ConfigurationError
 from layerzero.policy.layers import PolicyLayer
 from layerzero.policy.load import from_bytes, read_bytes
 
-__all__ = ["FileWatch", "Reload", "Stamp", "changed", "stamp"]
+__all__ = ["FileWatch", "Reload", "Stamp", "stamp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,6 @@ def _touched(path: str | os.PathLike[str], seen: Stamp) -> Stamp | None:
     except OSError:
         return None if seen.mtime_ns == -1 else stamp(path)
     return None if (status.st_mtime_ns, status.st_size) == (seen.mtime_ns, seen.size) else stamp(path)
-
-
-def changed(path: str | os.PathLike[str], seen: Stamp) -> Stamp | None:
-    """The new stamp when the content differs from the one seen, else None."""
-    now = _touched(path, seen)
-    return None if now is None or now.sha256 == seen.sha256 else now
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,10 +146,6 @@ class KernelRegistry:
         left = {name: spec for name, spec in self.backends.items() if name not in gone_backends}
         return self._next(kept, left, self.loose & kept.keys())
 
-    def with_backend(self, backend: BackendSpec) -> KernelRegistry:
-        """A new snapshot with another word on one backend, for example after a probe."""
-        return self._next(dict(self.kernels), {**self.backends, backend.name: backend}, self.loose)
-
     def _next(
         self, kernels: dict[str, KernelSpec], backends: dict[str, BackendSpec], loose: frozenset[str]
     ) -> KernelRegistry:

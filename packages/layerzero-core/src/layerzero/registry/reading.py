@@ -50,12 +50,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise fail(key[:80], "the key stands there twice", value=key)
-        seen.add(key)
-    return found
+    names = [key for key, _ in pairs]
+    twice = next(key for index, key in enumerate(names) if key in names[:index])
+    raise fail(twice[:80], "the key stands there twice", value=twice)
 
 
 def _no_constant(text: str) -> Any:

@@ -89,7 +89,7 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
     blocked: dict[str, str] = {}
     for entry in meant:
         if entry.device_signature in here:
-            blocked[entry.kernel_id] = f"{entry.code}: {entry.detail}" if entry.detail else entry.code
+            blocked[entry.kernel_id] = entry.why
             _log.warning("%s is in quarantine and is not used: %s", entry.kernel_id, blocked[entry.kernel_id])
     runtime.health.set_quarantined(blocked)
 
