@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    names = [key for key, _ in pairs]
-    twice = next(key for index, key in enumerate(names) if key in names[:index])
+    twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     raise fail(twice[:80], "the key stands there twice", value=twice)
 
 
