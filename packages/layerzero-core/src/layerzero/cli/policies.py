@@ -11,13 +11,8 @@ from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, descr
 from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 
-# Context.get knows these besides the fields of a Context.
-_SIZES = (
-    "batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v", "rows", "hidden", "n",
-    "k", "tokens", "vocab", "page_size", "num_blocks", "rotary_dim", "batch_heads", "gqa_ratio", "element_bytes",
-    "device", "sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation", "stride_last_dim",
-    "is_contiguous", "enable_gqa", "attn_mask_type",
-)  # fmt: skip
+# Context.get knows these besides what a jit_key may name and the fields of a Context.
+_SIZES = ("batch_heads", "device", "k", "n", "num_blocks")
 
 
 @cli.group("policy")
@@ -90,7 +85,7 @@ def _warnings(file: Path, layer: Any) -> list[Any]:
     from dataclasses import fields
 
     from layerzero.errors import LayerZeroError
-    from layerzero.model.context import Context
+    from layerzero.model.context import KEYABLE, Context
     from layerzero.policy.layers import merge
     from layerzero.policy.load import load_file
     from layerzero.public.check_policy import named_nothing, required
@@ -109,7 +104,7 @@ def _warnings(file: Path, layer: Any) -> list[Any]:
                       ReasonCode.KERNEL_UNKNOWN, "install the backend that brings it, or correct the id")
             )  # fmt: skip
     try:
-        load_file(file, known_fields={*_SIZES, *(item.name for item in fields(Context))})
+        load_file(file, known_fields={*_SIZES, *KEYABLE, *(item.name for item in fields(Context))})
     except LayerZeroError as error:
         found.append(Check.error("policy", getattr(error, "key", "") or "when", error, Status.WARN))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -12,8 +13,9 @@ from layerzero.device.probe import probe_device, probe_devices
 from layerzero.errors import InvalidInputError, UnknownNameError, did_you_mean
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
+from layerzero.runtime.current import builtin_ops
 
-__all__ = ["ShapeType", "backends", "complete_device", "complete_op", "device", "dtype", "is_here"]
+__all__ = ["ShapeType", "backends", "complete_device", "complete_kernel", "complete_op", "device", "dtype", "is_here"]
 
 _DTYPES = {
     "fp64": "float64", "f64": "float64", "double": "float64",
@@ -88,20 +90,20 @@ def backends(name: str) -> None:
         )
 
 
-def complete_op(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Ops that begin so."""
-    from layerzero._ops.signature import PUBLIC
-
-    return [name for name in sorted(PUBLIC) if name.startswith(incomplete)]
+Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
-def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Devices that begin so."""
-    return [name for name in ("cpu", "cuda", *device_names()) if name.startswith(incomplete)]
+def _completing(known: Callable[[], Iterable[str]]) -> Completion:
+    """The names that begin as what was typed."""
+    return lambda ctx, param, incomplete: [name for name in known() if name.startswith(incomplete)]
 
 
-def complete_kernel(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Kernel ids that begin so."""
+def _kernels() -> list[str]:
     from layerzero.dispatch.run import current_world
 
-    return [name for name in sorted(current_world().registry.kernels) if name.startswith(incomplete)]
+    return sorted(current_world().registry.kernels)
+
+
+complete_op = _completing(lambda: sorted(builtin_ops))
+complete_device = _completing(lambda: ("cpu", "cuda", *device_names()))
+complete_kernel = _completing(_kernels)

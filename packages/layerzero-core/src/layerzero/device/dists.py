@@ -29,7 +29,7 @@ def first_version(found: Iterable[Any]) -> str | None:
 
 @lru_cache(maxsize=4)
 def there(path: tuple[str, ...]) -> list[str]:
-    """The places of a path that exist; importlib_metadata takes others for zip files, again at each question."""
+    """The folders of a path that exist; importlib_metadata takes others for zip files, again at each question."""
     return [place for place in path if os.path.exists(place or os.curdir)]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.device.enums import GPUGeneration, InstructionFamily, Platform
 from layerzero.errors import CapabilitiesError
+from layerzero.json_form import Plain
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +157,7 @@ def canonical_cpu_feature(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class DeviceSpec:
+class DeviceSpec(Plain):
     """Everything selection asks of a device, detected here or written down for a device elsewhere.
 
     `device_type` is torch's word, so a ROCm device has platform ROCM and device_type "cuda".
@@ -273,15 +274,7 @@ class DeviceSpec:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict with the signature beside the fields; `from_json` gives back an equal spec."""
-        data: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        data["platform"] = self.platform.value
-        data["gpu_generation"] = self.gpu_generation.name
-        data["instruction_families"] = sorted(self.instruction_families)
-        data["cpu_features"] = sorted(self.cpu_features)
-        data["backend_versions"] = dict(self.backend_versions)
-        data["max_grid"] = list(self.max_grid)
-        data["signature"] = self.signature
-        return data
+        return super().to_json() | {"backend_versions": dict(self.backend_versions), "signature": self.signature}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceSpec:

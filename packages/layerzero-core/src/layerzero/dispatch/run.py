@@ -39,9 +39,9 @@ def miss(
     args: tuple[Any, ...],
     layout: str | None,
     backend: str | None,
-    near: Any = None,
+    bucketed: Any = None,
 ) -> Any:
-    """Run a call whose key is not hot, and make it hot. `near` is an optional bucketed key."""
+    """Run a call whose key is not hot, and make it hot; under `bucketed` too, the key with a size by its bucket."""
     tensors = modes.tensors_of(args)
     if not modes.plain(tensors):
         return bypass(spec, args, layout, backend)
@@ -49,10 +49,10 @@ def miss(
     if state.lost:
         check_device(tensors)
     if state.health.next_deadline() is not None and on_miss(state):
-        world, near = current_world(), None  # the near key holds buckets of the World before
+        world, bucketed = current_world(), None  # its buckets are those of the World before
     ctx = describe(spec, args, layout, backend, world)
     if pressure.met(state, world, device_name(ctx)):
-        world, near = current_world(), None
+        world, bucketed = current_world(), None
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng, args)
     checked: set[str] = set()
@@ -67,11 +67,11 @@ def miss(
         if served is not None:
             remember(bound, served.kernel_id)
             return served.result
-        world, near = current_world(), None
+        world, bucketed = current_world(), None
         bound = _bound(spec, ctx, world, rng, args)
-    _insert(world, key, near, bound, tensors)
+    _insert(world, key, bucketed, bound, tensors)
     if world.tally is not None:
-        world.tally.met(world.hot, (key, near), ctx, bound, args)
+        world.tally.met(world.hot, (key, bucketed), ctx, bound, args)
     remember(bound, bound.kernel_id)
     try:
         with Running(bound, world, ctx):
@@ -123,7 +123,7 @@ def _bound(spec: OperationSpec, ctx: Context, world: World, rng: bool, args: tup
             world = current_world()
 
 
-def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tensor]) -> None:
+def _insert(world: World, key: Any, bucketed: Any, bound: Bound, tensors: list[Tensor]) -> None:
     """Make a choice hot in the World it was made for; one made while switches were off is left to the cache.
 
     Such choices (the user's sdpa_kernel context, a capture, an odd pointer) share their key with the normal
@@ -139,8 +139,8 @@ def _insert(world: World, key: Any, near: Any, bound: Bound, tensors: list[Tenso
     if len(world.hot) >= HOT_LIMIT:
         world.hot.clear()
     world.hot[key] = bound
-    if near is not None:
-        world.hot[near] = bound
+    if bucketed is not None:
+        world.hot[bucketed] = bound
 
 
 def recover(

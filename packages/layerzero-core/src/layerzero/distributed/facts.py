@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from layerzero.errors import DistributedError
+from layerzero.json_form import Plain
 from layerzero.reasons import Reason, reason
 
 __all__ = ["Facts", "Findings", "digest", "judge", "least_of"]
@@ -21,7 +22,7 @@ def digest(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Plain):
     """One rank. `kernels` maps the ids it can use to their versions; empty stands for "as the hash says"."""
 
     rank: int
@@ -35,10 +36,6 @@ class Facts:
     measurements: str
     free_memory: int | None
     kernels: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {**asdict(self), "kernels": dict(self.kernels)}
 
     @staticmethod
     def from_json(data: Any) -> Facts:

@@ -5,7 +5,7 @@
     process    the child as an operating system process: spawn, wait, end it, collect it
     channel    frames over a socket, with a deadline, watching the process as well
     wire       the frame: magic, version, kind, length, checksum; no pickle anywhere
-    values     arguments and results as data; tensors as places in an arena
+    values     arguments and results as data; tensors as allocations in an arena
     arena      shared host memory;  device_arena: GPU memory over CUDA IPC
     child      the other side
 

@@ -68,7 +68,7 @@ class Arena:
 
 
 class Bump:
-    """Hands out places in an arena, one after the other, for one call."""
+    """Allocates in an arena, one tensor after the other, for one call."""
 
     __slots__ = ("arena", "buffer", "used")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layerzero.errors import LayerZeroError
+from layerzero.json_form import Plain
 from layerzero.reasons import Reason, ReasonCode
 
 __all__ = ["Check", "DoctorReport", "ReadinessReport", "Status", "doctor", "readiness_check"]
@@ -28,7 +29,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Plain):
     """One thing that was looked at: what, how it stands, why, and the exact fix.
 
     `group` names the section of the report it belongs to. `code` is None while all is well.
@@ -51,10 +52,6 @@ class Check:
         """A check that ended in one of our own errors."""
         text = str(error).removesuffix(f"; {error.hint}").removesuffix(f" [{error.code.value}]")
         return Check(group, name, status, text, error.code, error.hint)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {**asdict(self), "code": None if self.code is None else self.code.value}
 
 
 @dataclass(frozen=True)

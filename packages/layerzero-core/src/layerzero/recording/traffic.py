@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.files import locked, write_whole
+from layerzero.json_form import plain
 from layerzero.model.context import Context, Strides, TokenizerIdentity
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Causal, Layout, MaskKind, OpKind
@@ -92,27 +93,17 @@ def volume(ctx: Context) -> int:
 
 def context_to_json(ctx: Context) -> dict[str, Any]:
     """Everything about a call but the device and what is only for reports; defaults are left out."""
-    plain = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
+    usual = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
     found: dict[str, Any] = {"op": ctx.op, "device_type": ctx.device.device_type, "sizes": dict(ctx.dims)}
     for item in fields(Context):
         name = item.name
         if not item.init or name in _SKIPPED or name in ("op", "dims"):
             continue
         value = getattr(ctx, name)
-        if plain is not None and value == getattr(plain, name):
+        if usual is not None and value == getattr(usual, name):
             continue
-        found[name] = _plain(value)
+        found[name] = plain(value)
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, (Strides, TokenizerIdentity)):
-        return {item.name: getattr(value, item.name) for item in fields(value)}
-    if isinstance(value, tuple):
-        return list(value)
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
 
 
 def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:

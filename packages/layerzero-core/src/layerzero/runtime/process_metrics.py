@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from layerzero.forking import fresh_lock
 from layerzero.health.breaker import BreakerPhase
 from layerzero.runtime.state import state
+from layerzero.selection.world import World
 from layerzero.telemetry.counting import KernelCounters
 from layerzero.telemetry.events import KINDS, events
 from layerzero.telemetry.metrics import Family, family, histogram
@@ -44,7 +45,8 @@ def count_calls(on: bool) -> None:
 
 def families() -> list[Family]:
     """Every metric of the catalogue that has something to say here."""
-    return [*_identity(), *_calls(), *_cold(), *_world(), *_compiled(), *_ranks()]
+    loaded = [*_world(state.world), *_compiled(state.world), *_ranks(state.world)] if state.loaded else []
+    return [*_identity(), *_calls(), *_cold(), *loaded]
 
 
 def _identity() -> Iterator[Family]:
@@ -82,10 +84,7 @@ def _cold() -> Iterator[Family]:
         yield histogram(f"layerzero_{kind}_seconds", events.histograms[kind])
 
 
-def _world() -> Iterator[Family]:
-    if not state.loaded:
-        return
-    world = state.world
+def _world(world: World) -> Iterator[Family]:
     yield family("layerzero_hot_entries", len(world.hot))
     yield family("layerzero_kernels", len(world.registry))
     found = {**world.registry.backends, **world.enclosed}
@@ -102,10 +101,8 @@ def _world() -> Iterator[Family]:
     yield family("layerzero_unbindable", *(({"kernel": name}, 1) for name in sorted(world.unbindable)))
 
 
-def _compiled() -> Iterator[Family]:
-    if not state.loaded:
-        return
-    states = {"ready": len(state.world.ready), "failed": len(state.world.uncompilable)}
+def _compiled(world: World) -> Iterator[Family]:
+    states = {"ready": len(world.ready), "failed": len(world.uncompilable)}
     states["pending"] = 0 if state.compiler is None else state.compiler.busy
     yield family("layerzero_jit_artifacts", *(({"state": word}, count) for word, count in states.items()))
     last = state.warmup
@@ -114,8 +111,8 @@ def _compiled() -> Iterator[Family]:
         yield family("layerzero_warmup_calls", *(({"state": word}, count) for word, count in told.items()))
 
 
-def _ranks() -> Iterator[Family]:
-    ranks = getattr(state.world, "ranks", None) if state.loaded else None
+def _ranks(world: World) -> Iterator[Family]:
+    ranks = world.ranks
     if ranks is not None:
         yield family("layerzero_ranks", ranks.size)
         yield family("layerzero_rank_disagreements_total", ranks.disagreements)

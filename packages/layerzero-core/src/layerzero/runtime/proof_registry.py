@@ -60,8 +60,9 @@ class ProofRegistry:
             self._learnt = 0
 
     # -- reading -------------------------------------------------------------------------------------
-    def proofs(self, backends: Mapping[str, BackendSpec], enclosed: Mapping[str, BackendSpec]) -> Proofs:
-        """What a World is told. Backends in a process of their own have the versions found there."""
+    def of_world(self, world: World) -> Proofs:
+        """What a World with these backends is told. Those in a process of their own have the versions found there."""
+        backends, enclosed = world.registry.backends, world.enclosed
 
         def of(kernel: KernelSpec, ctx: Context, grouped: bool) -> str | None:
             return self.proof(kernel, _versions(kernel, backends, enclosed), ctx, grouped)
@@ -163,10 +164,6 @@ class ProofRegistry:
         with runtime.changing():
             if runtime.world.proofs is not None:
                 runtime.publish(proofs=self.of_world(runtime.world))
-
-    def of_world(self, world: World) -> Proofs:
-        """The proofs of a World with these backends."""
-        return self.proofs(world.registry.backends, world.enclosed)
 
     def error_of(self, kernel: KernelSpec, ctx: Context, world: World) -> float | None:
         """How far off the kernel was when it was checked here; None where it never was."""

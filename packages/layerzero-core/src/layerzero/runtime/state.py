@@ -115,12 +115,9 @@ class Runtime:
             if self._world is not None and not again:
                 return self._world
             from layerzero import env
-            from layerzero.jit.known import known
             from layerzero.measurements.database import known_times
             from layerzero.plugin.manager import load_plugins
             from layerzero.recording.tally import tally_from
-            from layerzero.runtime.crashes import take_up
-            from layerzero.runtime.proof_registry import proof_registry
 
             policy = _merged_policy()
             # Who may come in is policy too: environment, and files that may speak of it, merged.
@@ -135,17 +132,28 @@ class Runtime:
             loaded = load_plugins(None, env.changed(settings, plugins=allowed, plugins_deny=denied), builtin_ops)
             self.records = loaded.records
             self.plugin_manager = loaded.pm
-            self._apply(policy)
-            take_up(self, loaded.registry)
-            ops: ChainMap[str, Any] = ChainMap(builtin_ops, dict(loaded.ops))
+            world = self._made(loaded.registry, loaded.ops, policy, proven=False)
             named = settings.dispatch_table or policy.dispatch_table
             table = None if named is None else self._read_table(named)
-            world = World(
-                registry=loaded.registry, ops=ops, policy=policy, table=table,
-                proofs=proof_registry.proofs(loaded.registry.backends, {}), **known(loaded.registry),
-            )  # fmt: skip
             self.tally = self.tally or tally_from(settings)
-            return self._install(world.changed(measurements=known_times(policy, world), tally=self.tally))
+            return self._install(world.changed(table=table, measurements=known_times(policy, world), tally=self.tally))
+
+    def _made(
+        self, registry: KernelRegistry, ops: Mapping[str, OperationSpec], policy: Policy, *, proven: bool
+    ) -> World:
+        """A World of these kernels; quarantined ones are blocked, compiled ones known, and proofs asked for."""
+        from layerzero.jit.known import known
+        from layerzero.runtime.crashes import take_up
+
+        self._apply(policy)
+        take_up(self, registry)
+        both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops))
+        world = World(registry=registry, ops=both, policy=policy, **known(registry))
+        if proven:
+            return world
+        from layerzero.runtime.proof_registry import proof_registry
+
+        return world.changed(proofs=proof_registry.of_world(world))
 
     def _read_table(self, path: str) -> DispatchTable | None:
         """The table a variable names. A bad one is said and left aside: the process selects, readiness fails."""
@@ -178,20 +186,7 @@ class Runtime:
         With `proven=False` nobody does: they are held against the baseline at their first use, as in `load`.
         """
         with self._lock:
-            policy = policy or _merged_policy()
-            self._apply(policy)
-            from layerzero.jit.known import known
-            from layerzero.runtime.crashes import take_up
-
-            take_up(self, registry)
-
-            both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops or {}))
-            world = World(registry=registry, ops=both, policy=policy, **known(registry))
-            if not proven:
-                from layerzero.runtime.proof_registry import proof_registry
-
-                world = world.changed(proofs=proof_registry.of_world(world))
-            return self._install(world)
+            return self._install(self._made(registry, ops or {}, policy or _merged_policy(), proven=proven))
 
     # -- swapping --------------------------------------------------------------------------------
     def publish(self, **changes: Any) -> World:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -22,11 +21,11 @@ from typing import Any
 from layerzero.errors import ConfigurationError
 from layerzero.files import write_whole
 from layerzero.telemetry.metrics import CONTENT_TYPE, Family, text
+from layerzero.telemetry.reading import PORT
 
 __all__ = ["FileExporter", "HttpExporter", "export", "snapshot"]
 
 _log = logging.getLogger("layerzero.telemetry")
-_PORT = re.compile(r"(?:(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]*):)?(?P<port>[0-9]{1,5})")
 
 Families = Callable[[], Iterable[Family]]
 
@@ -44,7 +43,7 @@ def snapshot(families: Iterable[Family]) -> dict[str, Any]:
 def export(where: str | os.PathLike[str] | int, families: Families, *, interval: float = 2.0) -> Exporter:
     """Begin to export; `close()` ends it. Raises ConfigurationError where nothing can listen or be written."""
     word = str(where) if isinstance(where, int) and not isinstance(where, bool) else os.fspath(where)  # type: ignore[arg-type]
-    found = _PORT.fullmatch(word)
+    found = PORT.fullmatch(word)
     if found is None:
         return FileExporter(Path(word).expanduser(), families, interval)
     host = (found["host"] or "127.0.0.1").strip("[]")

@@ -18,6 +18,7 @@ Labels = tuple[tuple[str, str], ...]
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 _MAX_BYTES = 16 << 20
+PORT = re.compile(r"(?:(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]*):)?(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,8 @@ class Reading:
 
 def read(source: str) -> Reading:
     """The metrics at an address (`9464`, `host:9464`, `http://…/metrics`) or in a file (JSON or text)."""
-    if re.fullmatch(r"([A-Za-z0-9.-]*:|\[[0-9a-fA-F:.]+\]:)?[0-9]{1,5}", source):
-        host, _, port = source.rpartition(":")
-        source = f"http://{host or '127.0.0.1'}:{port}/metrics"
+    if address := PORT.fullmatch(source):
+        source = f"http://{address['host'] or '127.0.0.1'}:{address['port']}/metrics"
     if re.match(r"https?://", source):
         return _parsed(_fetched(source), source)
     try:

@@ -100,11 +100,6 @@ class Gate:
                 wide = tuple(_leaf(item) for item in given.args)
                 self._grads = _gradients(self._reference(spec.op_id, wide, wide=False), wide)
 
-    @property
-    def backward_checked(self) -> bool:
-        """Whether gradients are compared, too: not asked for, random, or too large otherwise."""
-        return self._grads is not None
-
     def check(self, kernel: KernelSpec | None, run: Run) -> Verdict:
         """Run a kernel, or None: torch's own code, on fresh inputs and compare. What it raises is an answer, too."""
         try:
