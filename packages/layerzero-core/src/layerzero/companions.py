@@ -83,14 +83,14 @@ class Missing:
         return f"<lz.{self.__name__}: not installed, pip install {package_of(NAMES, self.__name__)}>"
 
 
-def names() -> dict[str, importlib.metadata.EntryPoint]:
-    """Every public name that an installed package brings."""
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=NAMES)}
+def names(kind: str = NAMES) -> dict[str, importlib.metadata.EntryPoint]:
+    """Every public name (or whatever else of this kind) that an installed package brings."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=kind)}
 
 
 def commands() -> dict[str, importlib.metadata.EntryPoint]:
     """Every verb that an installed package brings."""
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
+    return names(COMMANDS)
 
 
 def public(name: str) -> Any:
@@ -105,7 +105,5 @@ def public(name: str) -> Any:
 
 def part(name: str) -> Any:
     """What a package brings for the core to use (PARTS); raises PackageMissingError where it is not installed."""
-    for entry in importlib.metadata.entry_points(group=PARTS):
-        if entry.name == name:
-            return entry.load()
-    refuse(PARTS, name)
+    entry = names(PARTS).get(name)
+    return refuse(PARTS, name) if entry is None else entry.load()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +65,15 @@ def prove(name: str, family: str | None, dry_run: bool) -> Answer:
     Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
     serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
     """
-    command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name]
-    command += [] if family is None else ["--family", family]
-    with working("running the conformance kit …"):
-        done = subprocess.run(
-            [*command, *(["--dry-run"] if dry_run else [])],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    said = done.stdout[done.stdout.find("\n{\n") + 1 :]
-    try:
-        found: dict[str, Any] = json.loads(said)
-    except ValueError:
-        found = {"backends": {}, "failed": [], "said": (done.stdout + done.stderr).strip().splitlines()[-8:]}
+    options = ([] if family is None else ["--family", family]) + (["--dry-run"] if dry_run else [])
+    found, _, code = _run_kit(name, *options)
     blocks: list[Block] = [Line(line, STYLES["fail"]) for line in (*found["failed"], *found.get("said", ()))]
     for backend, told in found["backends"].items():
         families = ", ".join(told["families"])
         blocks.append(Line(f"{backend}: {len(told['proven'])} kernels proven on {families}", STYLES["ok"]))
         blocks += [Line(f"{told['path']}", indent=2)]
         blocks += [Line(f"no proof: {kernel}", STYLES["skip"], indent=2) for kernel in told["unproven"]]
-    ok = done.returncode == 0
+    ok = code == 0
     return Answer({**found, "ok": ok}, blocks or [Line("no kernel of it runs on this machine")], OK if ok else PROBLEM)
 
 
@@ -107,31 +95,28 @@ def check(name: str, timeout: float | None, kit: bool) -> Answer:
     data = report.to_dict()
     if not kit:
         return Answer({**data, "kit": None}, blocks, OK if report.ok else PROBLEM)
-    with working("running the conformance kit …"):
-        found, tail = _run_kit(name)
-    word = "passed" if found["ok"] else "failed"
-    blocks += [Line(), Line(f"conformance kit: {word}", STYLES["ok" if found["ok"] else "fail"])]
-    blocks += [Line(line, indent=2) for line in tail]
-    ok = report.ok and found["ok"]
-    return Answer({**data, "ok": ok, "kit": found}, blocks, OK if ok else PROBLEM)
-
-
-def _run_kit(name: str) -> tuple[dict[str, Any], list[str]]:
-    """Run the suite on an installed plugin in a process of its own; (outcome, the lines worth reading)."""
-    kit = part("layerzero.testing").__name__
-    with tempfile.TemporaryDirectory(prefix="lz-kit-") as folder:
-        Path(folder, "test_conformance.py").write_text(f"from {kit}.suite import *\n", encoding="utf-8")
-        command = [
-            sys.executable, "-P", "-m", "pytest", "-q", "-rf", "--tb=line", "--color=no", "--import-mode=importlib",
-            "-p", "no:cacheprovider", "-p", f"{kit}.pytest_plugin", "--lz-plugin", name,
-            "--rootdir", folder, "-c", os.devnull, folder,
-        ]  # fmt: skip
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=folder, check=False
-        )
-    lines = (done.stdout + done.stderr).strip().splitlines()
+    found, lines, _ = _run_kit(name, "--dry-run")
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
     summary = lines[-1].strip("= ") if lines else "pytest said nothing"
-    if done.returncode not in (0, 1):  # not installed, no tests, a broken kit: show what was said
-        return {"ok": False, "summary": summary, "failed": failed}, lines[-8:]
-    return {"ok": done.returncode == 0, "summary": summary, "failed": failed}, [*failed, summary]
+    passed = "said" not in found and not found["failed"]
+    blocks += [Line(), Line(f"conformance kit: {'passed' if passed else 'failed'}", STYLES["ok" if passed else "fail"])]
+    blocks += [Line(line, indent=2) for line in (found.get("said") or [*failed, summary])]
+    ok = report.ok and passed
+    told = {"ok": passed, "summary": summary, "failed": failed}
+    return Answer({**data, "ok": ok, "kit": told}, blocks, OK if ok else PROBLEM)
+
+
+def _run_kit(name: str, *options: str) -> tuple[dict[str, Any], list[str], int]:
+    """Run the kit on an installed plugin in a process of its own: what it found, the lines pytest wrote, the exit code.
+
+    Where it could not run, what was said stands in place of what was found.
+    """
+    command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name, *options]
+    with working("running the conformance kit …"):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    written, _, said = done.stdout.partition("\n{\n")
+    try:
+        return json.loads(f"{{{said}"), written.strip().splitlines(), done.returncode
+    except ValueError:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        return {"backends": {}, "failed": [], "said": lines[-8:]}, lines, done.returncode

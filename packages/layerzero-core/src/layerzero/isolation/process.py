@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 from layerzero.isolation.arena import Arena
 from layerzero.isolation.faults import fault
@@ -144,9 +143,8 @@ class Process:
             os.killpg(self.pid, number)
 
     def _gone(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(max(0.0, until - time.monotonic()))
+            self._popen.wait(seconds)
         return self._popen.returncode is not None
 
 

@@ -41,15 +41,12 @@ def _manifest(source: Any) -> Manifest:
     if isinstance(source, (str, os.PathLike)) and is_manifest(source):
         return Manifest.load(source)
     model, made_from = "", ""
-    if isinstance(source, Mapping) or (isinstance(source, (str, os.PathLike)) and _is_config(Path(source))):
+    named = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    if isinstance(source, Mapping) or (named is not None and (named.is_dir() or named.name == "config.json")):
         found = _config(source)
         made_from = config_hash(found)
         model = str(found.get("_name_or_path") or found.get("model_type") or "")
     return Manifest(mark_critical(call for _, call in calls_of(source)), model, made_from)
-
-
-def _is_config(path: Path) -> bool:
-    return path.is_dir() or path.name == "config.json"
 
 
 def _config(source: Any) -> dict[str, Any]:

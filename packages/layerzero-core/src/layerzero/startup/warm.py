@@ -172,14 +172,15 @@ def _warm(
             break
         result.asked.update(jobs)
         # A backend that compiles all its kernels at once does so first, while the others compile theirs.
-        own = _with_hooks() if turn == 0 else frozenset()
+        hooks = _hooks() if turn == 0 else []
+        own = {impl.plugin_name for impl in hooks}
         for after in (False, True):
             for artifact, job in jobs.items():
-                if (_backend(job) in own) is after:
-                    if not queue.submit(artifact, partial(_compile, job, result, told), urgent=job.critical):
-                        job.elsewhere = True  # a request has asked for it already: it is being compiled
-            if turn == 0 and not after:
-                _hooks(items)
+                if (job.kernel_id.partition(".")[0] in own) is after:
+                    # Refused where a request has asked for it already: it is being compiled.
+                    queue.submit(artifact, partial(_compile, job, result, told), urgent=job.critical)
+            if not after:
+                _call(hooks, items)
         mine = [artifact for artifact, job in jobs.items() if job.critical]
         left = queue.wait(mine, None if deadline is None else max(0.0, deadline - time.monotonic()))
         jit.publish()
@@ -199,7 +200,6 @@ class _Job:
     item: Item
     kernel_id: str
     critical: bool
-    elsewhere: bool = False
     began: int = field(default_factory=lambda: state.generation)
 
 
@@ -335,25 +335,16 @@ def _bind(ctx: Context) -> int:
     return 1
 
 
-def _backend(job: _Job) -> str:
-    return job.kernel_id.partition(".")[0]
-
-
-def _with_hooks() -> frozenset[str]:
-    """Backends that do their own part of a warm-up."""
+def _hooks() -> list[Any]:
+    """What backends have that do their own part of a warm-up."""
     manager = state.plugin_manager
-    return frozenset(
-        () if manager is None else (impl.plugin_name for impl in manager.hook.layerzero_warmup.get_hookimpls())
-    )
+    return [] if manager is None else manager.hook.layerzero_warmup.get_hookimpls()
 
 
-def _hooks(items: Iterable[Item]) -> None:
+def _call(hooks: Iterable[Any], items: Iterable[Item]) -> None:
     """Let backends with needs of their own do their part; one that raises costs only itself."""
-    manager = state.plugin_manager
-    if manager is None:
-        return
-    shapes = [{**item.context.to_json(), "critical": item.critical} for item in items]
-    for impl in manager.hook.layerzero_warmup.get_hookimpls():
+    shapes = [{**item.context.to_json(), "critical": item.critical} for item in items] if hooks else []
+    for impl in hooks:
         try:
             impl.function(shapes)
         except Exception:

@@ -61,8 +61,8 @@ def _attention(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece
     chosen = [h * groups + g for h in kv_chosen for g in range(groups)]
     count = rows if whole else max(1, min(64, room // max(1, len(batches) * len(chosen) * cols)))
     # Which rows may be cut out, and which keys they then see, depends on where positions count from.
-    for first, last in _blocks(ctx, rows, cols, count, fixed=_counts_from_the_end(ctx, mask, causal, window, slopes)):
-        keys, aligned = _visible(ctx, rows, cols, last, causal, whole)
+    for first, last in _blocks(ctx, rows, cols, count, fixed=_counts_from_the_end(mask, causal, window, slopes)):
+        keys, aligned = _visible(rows, cols, last, causal, whole)
         if keys <= 0:
             continue
         at = torch.as_tensor(list(batches)), torch.as_tensor(chosen), torch.as_tensor(list(kv_chosen))
@@ -102,7 +102,7 @@ def _picked(tensor: Tensor, *places: Tensor) -> Tensor:
     return tensor
 
 
-def _counts_from_the_end(ctx: Context, mask: Any, causal: Any, window: Any, slopes: Any) -> bool:
+def _counts_from_the_end(mask: Any, causal: Any, window: Any, slopes: Any) -> bool:
     """Whether a row's meaning depends on its distance from the last one, without a triangle that would say the same."""
     return not causal and (window is not None or slopes is not None or isinstance(mask, ChunkMask))
 
@@ -119,7 +119,7 @@ def _blocks(ctx: Context, rows: int, cols: int, count: int, *, fixed: bool) -> l
     return sorted({(0, count), (middle, middle + count), (end - count, end)})
 
 
-def _visible(ctx: Context, rows: int, cols: int, last: int, causal: Any, whole: bool) -> tuple[int, Any]:
+def _visible(rows: int, cols: int, last: int, causal: Any, whole: bool) -> tuple[int, Any]:
     """How many keys a block of rows sees, and how its triangle is aligned once later keys are cut off."""
     if whole or not causal:
         return cols, causal

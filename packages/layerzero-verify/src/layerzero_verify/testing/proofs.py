@@ -167,7 +167,7 @@ def write(
     loaded = load_plugins()
     record = loaded.record(target)
     names = record.backends if record is not None else ()
-    if not names:
+    if record is None or (not names and not dry_run):
         raise ConfigurationError(f"no plugin {target!r} with a backend is installed", value=target, limit="a plugin")
     recorder = prove(target, options)
     outcome: dict[str, Any] = {"counts": recorder.counts, "failed": recorder.failed, "backends": {}}
