@@ -102,7 +102,8 @@ class Lab:
             self.calls.append((kernel_id, threading.get_ident()))
             return out
 
-        return replace(spec, function=function_path(run))
+        # What records cannot be traced: a compiled graph holds it as an opaque op.
+        return replace(spec, function=function_path(run), traceable="")
 
     def kernel(self, kernel_id: str, function: Callable[..., Any] | None = None, **fields: Any) -> KernelSpec:
         """A CPU kernel of this id; without a function it computes as the op's reference does."""

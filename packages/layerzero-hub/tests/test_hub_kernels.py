@@ -296,7 +296,7 @@ def test_one_bad_descriptor_takes_one_kernel_away(bench):
 
 
 @pytest.mark.fault(20)
-@pytest.mark.parametrize("key", ["packer", "function", "predicate", "kernel_id"])
+@pytest.mark.parametrize("key", ["packer", "function", "predicate", "kernel_id", "traceable"])
 def test_a_descriptor_names_no_code_outside_its_build(bench, key):
     described(bench, f"reaching_{key}", {**MAPPING, "capabilities": {key: "os:system"}})
     kernels, problems = specs.survey(bench.policy)

@@ -176,6 +176,27 @@ def test_gathered_pages_equal_the_reference(contexts, queries, layout):
     assert_close(default.latent_pages(*given), want, tolerance("attention", "float32"))
 
 
+def test_what_is_found_out_about_pages_serves_every_layer_until_the_tables_change():
+    tables = torch.tensor([[4, 1], [0, 2]], dtype=torch.int32)
+    batch = make_paged_batch(tables, torch.tensor([7, 5], dtype=torch.int32))
+    query, keys, values = draw(2, 4, 16), draw(6, 4, 2, 16, seed=1), draw(6, 4, 2, 16, seed=2)
+
+    def agrees(**grad):
+        given = (query, keys.clone().requires_grad_(bool(grad)), values, batch, None, None, None, None, False, "NHD")
+        found = default.pages(*given)
+        assert_close(found, reference_paged.paged_attention(*given).double(), tolerance("attention", "float32"))
+        return found
+
+    with torch.inference_mode():
+        agrees()
+    agrees(grad=True).sum().backward()  # nothing that was made in inference mode is saved for it
+    made = {key: plan.found for key, plan in batch.plans.items()}
+    agrees(grad=True)
+    assert {key: plan.found for key, plan in batch.plans.items()} == made and len(made) == 2
+    tables[0, 0], tables[1, 1] = 5, 3
+    agrees(grad=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_with_a_weight_of_another_dtype_equal_the_reference(dtype):
     x, residual, weight, bias = (draw(*shape, seed=n) for n, shape in enumerate([(5, 32), (5, 32), (32,), (32,)]))

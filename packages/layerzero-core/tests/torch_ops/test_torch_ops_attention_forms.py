@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
 from layerzero.backends.sdpa.kernels import _full_bias
+from layerzero.backends.sdpa.traced import _bias
 from layerzero.device.catalogue import named_device
 from layerzero.dispatch import modes
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
-from layerzero.torch_ops.attention_forms import _bias
 
 BUILTIN = load_plugins(entry_points=()).registry
 CUDA = {name: f"aten._scaled_dot_product_{name}_attention.default" for name in ("flash", "efficient", "cudnn")}
@@ -157,6 +157,18 @@ def test_what_adapts_the_inputs_is_written_out_with_the_kernel(kernel, options):
     found = str(targets(counter))
     assert "layerzero" not in found
     assert ("flash_attention_for_cpu" if kernel == "flash_cpu" else "attention_math") in found
+
+
+def test_one_graph_holds_kernels_with_different_adaptations():
+    def call(q, k):
+        flat = lz.attention(q[:, 0], k[:, 0], k[:, 0])
+        turned = lz.attention(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), layout="BSHD")
+        return lz.attention(q, k, k, is_causal="bottom_right"), flat, turned
+
+    with torch.no_grad():
+        graph, counter = compiled(call)
+        torch.testing.assert_close(graph(Q, K), call(Q, K), rtol=1e-5, atol=1e-5)
+    assert "layerzero" not in str(targets(counter)) and counter.frame_count == 1
 
 
 @pytest.mark.skipif(not os.environ.get("LAYERZERO_PROVE"), reason="long: run by make prove NAME=compile")

@@ -17,7 +17,6 @@ from layerzero.runtime.state import state
 from layerzero.selection.compiled import in_graph
 from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements
-from layerzero.torch_ops.written import OPEN
 
 BUILTIN = load_plugins(entry_points=()).registry
 FAST = "vendor.rms_norm.fast"
@@ -55,7 +54,7 @@ def notes(report):
 def test_every_op_that_is_fused_has_a_kernel_that_can_be_written_out():
     fused = {name for name, op in builtin_ops.items() if op.fusable}
     assert fused >= {"rms_norm", "add_rms_norm", "layer_norm", "rope", "silu_and_mul", "relu_and_mul", "cast"}
-    assert {kernel.op for kernel in BUILTIN.kernels.values() if kernel.function in OPEN} >= fused
+    assert {kernel.op for kernel in BUILTIN.kernels.values() if kernel.traceable} >= fused
 
 
 @pytest.mark.req("R-PT-02")
@@ -122,7 +121,7 @@ def _in_graph(times):
     spec: OperationSpec = world.ops["rms_norm"]
     world = world.changed(measurements=Measurements(lambda name, ctx: times.get(name), "some"))
     ctx = describe(spec, (X, WEIGHT, 1e-6), None, None, world)
-    return in_graph(select(ctx, world), world, lambda kernel: kernel.function in OPEN)
+    return in_graph(select(ctx, world), world, lambda kernel: bool(kernel.traceable))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_a_decision_inside_a_graph_is_made_of_the_same_candidates():
     world = current_world()
     spec = world.ops["rms_norm"]
     plain = select(describe(spec, (X, WEIGHT, 1e-6), None, None, world), world)
-    moved = in_graph(plain, world, lambda kernel: kernel.function in OPEN)
+    moved = in_graph(plain, world, lambda kernel: bool(kernel.traceable))
     assert {c.kernel_id for c in moved.candidates} == {c.kernel_id for c in plain.candidates}
     assert sorted(moved.ranking) == sorted(plain.ranking)
     assert moved == replace(moved) and moved.to_json()["chosen"] == "torch.rms_norm.native"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pkgutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from layerzero._ops.signature import PUBLIC
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.written import OPEN
 
 BUILTIN = load_plugins(entry_points=()).registry
 
@@ -72,9 +73,40 @@ CALLS = {
 
 
 def test_every_op_with_a_kernel_that_can_be_written_out_is_tried_here():
-    kernels = [kernel for kernel in BUILTIN.kernels.values() if kernel.function in OPEN]
+    kernels = [kernel for kernel in BUILTIN.kernels.values() if kernel.traceable]
     assert {kernel.op for kernel in kernels} == set(CALLS)
-    assert {kernel.function for kernel in kernels} == set(OPEN)
+    named = [k.function if k.traceable == "itself" else k.traceable for k in kernels if k.traceable != "plain"]
+    assert all(callable(pkgutil.resolve_name(name)) for name in named) and len(named) > 30
+
+
+DOUBLED = """
+import torch
+
+def norm(x, weight, eps):
+    return torch.rms_norm(x, (x.shape[-1],), weight, eps) * 2
+"""
+
+
+@pytest.mark.req("R-PT-02")
+@pytest.mark.parametrize("traceable", ["itself", "vendor_doubled:norm", "plain", "", "no_such_module:norm"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_stands_in_a_graph_for_a_plugins_kernel_is_what_it_declares(traceable, grad, tmp_path, monkeypatch):
+    (tmp_path / "vendor_doubled.py").write_text(DOUBLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    native = BUILTIN.kernels["torch.rms_norm.native"]
+    ours = replace(
+        native, kernel_id="vendor.rms_norm.doubled", backend="vendor", function="vendor_doubled:norm", priority=90.0,
+        traceable=traceable,
+    )  # fmt: skip
+    state.use(BUILTIN.add([ours]))
+    lz.lock("rms_norm", ours.kernel_id)
+    x, weight = rand(3, 8).requires_grad_(grad), rand(8)
+    call, counter = compiled(lambda x, w: lz.rms_norm(x, w))
+    opaque_op = traceable in ("", "no_such_module:norm")
+    factor = 1 if traceable == "plain" or (grad and opaque_op) else 2
+    torch.testing.assert_close(call(x, weight), torch.rms_norm(x, (8,), weight, 1e-6) * factor)
+    found = [str(n.target) for n in counter.graphs[-1].graph.nodes if "layerzero" in str(n.target)]
+    assert bool(found) == (opaque_op and not grad)
 
 
 def test_every_op_on_tensors_has_a_traced_form():
@@ -92,7 +124,7 @@ def test_a_kernel_of_plain_torch_is_written_into_the_graph(op):
 
 
 # The kernels of inductor wait for their compiled programs.
-OWN = [k.kernel_id for k in BUILTIN.kernels.values() if k.function in OPEN and k.backend != "inductor"]
+OWN = [k.kernel_id for k in BUILTIN.kernels.values() if k.traceable and k.backend != "inductor"]
 
 
 @pytest.mark.parametrize("kernel_id", OWN)

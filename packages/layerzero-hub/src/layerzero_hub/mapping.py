@@ -32,7 +32,7 @@ _KEYS: Final = frozenset(
     {"repo", "version", "op", "function", "variant", "arguments", "keywords", "out", "capabilities"}
 )
 
-_OURS: Final = ("kernel_id", "function", "predicate")
+_OURS: Final = ("kernel_id", "function", "predicate", "traceable")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,10 @@ from layerzero.model.describe import (
     plain_number,
 )
 from layerzero.model.enums import Causal, Layout, Platform
-from layerzero.model.folding import fold
+from layerzero.model.folding import fold, folding_of, is_folded
 from layerzero.model.masks import MASK_VALUES, ChunkMask
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
 
 if TYPE_CHECKING:
@@ -327,10 +328,28 @@ def _vetoed(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: flo
     return frozenset(found)
 
 
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    """Like the query, as wide as the value; where leading axes broadcast, as they do. The log-sum-exp is [B, H, Sq]."""
+    layout, return_lse = rest[4], rest[-1]
+    out = ordered_empty(query, value.shape[-1])
+    if is_folded(query, key, value, layout):
+        how = folding_of(query, key, value)
+        axes = (*how.lead, how.heads) if how.rank > 2 else ()
+        out = ordered(query.new_empty((*axes, query.shape[-2], value.shape[-1])), query)
+    if not return_lse:
+        return out
+    of_heads = out.transpose(1, 2) if layout == "BSHD" and out.dim() == 4 else out
+    return out, query.new_empty(of_heads.shape[:-1], dtype=torch.float32)
+
+
 ATTENTION = register(
     Op(
         function=attention,
+        fake=_fake,
+        plain="layerzero.torch_ops.attention:attend",
+        lowered={"dropout_p": "left out", "enable_gqa": "left out"},
         lowering="layerzero.torch_ops.attention",
+        keeps_order=True,
         arguments=(
             "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
             "alibi_slopes", "return_lse",

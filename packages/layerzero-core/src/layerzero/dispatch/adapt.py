@@ -18,7 +18,7 @@ from layerzero.model.folding import fold, unfold
 from layerzero.model.kv_cache import pages_in_use
 from layerzero.model.masks import dense_mask
 
-__all__ = ["adapt"]
+__all__ = ["adapt", "squeeze", "swap_back", "swap_layout", "unsqueeze"]
 
 Step = Callable[[list[Any]], None]
 Finish = Callable[[Any], Any]
@@ -71,8 +71,8 @@ def _folding_axes(run: Callable[..., Any]) -> Callable[..., Any]:
 def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: list[Finish]) -> None:
     seq_axis = 2
     if ctx.rank == 3:
-        before.append(_unsqueeze)
-        after.append(_squeeze)
+        before.append(unsqueeze)
+        after.append(squeeze)
     elif ctx.layout is not None and ctx.layout.value == "BSHD":
         seq_axis = 1
     folded = sorted(name.removeprefix("mask:") for name in wanted if name.startswith("mask:"))
@@ -80,8 +80,8 @@ def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: 
         # Masks are [B, H, Sq, Sk] whatever the layout, so they are built before any transpose.
         before.append(_folding(frozenset(folded), seq_axis))
     if any(name.startswith("layout:") for name in wanted):
-        before.append(_swap_layout)
-        after.append(_swap_back)
+        before.append(swap_layout)
+        after.append(swap_back)
         seq_axis = 3 - seq_axis
     if "expand_kv" in wanted:
         before.append(_expanding(3 - seq_axis))
@@ -178,7 +178,8 @@ def _aligned_copy(values: list[Any]) -> None:
             values[i] = item.clone(memory_format=torch.contiguous_format)
 
 
-def _unsqueeze(values: list[Any]) -> None:
+def unsqueeze(values: list[Any]) -> None:
+    """Give tensors of one head, and their mask, an axis for it."""
     for i in (_QUERY, _KEY, _VALUE):
         values[i] = values[i].unsqueeze(1)
     mask = values[_MASK]
@@ -188,18 +189,21 @@ def _unsqueeze(values: list[Any]) -> None:
         values[_MASK] = mask.expand(1, mask.shape[0] if mask.ndim else 1)
 
 
-def _squeeze(out: Any) -> Any:
+def squeeze(out: Any) -> Any:
+    """Results without the axis of their one head."""
     if isinstance(out, tuple):
         return tuple(item.squeeze(1) for item in out)
     return out.squeeze(1)
 
 
-def _swap_layout(values: list[Any]) -> None:
+def swap_layout(values: list[Any]) -> None:
+    """Swap the axes of heads and tokens."""
     for i in (_QUERY, _KEY, _VALUE):
         values[i] = values[i].transpose(1, 2)
 
 
-def _swap_back(out: Any) -> Any:
+def swap_back(out: Any) -> Any:
+    """Swap the axes of a result; a log-sum-exp has one order in any layout."""
     if isinstance(out, tuple):
         return (out[0].transpose(1, 2), *out[1:])
     return out.transpose(1, 2)

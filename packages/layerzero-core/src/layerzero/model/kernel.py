@@ -114,7 +114,7 @@ class KernelSpec(Plain):
     """One kernel. Built from capabilities.json; frozen; equal specs behave equally.
 
     A feature that is not declared is not supported. `function` names the adapter as "module:name";
-    it is imported only when the kernel is bound.
+    it is imported only when the kernel is bound. `traceable` says what a compiled graph may hold in its place.
     """
 
     kernel_id: str
@@ -148,6 +148,7 @@ class KernelSpec(Plain):
     pointer_alignment: int | None = None
     square: bool = False
     graph_safe: bool = False
+    traceable: str = ""
     deterministic: bool = False
     tp_invariant: bool = False
     jit: bool = False

@@ -130,8 +130,9 @@ class Op(OperationSpec):
     plain       what is traced where a gradient is needed, on canonical arguments. Default: the reference
     lowered     parameters that stand in torch schemas in another way than their annotation says (`torch_ops.lowering`):
                 "may be absent" for a tensor without which there is one result less, "absent for 0" for a number,
-                "negated" for a flag
-    lowering    module of the op's own `OPS` and `bridge`, where these cannot be derived; MODULE_traced has its `traced`
+                "negated" for a flag, "left out" for what no schema carries: other values than its default run `plain`
+    lowering    module whose `CALL` is an overload `call` of the op's own, and MODULE_traced whose `traced` is traced in
+                place of what would be derived; `plain` then takes the layout behind the canonical arguments
     torch_names further names of its opaque op
     keeps_order each result has the memory order of the argument in its place; else results are contiguous
     truth       float64 formula on canonical arguments, where the reference in float64 will not do; a function or

@@ -20,8 +20,8 @@ def heads_inside(like: Tensor) -> bool:
 
 
 def ordered(out: Tensor, like: Tensor) -> Tensor:
-    """`out` in the memory order of `like`."""
-    if heads_inside(like):
+    """`out` in the memory order of `like`; contiguous where it has not as many axes."""
+    if out.dim() == 4 and heads_inside(like):
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()
 

@@ -197,8 +197,8 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         used=share.max().item() if tol.hit_ratio == 1.0 else (1.0 - hit_ratio) / (1.0 - tol.hit_ratio),
         nan_mismatches=nan_count,
         inf_mismatches=inf_count,
-        worst=_worst(a, e, shown, shapes[1]),
-        first=None if hit_ratio == 1.0 else _first(a, e, shown, hits),
+        worst=_worst(a, e, shown),
+        first=None if hit_ratio == 1.0 else _spot(a, e, shown, int((~hits).flatten().int().argmax())),
     )
 
 
@@ -270,19 +270,12 @@ def _cosine(a: Tensor, e: Tensor) -> float:
     return float(torch.dot(a, e).item() / norms)
 
 
-def _worst(a: Tensor, e: Tensor, gap: Tensor, shape: tuple[int, ...]) -> tuple[ErrorLocation, ...]:
+def _worst(a: Tensor, e: Tensor, gap: Tensor) -> tuple[ErrorLocation, ...]:
     values, flat = gap.flatten().topk(min(_TOP, gap.numel()))
-    spots = []
-    for error, position in zip(values.tolist(), flat.tolist(), strict=True):
-        if error == 0.0:
-            break
-        got, want = a.flatten()[position].item(), e.flatten()[position].item()
-        spots.append(ErrorLocation(_unravel(position, shape), got, want, error, error / (abs(want) + _REL_EPS)))
-    return tuple(spots)
+    return tuple(_spot(a, e, gap, at) for error, at in zip(values.tolist(), flat.tolist(), strict=True) if error != 0.0)
 
 
-def _first(a: Tensor, e: Tensor, gap: Tensor, hits: Tensor) -> ErrorLocation:
-    position = int((~hits).flatten().int().argmax())
+def _spot(a: Tensor, e: Tensor, gap: Tensor, position: int) -> ErrorLocation:
     got, want, error = (x.flatten()[position].item() for x in (a, e, gap))
     return ErrorLocation(_unravel(position, tuple(e.shape)), got, want, error, error / (abs(want) + _REL_EPS))
 

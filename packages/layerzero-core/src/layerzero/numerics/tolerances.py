@@ -85,30 +85,12 @@ _ALIASES = {
     "fp4": "nvfp4",
 }
 
-_GENERIC = {
-    "float16": Tolerance(1e-3, 1e-3),
-    "bfloat16": Tolerance(1e-2, 1e-2),
-    "float32": Tolerance(rtol=1e-4, atol=1e-5),
-    "float64": Tolerance(rtol=1e-5, atol=1e-8),
-}
-
+_HALVES = {"float16": Tolerance(1e-3, 1e-3), "bfloat16": Tolerance(1e-2, 1e-2)}
+_GENERIC = {**_HALVES, "float32": Tolerance(rtol=1e-4, atol=1e-5), "float64": Tolerance(rtol=1e-5, atol=1e-8)}
 _ROWS: dict[str, dict[str, Tolerance]] = {
-    "attention": {
-        "float16": Tolerance(1e-3, 1e-3),
-        "bfloat16": Tolerance(1e-2, 1e-2),
-        "float32": Tolerance(1e-5, 1e-5),
-        "int8": Tolerance(1e-2, 1e-2),
-    },
-    "norm": {
-        "float16": Tolerance(1e-3, 1e-3),
-        "bfloat16": Tolerance(1e-2, 1e-2),
-        "float32": Tolerance(1e-6, 1e-6),
-    },
-    "gemm": {
-        "float16": Tolerance(1e-3, 1e-3),
-        "bfloat16": Tolerance(1e-2, 1e-2),
-        "float32": Tolerance(1e-6, 1e-6),
-    },
+    "attention": {**_HALVES, "float32": Tolerance(1e-5, 1e-5), "int8": Tolerance(1e-2, 1e-2)},
+    "norm": {**_HALVES, "float32": Tolerance(1e-6, 1e-6)},
+    "gemm": {**_HALVES, "float32": Tolerance(1e-6, 1e-6)},
     "positional": {
         "float16": Tolerance(1e-4, 1e-4, ulps=1),
         "bfloat16": Tolerance(1e-3, 1e-3, ulps=1),

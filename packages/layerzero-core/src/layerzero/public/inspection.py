@@ -48,9 +48,9 @@ def _decided(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: b
     world = current_world()
     decision = decide(spec, ctx, world)
     if compiled:
-        from layerzero.torch_ops.written import decided
+        from layerzero.torch_ops.basis import compiled as in_graph
 
-        decision = decided(decision, world)
+        decision = in_graph(decision, world)
     return decision, ctx
 
 

@@ -89,6 +89,7 @@ _OP = text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
 _SPECIFIER = text("", "a version specifier such as '>=2.8,<3'", _specifier, empty=True)
 _FUNCTION = text(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z", "an adapter written 'module:name'")
 _FEATURE = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a feature word", _feature)
+_TRACEABLE = text(r"^(itself|plain|[A-Za-z_][\w.]*:[A-Za-z_]\w*)\Z", "'itself', 'plain' or 'module:name'")
 _JIT_FIELD = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a field or size of a call's context", _jit_field)
 _DTYPE = choice(DTYPES)
 _SM = whole(50, 999)
@@ -170,6 +171,7 @@ KERNEL = Record(
         Field("adapt", list_of(_WORD), "transforms LayerZero may apply to make inputs fit"),
         # behaviour
         Field("graph_safe", FLAG, "safe inside CUDA graph capture", default=False),
+        Field("traceable", _TRACEABLE, "what torch.compile traces: itself, plain, or a function", default=""),
         Field("deterministic", FLAG, "bit-identical results for identical inputs", default=False),
         Field("tp_invariant", FLAG, "result does not depend on the tensor-parallel size", default=False),
         Field("jit", FLAG, "compiles at first use", default=False),

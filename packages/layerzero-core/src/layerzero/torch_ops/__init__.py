@@ -67,7 +67,7 @@ def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None
 def adopt(op: Op) -> None:
     """Open the same doors for the op of a plugin, as far as its declaration allows: without `fake` there are none."""
     functions.add(op)
-    if op.fake is None and not op.lowering:
+    if op.fake is None:
         return
     opaque_ops[op.op_id] = functools.partial(_bridge, op.op_id)
     if "layerzero.torch_ops.library" in sys.modules:

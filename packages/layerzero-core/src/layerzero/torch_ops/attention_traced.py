@@ -11,10 +11,10 @@ from torch.nn.attention import bias as _bias  # not its names: this may run whil
 
 from layerzero.errors import InvalidInputError
 from layerzero.model.folding import fold, is_folded, unfold
-from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
+from layerzero.model.masks import BlockMask, ChunkMask
 from layerzero.torch_ops import traced as forms
-from layerzero.torch_ops.attention import attend, written_out
-from layerzero.torch_ops.lowering import CAUSAL, causal_word, pair, sides
+from layerzero.torch_ops.attention import attend
+from layerzero.torch_ops.lowering import CAUSAL, causal_word, pair, sides, written_out
 from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable, place, recorded
 from layerzero.torch_ops.written import chosen, spelled, write_attention
@@ -64,23 +64,22 @@ def traced(
             raise InvalidInputError(code="MASK_WITH_CAUSAL", value=causal)
         causal = "bottom_right" if attn_mask.variant == _bias.CausalVariant.LOWER_RIGHT else "top_left"
         attn_mask = None
-    elif isinstance(attn_mask, MASK_VALUES):
-        attn_mask = written_out(attn_mask, query, key, layout, window)
+    mask = written_out(attn_mask, query, key, layout, window)
     around = sides(window)
-    args = (query, key, value, attn_mask, causal, scale, layout, around, softcap, alibi_slopes)
-    grad = differentiable(backend, query, key, value, attn_mask, alibi_slopes)
-    if dropout_p != 0.0 or (grad and return_lse):  # the fused kernels give no gradient through the log-sum-exp
-        return attend(*args, dropout_p=dropout_p, return_lse=return_lse)
-    flag = CAUSAL[causal]
-    canonical = (query, key, value, attn_mask, 0.0, flag, scale, pair(around), softcap, alibi_slopes, return_lse)
-    own = chosen("attention", canonical, layout, backend, grad)
+    rest = (CAUSAL[causal], scale, pair(around), softcap, alibi_slopes, return_lse)
+    canonical = (query, key, value, mask, dropout_p, *rest)
+    grad = differentiable(backend, query, key, value, mask, alibi_slopes)
+    own = "plain"
+    if dropout_p == 0.0 and not (grad and return_lse):  # the fused kernels give no gradient through the log-sum-exp
+        own = chosen("attention", canonical, layout, backend, grad)
     if own == "plain":
-        return attend(*args, return_lse=return_lse)
+        return attend(*canonical, layout)
     if own:
         return write_attention(own, canonical)
+    args = (query, key, value, mask, causal, scale, layout, around, softcap, alibi_slopes)
     if return_lse:
         return place(torch.ops.layerzero.attention_lse, *args, backend)
-    call = "" if recorded(query, key, value, attn_mask, alibi_slopes) else spelled()
+    call = "" if recorded(query, key, value, mask, alibi_slopes) else spelled()
     if not call:
         return torch.ops.layerzero.attention.default(*args, backend)
-    return torch.ops.layerzero.attention.call(query, key, value, attn_mask, alibi_slopes, call)
+    return torch.ops.layerzero.attention.call(query, key, value, mask, alibi_slopes, call)

@@ -9,12 +9,15 @@ trace again. A graph that holds an opaque op needs no such guard: the op selects
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from layerzero.dispatch import modes
+from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.late import current_world
 from layerzero.dispatch.run import decide, describe
 from layerzero.errors import InvalidInputError, LayerZeroError
@@ -25,15 +28,16 @@ from layerzero.model.op import OperationSpec
 from layerzero.selection.buckets import boundaries
 from layerzero.selection.compiled import in_graph
 from layerzero.selection.engine import select
+from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
-from layerzero.torch_ops import attention_forms, standins
+from layerzero.torch_ops import standins, traced
 from layerzero.torch_ops.standins import Impossible, Unknown
 
 __all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of", "compiled"]
 
 _log = logging.getLogger("layerzero.torch_ops")
 
-# Answers beside the name of a function: the op's plain form, and its opaque op.
+# Answers beside the name of a kernel's form: the op's plain form, and its opaque op.
 PLAIN, OPAQUE = "plain", ""
 
 
@@ -57,8 +61,7 @@ class _Made(NamedTuple):
 class Basis:
     """What one graph's written-out kernels depend on."""
 
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self._known = known
+    def __init__(self) -> None:
         self._made: dict[tuple[Context, bool], _Made] = {}
         self._good: World | None = None
         self._alike: set[str] = set()
@@ -88,7 +91,7 @@ class Basis:
                 self._good = world
                 return True
             for item in self._made.values():
-                found = _written(_probed(item.spec, item.context, world), item.grad, world, self._known)
+                found = _written(_probed(item.spec, item.context, world), item.grad, world)
                 if found != item.answer:
                     _log.info("%s: %s was written into a graph, now it is %s", item.spec.op_id, item.answer, found)
                     return False
@@ -99,21 +102,21 @@ class Basis:
         return True
 
 
-def basis_of(graph: Any, known: Mapping[str, Any], guard: Callable[[Basis], None]) -> Basis:
+def basis_of(graph: Any, guard: Callable[[Basis], None]) -> Basis:
     """The basis of the graph that is being traced, kept in the tracer's own object; a new one is guarded."""
     found: Basis | None = getattr(graph, "layerzero_basis", None)
     if found is None:
-        found = Basis(known)
+        found = Basis()
         guard(found)
         graph.layerzero_basis = found
     return found
 
 
-def answer(question: Question, known: Mapping[str, Any], basis: Callable[[], Basis]) -> str:
-    """What stands in the graph for a call: the name of a kernel's function, `PLAIN`, or "" for the opaque op.
+def answer(question: Question, basis: Callable[[], Basis]) -> str:
+    """What stands in the graph for a call: the name of a kernel's form, `PLAIN`, or "" for the opaque op.
 
-    `known` are the functions that can be written out. Where open sizes could change the choice, or where it cannot be
-    made, the opaque op stays; with a gradient the op's plain form.
+    Where open sizes could change the choice, or where it cannot be made, the opaque op stays; with a gradient the op's
+    plain form.
     """
     instead = PLAIN if question.grad else OPAQUE
     if any(isinstance(item, torch.SymFloat) for item in question.args):
@@ -127,7 +130,7 @@ def answer(question: Question, known: Mapping[str, Any], basis: Callable[[], Bas
         key = ("traced", first, question.grad, standins.signature(question.args) if symbols else "")
         made: tuple[_Made, ...] | None = world.memo.get(key)
         if made is None:
-            made = world.memo[key] = tuple(_made(spec, question, first, symbols, world, known))
+            made = world.memo[key] = tuple(_made(spec, question, first, symbols, world))
     except (LayerZeroError, Unknown) as error:
         _log.debug("%s: %s; decided when the graph runs", question.op, error)
         return instead
@@ -151,11 +154,9 @@ def _context(spec: OperationSpec, question: Question, sizes: standins.Sizes, wor
     return describe(spec, args, question.layout, question.backend, world, device)
 
 
-def _made(
-    spec: OperationSpec, question: Question, first: Context, symbols: Any, world: World, known: Mapping[str, Any]
-) -> list[_Made]:
+def _made(spec: OperationSpec, question: Question, first: Context, symbols: Any, world: World) -> list[_Made]:
     """The selections for the sizes of the trace and, where sizes are open, for others; empty unless they agree."""
-    chosen = _written(decide(spec, first, world), question.grad, world, known)
+    chosen = _written(decide(spec, first, world), question.grad, world)
     found = [_Made(spec, first, question.grad, chosen)]
     if not chosen or not symbols:
         return found if chosen else []
@@ -172,7 +173,7 @@ def _made(
                 return []  # a limit on a size that is computed from others
             more.update(cuts, (cut + 1 for cut in cuts))
     for ctx, _ in _elsewhere(spec, question, standins.sizes_to_try(symbols, sorted(more)), world):
-        if _written(_probed(spec, ctx, world), question.grad, world, known) != chosen:
+        if _written(_probed(spec, ctx, world), question.grad, world) != chosen:
             return []
         found.append(_Made(spec, ctx, question.grad, chosen))
     return found
@@ -194,27 +195,49 @@ def _elsewhere(
             continue  # a table that is too short for such a length, or a tensor that cannot be
 
 
-def compiled(decision: Decision, world: World, known: Mapping[str, Any]) -> Decision:
-    """What a decision for an eager call is inside a graph, where no gradient is traced."""
-    return in_graph(decision, world, lambda kernel: _open(kernel, world, known))
+def compiled(decision: Decision, world: World) -> Decision:
+    """What a decision for an eager call is inside a graph, where no gradient is traced; its notes say what stands
+    there."""
+    return in_graph(decision, world, lambda kernel: _open(kernel, world))
 
 
-def _open(kernel: KernelSpec, world: World, known: Mapping[str, Any]) -> bool:
-    return kernel.function in known and kernel.backend not in world.enclosed
+def _open(kernel: KernelSpec, world: World) -> bool:
+    return bool(kernel.traceable) and kernel.backend not in world.enclosed
 
 
-def _written(decision: Decision, grad: bool, world: World, known: Mapping[str, Any]) -> str:
+def _written(decision: Decision, grad: bool, world: World) -> str:
     """What can be written out: the kernel for a graph, or where a gradient is traced the best that can be."""
-    # Kernels without proof cannot be written out: those that can are all built in.
-    for kernel_id in decision.ranking if grad else (compiled(decision, world, known).chosen,):
+    for kernel_id in decision.ranking if grad else (compiled(decision, world).chosen,):
         kernel = world.registry.kernels.get(kernel_id)
-        if kernel is None or not _open(kernel, world, known):
+        if kernel is None or not _open(kernel, world):
             continue
-        function, steps = known[kernel.function], [step.name for step in decision.transforms(kernel_id)]
-        if function is None:
+        steps = sorted(step.name for step in decision.transforms(kernel_id))
+        # What has to be done to the inputs, the plain form of an op does not need; that of attention is slower.
+        if kernel.traceable == PLAIN or (steps and decision.op != "attention"):
             return PLAIN
-        if decision.op == "attention":
-            return attention_forms.form(kernel.function, function, decision.context, steps)
-        # What has to be done to the inputs, the plain form does not need.
-        return PLAIN if steps else kernel.function
+        if unchecked(world.ops[decision.op], kernel, decision.context, world):
+            continue
+        try:
+            return _form(kernel, decision.context, steps)
+        except (AttributeError, ImportError):
+            _log.info("what %s names as traceable cannot be imported", kernel_id, exc_info=True)
     return OPAQUE
+
+
+def _form(kernel: KernelSpec, ctx: Context, steps: list[str]) -> str:
+    """The name of what is traced for a kernel in calls such as this one: an attribute of `traced`.
+
+    Not a key of a dict, of which Dynamo knows only what it held when it was first met. Around an attention kernel
+    stands what its decision says has to be done to the inputs, by the code that eager calls run (`dispatch.adapt`).
+    """
+    path = kernel.function if kernel.traceable == "itself" else kernel.traceable
+    words = [path]
+    if ctx.op == "attention":
+        layout = "" if ctx.layout is None else ctx.layout.value
+        rank = "folded" if ctx.folded else str(ctx.rank)
+        words += [rank, layout, ctx.dtype, ctx.autocast or "", ctx.device.device_type, *steps]
+    name = re.sub(r"\W", "_", "|".join(words))
+    if not hasattr(traced, name):
+        found = pkgutil.resolve_name(path)
+        setattr(traced, name, adapt(found, ctx, steps, True) if ctx.op == "attention" else found)
+    return name

@@ -2,7 +2,7 @@
 
 The schemas follow from the function's signature (`lowering`), shapes from `Op.fake`, the gradient from `Op.plain`.
 All of it is written as source, once for each op: an opaque op costs no loop over its arguments when it runs, and
-Dynamo has straight lines to follow. An op that cannot be derived so names a module of its own (`Op.lowering`).
+Dynamo has straight lines to follow. What cannot be derived so is in a module that the op names (`Op.lowering`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from layerzero.model.op import Op, annotation_text
 from layerzero.model.shapes import ordered
 from layerzero.torch_ops import traced
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.lowering import HELPERS, Variant, variants
+from layerzero.torch_ops.lowering import HELPERS, Variant, left_out, variants
 from layerzero.torch_ops.opaque import OpaqueOp
 
 __all__ = ["bridge", "opaque_of", "schema", "traced_form"]
@@ -29,9 +29,6 @@ _SPACE = vars(traced)
 
 def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
     """The opaque ops: each runs the public function."""
-    if op.lowering:
-        own: tuple[OpaqueOp, ...] = importlib.import_module(op.lowering).OPS
-        return own
     _generate(op)
     made = []
     for variant in variants(op):
@@ -48,7 +45,8 @@ def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
                 autocast=op.autocast,
                 kept=frozenset(i for i, name in enumerate(names) if name not in direct),
                 replay=variant.replay,
-                random=op.random is not None,
+                random=op.random is not None and not left_out(op),
+                call=importlib.import_module(op.lowering).CALL if op.lowering and variant.name == op.op_id else None,
             )
         )
     return *made, *(replace(made[-1], name=name) for name in op.torch_names)
@@ -66,14 +64,16 @@ def traced_form(op: Op) -> Callable[..., Any]:
 
 def bridge(op: Op, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """One call, by its canonical arguments, through its opaque op."""
-    if op.lowering:
-        return importlib.import_module(op.lowering).bridge(args, layout, backend)
+    _generate(op)
     named = op.keywords(args) if op.keywords else dict(zip(op.arguments, args, strict=True))
+    if op.lowering:
+        named["layout"] = layout
+    if any(named.get(name, default) != default for name, default in left_out(op).items()):
+        return _SPACE["PLAIN"][op.op_id](*args, layout)
     if named.get("generator") is not None:
         # An op cannot carry it; plain torch is what every subclass that knows torch's ops can follow.
         assert op.fallback_impl is not None
         return op.fallback_impl(*args)
-    _generate(op)
     return _SPACE[f"bridged_{op.op_id}"](**named, backend=backend)
 
 
@@ -144,7 +144,7 @@ _made: dict[str, Op] = {}
 
 
 def _derivable(op: Op) -> bool:
-    return op.random is None and op.output_kind != "quantized"
+    return (op.random is None or bool(left_out(op))) and op.output_kind != "quantized"
 
 
 def _generate(op: Op) -> None:
@@ -229,7 +229,7 @@ def _canonical(op: Op, variant: Variant, values: dict[str, str]) -> str:
     if op.canonical is not None and variant.simple:
         given = ", ".join(f"{name}={text}" for name, text in values.items())
         return f'*CANONICAL["{op.op_id}"](dict({given}))'
-    return ", ".join(values[name] for name in op.arguments)
+    return ", ".join(values[name] for name in (*op.arguments, *(("layout",) if op.lowering else ())))
 
 
 def _flat(variant: Variant) -> str:

@@ -57,7 +57,7 @@ class _Functions:
 
 
 def _lowered(op: Op) -> bool:
-    return op.fake is not None or bool(op.lowering)
+    return op.fake is not None
 
 
 functions = _Functions()

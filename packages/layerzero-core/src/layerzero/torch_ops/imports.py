@@ -19,8 +19,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
     An import that fails leaves the hook in place for the next one. A reload does not run the action again.
     """
-    once = _Once(action)
-    finder = _Finder(name, once)
+    finder = _Finder(name, action)
     # The finder goes in before the look at sys.modules, so that an import starting in between cannot slip through.
     sys.meta_path.insert(0, finder)
     if name in sys.modules:
@@ -37,33 +36,22 @@ def _when_imported(name: str, finder: _Finder) -> None:
     finder.finish()
 
 
-class _Once:
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._lock = threading.Lock()
-        self.done = False
-
-    def __call__(self) -> None:
-        with self._lock:
-            if not self.done:
-                self._action()
-                self.done = True
-
-
 class _Finder(MetaPathFinder):
     """Finds one module by way of the other finders, and wraps its loader."""
 
-    def __init__(self, name: str, once: _Once) -> None:
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
-        self.once = once
+        self._action = action
+        self._lock = threading.Lock()
+        self._done = False
         self._here = threading.local()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         # Another finder of this kind asks us in turn while we ask it.
         if fullname != self.name or getattr(self._here, "asking", False):
             return None
-        if self.once.done:
-            self.remove()
+        if self._done:
+            self._remove()
             return None
         self._here.asking = True
         try:
@@ -81,12 +69,14 @@ class _Finder(MetaPathFinder):
         return None
 
     def finish(self) -> None:
-        """Leave the list of finders, and act."""
-        self.remove()
-        self.once()
+        """Leave the list of finders, and act, once."""
+        self._remove()
+        with self._lock:
+            if not self._done:
+                self._action()
+                self._done = True
 
-    def remove(self) -> None:
-        """Leave the list of finders."""
+    def _remove(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -96,12 +96,13 @@ def _define(library: Any, op: OpaqueOp) -> None:
 
 def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
     """The overload for compiled graphs. Its inputs come as they were traced: what was chosen for them must fit."""
-    name, signature = f"{op.name}.call", op.signature if op.call is None else op.call[0]
+    name = f"{op.name}.call"
+    signature, run, fake = op.call or (op.signature, None, op.fake)
     library.define(name + signature, tags=(*tags, torch.Tag.needs_exact_strides))
     overload = getattr(_namespace, op.name).call
     count = len(overload._schema.arguments)
-    library.impl(name, _direct(op.run, count) if op.call is None else op.call[1], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", _filled(op.fake, count), lib=library)
+    library.impl(name, run or _direct(op.run, count), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", _filled(fake, count), lib=library)
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(name, _autocast(overload, kind, op), f"Autocast{kind}")

@@ -18,11 +18,12 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.describe import check_window_fits
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
+from layerzero.model.masks import MASK_VALUES
 from layerzero.model.op import Op, annotation_text
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 
-__all__ = ["CAUSAL", "HELPERS", "Part", "Variant", "batch_of", "causal_word", "sides", "variants"]
+__all__ = ["CAUSAL", "HELPERS", "Part", "Variant", "batch_of", "causal_word", "left_out", "sides", "variants"]
 
 _TYPES = {"Tensor": "Tensor", "float": "Scalar", "int": "SymInt", "bool": "bool", "str": "str", "dtype": "ScalarType"}
 
@@ -102,6 +103,8 @@ def _part(op: Op, name: str) -> Part:
         return Part(_GROUPED, f"*grouped_parts({name}{loose})", back, False, "None", "kv_lens_host")
     if "QuantizedTensor" in words and "Tensor" not in words:
         return Part(_QUANTIZED, f"*quantized_parts({name})", f"quantized_of({_names(_QUANTIZED)})")
+    if "BlockMask" in words:
+        return Part((f"Tensor? {name}",), f"written_out({name}, query, key, layout, window)", name)
     if "Sequence" in words and "Tensor" in words:
         return Part((f"Tensor {name}",), f"as_tensor({name}, {next(iter(given))})", name)
     if "Sequence" in words:
@@ -122,10 +125,16 @@ def _part(op: Op, name: str) -> Part:
     return Part((f"{_TYPES[first]}{optional} {name}",), name, name, True)
 
 
+def left_out(op: Op) -> dict[str, Any]:
+    """The parameters that no schema carries, with their defaults."""
+    return {name: op.signature.parameters[name].default for name, word in op.lowered.items() if word == "left out"}
+
+
 def variants(op: Op) -> list[Variant]:
     """The ops of torch that an op of ours needs, special ones first, the one of its own name last."""
     given = op.signature.parameters
     fixed = {name: word for name, word in (("generator", "None"), ("inplace", "False")) if name in given}
+    fixed |= {name: repr(default) for name, default in left_out(op).items()}
     loose = {
         name: "None"
         for name in given
@@ -199,6 +208,19 @@ def pair(window: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if window is None else tuple(window)
 
 
+def written_out(mask: Any, query: Tensor, key: Tensor, layout: str, window: Any) -> Tensor | None:
+    """A mask; a mask value as a boolean one, once it is known to fit: an opaque op takes tensors only."""
+    if not isinstance(mask, MASK_VALUES):
+        found: Tensor | None = mask
+        return found
+    axis = 1 if layout == "BSHD" or query.dim() == 3 else 2
+    rows, cols = query.shape[axis], key.shape[axis]
+    heads = 1 if query.dim() == 3 else query.shape[3 - axis]
+    dims = {"batch": query.shape[0], "num_heads": heads, "seq_len_q": rows, "seq_len_k": cols}
+    mask.check(dims, query.dim(), window)
+    return mask.dense(rows, cols, query.device)
+
+
 def split(value: Any, absent: float | None = None) -> tuple[Any, Tensor | None]:
     """A parameter as a schema has it: a number, and beside it the tensor of one value a row."""
     return (absent, value) if isinstance(value, Tensor) else (value, None)
@@ -223,17 +245,11 @@ def paged_parts(batch: PagedBatch | Tensor, context_lens: Tensor | None = None) 
     return batch.block_tables, batch.context_lens, batch.query_lens, *hosts
 
 
-def batch_of(
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_lens: Tensor | None,
-    context_host: Sequence[int] | None,
-    query_host: Sequence[int] | None,
-) -> PagedBatch:
+def batch_of(tables: Tensor, context_lens: Tensor, query_lens: Tensor | None, *hosts: Any) -> PagedBatch:
     """The batch those parts describe; without host lengths it is planned here, which waits for the device."""
-    if context_host is None or query_host is None:
-        return make_paged_batch(block_tables, context_lens, query_lens)
-    return PagedBatch(block_tables, context_lens, query_lens, tuple(context_host), tuple(query_host))
+    if hosts[0] is None or hosts[1] is None:
+        return make_paged_batch(tables, context_lens, query_lens)
+    return PagedBatch(tables, context_lens, query_lens, tuple(hosts[0]), tuple(hosts[1]))
 
 
 def grouped_parts(
@@ -246,15 +262,9 @@ def grouped_parts(
     return batch.cu_seqlens_q, batch.cu_seqlens_k, batch.kv_lens, *hosts
 
 
-def grouped_of(
-    offsets_q: Tensor,
-    offsets_k: Tensor,
-    kv_lens: Tensor,
-    q_host: Sequence[int] | None,
-    k_host: Sequence[int] | None,
-    lens_host: Sequence[int] | None,
-) -> GroupedBatch:
+def grouped_of(offsets_q: Tensor, offsets_k: Tensor, kv_lens: Tensor, *hosts: Any) -> GroupedBatch:
     """The batch those parts describe; without host numbers it is planned here, which waits for the device."""
+    q_host, k_host, lens_host = hosts
     if q_host is None or k_host is None or lens_host is None:
         return make_grouped_batch(offsets_q, offsets_k, kv_lens)
     return GroupedBatch(offsets_q, offsets_k, kv_lens, tuple(q_host), tuple(k_host), tuple(lens_host))
@@ -272,18 +282,9 @@ def quantized_parts(source: QuantizedTensor) -> tuple[Any, ...]:
     return source.data, source.scale, source.zero_point, source.tensor_scale, *words
 
 
-def quantized_of(
-    data: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    tensor_scale: Tensor | None,
-    fmt: str,
-    granularity: str,
-    block_size: int | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> QuantizedTensor:
+def quantized_of(*parts: Any) -> QuantizedTensor:
     """The quantized tensor of these parts."""
+    data, scale, zero_point, tensor_scale, fmt, granularity, block_size, shape, dtype = parts
     known, _ = format_traits(fmt)
     return QuantizedTensor(data, scale, known, granularity, tuple(shape), dtype, block_size, zero_point, tensor_scale)
 
@@ -339,7 +340,8 @@ def copied(targets: tuple[Tensor | None, ...], found: tuple[Tensor, ...]) -> tup
 HELPERS = {
     item.__name__: item
     for item in (
-        causal_word, sides, pair, split, either, as_tensor, paged_parts, batch_of, grouped_parts, grouped_of, planned,
-        quantized_parts, quantized_of, weight_parts, weight_of, scheme_of, assembled, no_generator, lie_apart, copied,
+        causal_word, sides, pair, written_out, split, either, as_tensor, paged_parts, batch_of, grouped_parts,
+        grouped_of, planned, quantized_parts, quantized_of, weight_parts, weight_of, scheme_of, assembled, no_generator,
+        lie_apart, copied,
     )
 }  # fmt: skip

@@ -48,22 +48,11 @@ def nested_attention(varlen: Callable[..., Any], given: tuple[Any, ...], layout:
             value=f"value {tuple(value.shape)}",
             limit=f"the lengths of key {tuple(key.shape)}",
         )
-    found = varlen(
-        packed_q.tokens,
-        packed_k.tokens,
-        packed_v.tokens,
-        packed_q.offsets,
-        packed_k.offsets,
-        max_seqlen_q=packed_q.longest,
-        max_seqlen_k=packed_k.longest,
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
-        backend=backend,
-    )
+    tokens = (packed_q.tokens, packed_k.tokens, packed_v.tokens)
+    longest = {"max_seqlen_q": packed_q.longest, "max_seqlen_k": packed_k.longest}
+    options = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "return_lse": return_lse}
+    words = {"is_causal": is_causal, "scale": scale, "backend": backend, **longest, **options}
+    found = varlen(*tokens, packed_q.offsets, packed_k.offsets, **words)
     out, lse = found if return_lse else (found, None)
     result = _jagged(out, packed_q, query.ndim, order, squeeze=query.ndim == 3)
     if lse is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OpaqueOp", "differentiable", "place", "recorded", "uncounted"]
+__all__ = ["OpaqueOp", "autocast_dtype", "differentiable", "place", "recorded", "uncounted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class OpaqueOp:
     kept        places whose tensors are not: parts of a batch or of a quantized tensor
     replay      the backward may run the public function again; otherwise it takes the plain form
     random      draws from the default generator
-    call        schema and kernel of the overload `call`, where they are not those of the op itself
+    call        schema, kernel and fake of the overload `call`, where they are not those of the op itself
     """
 
     name: str
@@ -34,7 +34,17 @@ class OpaqueOp:
     kept: frozenset[int] = frozenset()
     replay: bool = True
     random: bool = False
-    call: tuple[str, Callable[..., Any]] | None = None
+    call: tuple[str, Callable[..., Any], Callable[..., Any]] | None = None
+
+
+# Device types that know autocast; torch.amp.is_autocast_available breaks the graphs of older Dynamos.
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on such a device; None where it is off."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if kind in _AUTOCAST and torch.is_autocast_enabled(kind) else None
 
 
 def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:

@@ -20,16 +20,16 @@ from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside
 from layerzero.dispatch.late import current_world, recover
 from layerzero.dispatch.run import decide, describe
-from layerzero.model.shapes import ordered
+from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
 from layerzero.selection.proven import unchecked
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.lowering import CAUSAL
+from layerzero.torch_ops.lowering import CAUSAL, pair
 
-__all__ = ["SIGNATURE", "run", "spelled"]
+__all__ = ["CALL", "spelled"]
 
-SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, str call) -> Tensor"
+_SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, str call) -> Tensor"
 
 _LIMIT = 16_384
 _scope = scope.get
@@ -39,15 +39,13 @@ _any_autocast = torch._C._is_any_autocast_enabled
 class _Site:
     """One traced call: its options, and the kernel it was given last."""
 
-    __slots__ = ("backend", "bound", "causal", "layout", "on", "scale", "softcap", "strides", "window", "world")
+    __slots__ = ("backend", "bound", "layout", "on", "options", "strides", "world")
 
     def __init__(self, call: str) -> None:
         found = json.loads(call)
-        self.causal: bool | str = CAUSAL[found["causal"]]
-        self.scale: float | None = found["scale"]
+        # As they stand among canonical arguments: is_causal, scale, window, softcap.
+        self.options = (CAUSAL[found["causal"]], found["scale"], pair(found["window"]), found["softcap"])
         self.layout: str = found["layout"]
-        self.window = None if found["window"] is None else tuple(found["window"])
-        self.softcap: float | None = found["softcap"]
         self.backend: str | None = found["backend"]
         self.on: str = found["on"]
         self.world: Any = None
@@ -84,7 +82,7 @@ def _metadata(tensors: Sequence[Tensor | None]) -> str:
     return " ".join(parts) + (" deterministic" if torch.are_deterministic_algorithms_enabled() else "")
 
 
-def run(
+def _run(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, call: str
 ) -> Tensor:
     """The op's kernel."""
@@ -98,9 +96,7 @@ def run(
     bound = site.bound
     if site.world is not world or (bound.guard is not None and not bound.guard()) or _any_autocast():
         return _first(site, query, key, value, attn_mask, alibi_slopes)
-    args = (
-        query, key, value, attn_mask, 0.0, site.causal, site.scale, site.window, site.softcap, alibi_slopes, False
-    )  # fmt: skip
+    args = (query, key, value, attn_mask, 0.0, *site.options, alibi_slopes, False)
     try:
         out: Tensor = bound.run(*args)
     except Exception as error:
@@ -108,25 +104,31 @@ def run(
     return out if out.stride() == site.strides else ordered(out, query)
 
 
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """Like the query, as wide as the value: a graph folds leading axes before it calls."""
+    return ordered_empty(query, value.shape[-1])
+
+
+CALL = (_SIGNATURE, _run, _fake)
+
+
 def _first(site: _Site, *tensors: Any) -> Tensor:
     """A call by the public function; afterwards the kernel is kept, where the call is what its string says."""
     query, key, value, attn_mask, alibi_slopes = (_bare(item) for item in tensors)
     backend = site.backend if site.backend is None else present(site.backend)
+    causal, scale, window, softcap = site.options
+    words = {"layout": site.layout, "window": window, "softcap": softcap, "backend": backend}
     with aside.quietly():  # torch has seen this op
         out = functions.fastest("attention")(
-            query, key, value, attn_mask, 0.0, site.causal, site.scale, layout=site.layout, window=site.window,
-            softcap=site.softcap, alibi_slopes=alibi_slopes, backend=backend,
-        )  # fmt: skip
+            query, key, value, attn_mask, 0.0, causal, scale, alibi_slopes=alibi_slopes, **words
+        )
     result = ordered(out, query)
     if (
         site.on
         and site.on == _metadata((query, key, value, attn_mask, alibi_slopes))
         and modes.plain([item for item in tensors if item is not None])
     ):
-        args = (
-            query, key, value, attn_mask, 0.0, site.causal, site.scale, site.window, site.softcap, alibi_slopes, False
-        )  # fmt: skip
-        _keep(site, args, backend, result)
+        _keep(site, (query, key, value, attn_mask, 0.0, *site.options, alibi_slopes, False), backend, result)
     return result
 
 

@@ -1,13 +1,11 @@
 """Kernels that are plain torch, written into a traced graph so that the compiler fuses across them.
 
-`chosen` asks, while Dynamo traces an op, what shall stand in the graph (`basis`); `write` then runs that kernel's own
-function, which Dynamo follows. `OPEN` are the functions it can follow: torch's own, SDPA, the reference, and those of
-the inductor backend, which are the same formulas compiled one by one. All other kernels are opaque ops.
+`chosen` asks, while Dynamo traces an op, what shall stand in the graph (`basis`); `write` then runs the function that
+the kernel names for it (`KernelSpec.traceable`), which Dynamo follows. All other kernels are opaque ops.
 """
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,69 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.model.decision import Decision
-from layerzero.selection.world import World
-from layerzero.torch_ops import attention_forms, basis, sites
+from layerzero.torch_ops import basis, sites, traced
 from layerzero.torch_ops.lowering import CAUSAL
+from layerzero.torch_ops.opaque import autocast_dtype
 
-__all__ = ["OPEN", "chosen", "decided", "prepare", "spelled", "write", "write_attention"]
+__all__ = ["chosen", "prepare", "spelled", "write", "write_attention"]
 
 comptime: Any = None  # torch._dynamo.comptime.comptime, once Dynamo is there
-
-
-def _function(path: str) -> Callable[..., Any]:
-    # By name: backends live on a floor above, which nothing below may import.
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
-
-
-# Functions of kernels that Dynamo can follow, under the names by which the kernels are registered: a kernel that is
-# registered with another function is another kernel, whatever its id.
-_OWN = (
-    "torch_native.kernels:rms_norm", "torch_native.kernels:add_rms_norm", "torch_native.kernels:layer_norm",
-    "torch_native.kernels:silu_and_mul", "torch_native.kernels:gelu_and_mul", "torch_native.kernels:relu_and_mul",
-    "torch_native.kernels:linear", "torch_native.kernels:embedding", "torch_native.feed_forward:mlp",
-    "torch_native.norm:gemma_rms_norm", "torch_native.norm:gemma_add_rms_norm", "torch_native.loss:cross_entropy",
-    "torch_native.conversion:cast", "torch_native.moe:topk_gate",
-    "sdpa.kernels:flash_cpu", "sdpa.kernels:math",
-    "reference.attention:attention", "reference.norm:rms_norm", "reference.norm:add_rms_norm",
-    "reference.norm:layer_norm", "reference.norm:gemma_rms_norm", "reference.norm:gemma_add_rms_norm",
-    "reference.mlp:silu_and_mul", "reference.mlp:gelu_and_mul", "reference.mlp:relu_and_mul",
-    "reference.linear:linear", "reference.linear:embedding", "reference.feed_forward:mlp", "reference.moe:topk_gate",
-    "reference.loss:cross_entropy", "reference.conversion:cast",
-)  # fmt: skip
-# Those that it cannot follow (complex numbers, results written into parts of a tensor, programs compiled before) but
-# that compute what the op's plain form does: that stands for them.
-_PLAIN = (
-    "torch_native.rotary:rope_halves", "torch_native.rotary:rope_complex", "reference.positional:rope",
-    "reference.positional:xpos",
-    *(f"inductor.kernels:{name}" for name in (
-        "rms_norm", "add_rms_norm", "layer_norm", "silu_and_mul", "gelu_and_mul", "relu_and_mul", "rope",
-    )),
-)  # fmt: skip
-_ROOM = "layerzero.backends."
-OPEN: dict[str, Callable[..., Any] | None] = {
-    **{_ROOM + path: _function(_ROOM + path) for path in _OWN},
-    **dict.fromkeys(_ROOM + path for path in _PLAIN),
-    **attention_forms.CUDA,
-}
-
-
-def decided(decision: Decision, world: World) -> Decision:
-    """What a decision for an eager call is inside a graph; its notes say what stands there."""
-    return basis.compiled(decision, world, OPEN)
-
-
-# Device types that know autocast; torch.amp.is_autocast_available breaks the graphs of older Dynamos.
-_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
 
 _here = threading.local()
 
 
 # -- traced by Dynamo ------------------------------------------------------------------------------
 def chosen(op: str, args: tuple[Any, ...], layout: str | None, backend: str | None, grad: bool) -> str:
-    """What shall stand in the graph for this call: a name of `OPEN`, "plain", or "" for the opaque op."""
+    """What shall stand in the graph for this call: the name of a form, "plain", or "" for the opaque op."""
     if torch.compiler._is_exporting_flag:
         return ""  # a program that is saved selects where it runs
     comptime(_ask)
@@ -97,19 +46,16 @@ def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool
 
 
 def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
-    kind = args[0].device.type
+    device = args[0].device
+    dtype = autocast_dtype(device)
+    if dtype is None:
+        return form(*args) if own == "plain" else getattr(traced, own)(*args)
+    if casts:
+        args = tuple(_narrowed(item, dtype) for item in args)
     if own == "plain":
-        if casts and kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            args = tuple(_narrowed(item, dtype) for item in args)
         return form(*args)
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        if casts:
-            dtype = torch.get_autocast_dtype(kind)
-            args = tuple(_narrowed(item, dtype) for item in args)
-        with torch.autocast(kind, enabled=False):
-            return OPEN[own](*args)  # type: ignore[misc] # those without a function of their own are "plain"
-    return OPEN[own](*args)  # type: ignore[misc]
+    with torch.autocast(device.type, enabled=False):
+        return getattr(traced, own)(*args)
 
 
 def _narrowed(item: Any, dtype: torch.dtype) -> Any:
@@ -119,8 +65,8 @@ def _narrowed(item: Any, dtype: torch.dtype) -> Any:
 
 
 def write_attention(own: str, args: tuple[Any, ...]) -> Any:
-    """Attention by one kernel, on canonical arguments in any layout and rank; `own` names one of `FORMS`."""
-    found = attention_forms.FORMS[own](*args)
+    """Attention by one kernel, on canonical arguments in any layout and rank; `own` names its form."""
+    found = getattr(traced, own)(*args)
     comptime(_tidy)
     return found
 
@@ -155,7 +101,7 @@ def _ask(ctx: Any) -> None:
         if question.op == "attention":
             _here.call = _spell(question)
         with _real_tensors():
-            _here.answer = basis.answer(question, OPEN, lambda: basis.basis_of(graph, OPEN, _guard))
+            _here.answer = basis.answer(question, lambda: basis.basis_of(graph, _guard))
     except _GIVES_UP as error:
         if getattr(error, "code", None) == "DTYPE_MIXED":
             _here.answer = ""  # the opaque op refuses it when it runs, as an eager call does

@@ -114,14 +114,7 @@ def __getattr__(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    layout: str,
-    position_ids: Tensor | None,
-    inplace: bool,
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, *rest: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Rotary embedding of halves over the whole head, one table row per token."""
     return _rotated(q, cos, sin, layout), None if k is None else _rotated(k, cos, sin, layout)

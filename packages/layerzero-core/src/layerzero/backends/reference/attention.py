@@ -19,7 +19,7 @@ from torch import Tensor
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.model.masks import BlockMask, ChunkMask, dense_mask
 
-__all__ = ["attention"]
+__all__ = ["alibi_bias", "attention", "band", "inside"]
 
 
 def attention(
@@ -45,10 +45,12 @@ def attention(
     with no_autocast(query.device.type):
         scores = _scores(query.to(dtype), key.to(dtype), scale, softcap)
         if alibi_slopes is not None:
-            scores = scores + _alibi_bias(alibi_slopes.to(dtype), query.shape[-2], key.shape[-2])
+            scores = scores + alibi_bias(alibi_slopes.to(dtype), query.shape[-2], key.shape[-2])
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask.to(dtype)
-        allowed = _allowed(mask, is_causal, window, query.shape[-2], key.shape[-2], query.device)
+        allowed = band(is_causal, window, query.shape[-2], key.shape[-2], query.device)
+        if mask is not None and mask.dtype == torch.bool:
+            allowed = mask if allowed is None else allowed & mask
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
 
@@ -88,7 +90,7 @@ def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     return (grouped @ value).reshape(batch, heads, seq_q, value.shape[-1])
 
 
-def _alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
+def alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
     """-slope * |q_pos - k_pos| with slopes [H] or [B, H]; shape [1 or B, H, Sq, Sk]."""
     q_pos = torch.arange(seq_q, device=slopes.device).unsqueeze(-1) + (seq_k - seq_q)
     distance = (q_pos - torch.arange(seq_k, device=slopes.device)).abs()
@@ -96,27 +98,23 @@ def _alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
     return -per_head[:, :, None, None] * distance
 
 
-def _allowed(
-    attn_mask: Tensor | None,
-    is_causal: bool | str,
-    window: tuple[int, int] | None,
-    seq_q: int,
-    seq_k: int,
-    device: torch.device,
+def band(
+    is_causal: bool | str, window: tuple[int, int] | None, seq_q: int, seq_k: int, device: torch.device
 ) -> Tensor | None:
-    """Which (query, key) pairs may attend, or None when all may."""
-    allowed = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
-    left, right = window if window is not None else (-1, -1)
-    if not is_causal and left < 0 and right < 0:
-        return allowed
+    """Which (query, key) pairs the causal triangle and the window let attend, or None when all may."""
+    if not is_causal and (window is None or (window[0] < 0 and window[1] < 0)):
+        return None
     shift = 0 if is_causal is True else seq_k - seq_q
     q_pos = torch.arange(seq_q, device=device).unsqueeze(-1) + shift
-    offset = torch.arange(seq_k, device=device) - q_pos  # how far the key lies ahead of the query
-    band = torch.ones_like(offset, dtype=torch.bool)
-    if is_causal:
-        band = band & (offset <= 0)
+    return inside(torch.arange(seq_k, device=device) - q_pos, is_causal, window)
+
+
+def inside(ahead: Tensor, is_causal: bool | str, window: tuple[int, int] | None) -> Tensor:
+    """Where the causal triangle and the window let attend a key that lies this far ahead of the query."""
+    left, right = window if window is not None else (-1, -1)
+    found = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
-        band = band & (offset >= -left)
+        found = found & (ahead >= -left)
     if right >= 0:
-        band = band & (offset <= right)
-    return band if allowed is None else band & allowed
+        found = found & (ahead <= right)
+    return found

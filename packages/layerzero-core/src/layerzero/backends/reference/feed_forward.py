@@ -9,7 +9,7 @@ from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["ACTIVATIONS", "activate", "feed_forward", "mlp"]
+__all__ = ["ACTIVATIONS", "activate", "feed_forward", "gated", "mlp"]
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -27,6 +27,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def gated(x: Tensor, activation: str, inner: int) -> Tensor:
+    """The activation of x [..., inner], or of the first half of x [..., 2 inner] times the second."""
+    if x.shape[-1] == inner:
+        return activate(x, activation)
+    gate, up = x.chunk(2, dim=-1)
+    return activate(gate, activation) * up
+
+
 def feed_forward(
     x: Tensor,
     up_weight: Tensor,
@@ -42,13 +50,10 @@ def feed_forward(
     With twice as many rows in `up_weight` as `down_weight` has columns, the first half of the rows is the gate.
     """
     up = F.linear(x, up_weight, up_bias)
-    if gate_weight is not None:
-        inner = activate(F.linear(x, gate_weight, gate_bias), activation) * up
-    elif up_weight.shape[0] == 2 * down_weight.shape[1]:
-        gate, value = up.chunk(2, dim=-1)
-        inner = activate(gate, activation) * value
+    if gate_weight is None:
+        inner = gated(up, activation, down_weight.shape[1])
     else:
-        inner = activate(up, activation)
+        inner = activate(F.linear(x, gate_weight, gate_bias), activation) * up
     return F.linear(inner, down_weight, down_bias)
 
 
@@ -64,19 +69,9 @@ def mlp(
 ) -> Tensor:
     """Computed in float32 from end to end; only the result is rounded."""
     wide = compute_dtype(x, up_weight, down_weight, gate_weight)
-
-    def widened(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(wide)
-
+    gate_weight, up_bias, gate_bias, down_bias = (
+        None if item is None else item.to(wide) for item in (gate_weight, up_bias, gate_bias, down_bias)
+    )
+    weights = (up_weight.to(wide), down_weight.to(wide), gate_weight)
     with no_autocast(x.device.type):
-        out = feed_forward(
-            x.to(wide),
-            up_weight.to(wide),
-            down_weight.to(wide),
-            widened(gate_weight),
-            activation,
-            widened(up_bias),
-            widened(gate_bias),
-            widened(down_bias),
-        )
-    return out.to(x.dtype)
+        return feed_forward(x.to(wide), *weights, activation, up_bias, gate_bias, down_bias).to(x.dtype)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
-from layerzero.backends.reference.paged import gather, sequences
-from layerzero.model.attention import Attended, packed
+from layerzero.backends.reference.paged import one_by_one
+from layerzero.model.attention import Attended
 from layerzero.model.kv_cache import PagedBatch
 
 __all__ = ["mla_paged_attention"]
@@ -34,10 +34,8 @@ def mla_paged_attention(
     """
     query = torch.cat((q_nope, q_pe), dim=-1)
 
-    def sequence(row: int, queries: Tensor, pages: Tensor, length: int) -> Attended:
-        latent, rotated = (gather(cache.unsqueeze(2), pages, length) for cache in (ckv_cache, kpe_cache))
+    def attend(queries: Tensor, rotated: Tensor, latent: Tensor, _: Tensor | None) -> Attended:
         keys = torch.cat((latent, rotated), dim=-1)
         return attention(queries, keys, latent, None, 0.0, "bottom_right", scale, None, None, None, return_lse)
 
-    found = (sequence(*item) for item in sequences(batch, query, ckv_cache.shape[1]))
-    return packed(found, query, ckv_cache, return_lse)
+    return one_by_one(attend, query, (kpe_cache.unsqueeze(2), ckv_cache.unsqueeze(2)), batch, return_lse=return_lse)

@@ -6,6 +6,8 @@ and captured. That costs a product per expert; the kernels that sort by expert a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ __all__ = ["check_groups", "grouped_gemm", "moe", "topk_gate"]
 
 
 # -- routing -----------------------------------------------------------------------------------------
+def _best(values: Tensor, count: int) -> Tensor:
+    """Places of the largest values, best first; a stable sort keeps equal ones in order."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
 def topk_gate(
     logits: Tensor,
     choice: tuple[int, int, int],
@@ -25,40 +32,32 @@ def topk_gate(
     renormalize: bool,
     bias: Tensor | None,
     scale: float,
+    *,
+    best: Callable[[Tensor, int], Tensor] = _best,
 ) -> tuple[Tensor, Tensor]:
     """Weights and ids of each token's experts, best first; `choice` is (k, num_groups, top_groups).
 
     Without a bias the experts are ranked by logit, which orders them as their score does: no rounding of a softmax
-    can make two of them equal. Equal ones go by id, the lowest first.
+    can make two of them equal. Equal ones go by id, the lowest first. `best` finds the places of the largest values.
     """
     k, num_groups, top_groups = choice
     wide = logits.to(compute_dtype(logits))
     scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
     ranked = (wide if bias is None else scores + bias.to(wide.dtype)).detach()
     if num_groups == 1:
-        ids = _best(ranked, k)
+        ids = best(ranked, k)
     else:
-        experts = _of_best_groups(ranked, num_groups, top_groups, pairs=bias is not None)
-        ids = experts.gather(-1, _best(ranked.gather(-1, experts), k))
+        # A group counts by its best expert, or with a bias by its best two.
+        size = ranked.shape[-1] // num_groups
+        inside = ranked.reshape(ranked.shape[0], num_groups, size)
+        value = inside.amax(dim=-1) if bias is None else inside.topk(min(2, size), dim=-1).values.sum(dim=-1)
+        groups = best(value, top_groups).sort(dim=-1).values
+        experts = (groups.unsqueeze(-1) * size + torch.arange(size, device=logits.device)).flatten(-2)
+        ids = experts.gather(-1, best(ranked.gather(-1, experts), k))
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     return weights * scale, ids
-
-
-def _best(values: Tensor, count: int) -> Tensor:
-    """Places of the largest values, best first; a stable sort keeps equal ones in order."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def _of_best_groups(ranked: Tensor, num_groups: int, top_groups: int, *, pairs: bool) -> Tensor:
-    """Ids, ascending, of the experts in the best groups; a group counts by its best expert, or by its best two."""
-    size = ranked.shape[-1] // num_groups
-    grouped = ranked.reshape(ranked.shape[0], num_groups, size)
-    value = grouped.topk(min(2, size), dim=-1).values.sum(dim=-1) if pairs else grouped.amax(dim=-1)
-    groups = _best(value, top_groups).sort(dim=-1).values
-    experts = groups.unsqueeze(-1) * size + torch.arange(size, device=ranked.device)
-    return experts.reshape(ranked.shape[0], top_groups * size)
 
 
 # -- one weight per group of rows --------------------------------------------------------------------
@@ -81,15 +80,17 @@ def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def check_groups(sizes: list[int], rows: int) -> None:
-    """Refuse sizes that are negative or that name more rows than there are."""
-    if any(size < 0 for size in sizes) or sum(sizes) > rows:
+def check_groups(sizes: list[int], rows: int) -> int:
+    """Rows beyond the last group; sizes that are negative or name more rows than there are are refused."""
+    left = rows - sum(sizes)
+    if left < 0 or min(sizes, default=0) < 0:
         raise InvalidInputError(
             "group_sizes do not fit the rows of x",
             code=ReasonCode.VALUE_INVALID,
             value=f"group_sizes {sizes if len(sizes) <= 16 else f'with sum {sum(sizes)}'}",
             limit=f"sizes of 0 or more that add up to at most {rows}",
         )
+    return left
 
 
 def _readable(tensor: Tensor) -> bool:

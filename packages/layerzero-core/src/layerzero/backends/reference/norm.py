@@ -24,9 +24,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     The new residual keeps the dtype of `residual`, and the norm is taken of that rounded sum: the pair equals the
     two separate ops.
     """
-    dtype = compute_dtype(x, residual)
-    new_residual = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
-    return _rms(new_residual, weight, eps).to(x.dtype), new_residual
+    stream = _sum(x, residual)
+    return _rms(stream, weight, eps).to(x.dtype), stream
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,9 +39,8 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add `x` to the residual stream, then `gemma_rms_norm` of the stream as it was rounded to its own dtype."""
-    dtype = compute_dtype(x, residual)
-    new_residual = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
-    return _gemma(new_residual, weight, eps).to(x.dtype), new_residual
+    stream = _sum(x, residual)
+    return _gemma(stream, weight, eps).to(x.dtype), stream
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -57,6 +55,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if bias is not None:
         out = out + bias.to(dtype)
     return out.to(x.dtype)
+
+
+def _sum(x: Tensor, residual: Tensor) -> Tensor:
+    dtype = compute_dtype(x, residual)
+    return (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
 
 
 def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

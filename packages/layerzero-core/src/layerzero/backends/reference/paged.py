@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
+from layerzero.backends.reference.varlen import slopes_of
 from layerzero.errors import InvalidInputError
 from layerzero.model.attention import Attended, packed
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.reasons import ReasonCode
 
-__all__ = ["gather", "paged_attention", "sequences"]
+__all__ = ["all_pages", "one_by_one", "paged_attention"]
 
 
 def paged_attention(
@@ -40,16 +41,37 @@ def paged_attention(
         options = (scale, window, softcap, alibi_slopes, return_lse, layout)
         return _on_device(query, key_cache, value_cache, batch, *options)
 
-    def sequence(row: int, queries: Tensor, pages: Tensor, length: int) -> Attended:
-        keys, values = (gather(cache, pages, length, layout) for cache in (key_cache, value_cache))
-        slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor | None) -> Attended:
         return attention(queries, keys, values, None, 0.0, "bottom_right", scale, window, softcap, slopes, return_lse)
 
-    found = (sequence(*item) for item in sequences(batch, query, page_size))
-    return packed(found, query, value_cache, return_lse)
+    return one_by_one(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes, return_lse)
 
 
-def sequences(batch: PagedBatch, query: Tensor, page_size: int) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+def one_by_one(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Attended],
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+    layout: str = "NHD",
+    slopes: Tensor | None = None,
+    return_lse: bool = False,
+    left: int = -1,
+) -> Attended:
+    """The results of `attend` on each sequence that has queries and its tokens of both caches, packed.
+
+    Pages whose keys all lie more than `left` before the first query are not gathered.
+    """
+    page = caches[0].shape[1] if layout == "NHD" else caches[0].shape[2]
+
+    def sequence(row: int, queries: Tensor, pages: Tensor, length: int) -> Attended:
+        hidden = 0 if left < 0 else max(0, length - queries.shape[2] - left) // page
+        first, second = (_gather(cache, pages[hidden:], length - hidden * page, layout) for cache in caches)
+        return attend(queries, first, second, slopes_of(slopes, row))
+
+    return packed((sequence(*item) for item in _sequences(batch, query, page)), query, caches[1], return_lse)
+
+
+def _sequences(batch: PagedBatch, query: Tensor, page_size: int) -> Iterator[tuple[int, Tensor, Tensor, int]]:
     """Each sequence with queries: its row, its queries [1, Hq, S, D], its pages, and how many tokens they hold."""
     start = 0
     for row, (length, count) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
@@ -59,7 +81,7 @@ def sequences(batch: PagedBatch, query: Tensor, page_size: int) -> Iterator[tupl
             start += count
 
 
-def gather(cache: Tensor, pages: Tensor, context_len: int, layout: str = "NHD") -> Tensor:
+def _gather(cache: Tensor, pages: Tensor, context_len: int, layout: str = "NHD") -> Tensor:
     """The first `context_len` cached tokens of one sequence as [1, Hkv, context_len, D]."""
     # index_select, unlike cache[pages], refuses a negative page number instead of wrapping it to another sequence.
     blocks = torch.index_select(cache, 0, pages)
@@ -94,7 +116,7 @@ def _on_device(
         behind = ends[rows] - 1 - tokens
     position = (batch.context_lens.to(torch.int64)[rows] - 1 - behind).unsqueeze(-1)
     pages = batch.block_tables.to(torch.int64)[rows].clamp(0, key_cache.shape[0] - 1)
-    keys, values = (_all_pages(cache, pages, layout) for cache in (key_cache, value_cache))
+    keys, values = (all_pages(cache, pages, layout) for cache in (key_cache, value_cache))
     slot = torch.arange(keys.shape[2], device=query.device)
     allowed = slot <= position
     if window is not None and window[0] >= 0:
@@ -110,12 +132,12 @@ def _on_device(
     return result.squeeze(2)
 
 
-def _all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
+def all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
     """The pages of each token's row, one after another: [tokens, Hkv, blocks * page, D]."""
-    found = torch.index_select(cache, 0, pages.flatten()).reshape(*pages.shape, *cache.shape[1:])
+    found = torch.index_select(cache, 0, pages.flatten())
     if layout == "HND":
-        found = found.transpose(2, 3)
-    return found.flatten(1, 2).transpose(1, 2)
+        found = found.transpose(1, 2)
+    return found.reshape(pages.shape[0], pages.shape[1] * found.shape[1], *found.shape[2:]).transpose(1, 2)
 
 
 def _check(query: Tensor, batch: PagedBatch, page_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from layerzero.backends.reference.precision import compute_dtype
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["alibi_slopes", "rope", "rope_halves", "xpos"]
+__all__ = ["alibi_slopes", "rope", "rope_halves", "token_rows", "xpos"]
 
 
 def rope(
@@ -50,10 +51,7 @@ def rope_halves(
     half = cos.shape[-1] // 2 if full else cos.shape[-1]
     if interleaved or 2 * half > q.shape[-1]:
         return rope(q, k, cos, sin, interleaved, layout, position_ids, False)
-    seq_len = q.shape[2] if layout == "BHSD" else q.shape[1]
-    tables = [_rows(table, position_ids, seq_len) for table in (cos, sin)]
-    if tables[0].dim() == 3 or layout != "BHSD":
-        tables = [table.unsqueeze(1 if layout == "BHSD" else -2) for table in tables]
+    tables = token_rows((cos, sin), q, layout, position_ids)
     return _halves(q, tables, half, full), None if k is None else _halves(k, tables, half, full)
 
 
@@ -123,20 +121,25 @@ def _tables(
     q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, position_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin with a column for each element and a row for each token, ready to be multiplied with q."""
-    seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
-    full_cos = _rows(_full_width(cos, interleaved), position_ids, seq_len)
-    full_sin = _rows(_full_width(sin, interleaved), position_ids, seq_len)
+    full = [_full_width(table, interleaved) for table in (cos, sin)]
+    full_cos, full_sin = token_rows(full, q, layout, position_ids)
     if full_cos.shape[-1] > q.shape[-1]:
         raise InvalidInputError(
             code=ReasonCode.SHAPE_INVALID,
             value=f"cos {tuple(cos.shape)}",
             limit=f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]",
         )
-    # A table of rank 2 in BHSD needs no head axis: [S, R] already lines up with [.., S, D].
-    if full_cos.dim() == 3 or layout != "BHSD":
-        head_axis = -3 if layout == "BHSD" else -2
-        full_cos, full_sin = full_cos.unsqueeze(head_axis), full_sin.unsqueeze(head_axis)
     return full_cos, full_sin
+
+
+def token_rows(tables: Sequence[Tensor], q: Tensor, layout: str, position_ids: Tensor | None) -> list[Tensor]:
+    """The rows of the tables for each token of q, with an axis for its heads."""
+    seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
+    found = [_rows(table, position_ids, seq_len) for table in tables]
+    # A table of rank 2 in BHSD needs no head axis: [S, R] already lines up with [.., S, D].
+    if found[0].dim() == 3 or layout != "BHSD":
+        found = [table.unsqueeze(-3 if layout == "BHSD" else -2) for table in found]
+    return found
 
 
 def _full_width(table: Tensor, interleaved: bool) -> Tensor:

@@ -8,6 +8,7 @@ scale of its group, so that it stays visible after dequantization.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.reasons import ReasonCode
 
-__all__ = ["E2M1_VALUES", "LARGEST", "NF4_VALUES", "Scales", "dequantize", "group_view", "quantize", "scales_of"]
+__all__ = ["E2M1_VALUES", "LARGEST", "NF4_VALUES", "Scales", "dequantize", "group_view", "quantize", "quantized"]
 
 # Magnitudes of the codes 0..7 of E2M1; bit 3 is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -50,10 +51,20 @@ def quantize(x: Tensor, scheme: QuantScheme) -> QuantizedTensor:
     """Quantize along the last axis; scales per tensor, per channel (row) or per block of a row."""
     if not x.dtype.is_floating_point:
         raise InvalidInputError(code=ReasonCode.DTYPE_UNSUPPORTED, value=x.dtype, limit="floating point")
+    return quantized(x.to(compute_dtype(x)), scheme, _encode, x.dtype)
+
+
+def quantized(
+    x: Tensor,
+    scheme: QuantScheme,
+    encode: Callable[[Tensor, QuantFormat, Tensor | None], Tensor],
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    """A wide `x`, which came in as `dtype`, by a function from numbers divided by their step to codes."""
     shape = tuple(x.shape)
-    groups = group_view(x.detach().to(compute_dtype(x)).contiguous(), scheme.scales_for(shape))
+    groups = group_view(x.detach().contiguous(), scheme.scales_for(shape))
     found = scales_of(groups, scheme)
-    data = _encode(groups / found.divisor.unsqueeze(-1), scheme.fmt, found.zero_point).reshape(shape)
+    data = encode(groups / found.divisor.unsqueeze(-1), scheme.fmt, found.zero_point).reshape(shape)
     if scheme.traits.packed:
         data = data[..., 0::2] | (data[..., 1::2] << 4)
     return QuantizedTensor(
@@ -62,7 +73,7 @@ def quantize(x: Tensor, scheme: QuantScheme) -> QuantizedTensor:
         scheme.fmt,
         scheme.granularity,
         shape,
-        x.dtype,
+        dtype,
         scheme.block_size,
         found.zero_point,
         found.tensor_scale,

@@ -16,6 +16,7 @@ Logits need not be finite: -inf bans a token; tokens at +inf share all the mass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor
 __all__ = ["sample", "sample_topk", "sample_topp", "sampling_probs"]
 
 Param = float | Tensor
+Kept = tuple[Tensor, Tensor | None]
+"""Weights of tokens in the order of their ids, and these ids; None: of all tokens."""
 
 # Mass this close to p counts as reached: sums of the same numbers in another order must not keep another token.
 SLACK = 1e-9
@@ -46,19 +49,31 @@ def sample(
     min_p: Param | None,
     temperature: Param,
     generator: torch.Generator | None,
+    *,
+    find: Callable[..., Kept] | None = None,
 ) -> Tensor:
-    """Draw with all filters at once. None, and top_k <= 0, leave a filter out. Returns int64 [B]."""
+    """Draw with all filters at once. None, and top_k <= 0, leave a filter out. Returns int64 [B].
+
+    `find` finds the kept tokens in another way than `kept`.
+    """
     if not isinstance(temperature, Tensor) and temperature <= 0:
         return greedy(logits)
-    weights = _kept_weights(logits, top_k, top_p, min_p, temperature)
-    drawn = draw(weights, draw_uniform(weights, 1, generator)).squeeze(1)
+    weights, ids = (find or kept)(logits, top_k, top_p, min_p, temperature)
+    index = draw(weights, draw_uniform(weights, 1, generator))
+    drawn = (index if ids is None else torch.where(index < 0, -1, ids.gather(1, index.clamp(min=0)))).squeeze(1)
     if not isinstance(temperature, Tensor):
         return drawn
     return torch.where(temperature.to(drawn.device) > 0, drawn, greedy(logits))
 
 
 def sampling_probs(
-    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+    logits: Tensor,
+    top_k: int | Tensor | None,
+    top_p: Param | None,
+    min_p: Param | None,
+    temperature: Param,
+    *,
+    find: Callable[..., Kept] | None = None,
 ) -> Tensor:
     """The probabilities `sample` draws with, [B, V]; float64 for float64 logits, else float32."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -68,9 +83,11 @@ def sampling_probs(
         certain = (torch.arange(logits.shape[-1], device=logits.device) == head).to(dtype)
         if not isinstance(temperature, Tensor):
             return certain
-    weights = _kept_weights(logits, top_k, top_p, min_p, temperature)
+    weights, ids = (find or kept)(logits, top_k, top_p, min_p, temperature)
     total = weights.sum(dim=-1, keepdim=True)
     probs = torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), 0.0).to(dtype)
+    if ids is not None:
+        probs = torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter(1, ids, probs)
     if certain is None:
         return probs
     assert isinstance(temperature, Tensor)
@@ -127,9 +144,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(total > 0, index, -1)
 
 
-def _kept_weights(
+def kept(
     logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
-) -> Tensor:
+) -> Kept:
     """Weights [B, V] of the tokens that the filters keep, zero for the others."""
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
@@ -139,7 +156,7 @@ def _kept_weights(
     weights = tempered(values, values[:, :1], temperature)
     keep = filtered(weights, top_k, top_p, min_p)
     room = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
-    return room.scatter(1, ids, weights * keep)
+    return room.scatter(1, ids, weights * keep), None
 
 
 def filtered(weights: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None) -> Tensor:

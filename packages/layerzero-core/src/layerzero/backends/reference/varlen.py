@@ -7,14 +7,15 @@ count from the start of each sequence; alignment is that of plain attention, seq
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.attention import attention
+from layerzero.backends.reference.attention import attention, inside
 from layerzero.model.attention import Attended, packed
 
-__all__ = ["varlen_attention", "varlen_masked"]
+__all__ = ["one_by_one", "slopes_of", "varlen_attention", "varlen_masked"]
 
 
 def varlen_attention(
@@ -43,15 +44,37 @@ def varlen_attention(
             return_lse,
         )  # fmt: skip
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
+        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
+
+    return one_by_one(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, return_lse)
+
+
+def one_by_one(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Attended],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    slopes: Tensor | None,
+    return_lse: bool,
+) -> Attended:
+    """The results of `attend` on each sequence that has queries, packed; the host reads where they begin."""
+
     def sequence(row: int, queries: tuple[int, int], keys: tuple[int, int]) -> Attended:
         parts = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in parts)
-        slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        return attend(q, k, v, slopes_of(slopes, row))
 
     spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
     found = (sequence(row, *both) for row, both in enumerate(spans) if both[0][0] < both[0][1])
     return packed(found, query, value, return_lse)
+
+
+def slopes_of(slopes: Tensor | None, row: int, count: int = 1) -> Tensor | None:
+    """The slopes of `count` sequences from `row` on, where each has its own."""
+    return slopes[row : row + count] if slopes is not None and slopes.dim() == 2 else slopes
 
 
 def _readable(*offsets: Tensor) -> bool:
@@ -84,16 +107,7 @@ def varlen_masked(
     lengths = cu_seqlens_k.diff() - cu_seqlens_q.diff()
     ends = own_q + lengths[seq_q]  # positions aligned to the end of the keys
     starts = own_q if is_causal is True else ends
-    ahead = own_k - starts.unsqueeze(-1)
-    keep = seq_q.unsqueeze(-1) == seq_k
-    left, right = window if window is not None else (-1, -1)
-    if is_causal:
-        keep = keep & (ahead <= 0)
-    if left >= 0:
-        keep = keep & (ahead >= -left)
-    if right >= 0:
-        keep = keep & (ahead <= right)
-    mask = keep
+    mask = keep = (seq_q.unsqueeze(-1) == seq_k) & inside(own_k - starts.unsqueeze(-1), is_causal, window)
     if alibi_slopes is not None:
         slopes = alibi_slopes[seq_q].t() if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(-1)
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -6,17 +6,19 @@ sequences are attended one by one, and the pages of a cache are gathered first.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.paged import gather, sequences
+from layerzero.backends.reference.paged import all_pages
+from layerzero.backends.reference.paged import one_by_one as each_paged
+from layerzero.backends.reference.varlen import one_by_one as each_packed
+from layerzero.backends.sdpa.paged import prepared
 from layerzero.backends.sdpa.varlen import mask_of
-from layerzero.model.attention import packed, upright
+from layerzero.model.attention import upright
 from layerzero.model.kv_cache import PagedBatch
 
 __all__ = ["attention", "latent_pages", "pages", "varlen"]
@@ -36,12 +38,15 @@ def attention(
     return_lse: bool,
 ) -> Tensor:
     """SDPA with whatever it has no argument for as a mask."""
-    rows, cols = query.shape[2], key.shape[2]
-    plain = window is None and alibi_slopes is None and attn_mask is None
-    causal = bool(is_causal) and plain and (is_causal is True or rows == cols)
-    if not causal:
+    causal, rows, cols = bool(is_causal), query.shape[2], key.shape[2]
+    folded = window is not None or alibi_slopes is not None
+    if causal and (folded or attn_mask is not None or (is_causal is not True and rows != cols)):
+        causal, folded = False, True
+    if folded:
         bias = mask_of(rows, cols, is_causal, window, alibi_slopes, query)
         attn_mask = _joined(attn_mask, bias, query.dtype)
+    elif attn_mask is not None and attn_mask.dtype is not torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     grouped = query.shape[1] != key.shape[1]
@@ -75,17 +80,8 @@ def varlen(
     return_lse: bool,
 ) -> Any:
     """SDPA for one packed sequence after another; the host reads where they begin."""
-    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-
-    def results() -> Iterator[Tensor]:
-        for row, (of_q, of_k) in enumerate(spans):
-            if of_q[0] == of_q[1]:
-                continue
-            parts = (query[slice(*of_q)], key[slice(*of_k)], value[slice(*of_k)])
-            q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
-            yield _sequence(q, k, v, is_causal, scale, window, _of(alibi_slopes, row))
-
-    return packed(results(), query, value, False)
+    attend = functools.partial(_sequence, is_causal, scale, window)
+    return each_packed(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, False)
 
 
 def pages(
@@ -101,16 +97,12 @@ def pages(
     layout: str,
 ) -> Any:
     """Gather the pages, then SDPA: over the whole batch where every sequence decodes one token, else one by one."""
-    if _decodes(batch) and window is None and alibi_slopes is None:
-        keys, values = (_padded(cache, batch, layout) for cache in (key_cache, value_cache))
-        return _decoded(query, keys, values, batch, scale)
-    page = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
-
-    def sequence(row: int, queries: Tensor, own: Tensor, length: int) -> Tensor:
-        keys, values = (gather(cache, own, length, layout) for cache in (key_cache, value_cache))
-        return _sequence(queries, keys, values, "bottom_right", scale, window, _of(alibi_slopes, row))
-
-    return packed((sequence(*item) for item in sequences(batch, query, page)), query, value_cache, False)
+    plan = _decoding(batch, key_cache, layout) if window is None and alibi_slopes is None else None
+    if plan is not None:
+        keys, values = (plan.gather(cache, layout) for cache in (key_cache, value_cache))
+        return plan.attend(query, keys, values, scale)
+    attend = functools.partial(_sequence, "bottom_right", scale, window)
+    return each_paged(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes)
 
 
 def latent_pages(
@@ -124,25 +116,25 @@ def latent_pages(
 ) -> Any:
     """Multi-head latent attention as SDPA with one KV head: key [latent, rotated], value [latent]."""
     query = torch.cat((q_nope, q_pe), dim=-1)
-    caches = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
-    if _decodes(batch):
-        latent, rotated = (_padded(cache, batch, "NHD") for cache in caches)
-        return _decoded(query, torch.cat((latent, rotated), dim=-1), latent, batch, scale)
+    caches = (kpe_cache.unsqueeze(2), ckv_cache.unsqueeze(2))
+    plan = _decoding(batch, ckv_cache, "NHD")
+    if plan is not None:
+        rotated, latent = (plan.gather(cache, "NHD") for cache in caches)
+        return plan.attend(query, torch.cat((latent, rotated), dim=-1), latent, scale)
 
-    def sequence(row: int, queries: Tensor, own: Tensor, length: int) -> Tensor:
-        latent, rotated = (gather(cache, own, length) for cache in caches)
-        return _sequence(queries, torch.cat((latent, rotated), dim=-1), latent, "bottom_right", scale, None, None)
+    def attend(queries: Tensor, rotated: Tensor, latent: Tensor, _: Tensor | None) -> Tensor:
+        return _sequence("bottom_right", scale, None, queries, torch.cat((latent, rotated), dim=-1), latent, None)
 
-    return packed((sequence(*item) for item in sequences(batch, query, ckv_cache.shape[1])), query, ckv_cache, False)
+    return each_paged(attend, query, caches, batch)
 
 
 def _sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     is_causal: bool | str,
     scale: float | None,
     window: tuple[int, int] | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     slopes: Tensor | None,
 ) -> Tensor:
     if key.shape[2] == 0:
@@ -150,30 +142,39 @@ def _sequence(
     return attention(query, key, value, None, 0.0, is_causal, scale, window, None, slopes, False)
 
 
-def _of(slopes: Tensor | None, row: int) -> Tensor | None:
-    return slopes[row : row + 1] if slopes is not None and slopes.dim() == 2 else slopes
+class _Decode(NamedTuple):
+    """A batch in which every sequence has one new token: its pages, the longest context, and which slots are in use."""
+
+    pages: Tensor
+    longest: int
+    used: Tensor | None
+
+    def gather(self, cache: Tensor, layout: str) -> Tensor:
+        """The cached tokens of every sequence, [B, Hkv, longest, D]; behind the end of one stands anything."""
+        return all_pages(cache, self.pages, layout)[:, :, : self.longest]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+        """Attention of [B, H, D] over gathered tokens."""
+        if self.used is not None:  # NaN too may stand behind an end, and 0 times NaN is NaN
+            values = torch.where(self.used.transpose(2, 3), values, 0.0)
+        rest = (self.used, 0.0, False, scale, None, None, None, False)
+        return attention(query.unsqueeze(2), keys, values, *rest).squeeze(2)
 
 
-def _decodes(batch: PagedBatch) -> bool:
-    """Whether every sequence has one new token and some context."""
-    return not batch.capture and set(batch.query_lens_host) == {1} and min(batch.context_lens_host) > 0
+def _decoding(batch: PagedBatch, cache: Tensor, layout: str) -> _Decode | None:
+    """The plan of a batch in which every sequence has one new token and some context; None for others."""
+    if batch.capture or not batch.is_decode or not batch.batch_size:
+        return None
+    found: _Decode | None = prepared(batch, _decode, cache.shape[1 if layout == "NHD" else 2], cache.shape[0])
+    return found
 
 
-def _padded(cache: Tensor, batch: PagedBatch, layout: str) -> Tensor:
-    """The cached tokens of every sequence, [B, Hkv, longest, D]; behind the end of one stands what its table names."""
-    page = cache.shape[1] if layout == "NHD" else cache.shape[2]
-    tables = batch.block_tables[:, : -(-batch.max_context_len // page)]
-    found = torch.index_select(cache, 0, tables.flatten().clamp(0, cache.shape[0] - 1))
-    found = found.reshape(*tables.shape, *cache.shape[1:])
-    if layout == "HND":
-        found = found.transpose(2, 3)
-    return found.flatten(1, 2)[:, : batch.max_context_len].transpose(1, 2)
-
-
-def _decoded(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scale: float | None) -> Tensor:
-    mask = None
-    if min(batch.context_lens_host) < batch.max_context_len:
-        mask = torch.arange(keys.shape[2], device=query.device) < batch.context_lens[:, None, None, None]
-        # Behind the end of a sequence may stand anything, NaN too, and 0 times NaN is NaN.
-        values = torch.where(mask.transpose(2, 3), values, 0.0)
-    return attention(query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, None, None, False).squeeze(2)
+def _decode(batch: PagedBatch, page: int, blocks: int) -> _Decode | None:
+    shortest, longest = min(batch.context_lens_host), batch.max_context_len
+    if not shortest:
+        return None
+    pages = batch.block_tables[:, : -(-longest // page)].clamp(0, blocks - 1)
+    if shortest == longest:
+        return _Decode(pages, longest, None)
+    slots = torch.arange(longest, device=pages.device)
+    return _Decode(pages, longest, slots < batch.context_lens[:, None, None, None])

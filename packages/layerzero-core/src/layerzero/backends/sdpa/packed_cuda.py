@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.sdpa.paged import prepared
 from layerzero.model.attention import no_keys, offsets, upright
 from layerzero.model.kv_cache import PagedBatch
 
@@ -72,15 +73,8 @@ def paged_flash(
     layout: str,
 ) -> Any:
     """Gather the tokens of all sequences into one packed buffer, then FlashAttention-2 over it."""
-    device = query.device
-    contexts, queries = batch.context_lens_host, batch.query_lens_host
     page = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
-    cu_q, cu_k = (item.to(device, non_blocking=True) for item in offsets(queries, contexts))
-    lengths = cu_k.diff()
-    total = sum(contexts)
-    row = torch.repeat_interleave(torch.arange(len(contexts), device=device), lengths, output_size=total)
-    place = torch.arange(total, device=device) - cu_k[row]
-    pages, slot = batch.block_tables[row, place // page], place % page
+    cu_q, cu_k, pages, slot = prepared(batch, _places, page)
     keys, values = (
         cache[pages, slot] if layout == "NHD" else cache[pages, :, slot] for cache in (key_cache, value_cache)
     )
@@ -88,3 +82,13 @@ def paged_flash(
     return varlen_flash(
         query, keys, values, cu_q, cu_k, *longest, "bottom_right", scale, window, None, None, return_lse
     )
+
+
+def _places(batch: PagedBatch, page: int) -> tuple[Tensor, ...]:
+    """Where packed queries and tokens begin, and for each token its page and its slot there."""
+    device, contexts = batch.block_tables.device, batch.context_lens_host
+    cu_q, cu_k = (item.to(device, non_blocking=True) for item in offsets(batch.query_lens_host, contexts))
+    rows = torch.arange(len(contexts), device=device)
+    row = torch.repeat_interleave(rows, cu_k.diff(), output_size=sum(contexts))
+    place = torch.arange(row.shape[0], device=device) - cu_k[row]
+    return cu_q, cu_k, batch.block_tables[row, place // page], place % page

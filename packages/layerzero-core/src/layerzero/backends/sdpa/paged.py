@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from layerzero.backends.reference.paged import gather, sequences
+from layerzero.backends.reference.paged import one_by_one
 from layerzero.backends.sdpa.varlen import attend_cpu
-from layerzero.model.attention import packed
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["gather_cpu"]
+__all__ = ["gather_cpu", "prepared"]
+
+
+class _Prepared:
+    """What adapters found out about the pages of a batch, for the layers that follow."""
+
+    __slots__ = ("found", "version")
+
+    def __init__(self, found: Any, version: int | None) -> None:
+        self.found, self.version = found, version
+
+    def replan(self, batch: PagedBatch) -> None:
+        self.version = -1  # of no tensor: it is made again
+
+
+def prepared(batch: PagedBatch, make: Callable[..., Any], *sizes: int) -> Any:
+    """`make(batch, *sizes)`, made once for a batch, and again where its tables were written to."""
+    tables = batch.block_tables
+    stream = torch._C._cuda_getCurrentRawStream(tables.get_device()) if tables.is_cuda else 0
+    key = (make, sizes, stream, torch.is_inference_mode_enabled())
+    version = None if tables.is_inference() else tables._version
+    plan = batch.plans.get(key)
+    if not isinstance(plan, _Prepared) or plan.version != version:
+        plan = batch.plans[key] = _Prepared(make(batch, *sizes), version)
+    return plan.found
 
 
 def gather_cpu(
@@ -27,16 +52,9 @@ def gather_cpu(
     layout: str,
 ) -> Any:
     """The blocked CPU kernel, one call per sequence; pages that a window hides are not gathered."""
-    page = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
 
-    def sequence(row: int, queries: Tensor, pages: Tensor, cols: int) -> Any:
-        # The first key that any of this sequence's queries may see, down to the start of its page.
-        seen = 0 if window is None or window[0] < 0 else max(0, cols - queries.shape[2] - window[0]) // page * page
-        keys, values = (gather(cache, pages[seen // page :], cols - seen, layout) for cache in (key_cache, value_cache))
-        slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[row : row + 1]
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor | None) -> Any:
         return attend_cpu(queries, keys, values, "bottom_right", scale, window, slopes, return_lse)
 
-    found = (sequence(*item) for item in sequences(batch, query, page))
-    return packed(found, query, value_cache, return_lse)
+    left = -1 if window is None else window[0]
+    return one_by_one(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes, return_lse, left)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.attention import alibi_bias, band
+from layerzero.backends.reference.precision import compute_dtype
+from layerzero.backends.reference.varlen import slopes_of
 from layerzero.backends.sdpa.kernels import flash_cpu
 from layerzero.model.attention import packed
 
@@ -46,9 +49,7 @@ def each_cpu(
                 _heads_first(key[start : start + count * cols], count),
                 _heads_first(value[start : start + count * cols], count),
             )
-            slopes = alibi_slopes
-            if slopes is not None and slopes.dim() == 2:
-                slopes = slopes[row - count : row]
+            slopes = slopes_of(alibi_slopes, row - count, count)
             yield attend_cpu(*parts, is_causal, scale, window, slopes, return_lse)
 
     return packed(results(), query, value, return_lse)
@@ -116,24 +117,10 @@ def mask_of(
     like: Tensor,
 ) -> Tensor | None:
     """Causal triangle, window and ALiBi as one additive mask, or None. In float32: large biases need its digits."""
-    left, right = (-1, -1) if window is None else window
-    if is_causal and right != 0:
-        right = 0
-    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
-    query = torch.arange(rows, device=like.device).unsqueeze(-1) + (cols - rows)
-    key = torch.arange(cols, device=like.device)
-    bias: Tensor | None = None
-    if slopes is not None:
-        per_head = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
-        bias = -per_head.to(wide)[:, :, None, None] * (query - key).abs()
-    if left < 0 and right < 0:
+    wide = compute_dtype(like)
+    bias = None if slopes is None else alibi_bias(slopes.to(wide), rows, cols)
+    seen = band(is_causal, window, rows, cols, like.device)
+    if seen is None:
         return bias
-    ahead = key - (query if is_causal is not True else query - (cols - rows))
-    out = torch.zeros_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        out |= ahead < -left
-    if right >= 0:
-        out |= ahead > right
-    if bias is None:
-        return torch.zeros(rows, cols, dtype=wide, device=like.device).masked_fill_(out, -torch.inf)
-    return bias.masked_fill(out, -torch.inf)
+    full = torch.zeros((), dtype=wide, device=like.device) if bias is None else bias
+    return torch.where(seen, full, -torch.inf)

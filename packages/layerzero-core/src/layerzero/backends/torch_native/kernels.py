@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.torch_native.feed_forward import activated
+from layerzero.backends.reference.feed_forward import activate
 
 __all__ = [
     "add_rms_norm",
@@ -57,7 +57,7 @@ def relu_and_mul(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The BLAS behind `F.linear`, then the activation."""
     out = F.linear(x, weight, bias)
-    return out if activation is None else activated(out, activation)
+    return out if activation is None else activate(out, activation)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

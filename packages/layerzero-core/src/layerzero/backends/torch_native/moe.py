@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.torch_native.feed_forward import gated, narrow_on_cpu
-from layerzero.errors import InvalidInputError
+from layerzero.backends.reference import moe as reference
+from layerzero.backends.reference.feed_forward import gated
+from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
 
 __all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk_gate"]
 
@@ -25,27 +26,9 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 
 # -- routing -----------------------------------------------------------------------------------------
-def topk_gate(
-    logits: Tensor, choice: tuple[int, int, int], scoring: str, renormalize: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def topk_gate(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The best of each token without a sort of all experts, where that is quicker; equal ones go by id."""
-    k, num_groups, top_groups = choice
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
-    ranked = wide.detach() if bias is None else scores.detach() + bias.detach().to(wide.dtype)
-    if num_groups == 1:
-        ids = _largest(ranked, k)
-    else:
-        size = ranked.shape[-1] // num_groups
-        inside = ranked.reshape(ranked.shape[0], num_groups, size)
-        value = inside.amax(dim=-1) if bias is None else inside.topk(min(2, size), dim=-1).values.sum(dim=-1)
-        groups = _largest(value, top_groups).sort(dim=-1).values
-        experts = (groups.unsqueeze(-1) * size + torch.arange(size, device=logits.device)).flatten(-2)
-        ids = experts.gather(-1, _largest(ranked.gather(-1, experts), k))
-    weights = scores.gather(-1, ids)
-    if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-    return weights * scale, ids
+    return reference.topk_gate(logits, *rest, best=_largest)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -70,7 +53,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 def grouped_gemm_segments(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     """One product per group that has rows."""
     sizes = group_sizes.tolist()
-    left = _left_over(sizes, x.shape[0])
+    left = reference.check_groups(sizes, x.shape[0])
     groups = zip(torch.split(x, [*sizes, left]), weights, strict=False)
     # The first group is kept even if it is empty: through it x and the weights always have a gradient.
     pieces = [rows @ weight.T for group, (rows, weight) in enumerate(groups) if rows.shape[0] or group == 0]
@@ -79,23 +62,10 @@ def grouped_gemm_segments(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Te
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _left_over(sizes: list[int], rows: int) -> int:
-    """Rows beyond the last group; sizes that do not fit are refused."""
-    left = rows - sum(sizes)
-    if left < 0 or min(sizes) < 0:
-        raise InvalidInputError(
-            "group_sizes do not fit the rows of x",
-            code="VALUE_INVALID",
-            value=f"group_sizes with sum {sum(sizes)}, smallest {min(sizes)}",
-            limit=f"sizes of 0 or more that add up to at most {rows}",
-        )
-    return left
-
-
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     """`F.grouped_mm`. Rows of no group are kept out of it both ways: it neither writes them nor their gradient."""
     if not torch.compiler.is_compiling() and type(group_sizes) is Tensor and group_sizes.device.type == "cpu":
-        _left_over(group_sizes.tolist(), x.shape[0])
+        reference.check_groups(group_sizes.tolist(), x.shape[0])
     ends = group_sizes.cumsum(0, dtype=torch.int32)
     inside = torch.arange(x.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
     out = _grouped_mm(torch.where(inside, x, 0.0), weights.transpose(1, 2), offs=ends)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.precision import compute_dtype
+
 __all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
 
 
@@ -21,27 +23,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float)
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`torch.layer_norm` in the wide precision, rounded once, to the dtype of x."""
-    wide = _wide(x, weight, bias)
+    wide = compute_dtype(x, weight, bias)
     scale, shift = (None if item is None else item.to(wide) for item in (weight, bias))
     return torch.layer_norm(x.to(wide), (x.shape[-1],), scale, shift, eps).to(x.dtype)
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`torch.rms_norm` in the wide precision, so that one rounding at the end is the only one."""
-    return _norm(x, 1.0 + weight.to(_wide(x, weight)), eps).to(x.dtype)
+    return _norm(x, 1.0 + weight.to(compute_dtype(x, weight)), eps).to(x.dtype)
 
 
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add, then the norm of the sum in the stream's own dtype."""
     # torch adds mixed dtypes in the wider of the two, which here is as wide as the sum has to be.
     stream = (x + residual).to(residual.dtype)
-    return _norm(stream, 1.0 + weight.to(_wide(stream, weight)), eps).to(x.dtype), stream
+    return _norm(stream, 1.0 + weight.to(compute_dtype(stream, weight)), eps).to(x.dtype), stream
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    wide = _wide(x, weight)
+    wide = compute_dtype(x, weight)
     return torch.rms_norm(x.to(wide), (x.shape[-1],), None if weight is None else weight.to(wide), eps)
-
-
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.torch_native.feed_forward import activated
+from layerzero.backends.reference.feed_forward import activate
 from layerzero.backends.torch_native.quantize import dequantize, quantize
 from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight, activation_scheme
@@ -111,5 +111,5 @@ def _finished(out: Tensor, bias: Tensor | None, activation: str | None, x: Tenso
     if bias is not None:
         out = out + bias
     if activation is not None:
-        out = activated(out, activation)
+        out = activate(out, activation)
     return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.quantize import E2M1_VALUES, LARGEST, NF4_VALUES, group_view, scales_of
+from layerzero.backends.reference.quantize import E2M1_VALUES, LARGEST, NF4_VALUES, group_view, quantized
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme
 
@@ -19,23 +19,7 @@ _BINS = 512  # of [-1, 1]: two midpoints of NF4 never share one
 
 def quantize(x: Tensor, scheme: QuantScheme) -> QuantizedTensor:
     """Every format; the encoding writes over its own scratch."""
-    shape = tuple(x.shape)
-    groups = group_view(x.detach().to(torch.float32).contiguous(), scheme.scales_for(shape))
-    found = scales_of(groups, scheme)
-    data = _encode(groups / found.divisor.unsqueeze(-1), scheme.fmt, found.zero_point).reshape(shape)
-    if scheme.traits.packed:
-        data = data[..., 0::2] | (data[..., 1::2] << 4)
-    return QuantizedTensor(
-        data,
-        found.scale,
-        scheme.fmt,
-        scheme.granularity,
-        shape,
-        x.dtype,
-        scheme.block_size,
-        found.zero_point,
-        found.tensor_scale,
-    )
+    return quantized(x.to(torch.float32), scheme, _encode, x.dtype)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:

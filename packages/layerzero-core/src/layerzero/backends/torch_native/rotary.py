@@ -6,61 +6,35 @@ Both kernels take the canonical arguments of `lz.rope` and compute in float32 (f
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.positional import _rows
+from layerzero.backends.reference.positional import token_rows
 
 __all__ = ["rope_complex", "rope_halves"]
 
 
-def rope_halves(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    layout: str,
-    position_ids: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Pairs (i, i + rotary/2): each half is written where it belongs."""
-    return _both(_halves, q, k, cos, sin, layout, position_ids, inplace)
+def _adapter(turn: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Any]:
+    """`lz.rope` by a function that turns one tensor."""
 
+    def rope(
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        layout: str,
+        position_ids: Tensor | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        full = cos.ndim == 3  # [B, S, rotary]: the two elements of a pair have entries of their own
+        wide = torch.float64 if torch.float64 in (q.dtype, cos.dtype) else torch.float32
+        cos, sin = token_rows((cos.to(wide), sin.to(wide)), q, layout, position_ids)
+        return turn(q, cos, sin, full, inplace), None if k is None else turn(k, cos, sin, full, inplace)
 
-def rope_complex(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    layout: str,
-    position_ids: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Pairs (2i, 2i + 1) as complex numbers, turned by one multiplication; tables [S, rotary/2] only."""
-    return _both(_complex, q, k, cos, sin, layout, position_ids, inplace)
-
-
-def _both(
-    turn: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor],
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    layout: str,
-    position_ids: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor | None]:
-    full = cos.ndim == 3  # [B, S, rotary]: the two elements of a pair have entries of their own
-    wide = torch.float64 if torch.float64 in (q.dtype, cos.dtype) else torch.float32
-    seq_axis = 2 if layout == "BHSD" else 1
-    cos, sin = (_rows(table.to(wide), position_ids, q.shape[seq_axis]) for table in (cos, sin))
-    if cos.ndim == 3 or seq_axis == 1:
-        head_axis = 1 if layout == "BHSD" else -2
-        cos, sin = cos.unsqueeze(head_axis), sin.unsqueeze(head_axis)
-    return turn(q, cos, sin, full, inplace), None if k is None else turn(k, cos, sin, full, inplace)
+    return rope
 
 
 def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> Tensor:
@@ -130,3 +104,9 @@ def _even(x: Tensor) -> Tensor:
     """The tensor, copied where its pairs cannot be read as complex numbers in place."""
     fits = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
     return x if fits else x.contiguous()
+
+
+# Pairs (i, i + rotary/2): each half is written where it belongs.
+rope_halves = _adapter(_halves)
+# Pairs (2i, 2i + 1) as complex numbers, turned by one multiplication; tables [S, rotary/2] only.
+rope_complex = _adapter(_complex)

@@ -19,6 +19,7 @@ the same generator state, from the same distribution.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,48 +52,14 @@ def sample_topp(logits: Tensor, p: Param, temperature: Param, generator: torch.G
     return sample(logits, None, p, None, temperature, generator)
 
 
-def sample(
-    logits: Tensor,
-    top_k: int | Tensor | None,
-    top_p: Param | None,
-    min_p: Param | None,
-    temperature: Param,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Draw with all filters at once; the parameters are the reference's."""
-    if not isinstance(temperature, Tensor) and temperature <= 0:
-        return reference.greedy(logits)
-    found = _kept(logits, top_k, top_p, min_p, temperature)
-    if found is None:
-        return reference.sample(logits, top_k, top_p, min_p, temperature, generator)
-    weights, ids = found
-    index = reference.draw(weights, reference.draw_uniform(weights, 1, generator))
-    drawn = (index if ids is None else torch.where(index < 0, -1, ids.gather(1, index.clamp(min=0)))).squeeze(1)
-    if not isinstance(temperature, Tensor):
-        return drawn
-    return torch.where(temperature.to(drawn.device) > 0, drawn, reference.greedy(logits))
+def sample(*args: Any) -> Tensor:
+    """Draw with all filters at once; the arguments are the reference's."""
+    return reference.sample(*args, find=_kept)
 
 
-def sampling_probs(
-    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
-) -> Tensor:
+def sampling_probs(*args: Any) -> Tensor:
     """The probabilities `sample` draws with."""
-    found = None
-    if isinstance(temperature, Tensor) or temperature > 0:
-        found = _kept(logits, top_k, top_p, min_p, temperature)
-    if found is None:
-        return reference.sampling_probs(logits, top_k, top_p, min_p, temperature)
-    weights, ids = found
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    total = weights.sum(dim=-1, keepdim=True)
-    probs = torch.where(total > 0, weights / total, 0.0).to(dtype)
-    if ids is not None:
-        probs = torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter(1, ids, probs)
-    if not isinstance(temperature, Tensor):
-        return probs
-    head = reference.greedy(logits).unsqueeze(1)
-    certain = (torch.arange(logits.shape[-1], device=logits.device) == head).to(dtype)
-    return torch.where(temperature.to(probs.device).unsqueeze(1) > 0, probs, certain)
+    return reference.sampling_probs(*args, find=_kept)
 
 
 def sample_topk_sorted(
@@ -160,8 +127,9 @@ def _beyond(weights: Tensor, top_p: Param) -> Tensor:
 
 def _kept(
     logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
-) -> tuple[Tensor, Tensor | None] | None:
-    """Weights of the kept tokens in the order of ids, and those ids (None: all of them); None when it takes a sort."""
+) -> reference.Kept:
+    """Weights of the kept tokens in the order of ids, and those ids (None: all of them); by a sort only if need be."""
+    given = (logits, top_k, top_p, min_p, temperature)
     vocab = logits.shape[-1]
     if isinstance(top_k, int) and not 0 < top_k < vocab:
         top_k = None
@@ -170,7 +138,7 @@ def _kept(
     if top_k is not None:
         head = _longest(top_k, logits) if isinstance(top_k, Tensor) else top_k
         if not 0 < head < vocab:
-            return None
+            return reference.kept(*given)
         values, ids = _head(logits, head)
         weights = reference.tempered(values, values[:, :1], temperature)
         keep = reference.filtered(weights, top_k if isinstance(top_k, Tensor) else None, top_p, min_p)
@@ -180,7 +148,7 @@ def _kept(
     elif logits.device.type == "cpu" and vocab >= _SMALL and bool(logits.amax(dim=-1).isfinite().all()):
         weights = _nucleus(logits, top_p, temperature)
     else:
-        return None
+        return reference.kept(*given)
     if min_p is not None:
         weights = torch.where(weights >= reference.column(min_p, weights).clamp(max=1), weights, 0.0)
     return weights, None

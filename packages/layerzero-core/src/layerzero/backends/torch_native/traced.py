@@ -3,6 +3,8 @@ takes the tensors; the reference, which multiplies by every expert, comes last."
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,19 +21,10 @@ def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     return reference.grouped_gemm(x, weights, group_sizes)
 
 
-def moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_offset: int,
-) -> Tensor:
+def moe(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
     """The weighted sum of each token's experts."""
-    args = (x, gate_up, down, topk_weights, topk_ids, activation, expert_offset)
     alike = gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
-    return native.moe(*args) if alike else reference.moe(*args)
+    return native.moe(x, gate_up, down, *rest) if alike else reference.moe(x, gate_up, down, *rest)
 
 
 def _groupable(x: Tensor, weights: Tensor, other: int) -> bool:
