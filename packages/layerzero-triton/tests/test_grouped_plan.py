@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from layerzero.model.grouped import make_grouped_batch
-from layerzero_triton.grouped.plan import key_reads, make_plan
+from layerzero_triton.grouped.plan import make_plan
 from layerzero_triton.grouped.tables import backward_tables, forward_tables
 
 CPU = torch.device("cpu")
@@ -25,6 +26,24 @@ def zigzag(rank, world, chunk):
     """One rank of zigzag context parallelism: chunks r and 2W-1-r ask, each over everything up to its own end."""
     late = 2 * world - 1 - rank
     return batch_of(((chunk,), (chunk,)), (2 * world * chunk,), (((rank + 1) * chunk,), ((late + 1) * chunk,)))
+
+
+class KeyReads(NamedTuple):
+    """Tokens of keys, times KV heads: those every program loads, and those that have to come from memory at all."""
+
+    loaded: int
+    unique: int
+
+
+def key_reads(plan, ratio):
+    """What the items of a plan read; `ratio` is query heads for each KV head."""
+    loaded, seen = 0, {}
+    for item in plan.items:
+        loaded += item.high - item.low
+        start = plan.tiles[item.tile].key_start
+        kv_head = item.head if plan.packed else item.head // ratio
+        seen.setdefault(kv_head, set()).update(range(start + item.low, start + item.high))
+    return KeyReads(loaded, sum(map(len, seen.values())))
 
 
 SHAPES = {

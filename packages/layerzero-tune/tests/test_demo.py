@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.cli.output import show
 from layerzero.model.decision import Candidate
 from layerzero.reasons import reason
 from layerzero_tune.demo import show as demo
@@ -22,7 +23,7 @@ from layerzero_tune.demo import tour as demo_tour
 from layerzero_tune.demo.block import KVCache, PlainTorch, Sizes, Weights, forward, sizes_for
 from layerzero_tune.demo.page import render
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, Tour, verdict
-from layerzero_tune.demo.text import duration, notes, plain_lines, summary
+from layerzero_tune.demo.text import blocks, duration, notes, summary
 
 STATIONS = (*PREFILL, *DECODE)
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -164,7 +165,9 @@ def test_a_failover_and_a_faster_loser_are_told(tour: Tour) -> None:
 
 
 def test_the_plain_text_names_each_kernel_and_ends_with_the_summary(tour: Tour) -> None:
-    lines = plain_lines(tour, Path("here.html"))
+    out = io.StringIO()
+    show(blocks(tour, Path("here.html")), out)
+    lines = out.getvalue().splitlines()
     for stop in tour.stops:
         assert any(line.startswith(stop.station.title) and stop.kernel in line for line in lines)
     assert "all results match the reference, page written to here.html" in lines[-2]
@@ -210,6 +213,7 @@ def test_run_in_a_terminal_shows_a_bar_and_a_table(monkeypatch: pytest.MonkeyPat
     assert "\x1b[" in out.getvalue() and "sampling" in err.getvalue()
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
+    lines = [line.rstrip() for line in lines]
     table = lines[: lines.index("Why not the others")]
     for stop in tour.stops:
         assert any(stop.kernel in line for line in table)

@@ -20,26 +20,25 @@ _SILU, _GELU, _GELU_TANH, _RELU = range(4)
 @adapted
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU: silu(gate) * up."""
-    if x.requires_grad and _grad_enabled():
-        return _Gated.apply(x, _SILU)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(x, _SILU)
+    return _either(x, _SILU)
 
 
 @adapted
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """GeGLU: gelu(gate) * up, with erf ("none") or its approximation by tanh."""
-    kind = _GELU_TANH if approximate == "tanh" else _GELU
-    if x.requires_grad and _grad_enabled():
-        return _Gated.apply(x, kind)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(x, kind)
+    return _either(x, _GELU_TANH if approximate == "tanh" else _GELU)
 
 
 @adapted
 def relu_and_mul(x: Tensor) -> Tensor:
     """ReGLU: relu(gate) * up."""
+    return _either(x, _RELU)
+
+
+def _either(x: Tensor, kind: int) -> Tensor:
     if x.requires_grad and _grad_enabled():
-        return _Gated.apply(x, _RELU)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(x, _RELU)
+        return _Gated.apply(x, kind)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward(x, kind)
 
 
 def _forward(x: Tensor, kind: int) -> Tensor:

@@ -23,10 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, rounded once."""
     if _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return _RmsNorm.apply(x, weight, eps, 0.0)  # type: ignore[no-any-return, no-untyped-call]
-    out = _empty(x)
-    if _rms(x, weight, 0.0, eps, out) is None:
-        return out
-    return _rms_copied(x, weight, 0.0, eps)
+    return _plain_rms(x, weight, 0.0, eps)
 
 
 @adapted
@@ -66,12 +63,7 @@ def _plain_rms(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> T
     out = _empty(x)
     if _rms(x, weight, offset, eps, out) is None:
         return out
-    return _rms_copied(x, weight, offset, eps)
-
-
-def _rms_copied(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-    """For tensors whose last axis has gaps."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)  # the last axis has gaps
     done(_rms(x.contiguous(), _dense(weight), offset, eps, out))
     return out
 

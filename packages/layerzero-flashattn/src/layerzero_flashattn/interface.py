@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from layerzero.model.attention import no_keys, upright
+from layerzero.model.kv_cache import PagedBatch
 from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows
 
-__all__ = ["dense", "float32", "varlen"]
+__all__ = ["dense", "paged", "varlen"]
 
 Kernel = Callable[..., Any]
 
@@ -46,7 +47,7 @@ def dense(function: Kernel) -> Kernel:
             query, scale = upright(query, scale)
         run = function_lse if return_lse else function
         if dropout_p or alibi_slopes is not None:
-            run = functools.partial(run, dropout_p=dropout_p, alibi_slopes=float32(alibi_slopes))
+            run = functools.partial(run, dropout_p=dropout_p, alibi_slopes=_float32(alibi_slopes))
         found = run(
             query,
             key,
@@ -93,7 +94,7 @@ def varlen(function: Kernel) -> Kernel:
             query, scale = upright(query, scale)
         run = function_lse if return_lse else function
         if alibi_slopes is not None:
-            run = functools.partial(run, alibi_slopes=float32(alibi_slopes))
+            run = functools.partial(run, alibi_slopes=_float32(alibi_slopes))
         found = run(
             query,
             key,
@@ -116,7 +117,38 @@ def varlen(function: Kernel) -> Kernel:
     return varlen_attention
 
 
-def float32(slopes: Tensor | None) -> Tensor | None:
+def paged(attend: Kernel, *, prefill: bool = False) -> Kernel:
+    """An adapter over `attend(query, key_cache, value_cache, batch, return_lse, **options)`.
+
+    For one new token a sequence, whose lengths and page numbers stay on the device; with `prefill` for any number.
+    """
+
+    def paged_attention(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: PagedBatch,
+        scale: float | None,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        return_lse: bool,
+        layout: str,
+    ) -> Any:
+        if scale is not None and scale <= 0.0:
+            query, scale = upright(query, scale)
+        options: dict[str, Any] = {} if alibi_slopes is None else {"alibi_slopes": _float32(alibi_slopes)}
+        options.update(softmax_scale=scale, causal=True, window_size=window or NO_WINDOW, softcap=softcap or 0.0)
+        query = query if prefill else query.unsqueeze(1)
+        found = attend(query, key_cache, value_cache, batch, return_lse, **options)
+        if prefill:
+            return (found[0], dead_rows(found[1]).transpose(0, 1)) if return_lse else found
+        return (found[0].squeeze(1), found[1].squeeze(-1)) if return_lse else found.squeeze(1)
+
+    return paged_attention
+
+
+def _float32(slopes: Tensor | None) -> Tensor | None:
     """ALiBi slopes as the library takes them, with a contiguous last axis."""
     return None if slopes is None else slopes.to(torch.float32).contiguous()
 

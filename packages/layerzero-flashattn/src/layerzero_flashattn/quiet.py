@@ -57,22 +57,14 @@ def quietly(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Result:
-        hush()
-        try:
-            return function(*args, **kwargs)
-        except Warning as raised:  # a compilation that was ended; nothing has been launched yet
-            if not _theirs.match(str(raised)):
-                raise
-        return again(args, kwargs, _TRIES - 1)
-
-    def again(args: tuple[Any, ...], kwargs: dict[str, Any], left: int) -> Result:
-        hush()
-        try:
-            return function(*args, **kwargs)
-        except Warning as raised:
-            if left == 1 or not _theirs.match(str(raised)):
-                raise
-        return again(args, kwargs, left - 1)
+        for left in reversed(range(_TRIES)):
+            hush()
+            try:
+                return function(*args, **kwargs)
+            except Warning as raised:  # a compilation that was ended; nothing has been launched yet
+                if not left or not _theirs.match(str(raised)):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     return run
 

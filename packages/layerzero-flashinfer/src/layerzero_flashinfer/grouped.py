@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError
-from layerzero.model.grouped import GroupedBatch, Segment
+from layerzero.model.attention import scaled
+from layerzero.model.grouped import GroupedBatch, Lengths, Segment
 
 __all__ = ["Requests", "grouped_attention", "requests", "unseen"]
 
@@ -75,11 +76,10 @@ def _pinned(size: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _planned(
-    lengths: tuple[tuple[int, ...], ...], causal: bool, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+    lengths: Lengths, causal: bool, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
     device: torch.device,
 ) -> _Planned:  # fmt: skip
-    empty = torch.empty(0, dtype=torch.int32)
-    plan = requests(GroupedBatch(empty, empty, empty, *lengths).segments(), causal)
+    plan = requests(GroupedBatch.of_lengths(lengths).segments(), causal)
     vendor = importlib.import_module("flashinfer.prefill")
     module = vendor.get_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, False)
     rows = plan.offsets_q[-1]
@@ -100,16 +100,9 @@ def _planned(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
     """What the launch relies on: the module takes pointers and strides, and believes the plan."""
-    (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
-    fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
-    if not fits or (tokens, total_k) != (batch.total_q, batch.total_k):
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit=f"[{batch.total_q}, Hq, D] and twice [{batch.total_k}, Hkv, D]",
-        )
-    if dim not in _HEAD_DIMS:
-        raise InvalidInputError(code="HEAD_DIM_INVALID", value=dim, limit=str(_HEAD_DIMS))
+    batch.check(query, key, value)
+    if query.shape[2] not in _HEAD_DIMS:
+        raise InvalidInputError(code="HEAD_DIM_INVALID", value=query.shape[2], limit=str(_HEAD_DIMS))
     if query.is_cuda and (query.dtype not in _HALVES or not query.dtype == key.dtype == value.dtype):
         raise InvalidInputError(code="DTYPE_UNSUPPORTED", value=str(query.dtype), limit="float16 or bfloat16")
 
@@ -120,16 +113,12 @@ def grouped_attention(
     """FlashInfer's ragged prefill with the groups as requests over the same keys."""
     _check(query, key, value, batch)
     tokens, heads, dim = query.shape
-    if scale is None:
-        scale = 1.0 / math.sqrt(dim)
-    elif scale <= 0:
-        query, scale = (query * 0.0, 1.0) if scale == 0 else (-query, -scale)
+    query, scale = scaled(query, scale)
     if tokens == 0 or key.shape[0] == 0:
         out = query.new_zeros(query.shape)
         lse = query.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
         return (out, lse) if return_lse else out
-    lengths = (batch.cu_seqlens_q_host, batch.cu_seqlens_k_host, batch.kv_lens_host)
-    plan = _planned(lengths, causal, heads, key.shape[1], dim, query.dtype, query.device)
+    plan = _planned(batch.lengths, causal, heads, key.shape[1], dim, query.dtype, query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     logs = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if return_lse else None
     plan.module.ragged_run(

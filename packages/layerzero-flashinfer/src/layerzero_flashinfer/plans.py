@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -82,14 +83,12 @@ class Lengths(NamedTuple):
     last: Tensor | None  # int32 [B]
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """A wrapper and the moment its last plan had left the pinned memory."""
 
-    __slots__ = ("copied", "wrapper")
-
-    def __init__(self, wrapper: Any) -> None:
-        self.wrapper = wrapper
-        self.copied: torch.cuda.Event | None = None
+    wrapper: Any
+    copied: torch.cuda.Event | None = None
 
 
 _SPARE = 4  # wrappers kept for a place and kind beyond those in use

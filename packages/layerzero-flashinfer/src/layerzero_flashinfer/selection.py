@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -35,15 +36,13 @@ def chosen_publicly() -> bool:
     return _inner() is None
 
 
+@dataclass(slots=True, eq=False)
 class _Order:
     """Calls of one device, one stream after another."""
 
-    __slots__ = ("lock", "raw", "stream")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.raw = 0  # the stream of the last call, as the driver knows it
-        self.stream: Any = None  # and as torch does
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    raw: int = 0  # the stream of the last call, as the driver knows it
+    stream: Any = None  # and as torch does
 
 
 _orders: dict[int, _Order] = {}

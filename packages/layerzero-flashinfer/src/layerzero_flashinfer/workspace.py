@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,44 +31,33 @@ class Workspace:
     results, although both use the same stream.
     """
 
-    __slots__ = ("_batch", "_first", "_single", "_states", "device", "lock")
-
     def __init__(self, device: torch.device, first: int | None = None) -> None:
         self.device = device
         self._first = first
         self.lock = threading.RLock()
-        self._single: Tensor | None = None
-        self._batch: Tensor | None = None
-        self._states: Tensor | None = None
 
-    @property
+    @cached_property
     def states(self) -> Tensor:
         """For the rows of a selection: zeros, which every launch leaves as it found them."""
-        if self._states is None:
-            self._states = torch.zeros(STATES, dtype=torch.uint8, device=self.device)
-        return self._states
+        return torch.zeros(STATES, dtype=torch.uint8, device=self.device)
 
-    @property
+    @cached_property
     def single(self) -> Tensor:
         """For the kernels of one sequence."""
-        if self._single is None:
-            self._single = torch.empty(SINGLE, dtype=torch.uint8, device=self.device)
-        return self._single
+        return torch.empty(SINGLE, dtype=torch.uint8, device=self.device)
 
-    @property
+    @cached_property
     def batch(self) -> Tensor:
         """For the wrappers of a batch."""
-        if self._batch is None:
-            size = BATCH if self._first is None else self._first
-            self._batch = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self._batch
+        size = BATCH if self._first is None else self._first
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def grow(self) -> bool:
         """Twice the memory for batches planned from now on; False at the limit. Earlier plans keep what they have."""
         size = 2 * self.batch.numel()
         if size > MOST:
             return False
-        self._batch = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.batch = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return True
 
 

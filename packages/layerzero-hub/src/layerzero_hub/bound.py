@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, cast
 
-from layerzero.model.context import Context
-from layerzero.reasons import Reason
 from layerzero_hub.errors import refuse
 from layerzero_hub.loading import load
 from layerzero_hub.mapping import resolve
@@ -44,31 +41,15 @@ def __getattr__(name: str) -> Any:
     if kernel is None or name[:2] not in ("k_", "p_", "w_"):
         raise AttributeError(f"layerzero_hub.bound has no {name!r}: the kernel is not locked and mapped")
     if name.startswith("p_"):
-        return _predicate(kernel)
-    return _packer(kernel) if name.startswith("w_") else _bind(kernel)
+        return lambda ctx: list(kernel.refused)
+    if name.startswith("w_"):
+        return _function(kernel.mapping.capabilities["packer"], kernel)
+    return _adapted(_function(kernel.mapping.function, kernel), kernel)
 
 
-def _predicate(kernel: HubKernel) -> Callable[[Context], list[Reason]]:
-    def reasons(ctx: Context) -> list[Reason]:
-        return list(kernel.refused)
-
-    return reasons
-
-
-def _bind(kernel: HubKernel) -> Callable[..., Any]:
-    """Verify, load, and adapt the op's canonical arguments to the function's own."""
-    module = load(kernel.repo_id, kernel.version, policy=_policy[0], digest=kernel.digest)
-    return _adapted(_function(module, kernel.mapping.function, kernel), kernel)
-
-
-def _packer(kernel: HubKernel) -> Callable[..., Any]:
-    """The kernel's own function that packs weights for it."""
-    module = load(kernel.repo_id, kernel.version, policy=_policy[0], digest=kernel.digest)
-    return _function(module, kernel.mapping.capabilities["packer"], kernel)
-
-
-def _function(module: ModuleType, name: str, kernel: HubKernel) -> Callable[..., Any]:
-    function = resolve(module, name)
+def _function(name: str, kernel: HubKernel) -> Callable[..., Any]:
+    """A function of the kernel, which is verified and loaded now."""
+    function = resolve(load(kernel.repo_id, kernel.version, policy=_policy[0], digest=kernel.digest), name)
     if not callable(function):
         raise refuse("HUB_METADATA_INVALID", kernel.repo_id, f"no function {name}")
     return cast("Callable[..., Any]", function)

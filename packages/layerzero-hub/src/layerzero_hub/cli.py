@@ -5,6 +5,7 @@ Exit codes: 0 all well, 1 something was refused, 2 usage.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,18 @@ import click
 
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, show
 from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero_hub import lockfile, signing
+from layerzero_hub.compat import dependencies
 from layerzero_hub.errors import refuse
-from layerzero_hub.installing import Finding
-from layerzero_hub.lockfile import Lock
-from layerzero_hub.locking import Progress
-from layerzero_hub.maintaining import Change
-from layerzero_hub.policy import HubPolicy
+from layerzero_hub.installing import Finding, audit, install, verify
+from layerzero_hub.lockfile import Lock, expiry
+from layerzero_hub.locking import Progress, lock_kernels, save
+from layerzero_hub.maintaining import Change, changes, prune, without
+from layerzero_hub.memory import Memory
+from layerzero_hub.policy import HubPolicy, discovered
+from layerzero_hub.probe import Prober
+from layerzero_hub.remote import connect
+from layerzero_hub.store import Store
 
 __all__ = ["hub"]
 
@@ -30,15 +37,22 @@ def hub() -> None:
     """Kernels from the Kernel Hub: allowed by name, locked by content, verified at every load."""
 
 
-def _policy_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
+def _with_policy(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """`--policy FILE`: the verb is given the policy of that file, else the discovered one."""
+
+    @click.option(
         "--policy", "policy_file", type=click.Path(path_type=Path), help="policy file instead of the discovered ones"
-    )(function)
+    )
+    @functools.wraps(function)
+    def run(policy_file: Path | None, **given: Any) -> Answer:
+        return function(policy=discovered(policy_file), **given)
+
+    return run
 
 
 @verb(hub, "lock")
 @click.argument("kernels", nargs=-1)
-@_policy_option
+@_with_policy
 @click.option("--no-probe", is_flag=True, help="do not run the kernels' import in a process of its own")
 @click.option("--allow-rollback", is_flag=True, help="accept a build that was locked before a newer one")
 @click.option("--project", type=click.Path(path_type=Path), help="lock [tool.kernels.dependencies] of a pyproject.toml")
@@ -47,7 +61,7 @@ def _policy_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--fresh", is_flag=True, help="keep nothing of the lock that is there")
 def lock_command(
     kernels: tuple[str, ...],
-    policy_file: Path | None,
+    policy: HubPolicy,
     no_probe: bool,
     allow_rollback: bool,
     project: Path | None,
@@ -61,15 +75,6 @@ def lock_command(
     newest commit of its version. A kernels.lock for the library `kernels` is written beside the lock. Entries of a
     lock that is badly signed, or that nobody named, are not kept: the command stops, and --fresh begins anew.
     """
-    from layerzero_hub import signing
-    from layerzero_hub.compat import dependencies
-    from layerzero_hub.locking import lock_kernels, save
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.probe import Prober
-    from layerzero_hub.remote import connect
-    from layerzero_hub.store import Store
-
-    policy = discovered(policy_file)
     known = None if fresh else signing.read_known(policy, allow_rollback=allow_rollback)
     until = None if expires is None else _expiry(expires)
     wanted = [_wanted(text) for text in kernels] or (dependencies(project) if project else [])
@@ -91,28 +96,18 @@ def lock_command(
             progress=progress,
         )
     save(lock, policy)
-    rows = [
-        Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, "locked", notes=prober.notes)
-        for kernel, variant in lock.variants()
-    ]
+    rows = [Finding.of(kernel, variant, "locked", notes=prober.notes) for kernel, variant in lock.variants()]
     said = [Line(f"probe: {note}", STYLES["warn"]) for note in prober.notes]
     return _answer(rows, [_written(lock, policy), *said])
 
 
 @verb(hub, "install")
-@_policy_option
+@_with_policy
 @click.option("--frozen", is_flag=True, help="ask no hub: what is not in the store is an error")
 @click.option("--allow-rollback", is_flag=True, help="accept a lock that is older than one seen here")
 @click.option("--everywhere", is_flag=True, help="also the builds for other machines, to ship the store to them")
-def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool, everywhere: bool) -> Answer:
+def install_command(policy: HubPolicy, frozen: bool, allow_rollback: bool, everywhere: bool) -> Answer:
     """Bring the store to what the lock says; what is there and right is not fetched again."""
-    from layerzero_hub import signing
-    from layerzero_hub.installing import install
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.remote import connect
-    from layerzero_hub.store import Store
-
-    policy = discovered(policy_file)
     lock = signing.read_lock(policy, allow_rollback=allow_rollback)
     with _progress() as progress:
         found = install(
@@ -128,28 +123,19 @@ def install_command(policy_file: Path | None, frozen: bool, allow_rollback: bool
 
 
 @verb(hub, "verify")
-@_policy_option
+@_with_policy
 @click.option("--offline", is_flag=True, help="accepted for clarity: verify never asks the hub")
-def verify_command(policy_file: Path | None, offline: bool) -> Answer:
+def verify_command(policy: HubPolicy, offline: bool) -> Answer:
     """Hash every locked build again and compare with lock and policy. Exit code 1 when one is refused."""
-    from layerzero_hub import signing
-    from layerzero_hub.installing import verify
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.store import Store
-
-    policy = discovered(policy_file)
     return _answer(verify(signing.read_lock(policy), policy=policy, store=Store(policy.store_path)))
 
 
 @verb(hub, "list")
-@_policy_option
-def list_command(policy_file: Path | None) -> Answer:
+@_with_policy
+def list_command(policy: HubPolicy) -> Answer:
     """Show the locked kernels, whether they are in the store, and the kernels of LayerZero they give."""
-    from layerzero_hub import signing, specs
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.store import Store
+    from layerzero_hub import specs  # what it needs of the core, no other verb does
 
-    policy = discovered(policy_file)
     lock, store = signing.read_lock(policy), Store(policy.store_path)
     mapped, problems = specs.survey(policy, lock)
     data, rows = [], []
@@ -157,7 +143,7 @@ def list_command(policy_file: Path | None) -> Answer:
         ids = sorted(one.kernel_id for one in mapped.values() if one.digest == variant.digest)
         state = "in store" if store.installed(variant) else "not installed"
         refused = next((one.refused for one in mapped.values() if one.digest == variant.digest), ())
-        entry = Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state, refused)
+        entry = Finding.of(kernel, variant, state, refused)
         data.append({**entry.to_json(), "commit": kernel.commit, "kernels": ids})
         rows.append((f"{kernel.repo_id}@{kernel.version}", variant.name, state, variant.digest[:19], "\n".join(ids)))
     blocks: list[Block] = [Table(("kernel", "build", "state", "digest", "gives"), rows)]
@@ -166,37 +152,25 @@ def list_command(policy_file: Path | None) -> Answer:
 
 
 @verb(hub, "audit")
-@_policy_option
-def audit_command(policy_file: Path | None) -> Answer:
+@_with_policy
+def audit_command(policy: HubPolicy) -> Answer:
     """Verify, and ask the hub: publisher still trusted, branch at the locked commit, repository still the same."""
-    from layerzero_hub import signing
-    from layerzero_hub.installing import audit
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.remote import connect
-    from layerzero_hub.store import Store
-
-    policy = discovered(policy_file)
     lock = signing.read_lock(policy)
     remote = connect(policy, lock.endpoint)
     return _answer(audit(lock, policy=policy, store=Store(policy.store_path), remote=remote))
 
 
 @verb(hub, "sign")
-@_policy_option
+@_with_policy
 @click.option("--key", required=True, type=click.Path(path_type=Path), help="private EC key (PEM)")
 @click.option("--password-file", type=click.Path(path_type=Path), help="file that holds the password of the key")
 @click.option("--yes", is_flag=True, help="do not ask")
-def sign_command(policy_file: Path | None, key: Path, password_file: Path | None, yes: bool) -> Answer:
+def sign_command(policy: HubPolicy, key: Path, password_file: Path | None, yes: bool) -> Answer:
     """Show what changed since the last signed lock, then sign it, offline, with OpenSSF model-signing.
 
     Only a lock that is whole and allowed by the policy is signed. Policy's signing_keys then ask for the signature at
     every load. In a terminal the command asks before it signs.
     """
-    from layerzero_hub import lockfile, signing
-    from layerzero_hub.memory import Memory
-    from layerzero_hub.policy import discovered
-
-    policy = discovered(policy_file)
     raw = lockfile.read_bytes(policy.lock_path)
     lock = signing.checked_for_signing(lockfile.parse(raw), policy)
     found, blocks = _changed(Memory(policy.store_path).last_signed(policy.lock_path), lock, "the last signed lock")
@@ -210,14 +184,9 @@ def sign_command(policy_file: Path | None, key: Path, password_file: Path | None
 
 @verb(hub, "diff")
 @click.argument("older", required=False, type=click.Path(path_type=Path))
-@_policy_option
-def diff_command(policy_file: Path | None, older: Path | None) -> Answer:
+@_with_policy
+def diff_command(policy: HubPolicy, older: Path | None) -> Answer:
     """Show what the lock changes: against the lock file OLDER, else against the one last signed on this machine."""
-    from layerzero_hub import lockfile
-    from layerzero_hub.memory import Memory
-    from layerzero_hub.policy import discovered
-
-    policy = discovered(policy_file)
     old = lockfile.read(older) if older else Memory(policy.store_path).last_signed(policy.lock_path)
     name = older.name if older else "the last signed lock"
     found, blocks = _changed(old, lockfile.read(policy.lock_path), name)
@@ -226,14 +195,9 @@ def diff_command(policy_file: Path | None, older: Path | None) -> Answer:
 
 @verb(hub, "versions")
 @click.argument("repo_id")
-@_policy_option
-def versions_command(policy_file: Path | None, repo_id: str) -> Answer:
+@_with_policy
+def versions_command(policy: HubPolicy, repo_id: str) -> Answer:
     """List the versions the hub offers of an allowed kernel, and which of them the lock holds."""
-    from layerzero_hub import signing
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.remote import connect
-
-    policy = discovered(policy_file)
     policy.check_allowed(repo_id)
     known = signing.read_known(policy)
     locked = {kernel.version: kernel.commit for kernel in (known.kernels if known else ()) if kernel.repo_id == repo_id}
@@ -249,15 +213,9 @@ def versions_command(policy_file: Path | None, repo_id: str) -> Answer:
 
 @verb(hub, "remove")
 @click.argument("kernels", nargs=-1, required=True)
-@_policy_option
-def remove_command(policy_file: Path | None, kernels: tuple[str, ...]) -> Answer:
+@_with_policy
+def remove_command(policy: HubPolicy, kernels: tuple[str, ...]) -> Answer:
     """Take KERNELS (owner/name or owner/name@version) out of the lock; their builds stay until `lz hub prune`."""
-    from layerzero_hub import signing
-    from layerzero_hub.locking import save
-    from layerzero_hub.maintaining import without
-    from layerzero_hub.policy import discovered
-
-    policy = discovered(policy_file)
     known = signing.read_known(policy)
     if known is None:
         raise refuse("HUB_LOCK_MISSING", policy.lock_path.name)
@@ -268,16 +226,10 @@ def remove_command(policy_file: Path | None, kernels: tuple[str, ...]) -> Answer
 
 
 @verb(hub, "prune")
-@_policy_option
+@_with_policy
 @click.option("--dry-run", is_flag=True, help="only say what would go")
-def prune_command(policy_file: Path | None, dry_run: bool) -> Answer:
+def prune_command(policy: HubPolicy, dry_run: bool) -> Answer:
     """Remove builds from the store that neither this lock nor another one seen with this store names."""
-    from layerzero_hub import signing
-    from layerzero_hub.maintaining import prune
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.store import Store
-
-    policy = discovered(policy_file)
     found = prune(signing.read_lock(policy), policy=policy, store=Store(policy.store_path), dry_run=dry_run)
     rows = [(digest[:19], f"{size / 2**20:.1f} MiB") for digest, size in found]
     word = "would go" if dry_run else "gone"
@@ -286,14 +238,12 @@ def prune_command(policy_file: Path | None, dry_run: bool) -> Answer:
 
 
 @verb(hub, "quarantine")
-@_policy_option
+@_with_policy
 @click.option("--lift", "digest", metavar="DIGEST", help="take this digest out of quarantine")
-def quarantine_command(policy_file: Path | None, digest: str | None) -> Answer:
+def quarantine_command(policy: HubPolicy, digest: str | None) -> Answer:
     """Show the builds that did harm when loaded on this machine, or lift one after looking into it."""
-    from layerzero_hub.policy import discovered
-    from layerzero_hub.store import Store
 
-    store = Store(discovered(policy_file).store_path)
+    store = Store(policy.store_path)
     if digest is not None and not store.lift(digest):
         raise refuse("HUB_NOT_LOCKED", digest, detail="it is not in quarantine")
     known = store.quarantined()
@@ -311,7 +261,6 @@ def _wanted(text: str) -> tuple[str, int]:
 
 
 def _expiry(text: str) -> str:
-    from layerzero_hub.lockfile import expiry
 
     if text == "never":
         return ""
@@ -330,7 +279,6 @@ def _password(path: Path | None) -> str | None:
 
 
 def _changed(old: Lock | None, new: Lock, name: str) -> tuple[tuple[Change, ...], list[Block]]:
-    from layerzero_hub.maintaining import changes
 
     found = changes(old, new)
     if not found:

@@ -116,28 +116,22 @@ def _digest(file: IO[bytes], name: str, path: str, keep: Contents | None) -> str
     """The hash of a file; with `keep`, of the very bytes that are kept."""
     if keep is None:
         return hashlib.file_digest(file, "sha256").hexdigest()
-    digest = hashlib.sha256()
-    first = file.read(_CHUNK)
-    if first[:4] == b"\x7fELF" or ".so" in name:
+    digest, text, handle = hashlib.sha256(), bytearray(), -1
+    part = file.read(_CHUNK)
+    if part[:4] == b"\x7fELF" or ".so" in name:
         handle = os.memfd_create(f"layerzero-hub:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         keep.objects[path] = handle
-        part = first
-        while part:
-            digest.update(part)
-            view = memoryview(part)
-            while view:
-                view = view[os.write(handle, view) :]
-            part = file.read(_CHUNK)
+    readable = handle < 0 and name.endswith((".py", ".json"))
+    while part:
+        digest.update(part)
+        view = memoryview(part)
+        while handle >= 0 and view:
+            view = view[os.write(handle, view) :]
+        if readable:
+            text += part
+        part = file.read(_CHUNK)
+    if handle >= 0:
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
-        return digest.hexdigest()
-    if not name.endswith((".py", ".json")):
-        digest.update(first)
-        while part := file.read(_CHUNK):
-            digest.update(part)
-        return digest.hexdigest()
-    parts = [first]
-    while part := file.read(_CHUNK):
-        parts.append(part)
-    data = b"".join(parts)
-    keep.files[path] = data
-    return hashlib.sha256(data).hexdigest()
+    elif readable:
+        keep.files[path] = bytes(text)
+    return digest.hexdigest()

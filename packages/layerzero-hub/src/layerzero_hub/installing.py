@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from layerzero.reasons import Reason, reason
 from layerzero_hub import signing
@@ -36,6 +36,11 @@ class Finding:
     reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, kernel: LockedKernel, variant: LockedVariant, state: str, *reasons: Any, **more: Any) -> Self:
+        """The finding about a locked build."""
+        return cls(kernel.repo_id, kernel.version, variant.name, variant.digest, state, *reasons, **more)
+
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
@@ -43,13 +48,9 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
+        names = ("repo_id", "version", "variant", "digest", "state", "ok")
         return {
-            "repo_id": self.repo_id,
-            "version": self.version,
-            "variant": self.variant,
-            "digest": self.digest,
-            "state": self.state,
-            "ok": self.ok,
+            **{name: getattr(self, name) for name in names},
             "reasons": [item.to_json() for item in self.reasons],
             **({"notes": list(self.notes)} if self.notes else {}),
         }
@@ -82,7 +83,7 @@ def install(
         policy.check_allowed(kernel.repo_id)
         policy.check_digest(variant.digest)
         if not (here or everywhere):
-            done.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, ELSEWHERE))
+            done.append(Finding.of(kernel, variant, ELSEWHERE))
             continue
         state = "present"
         if not _is_right(store, variant):
@@ -95,7 +96,7 @@ def install(
                 remote.check_reachable(kernel.repo_id, kernel.version, kernel.commit)
             _fetch(remote, store, policy, kernel, variant, progress)
             state = "installed"
-        done.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state))
+        done.append(Finding.of(kernel, variant, state))
     memory.remember(lock, policy.lock_path)
     return tuple(done)
 
@@ -113,8 +114,7 @@ def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...
             signing.check_signed(lock, policy)
             lock.check_current()
             Memory(store.root).check(lock, policy.lock_path)
-            if variant.digest in store.quarantined():
-                raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine")
+            store.check_quarantine(variant.digest)
             if here or store.installed(variant):
                 store.verify(variant)
                 check_locked(store.variant_path(variant), variant)
@@ -122,7 +122,7 @@ def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...
                 state = ELSEWHERE
         except HubError as error:
             state, reasons = "refused", error.reasons
-        found.append(Finding(kernel.repo_id, kernel.version, variant.name, variant.digest, state, reasons))
+        found.append(Finding.of(kernel, variant, state, reasons))
     return tuple(found)
 
 
@@ -142,7 +142,7 @@ def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tup
         except HubError as error:
             reasons += error.reasons
         state = "attention" if reasons else "audited"
-        found.append(Finding(kernel.repo_id, kernel.version, finding.variant, finding.digest, state, tuple(reasons)))
+        found.append(replace(finding, state=state, reasons=tuple(reasons)))
     return tuple(found)
 
 

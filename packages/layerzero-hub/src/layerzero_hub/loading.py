@@ -84,8 +84,7 @@ def _check(
     variant = choose(kernel)
     policy.check_digest(variant.digest)
     store = Store(policy.store_path)
-    if variant.digest in store.quarantined():
-        raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine after doing harm")
+    store.check_quarantine(variant.digest)
     if repo_id in above:
         raise refuse("HUB_LOCK_INVALID", repo_id, "it depends on itself")
     if opened is None or variant.digest in _loaded:

@@ -19,7 +19,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +55,7 @@ class LockedFile:
 
     def to_json(self) -> dict[str, Any]:
         """As in the file."""
-        return {"sha256": self.sha256, "size": self.size}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,7 @@ class Lock:
     @property
     def content(self) -> str:
         """`sha256:…` of everything in it: two locks of one serial are the same lock or one of them is forged."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+        return _digest(self.to_json())
 
     def check_current(self) -> None:
         """Raise HUB_LOCK_EXPIRED when its time is over."""
@@ -158,8 +157,11 @@ class Lock:
 
 def digest_of(files: Mapping[str, LockedFile]) -> str:
     """`sha256:…` over the canonical JSON of the files."""
-    plain = {path: item.to_json() for path, item in files.items()}
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _digest({path: item.to_json() for path, item in files.items()})
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from layerzero_hub import lockfile
 from layerzero_hub.errors import HubError, refuse, writing
-from layerzero_hub.lockfile import Lock, LockedKernel
+from layerzero_hub.lockfile import Lock
 from layerzero_hub.locking import renewed
 from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy
@@ -30,7 +30,7 @@ class Change:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {"what": self.what, "before": self.before, "after": self.after}
+        return asdict(self)
 
 
 def changes(old: Lock | None, new: Lock) -> tuple[Change, ...]:
@@ -63,7 +63,8 @@ def without(lock: Lock, wanted: Sequence[tuple[str, int | None]], policy: HubPol
     """The lock without these kernels (version None: all versions); refused while another one needs them."""
     gone: set[tuple[str, int]] = set()
     for repo_id, version in wanted:
-        found = {(kernel.repo_id, kernel.version) for kernel in lock.kernels if _is(kernel, repo_id, version)}
+        named = {(kernel.repo_id, kernel.version) for kernel in lock.kernels}
+        found = {one for one in named if one[0] == repo_id and version in (None, one[1])}
         if not found:
             raise refuse("HUB_NOT_LOCKED", repo_id if version is None else f"{repo_id}@{version}")
         gone |= found
@@ -74,10 +75,6 @@ def without(lock: Lock, wanted: Sequence[tuple[str, int | None]], policy: HubPol
                 if needed in gone:
                     raise refuse("HUB_STILL_NEEDED", f"{needed[0]}@{needed[1]}", f"{kernel.repo_id}@{kernel.version}")
     return renewed(lock, lock.endpoint, kept, policy)
-
-
-def _is(kernel: LockedKernel, repo_id: str, version: int | None) -> bool:
-    return kernel.repo_id == repo_id and version in (None, kernel.version)
 
 
 def prune(lock: Lock, *, policy: HubPolicy, store: Store, dry_run: bool = False) -> tuple[tuple[str, int], ...]:

@@ -12,7 +12,6 @@ from layerzero.plugin import (
     BackendStatus,
     DeviceSpec,
     HealthReport,
-    Reason,
     ReasonCode,
     Registrar,
     hookimpl,
@@ -77,15 +76,12 @@ def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     if not kernels and problems:
         return replace(status, available=False, kernels=(), reasons=problems, fix=problems[0].hint)
     if not kernels:
-        return replace(status, available=False, kernels=(), reasons=(_nothing_locked(),), fix=LOCK_ONE)
+        nothing = replace(reason("BACKEND_STUB"), message="no kernel is locked yet", hint=LOCK_ONE)
+        return replace(status, available=False, kernels=(), reasons=(nothing,), fix=LOCK_ONE)
     usable = tuple(sorted(name for name, kernel in kernels.items() if not kernel.refused))
-    refused = (*problems, *(reason for kernel in kernels.values() for reason in kernel.refused))
+    refused = (*problems, *(item for kernel in kernels.values() for item in kernel.refused))
     fix = refused[0].hint if refused else ""
     return replace(status, available=True, kernels=usable, reasons=refused, fix=fix)
-
-
-def _nothing_locked() -> Reason:
-    return replace(reason("BACKEND_STUB"), message="no kernel is locked yet", hint=LOCK_ONE)
 
 
 @hookimpl

@@ -9,6 +9,7 @@ helper      imports torch and what builds import honestly; opens and verifies th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn
@@ -44,7 +46,7 @@ def main() -> None:
     import torch  # noqa: F401 - imported once, here, for all forks
 
     with contextlib.suppress(OSError, AttributeError):
-        _be_reaper()
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     source.prepare()
     dispatcher = Dispatcher.find()
     for line in sys.stdin.buffer:
@@ -62,7 +64,8 @@ def _answer(request: dict[str, Any], dispatcher: Dispatcher | None, hidden: list
         build = _open(request, opened) if "modules" not in request else None
         honest.import_for(opened)
         while True:
-            answer = _in_fork(request, build, opened, _before(dispatcher), hidden)
+            task = _Task(request, build, opened, _before(dispatcher), hidden, secrets.token_hex(16))
+            answer = _in_fork(task)
             # What the kernel brought in of torch by a way its sources do not show: with that there before, once more.
             late = [name for name in answer.pop("others", ()) if name.startswith("torch.") and name not in sys.modules]
             bad = answer.get("changed") or answer.get("findings") or len(answer.get("namespaces", ())) > 1
@@ -104,19 +107,25 @@ def _open(request: dict[str, Any], opened: list[Contents]) -> tuple[Contents, di
     return contents, needs
 
 
-def _in_fork(
-    request: dict[str, Any],
-    build: tuple[Contents, dict[str, Any]] | None,
-    opened: list[Contents],
-    before: _Before,
-    hidden: list[str],
-) -> dict[str, Any]:
-    setup, words, token, timeout = os.pipe(), os.pipe(), secrets.token_hex(16), float(request["timeout"])
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a fork is to do: a request, its build (None: a replay), what was opened for it, how things stood before."""
+
+    request: dict[str, Any]
+    build: tuple[Contents, dict[str, Any]] | None
+    opened: list[Contents]
+    before: _Before
+    hidden: list[str]
+    token: str
+
+
+def _in_fork(task: _Task) -> dict[str, Any]:
+    request, before, token = task.request, task.before, task.token
+    setup, words, timeout = os.pipe(), os.pipe(), float(request["timeout"])
     sandbox.set_dumpable(False)  # for the time of the fork: where it has no namespaces, it cannot read us either
     child = os.fork()
     if child == 0:
-        kept = [setup[1], words[1], *(handle for one in opened for handle in one.objects.values())]
-        _outer(request, build, opened, before, kept, setup[1], words[1], token, hidden)
+        _outer(task, setup[1], words[1])
     os.close(setup[1])
     os.close(words[1])
     status, notes, pids = None, [], {}
@@ -172,24 +181,14 @@ def _known_spaces(request: dict[str, Any]) -> set[str]:
 
 
 # -- in the forks ---------------------------------------------------------------------------------------------------
-def _outer(
-    request: dict[str, Any],
-    build: tuple[Contents, dict[str, Any]] | None,
-    opened: list[Contents],
-    before: _Before,
-    kept: list[int],
-    setup: int,
-    words: int,
-    token: str,
-    hidden: list[str],
-) -> NoReturn:
+def _outer(task: _Task, setup: int, words: int) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sandbox.set_dumpable(True)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        sandbox.close_others(kept)
+        sandbox.close_others([setup, words, *(handle for one in task.opened for handle in one.objects.values())])
         notes = sandbox.unshare()
         apart = not any(note.startswith("no namespaces") for note in notes)
         pids = {}
@@ -199,8 +198,8 @@ def _outer(
                 _init()
         pids["inner"] = os.fork()
         if not pids["inner"]:
-            folders = [str(one.folder) for one in opened]
-            _inner(request, build, before, [*folders, *_visible()] if apart else [], notes, setup, words, token, hidden)
+            folders = [str(one.folder) for one in task.opened]
+            _inner(task, [*folders, *_visible()] if apart else [], notes, setup, words)
         os.write(setup, json.dumps({"pids": pids}).encode() + b"\n")
         sandbox.close_others([])
         _, status = os.waitpid(pids["inner"], 0)
@@ -222,26 +221,17 @@ def _init() -> NoReturn:
             time.sleep(3600)
 
 
-def _inner(
-    request: dict[str, Any],
-    build: tuple[Contents, dict[str, Any]] | None,
-    before: _Before,
-    visible: list[str],
-    notes: list[str],
-    setup: int,
-    words: int,
-    token: str,
-    hidden: list[str],
-) -> NoReturn:
+def _inner(task: _Task, visible: list[str], notes: list[str], setup: int, words: int) -> NoReturn:
     status = 1
     try:
         if visible:
-            notes = [*notes, *sandbox.confine(visible, hidden)]
+            notes = [*notes, *sandbox.confine(visible, task.hidden)]
         os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp" if visible else os.environ["HOME"]
         os.chdir(os.environ["HOME"])
         os.write(setup, json.dumps({"notes": notes}).encode() + b"\n")
         os.close(setup)
-        said = _replayed(request["modules"]) if build is None else _imported(build, before)
+        build, token = task.build, task.token
+        said = _replayed(task.request["modules"]) if build is None else _imported(build, task.before)
         os.write(words, (json.dumps({**said, "token": token})[: _MOST - 1] + "\n").encode())
         os.close(words)
         while True:
@@ -376,12 +366,6 @@ def _gone(pid: int, seconds: float) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-def _be_reaper() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def _end(signum: int, frame: object) -> None:

@@ -52,7 +52,7 @@ def _verify(signed: bytes, bundle: bytes, publishers: Iterable[str]) -> str:
     """Empty when the signature holds, else why not."""
     from kernels.verify import DEFAULT_POLICIES, GitHubWorkflowPolicy
     from sigstore.models import Bundle
-    from sigstore.verify import policy
+    from sigstore.verify import Verifier, policy
 
     signers: list[Any] = list(DEFAULT_POLICIES)
     for uri in publishers:
@@ -61,16 +61,10 @@ def _verify(signed: bytes, bundle: bytes, publishers: Iterable[str]) -> str:
         signers.append(GitHubWorkflowPolicy(repo_id=repository[1], signer_uris=[uri]))
     try:
         with _quiet():
-            _verifier().verify_artifact(signed, Bundle.from_json(bundle), policy.AnyOf(signers))
+            Verifier.production(offline=True).verify_artifact(signed, Bundle.from_json(bundle), policy.AnyOf(signers))
     except Exception as error:  # the library raises many kinds; all mean: not verified
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _verifier() -> Any:
-    from sigstore.verify import Verifier
-
-    return Verifier.production(offline=True)
 
 
 @contextmanager

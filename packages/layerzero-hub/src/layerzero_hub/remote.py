@@ -35,8 +35,8 @@ class RemoteFile:
 class _Hashing:
     """Passes bytes on and hashes them on the way: SHA-256 for the lock, git's SHA-1 for the tree's word."""
 
-    def __init__(self, sink: Sink, size: int) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, size: int, progress: Callable[[int], None] | None) -> None:
+        self._sink, self._progress = sink, progress
         self.sha256 = hashlib.sha256()
         self.git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
@@ -44,6 +44,8 @@ class _Hashing:
         self.sha256.update(data)
         self.git.update(data)
         self._sink.write(data)
+        if self._progress is not None:
+            self._progress(len(data))
 
 
 class Remote:
@@ -142,7 +144,7 @@ class Remote:
             raise refuse("HUB_TOO_LARGE", file.size, self.policy.max_bytes, detail=file.path)
         path = f"/kernels/{repo_id}/resolve/{commit}/{urllib.parse.quote(file.path)}"
         self._check_head(self.web.head(path), repo_id, commit, file)
-        hashing = _Hashing(_Counting(sink, progress) if progress else sink, file.size)
+        hashing = _Hashing(sink, file.size, progress)
         # A megabyte a second is the slowest transfer that is not called hung.
         self.web.download(path, hashing, file.size, self.policy.timeout + file.size / 2**20)
         sha256 = hashing.sha256.hexdigest()
@@ -177,15 +179,6 @@ class Remote:
         if not target.startswith(self.web.endpoint + "/"):
             raise refuse("HUB_ENDPOINT_REFUSED", target, self.web.endpoint)
         return target.removeprefix(self.web.endpoint)
-
-
-class _Counting:
-    def __init__(self, sink: Sink, progress: Callable[[int], None]) -> None:
-        self._sink, self._progress = sink, progress
-
-    def write(self, data: bytes, /) -> None:
-        self._sink.write(data)
-        self._progress(len(data))
 
 
 def _file(entry: dict[str, Any]) -> RemoteFile:

@@ -129,8 +129,7 @@ def _refused(
         policy.check_allowed(kernel.repo_id)
         policy.check_endpoint(endpoint)
         policy.check_digest(variant.digest)
-        if variant.digest in store.quarantined():
-            raise refuse("HUB_REVOKED", variant.digest, detail="quarantined on this machine after doing harm")
+        store.check_quarantine(variant.digest)
         if not store.installed(variant):
             raise refuse("HUB_NOT_INSTALLED", f"{kernel.repo_id}@{kernel.version}")
     except HubError as error:

@@ -140,7 +140,7 @@ class Store:
                 os.chmod(os.path.join(folder, name), 0o600 | readers & 0o044)
             os.chmod(folder, 0o700 | readers)
             sync_folder(Path(folder))
-        with self._locked(f"build-{variant.digest.replace(':', '-')}"):
+        with _locked(self.root, f"build-{variant.digest.replace(':', '-')}"):
             final = self.build_path(variant.digest)
             if os.path.lexists(final):
                 try:
@@ -192,6 +192,11 @@ class Store:
             found.update(_read_quarantine(path))
         return found
 
+    def check_quarantine(self, digest: str) -> None:
+        """Raise HUB_REVOKED for a digest that did harm on this machine."""
+        if digest in self.quarantined():
+            raise refuse("HUB_REVOKED", digest, detail="quarantined on this machine after doing harm")
+
     def quarantine(self, digest: str, why: str) -> None:
         """Refuse this digest from now on: in the store, or where it cannot be written, for this user."""
         _harmful[digest] = why[:500]
@@ -237,11 +242,6 @@ class Store:
             temp.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
-
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        with _locked(self.root, name):
-            yield
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = ["Left", "PatchReport", "Patched"]
@@ -52,10 +52,5 @@ class PatchReport:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "library": self.library,
-            "version": self.version,
-            "model": self.model,
-            "patched": [{"name": item.name, "kind": item.kind, "op": item.op} for item in self.patched],
-            "left": [{"name": item.name, "kind": item.kind, "why": item.why} for item in self.left],
-        }
+        parts = {"patched": list(map(asdict, self.patched)), "left": list(map(asdict, self.left))}
+        return {"library": self.library, "version": self.version, "model": self.model, **parts}

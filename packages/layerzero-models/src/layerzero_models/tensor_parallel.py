@@ -20,7 +20,7 @@ from layerzero import linear
 from layerzero.errors import InvalidInputError
 from layerzero.model.checks import expect_shape, expect_tensor
 
-__all__ = ["column_linear", "row_linear", "shard_weight"]
+__all__ = ["column_linear", "place_of", "row_linear", "shard_weight"]
 
 
 def column_linear(
@@ -39,7 +39,7 @@ def column_linear(
     The result is this rank's part of the output, or all of it [..., N] on every rank with `gather_output`; where N does
     not divide evenly, `out_features` has to say what it is. The gradient of x is summed over the ranks.
     """
-    rank, world = _place(group)
+    rank, world = place_of(group)
     width = expect_tensor(weight, "weight").shape[0]
     widths = [width] * world if out_features is None else _widths(out_features, world, "out_features")
     if widths[rank] != width:
@@ -71,7 +71,7 @@ def row_linear(
     With `split_input` x is whole on every rank and each takes its part. 16-bit products are summed in float32 unless
     `reduce_dtype` says otherwise: their own dtype halves the traffic and costs a rounding per rank.
     """
-    rank, world = _place(group)
+    rank, world = place_of(group)
     expect_shape(bias, "bias", (expect_tensor(weight, "weight").shape[0],))
     if world == 1:
         return linear(x, weight, bias, backend=backend)
@@ -122,7 +122,7 @@ def _widths(size: Any, world: int, name: str) -> list[int]:
     return [each + (rank < more) for rank in range(world)]
 
 
-def _place(group: Any) -> tuple[int, int]:
+def place_of(group: Any) -> tuple[int, int]:
     """Rank and size of the group; 0 and 1 where no process group was initialised."""
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from layerzero import grouped_attention, varlen_attention
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
+from layerzero_models.tensor_parallel import place_of
 
 __all__ = ["ZigzagPlan", "zigzag_attention", "zigzag_attention_gathered", "zigzag_plan"]
 
@@ -83,7 +84,7 @@ def zigzag_plan(
 
     Rank and world are those of the process group unless given; without a group the world is this process.
     """
-    own = _place(group) if rank is None or world is None else (0, 1)
+    own = place_of(group) if rank is None or world is None else (0, 1)
     rank, world = own[0] if rank is None else rank, own[1] if world is None else world
     if world < 1 or not 0 <= rank < world:
         raise InvalidInputError(code="VALUE_INVALID", value=f"rank {rank} of {world}", limit="0 <= rank < world")
@@ -171,7 +172,7 @@ def zigzag_attention(
     bounds the memory for keys of other ranks and costs a collective each. Gradients of keys and values are summed over
     the ranks in float32.
     """
-    rank, world = _place(group)
+    rank, world = place_of(group)
     if (rank, world) != (plan.rank, plan.world):
         raise InvalidInputError(
             "the plan was made for another place",
@@ -235,13 +236,6 @@ def zigzag_attention_gathered(
 
 
 # -- between the ranks -----------------------------------------------------------------------------
-def _place(group: Any) -> tuple[int, int]:
-    """Rank and size of the group; 0 and 1 where no process group was initialised."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
 def _gathered(local: Tensor, world: int, group: Any) -> Tensor:
     return local if world == 1 else _Gathered.apply(local, world, group)  # type: ignore[no-untyped-call]
 

@@ -195,7 +195,7 @@ def own_serves(ctx: Context) -> list[Reason]:
     assert ctx.tokenizer is not None
     if ctx.tokenizer.tokenizer_id in _known:
         return []
-    return [replace(reason("TOKENIZER_NOT_PROVEN", "own", "a tokenizer that was never loaded"))]
+    return [reason("TOKENIZER_NOT_PROVEN", "own", "a tokenizer that was never loaded")]
 
 
 hf_serves, tiktoken_serves, sp_serves = _serves("tokenizers"), _serves("tiktoken"), _serves("sentencepiece")

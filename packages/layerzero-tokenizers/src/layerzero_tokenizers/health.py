@@ -53,10 +53,6 @@ def _sentencepiece() -> str:
     return _compare(ids, sp.encode("ab") * 2 + sp.encode("é"), sp.decode(ids), _TEXT)
 
 
-def _own() -> str:
-    return ""
-
-
 def _compare(ids: list[int], wanted: list[int], text: str, expected: str) -> str:
     if list(ids) != wanted:
         return f"ids {list(ids)}, expected {wanted}"
@@ -67,5 +63,5 @@ _TESTS: dict[str, Callable[[], str]] = {
     "tokenizers": _hf,
     "tiktoken": _tiktoken,
     "sentencepiece": _sentencepiece,
-    "own": _own,
+    "own": str,
 }

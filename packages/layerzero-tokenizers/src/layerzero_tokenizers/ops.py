@@ -7,7 +7,7 @@ may run only where it was proven to give the same ids.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError
@@ -25,57 +25,55 @@ __all__ = ["DETOKENIZE", "TOKENIZE", "detokenize", "tokenize"]
 _scope = scope.get
 
 
-@overload
-def tokenize(
-    text: str, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: Literal[False] = ...,
-    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
-    padding: None = ..., padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
-    backend: str | None = ...,
-) -> list[int]: ...  # fmt: skip
+class _Options(TypedDict, total=False):
+    """The options that do not change what `tokenize` returns."""
+
+    add_special_tokens: bool
+    parse_special: bool
+    max_length: int | None
+    truncation_side: Literal["left", "right"]
+    padding_side: Literal["left", "right"]
+    pad_id: int | None
+    backend: str | None
 
 
 @overload
 def tokenize(
-    text: list[str] | tuple[str, ...], tokenizer: Any, *, add_special_tokens: bool = ...,
-    return_offsets: Literal[False] = ..., parse_special: bool = ..., max_length: int | None = ...,
-    truncation_side: Literal["left", "right"] = ..., padding: None = ...,
-    padding_side: Literal["left", "right"] = ..., pad_id: int | None = ..., backend: str | None = ...,
+    text: str, tokenizer: Any, *, return_offsets: Literal[False] = ..., padding: None = ..., **options: Unpack[_Options]
+) -> list[int]: ...
+
+
+@overload
+def tokenize(
+    text: list[str] | tuple[str, ...], tokenizer: Any, *, return_offsets: Literal[False] = ..., padding: None = ...,
+    **options: Unpack[_Options],
 ) -> list[list[int]]: ...  # fmt: skip
 
 
 @overload
 def tokenize(
-    text: str, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: Literal[True],
-    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
-    padding: None = ..., padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
-    backend: str | None = ...,
-) -> Tokens: ...  # fmt: skip
+    text: str, tokenizer: Any, *, return_offsets: Literal[True], padding: None = ..., **options: Unpack[_Options]
+) -> Tokens: ...
 
 
 @overload
 def tokenize(
-    text: list[str] | tuple[str, ...], tokenizer: Any, *, add_special_tokens: bool = ...,
-    return_offsets: Literal[True], parse_special: bool = ..., max_length: int | None = ...,
-    truncation_side: Literal["left", "right"] = ..., padding: None = ...,
-    padding_side: Literal["left", "right"] = ..., pad_id: int | None = ..., backend: str | None = ...,
+    text: list[str] | tuple[str, ...], tokenizer: Any, *, return_offsets: Literal[True], padding: None = ...,
+    **options: Unpack[_Options],
 ) -> list[Tokens]: ...  # fmt: skip
 
 
 @overload
 def tokenize(
-    text: Any, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: bool = ...,
-    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
-    padding: Literal["longest"] | int, padding_side: Literal["left", "right"] = ..., pad_id: int | None = ...,
-    backend: str | None = ...,
+    text: Any, tokenizer: Any, *, return_offsets: bool = ..., padding: Literal["longest"] | int,
+    **options: Unpack[_Options],
 ) -> TokenBatch: ...  # fmt: skip
 
 
 @overload
 def tokenize(
-    text: Any, tokenizer: Any, *, add_special_tokens: bool = ..., return_offsets: bool = ...,
-    parse_special: bool = ..., max_length: int | None = ..., truncation_side: Literal["left", "right"] = ...,
-    padding: Literal["longest"] | int | None = ..., padding_side: Literal["left", "right"] = ...,
-    pad_id: int | None = ..., backend: str | None = ...,
+    text: Any, tokenizer: Any, *, return_offsets: bool = ..., padding: Literal["longest"] | int | None = ...,
+    **options: Unpack[_Options],
 ) -> list[int] | list[list[int]] | Tokens | list[Tokens] | TokenBatch: ...  # fmt: skip
 
 

@@ -83,9 +83,10 @@ class Bench:
         if gate is not None and self.errors:
             self._admit_torch(gate)
         if not self.errors:
+            reasons = self.absent | {name: verdict.why for name, verdict in self.wrong.items()}
             raise TuningError(
                 code="TUNING_IMPOSSIBLE", value=self._ctx.op,
-                limit="; ".join(f"{name}: {why}" for name, why in self._reasons()) or "no kernel is asked for",
+                limit="; ".join(f"{name}: {why}" for name, why in reasons.items()) or "no kernel is asked for",
             )  # fmt: skip
 
     def _admit_torch(self, gate: Gate) -> None:
@@ -98,9 +99,6 @@ class Bench:
         verdict = gate.check(None, result_of(self._spec, self._layout, plain))
         if verdict.ok:
             self._plain, self.plain_error = plain, verdict.max_error
-
-    def _reasons(self) -> list[tuple[str, str]]:
-        return [*self.absent.items(), *((name, verdict.why) for name, verdict in self.wrong.items())]
 
     def _gate(self) -> Gate:
         try:
@@ -117,7 +115,7 @@ class Bench:
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
         same = {} if self._ctx.needs_grad else twins({name: self._world.registry.kernels[name] for name in self.errors})
-        clock = clock_for(_torch_device(self._ctx))
+        clock = clock_for(self._ctx.device.device_type)
         places = self._places(clock)
         calls = {name: self._step(name, places) for name in self.errors if name not in same}
         if self._plain is not None:
@@ -312,8 +310,3 @@ def _as_steady(found: Times, before: Times) -> Times:
         variance=min(found.variance, before.variance * share),
         steady=min(found.steady, before.steady * share),
     )
-
-
-def _torch_device(ctx: Context) -> torch.device:
-    index = ctx.device.index
-    return torch.device(ctx.device.device_type if index is None else f"{ctx.device.device_type}:{index}")

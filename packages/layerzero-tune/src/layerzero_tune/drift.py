@@ -16,13 +16,12 @@ from typing import Any
 
 from layerzero.dispatch.run import decide
 from layerzero.errors import LayerZeroError
-from layerzero.measurements.believed import holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
-from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.state import state
+from layerzero_tune.rows import stored_row
 from layerzero_tune.trial import Trial, trial
 
 __all__ = ["SLOWER", "Drift", "Watcher", "drifted", "watcher"]
@@ -116,12 +115,7 @@ def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
     if spec is None:
         return None
     chosen = decide(spec, ctx, world).chosen
-    mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-    platform, versions = platform_of(ctx.device), versions_of(world.registry, chosen)
-    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform):
-        if row.kernel_id == chosen and versions == (row.kernel_version, row.backend_version):
-            return row
-    return None
+    return stored_row(world, spec, ctx, chosen, db)
 
 
 class Watcher:

@@ -69,30 +69,23 @@ def freeze(
     """
     if not callable(model):
         raise InvalidInputError(code="TYPE_INVALID", value=type(model).__name__, limit="a module or a function")
-    with record() as recording, torch.no_grad() if _inference(model) else torch.enable_grad():
+    inference = isinstance(model, nn.Module) and not model.training
+    with record() as recording, torch.no_grad() if inference else torch.enable_grad():
         model(*example_inputs, **example_options)
     traffic = recording.traffic
     if budget is not None:
         tune(traffic, budget=budget)
     where = probe_device(device or _kind(traffic))
-    table = solve(traffic, path, device=where, model_id=model_id or _name(model))
+    table = solve(traffic, path, device=where, model_id=model_id or getattr(model, "__name__", type(model).__name__))
     return FrozenModule(model, table, traffic) if isinstance(model, nn.Module) else _frozen(model, table, traffic)
 
 
 compile = freeze  # the public name; inside this module the builtin keeps its own
 
 
-def _inference(model: Any) -> bool:
-    return isinstance(model, nn.Module) and not model.training
-
-
 def _kind(traffic: Traffic) -> str:
     kinds = [item.context.device.device_type for item in traffic.calls]
     return max(set(kinds), key=kinds.count) if kinds else "cpu"
-
-
-def _name(model: Any) -> str:
-    return getattr(model, "__name__", type(model).__name__)
 
 
 def _frozen(model: Callable[..., Any], table: DispatchTable, traffic: Traffic) -> Callable[..., Any]:

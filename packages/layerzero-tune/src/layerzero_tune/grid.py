@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str]) -> Grid:
 def calls(path: str | os.PathLike[str], device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
     """The calls of a grid file on one device, this machine's where none is named; `lz.tune` and `lz.warmup` read it."""
     where = probe_device() if device is None else device
-    word = where.device_type if where.index is None else f"{where.device_type}:{where.index}"
+    word = f"{where.device_type}:{where.index}"
     for case in load(path).pick(device=where.device_type).cases:
         yield case.name, Recorded(context(case.op, {**case.options, "device": word}))
 

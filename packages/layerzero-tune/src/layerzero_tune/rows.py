@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from layerzero.measurements.believed import REFUSED, mode_of, platform_of, versions_of
+from layerzero.measurements.believed import REFUSED, holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.perfdb.store import PerfDB
 from layerzero.selection.world import World
 from layerzero.tuning.truth import Verdict
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
@@ -22,7 +23,7 @@ from layerzero_tune.timing.host_load import BUSY
 from layerzero_tune.timing.race import Times
 from layerzero_tune.timing.steal_time import LIMIT
 
-__all__ = ["refused_row", "row", "surroundings", "torch_row"]
+__all__ = ["refused_row", "row", "stored_row", "surroundings", "torch_row"]
 
 
 def row(
@@ -62,6 +63,16 @@ def refused_row(
     if found is None:
         return None
     return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
+
+
+def stored_row(world: World, spec: OperationSpec, ctx: Context, kernel_id: str, db: PerfDB) -> Measurement | None:
+    """What was measured of a kernel in the bucket of a call, on this very platform; None where it was not."""
+    versions = versions_of(world.registry, kernel_id)
+    mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
+    for found in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform_of(ctx.device)):
+        if found.kernel_id == kernel_id and versions == (found.kernel_version, found.backend_version):
+            return found
+    return None
 
 
 def surroundings(ctx: Context, stolen: float = 0.0, busy: float = 0.0) -> Surroundings:

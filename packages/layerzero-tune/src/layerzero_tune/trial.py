@@ -187,12 +187,7 @@ def _rows(
 def _made(call: Callable[[], Call], context: Context) -> Call:
     try:
         return call()
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _no_room(error):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
             raise
         raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit=f"no memory for it: {error}") from error
-
-
-def _no_room(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text

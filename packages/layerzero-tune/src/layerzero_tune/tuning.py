@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_COMPILERS = 8
 
-__all__ = ["calls_path", "database_of", "solve", "times_in", "tune"]
+__all__ = ["calls_path", "database_of", "known_database", "solve", "times_in", "tune"]
 
 
 def _device(word: str | DeviceSpec | None) -> DeviceSpec | None:
@@ -107,14 +107,19 @@ def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
     return db.path.with_name(f"{db.path.name}.calls.json")
 
 
+def known_database(database: str | os.PathLike[str] | None = None) -> PerfDB | None:
+    """A database, or the policy's, to look into; None where there is no such file."""
+    file = Path(database).expanduser() if database is not None else place(state.world.policy)
+    return PerfDB(file) if file is not None and file.exists() else None
+
+
 def times_in(database: str | os.PathLike[str] | None = None) -> Callable[[PlanEntry, str], float | None] | None:
     """A look into a database for `tables.diff`: the time of a kernel in the bucket of a table's entry."""
-    file = Path(database).expanduser() if database is not None else place(state.world.policy)
-    if file is None or not file.exists():
+    db = known_database(database)
+    if db is None:
         return None
     from layerzero_tune.tables.solver import time_of
 
-    db = PerfDB(file)
     return lambda entry, kernel_id: time_of(entry, kernel_id, state.world, db)
 
 
@@ -237,8 +242,7 @@ def solve(
     where = _device_for(contexts) if given is None else given
     contexts = [ctx for ctx in contexts if ctx.device.device_type == where.device_type]
     world = state.world
-    file = Path(database).expanduser() if database is not None else place(world.policy)
-    db = PerfDB(file) if file is not None and file.exists() else None
+    db = known_database(database)
     if database is not None and db is not None:
         world = world.changed(measurements=measurements_from(db, world))
     table = solve_table(_described(contexts), world, where, db=db, model_id=model_id)

@@ -192,15 +192,10 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
             found[key] = (name, recorded)
     names: dict[str, int] = {}
     unique = []
-
-    def order(item: tuple[str, tuple[str, Recorded]]) -> tuple[int, int, str, str]:
-        key, (name, recorded) = item
-        return -counts[key], -volume(recorded.context), name, key
-
-    for key, (name, recorded) in sorted(found.items(), key=order):
+    order = sorted((-counts[key], -volume(recorded.context), name, key) for key, (name, recorded) in found.items())
+    for *_, name, key in order:
         names[name] = names.get(name, 0) + 1
-        unique.append((name if names[name] == 1 else f"{name} ({names[name]})", recorded))
-        del key
+        unique.append((name if names[name] == 1 else f"{name} ({names[name]})", found[key][1]))
     return unique
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from xformers.ops import fmha
 from xformers.ops.fmha import attn_bias, cutlass, flash, triton_splitk
 
+from layerzero.model.attention import upright
 from layerzero_xformers.biases import additive, grouped, objects, written_out
 
 __all__ = ["cutlass_attention", "flash_attention", "splitk_attention"]
@@ -84,7 +85,7 @@ def _run(
     own_keys: bool = False,
 ) -> Any:
     if scale is not None and scale <= 0.0:  # the kernels scale after masking: turn the query instead
-        query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
+        query, scale = upright(query, scale)
     heads, groups = query.shape[2], key.shape[2]
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if heads != groups:

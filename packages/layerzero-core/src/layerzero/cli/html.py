@@ -1,11 +1,36 @@
-"""What every HTML page of the command line says to the browser before anything else."""
+"""What every HTML page of the command line has in common: a page that needs nothing else, and text made safe for it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Iterable
+from html import escape
 
-__all__ = ["content_policy"]
+__all__ = ["breakable", "content_policy", "escaped", "page"]
+
+
+def escaped(text: object) -> str:
+    """A text from outside, as it may stand in a page."""
+    return escape(str(text), quote=True)
+
+
+def breakable(name: str) -> str:
+    """A kernel id or a long name, escaped, that may break after its dots and underscores."""
+    return escaped(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def page(title: str, style: str, parts: Iterable[str], script: str = "") -> str:
+    """The whole page of some parts; empty ones are left out."""
+    own = f"<script>{script}</script>\n" if script else ""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{content_policy(script)}\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in parts if part)
+        + f"\n</main>\n{own}</body>\n</html>\n"
+    )
 
 
 def content_policy(script: str = "") -> str:

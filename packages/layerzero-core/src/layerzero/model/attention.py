@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Attended", "no_keys", "offsets", "packed", "upright"]
+__all__ = ["Attended", "no_keys", "offsets", "packed", "scaled", "upright"]
 
 Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """A result of attention: alone, or with its log-sum-exp."""
@@ -19,6 +19,13 @@ Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 def upright(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores with a positive scale, for kernels that scale after masking: -inf times -1 is no mask."""
     return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
+
+
+def scaled(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """The query and a positive scale that give the same scores; 1 / sqrt(head_dim) where none is asked for."""
+    if scale is None:
+        return query, float(query.shape[-1] ** -0.5)
+    return (query, scale) if scale > 0.0 else upright(query, scale)
 
 
 def no_keys(query: Tensor, value: Tensor, return_lse: bool) -> Attended:

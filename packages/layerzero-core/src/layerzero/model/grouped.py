@@ -16,8 +16,10 @@ from layerzero.errors import invalid
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedBatch", "KvTraffic", "Segment", "make_grouped_batch"]
+__all__ = ["GroupedBatch", "KvTraffic", "Lengths", "Segment", "make_grouped_batch"]
 
+Lengths = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""cu_seqlens_q, cu_seqlens_k and kv_lens (flat, group-major) as the host has them."""
 _INDEX_DTYPES = ("torch.int32", "torch.int64")
 _NAMES = ("cu_seqlens_q", "cu_seqlens_k", "kv_lens")
 _RANKS = (1, 1, 2)
@@ -70,6 +72,30 @@ class GroupedBatch:
     cu_seqlens_q_host: tuple[int, ...]
     cu_seqlens_k_host: tuple[int, ...]
     kv_lens_host: tuple[int, ...]
+
+    @classmethod
+    def of_lengths(cls, lengths: Lengths) -> GroupedBatch:
+        """A batch of host numbers alone, to plan with."""
+        import torch
+
+        empty = torch.empty(0, dtype=torch.int32)
+        return cls(empty, empty, empty, *lengths)
+
+    @property
+    def lengths(self) -> Lengths:
+        """The host numbers: what a plan depends on."""
+        return self.cu_seqlens_q_host, self.cu_seqlens_k_host, self.kv_lens_host
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raise unless the tensors fit each other and the batch: libraries look at shapes, not at what offsets mean."""
+        (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
+        fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
+        if not fits or (tokens, total_k) != (self.total_q, self.total_k):
+            raise InvalidInputError(
+                code="SHAPE_INVALID",
+                value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
+                limit=f"[{self.total_q}, Hq, D] and twice [{self.total_k}, Hkv, D]",
+            )
 
     @property
     def batch_size(self) -> int:

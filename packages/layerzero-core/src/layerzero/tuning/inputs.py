@@ -157,7 +157,7 @@ def build(
             value=context.op,
             limit="a tensor or sampling op; a tokenizer cannot be made from its name",
         )
-    where = torch.device(device if device is not None else _place(context))
+    where = torch.device(device or f"{context.device.device_type}:{context.device.index}")
     draw = Draw(context, where, seed)
     with torch.no_grad() if not context.needs_grad else contextlib.nullcontext():
         args = spec.example(draw)
@@ -180,11 +180,6 @@ def op_named(op: str) -> OperationSpec | None:
 
     spec = state.world.ops.get(op)
     return spec if spec is None or not spec.stands_for else builtin_ops[spec.stands_for]
-
-
-def _place(context: Context) -> str:
-    device = context.device
-    return device.device_type if device.index is None else f"{device.device_type}:{device.index}"
 
 
 # -- how tensors lie -------------------------------------------------------------------------------

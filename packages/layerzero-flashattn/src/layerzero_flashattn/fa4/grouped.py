@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError
-from layerzero.model.attention import upright
-from layerzero.model.grouped import GroupedBatch, Segment
+from layerzero.model.attention import scaled
+from layerzero.model.grouped import GroupedBatch, Lengths, Segment
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import quietly
 
@@ -60,10 +60,9 @@ class _Tables(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _tables(lengths: tuple[tuple[int, ...], ...], causal: bool, device: torch.device) -> _Tables:
+def _tables(lengths: Lengths, causal: bool, device: torch.device) -> _Tables:
     """The first call with new lengths copies to the device; do that before a capture."""
-    empty = torch.empty(0, dtype=torch.int32)  # segments are made of host numbers only
-    plan = sequences(GroupedBatch(empty, empty, empty, *lengths).segments(), causal)
+    plan = sequences(GroupedBatch.of_lengths(lengths).segments(), causal)
 
     def tensor(numbers: tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(device)
@@ -77,31 +76,15 @@ def _tables(lengths: tuple[tuple[int, ...], ...], causal: bool, device: torch.de
     )
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
-    """What the launch relies on: the library looks at shapes, but not at what the offsets point to."""
-    (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
-    fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
-    if not fits or (tokens, total_k) != (batch.total_q, batch.total_k):
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
-            limit=f"[{batch.total_q}, Hq, D] and twice [{batch.total_k}, Hkv, D]",
-        )
-    if dim % 8 or not 8 <= dim <= 256:
-        raise InvalidInputError(code="HEAD_DIM_INVALID", value=dim, limit="8 to 256, a multiple of 8")
-
-
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
     """FlashAttention 4's variable-length forward with the groups as sequences over the same keys."""
-    _check(query, key, value, batch)
-    if scale is None:
-        scale = query.shape[2] ** -0.5
-    elif scale <= 0.0:
-        query, scale = upright(query, scale)
-    lengths = (batch.cu_seqlens_q_host, batch.cu_seqlens_k_host, batch.kv_lens_host)
-    tables = _tables(lengths, causal, query.device)
+    batch.check(query, key, value)
+    if query.shape[2] % 8 or not 8 <= query.shape[2] <= 256:
+        raise InvalidInputError(code="HEAD_DIM_INVALID", value=query.shape[2], limit="8 to 256, a multiple of 8")
+    query, scale = scaled(query, scale)
+    tables = _tables(batch.lengths, causal, query.device)
     plan = tables.plan
     if not plan.lens_q:
         out = query.new_zeros(query.shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.model.attention import no_keys, upright
+from layerzero.model.attention import no_keys, scaled, upright
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.fa4.families import Families
@@ -63,10 +63,7 @@ def attention(
     deterministic: bool = False,
 ) -> Any:
     """[B, S, H, D]; the cheapest way into the library that the call allows."""
-    if scale is None:
-        scale = query.shape[3] ** -0.5
-    elif scale <= 0.0:
-        query, scale = upright(query, scale)
+    query, scale = scaled(query, scale)
     causal = bool(is_causal)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         options = {"deterministic": deterministic, **_softcap(softcap)}
@@ -246,10 +243,7 @@ def varlen_attention(
     """Packed tokens; the host reads no offset."""
     if max_seqlen_k == 0:
         return no_keys(query, value, return_lse)
-    if scale is None:
-        scale = query.shape[2] ** -0.5
-    elif scale <= 0.0:
-        query, scale = upright(query, scale)
+    query, scale = scaled(query, scale)
     lengths: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q.to(torch.int32),
         "cu_seqlens_k": cu_seqlens_k.to(torch.int32),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.model.attention import upright
+from layerzero.model.attention import scaled
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero_flashattn.fa4.kernels import families, plain_forward
 from layerzero_flashattn.shared import dead_rows, packed_offsets
@@ -80,10 +80,7 @@ def _paged(
     return_lse: bool,
     **packed: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    elif scale <= 0.0:
-        query, scale = upright(query, scale)
+    query, scale = scaled(query, scale)
     pages = {
         "seqused_k": batch.context_lens.to(torch.int32),
         "page_table": batch.block_tables.to(torch.int32),

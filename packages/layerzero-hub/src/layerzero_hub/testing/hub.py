@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import unquote, urlsplit
 
@@ -104,9 +103,7 @@ class LoopbackHub:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- answers ----------------------------------------------------------------------------------------------------
@@ -149,9 +146,8 @@ class LoopbackHub:
             (r"/api/organizations/([^/]+)/overview", self._organization),
             (rf"/api/kernels/{repo}/refs", self._refs),
             (rf"/api/kernels/{repo}/commits/([^/]+)", self._commits),
-            (rf"/api/kernels/{repo}/revision/([^/]+)", self._revision),
+            (rf"/api/kernels/{repo}(?:/revision/([^/]+))?", self._revision),
             (rf"/api/kernels/{repo}/tree/([^/]+)(/.*)?", self._tree),
-            (rf"/api/kernels/{repo}", self._newest),
             (rf"/kernels/{repo}/resolve/([^/]+)/(.+)", self._resolve),
         )
 
@@ -165,14 +161,10 @@ class LoopbackHub:
         repository = self.repositories.get(repo_id)
         if repository is None:
             return _error(request, "RepoNotFound")
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
-            for name, commit in repository.branches.items()
-        ]
-        tags = [
-            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit}
-            for name, commit in repository.tags.items()
-        ]
+        branches, tags = (
+            [{"name": n, "ref": f"refs/{kind}/{n}", "targetCommit": commit} for n, commit in refs.items()]
+            for kind, refs in (("heads", repository.branches), ("tags", repository.tags))
+        )
         _json(request, {"branches": branches, "converts": [], "tags": tags})
 
     def _commits(self, request: Any, repo_id: str, revision: str, query: str, body: bool) -> None:
@@ -182,11 +174,8 @@ class LoopbackHub:
         listed = repository.history.get(revision) or [repository.tags[revision]]
         _json(request, [{"id": commit, "title": "", "message": "", "authors": []} for commit in listed])
 
-    def _newest(self, request: Any, repo_id: str, query: str, body: bool) -> None:
-        self._revision(request, repo_id, "main", query, body)
-
-    def _revision(self, request: Any, repo_id: str, revision: str, query: str, body: bool) -> None:
-        commit = self._commit(repo_id, revision)
+    def _revision(self, request: Any, repo_id: str, revision: str | None, query: str, body: bool) -> None:
+        commit = self._commit(repo_id, revision or "main")
         if commit is None:
             return _error(request, "RevisionNotFound")
         said = self.attack.identity.get(repo_id, repo_id)
@@ -243,10 +232,7 @@ class LoopbackHub:
         _send(request, 200, sent, {**headers, "Content-Length": str(length if not self.attack.truncate else len(data))})
 
     def _endless(self, request: Any, headers: Mapping[str, str]) -> None:
-        request.send_response(200)
-        for name, value in {**headers, "Connection": "close"}.items():
-            request.send_header(name, value)
-        request.end_headers()
+        _head(request, 200, {**headers, "Connection": "close"})
         request.close_connection = True
         while not self._stop.is_set():
             try:
@@ -255,10 +241,7 @@ class LoopbackHub:
                 return
 
     def _drip(self, request: Any, headers: Mapping[str, str], data: bytes) -> None:
-        request.send_response(200)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            request.send_header(name, value)
-        request.end_headers()
+        _head(request, 200, {**headers, "Content-Length": str(len(data))})
         for byte in data:
             if self._stop.wait(0.2):
                 return
@@ -297,13 +280,15 @@ def _error(request: Any, code: str, commit: str = "") -> None:
 
 def _send(request: Any, status: int, body: bytes, headers: Mapping[str, str]) -> None:
     try:
-        request.send_response(status)
-        for name, value in headers.items():
-            request.send_header(name, value)
-        if "Content-Length" not in headers:
-            request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
+        _head(request, status, {"Content-Length": str(len(body)), **headers})
         if body and request.command != "HEAD":
             request.wfile.write(body)
     except OSError:
         time.sleep(0)  # the client went away, as a client that refuses does
+
+
+def _head(request: Any, status: int, headers: Mapping[str, str]) -> None:
+    request.send_response(status)
+    for name, value in headers.items():
+        request.send_header(name, value)
+    request.end_headers()

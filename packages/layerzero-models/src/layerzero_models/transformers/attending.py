@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerzero import attention as _attention
-from layerzero_models.transformers.masking import Note, noted
+from layerzero_models.transformers.masking import noted
 from layerzero_models.transformers.static_cache import decode
 
 __all__ = ["attend", "biased"]
@@ -67,7 +67,7 @@ def attend(
                 out = decode(query, key, value, note.used, scaling, softcap) if dropout == 0.0 else None
                 if out is not None:
                     return out, None
-            elif _holds(note, attention_mask, queries, keys):
+            elif note.causal is not None and tuple(attention_mask.shape[-2:]) == (queries, keys):
                 attention_mask, causal, window = None, note.causal or False, note.window
     if position_bias is not None:
         attention_mask, causal = biased(position_bias, attention_mask, bool(causal), query, key), False
@@ -89,10 +89,6 @@ def _with_sinks(
     share = torch.sigmoid(lse - sinks.float()[None, :, None]).to(out.dtype)
     found: Tensor = out * share[..., None]
     return found
-
-
-def _holds(note: Note, attention_mask: Tensor, queries: int, keys: int) -> bool:
-    return note.causal is not None and tuple(attention_mask.shape[-2:]) == (queries, keys)
 
 
 def biased(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:

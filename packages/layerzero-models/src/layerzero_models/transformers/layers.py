@@ -42,8 +42,9 @@ def first_norm(layer: Any) -> Any:
         body = rewriting.body_of(type(layer).forward)
     except rewriting.NotRewritable:
         return None
-    first_two = [node for node in body if not _is_docstring(node)][:2]
-    match first_two:
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):  # a docstring
+        body = body[1:]
+    match body[:2]:
         case [
             ast.Assign(targets=[ast.Name(id=residual)], value=ast.Name(id=kept)),
             ast.Assign(
@@ -62,7 +63,3 @@ def _final_norm(owner: Any, name: str) -> Any:
     """The norm an owner of layers takes of their result: the one RMSNorm directly beside them, if there is one."""
     beside = [child for child_name, child in owner.named_children() if child_name != name and is_rms(child)]
     return beside[0] if len(beside) == 1 else None
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

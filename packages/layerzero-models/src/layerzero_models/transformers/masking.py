@@ -67,7 +67,7 @@ def mask(
     ends_here = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     said = known and allow_is_causal_skip and ends_here and not compiling
     if said and local_size is not None and q_length in (1, kv_length) and not _padded(attention_mask):
-        if (q_length == 1 and kv_length <= local_size) or _passes_window(config):
+        if (q_length == 1 and kv_length <= local_size) or _passes_window(str(getattr(config, "model_type", ""))):
             return None  # nothing is hidden, or the attention function is told the window by the model
     found: Tensor | None = sdpa_mask(
         batch_size,
@@ -112,14 +112,9 @@ def _window(config: Any, local_size: int) -> tuple[int, int] | None:
     return (local_size - 1, 0) if getattr(config, "sliding_window", None) == local_size else None
 
 
-def _passes_window(config: Any) -> bool:
-    """Whether the attention of this architecture hands its window to the attention function."""
-    return _names_window(str(getattr(config, "model_type", "")))
-
-
 @lru_cache(maxsize=256)
-def _names_window(model_type: str) -> bool:
-    """Read off the model's source: every call of the attention function has a `sliding_window`."""
+def _passes_window(model_type: str) -> bool:
+    """Whether an architecture hands its window to the attention function: every call of it in the model's source."""
     folder = model_type.removesuffix("_text")
     names = {f"transformers.models.{name}.modeling_{name}" for name in (model_type, folder)}
     for module in (sys.modules[name] for name in names if name in sys.modules):
@@ -127,10 +122,7 @@ def _names_window(model_type: str) -> bool:
             tree = ast.parse(inspect.getsource(module))
         except (OSError, SyntaxError, TypeError):
             return False
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_attention(node.func)]
+        called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [node for node in called if getattr(node.func, "id", "") == "attention_interface"]
         return bool(calls) and all(any(k.arg == "sliding_window" for k in call.keywords) for call in calls)
     return False
-
-
-def _is_attention(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "attention_interface"

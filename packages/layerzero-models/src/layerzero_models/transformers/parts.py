@@ -4,6 +4,7 @@ with `copy.deepcopy` is patched too, by itself.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,22 +126,19 @@ def end(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
     return total
 
 
+@dataclass(slots=True, eq=False)
 class Following:
     """State of a decoder layer: the norm that takes its result, None where that is not known."""
 
-    __slots__ = ("norm",)
-
-    def __init__(self, norm: Any) -> None:
-        self.norm = norm
+    norm: Any
 
 
+@dataclass(slots=True, eq=False)
 class Projected:
     """State of one of several projections: all of them, and the place of this one."""
 
-    __slots__ = ("all", "place")
-
-    def __init__(self, neighbours: Neighbours, place: int) -> None:
-        self.all, self.place = neighbours, place
+    all: Neighbours
+    place: int
 
 
 def first(self: Any, x: Tensor) -> Tensor:
@@ -199,13 +197,13 @@ def embedding(self: Any, ids: Tensor) -> Tensor:
     return quick.public("embedding", ids, self._parameters["weight"], self.padding_idx)  # type: ignore[no-any-return]
 
 
+@dataclass(slots=True, eq=False)
 class Apart:
     """State of a gated MLP whose projections stay two products: names of the three, the op between and its rest."""
 
-    __slots__ = ("names", "op", "rest")
-
-    def __init__(self, names: tuple[str, ...], op: str, rest: tuple[str, ...]) -> None:
-        self.names, self.op, self.rest = names, op, rest
+    names: tuple[str, ...]
+    op: str
+    rest: tuple[str, ...]
 
 
 def gated_apart(self: Any, x: Tensor) -> Tensor:
@@ -219,16 +217,18 @@ def gated_apart(self: Any, x: Tensor) -> Tensor:
     return out
 
 
+@dataclass(slots=True, eq=False)
 class Gated:
     """State of a gated MLP: its two projections in, the one back, the op between.
 
     `casts` is whether it was seen to cast between projections of two dtypes.
     """
 
-    __slots__ = ("both", "casts", "down", "op", "rest")
-
-    def __init__(self, both: Neighbours, down: str, op: str, rest: tuple[str, ...], casts: bool) -> None:
-        self.both, self.down, self.op, self.rest, self.casts = both, down, op, rest, casts
+    both: Neighbours
+    down: str
+    op: str
+    rest: tuple[str, ...]
+    casts: bool
 
 
 def gated(self: Any, x: Tensor) -> Tensor:

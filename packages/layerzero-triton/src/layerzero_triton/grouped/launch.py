@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from layerzero.errors import InvalidInputError
+from layerzero.model.attention import scaled
 from layerzero.model.grouped import GroupedBatch
 from layerzero_triton.grouped import backward as back
 from layerzero_triton.grouped import forward as fore
@@ -98,11 +98,7 @@ def _grouped(
     name: str, run: Forward, query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool,
     scale: float | None, return_lse: bool,
 ) -> Any:  # fmt: skip
-    if scale is None:
-        scale = 1.0 / math.sqrt(query.shape[2])
-    elif scale <= 0:
-        # The running maximum is taken before scaling, which needs a scale above zero.
-        query, scale = (query * 0.0, 1.0) if scale == 0 else (-query, -scale)
+    query, scale = scaled(query, scale)  # the running maximum is taken before scaling
     with _on(query), into_our_cache(name, query.dtype, query.shape[1:], key.shape[1]) as fresh:
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = _Grouped.apply(run, query, key, value, batch, causal, scale, fresh)  # type: ignore[no-untyped-call]

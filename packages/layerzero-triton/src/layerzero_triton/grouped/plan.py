@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from layerzero.model.grouped import GroupedBatch, Segment
 
-__all__ = ["Item", "KeyReads", "Plan", "Span", "Tile", "key_reads", "make_plan"]
+__all__ = ["Item", "Plan", "Span", "Tile", "make_plan"]
 
 # One piece costs about as much as this many blocks of keys on top of its own: it starts, ends, and may be merged.
 _PIECE_COST = 3
@@ -80,13 +80,6 @@ class Plan:
         return sum(count for *_, count in self.merges)
 
 
-class KeyReads(NamedTuple):
-    """Tokens of keys, times KV heads: those every program loads, and those that have to come from memory at all."""
-
-    loaded: int
-    unique: int
-
-
 def make_plan(
     batch: GroupedBatch,
     *,
@@ -127,27 +120,6 @@ def make_plan(
                 items.extend(Item(index, head, low, high, slots + at) for at, (low, high) in enumerate(ranges))
                 slots += len(ranges)
     return Plan(tiles, tuple(items), tuple(merges), together, tokens, block_n)
-
-
-def key_reads(plan: Plan, ratio: int) -> KeyReads:
-    """What the items of a plan read; `ratio` is query heads for each KV head."""
-    loaded = 0
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    for item in plan.items:
-        loaded += item.high - item.low
-        start = plan.tiles[item.tile].key_start
-        kv_head = item.head if plan.packed else item.head // ratio
-        ranges.setdefault(kv_head, []).append((start + item.low, start + item.high))
-    return KeyReads(loaded, sum(_covered(sorted(found)) for found in ranges.values()))
-
-
-def _covered(ranges: list[tuple[int, int]]) -> int:
-    """Numbers in the union of sorted ranges."""
-    total = end = 0
-    for low, high in ranges:
-        total += max(0, high - max(low, end))
-        end = max(end, high)
-    return total
 
 
 def _limits(segment: Segment, causal: bool) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from layerzero.model.grouped import GroupedBatch
+from layerzero.model.grouped import GroupedBatch, Lengths
 from layerzero_triton.grouped.plan import Plan, Tile, make_plan
 
 __all__ = ["BackwardTables", "Tables", "backward_tables", "forward_tables"]
@@ -50,22 +50,12 @@ def forward_tables(
     together: bool, split: bool = True,
 ) -> Tables:  # fmt: skip
     """The forward's tables on `device`. The first call with new lengths plans and copies; do that before a capture."""
-    lengths = (batch.cu_seqlens_q_host, batch.cu_seqlens_k_host, batch.kv_lens_host)
-    return _forward(lengths, causal, heads, kv_heads, device, block_m, block_n, together, split)
+    return _forward(batch.lengths, causal, heads, kv_heads, device, block_m, block_n, together, split)
 
 
 def backward_tables(batch: GroupedBatch, causal: bool, device: torch.device, *, block_n: int) -> BackwardTables:
     """The tables of dK and dV on `device`."""
-    lengths = (batch.cu_seqlens_q_host, batch.cu_seqlens_k_host, batch.kv_lens_host)
-    return _backward(lengths, causal, device, block_n)
-
-
-Lengths = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _batch(lengths: Lengths) -> GroupedBatch:
-    empty = torch.empty(0, dtype=torch.int32)  # a plan looks at host numbers only
-    return GroupedBatch(empty, empty, empty, *lengths)
+    return _backward(batch.lengths, causal, device, block_n)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -74,8 +64,8 @@ def _forward(
     together: bool, split: bool,
 ) -> Tables:  # fmt: skip
     plan = make_plan(
-        _batch(lengths), causal=causal, heads=heads, kv_heads=kv_heads, block_m=block_m, block_n=block_n,
-        together=together, processors=_processors(device), split=split,
+        GroupedBatch.of_lengths(lengths), causal=causal, heads=heads, kv_heads=kv_heads, block_m=block_m,
+        block_n=block_n, together=together, processors=_processors(device), split=split,
     )  # fmt: skip
     items, spans = [], []
     for item in plan.items:
@@ -114,7 +104,7 @@ def _rows(tiles: tuple[Tile, ...], room: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=_KEPT)
 def _backward(lengths: Lengths, causal: bool, device: torch.device, block_n: int) -> BackwardTables:
-    batch = _batch(lengths)
+    batch = GroupedBatch.of_lengths(lengths)
     offsets = batch.cu_seqlens_k_host
     # Early keys are seen by the most queries: first block of every sequence, then the second, and so on.
     blocks = sorted(

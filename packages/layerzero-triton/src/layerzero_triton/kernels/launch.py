@@ -56,22 +56,17 @@ class Launch:
     stages: int
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """The part of a launch that depends on shapes alone, worked out once for a shape."""
 
-    __slots__ = ("constants", "grid", "index", "numbers", "run", "stages", "warps")
-
-    def __init__(
-        self, grid: tuple[int, int, int], numbers: tuple[float, ...], constants: tuple[Any, ...], warps: int = 4,
-        stages: int = 3,
-    ) -> None:  # fmt: skip
-        self.grid = grid
-        self.numbers = numbers
-        self.constants = constants
-        self.warps = warps
-        self.stages = stages
-        self.index = -1
-        self.run: Callable[..., None] | None = None  # what was compiled for pointers aligned to 16 bytes
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]
+    warps: int = 4
+    stages: int = 3
+    index: int = -1
+    run: Callable[..., None] | None = None  # what was compiled for pointers aligned to 16 bytes
 
 
 def remember(plans: dict[Any, Kept], key: Any, plan: Kept) -> Kept:

@@ -13,7 +13,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; what is not known is left out."""
-        names = ("us", "p95_us", "samples", "error", "why")
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None and (value or name == "error")}
+        return {name: value for name, value in asdict(self).items() if value is not None and (value or name == "error")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ def compete(
 
     Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
     """
-    spec, place = public_op(asked.op), _place(asked)
+    spec, place = public_op(asked.op), f"{asked.device.device_type}:{asked.device.index}"
     call = build(asked, device=place, seed=seed)
     with conditions(asked), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries remark on their own choices, at each call
@@ -158,7 +156,8 @@ def compete(
         gate = Gate(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
         kernels, entries = _admitted(spec, decision, measuring, names, call, gate)
         calls: dict[str, Callable[[], Any]] = dict(kernels)
-        plain = torch_default(ctx.op, {**dict(zip(spec.arguments, call.args, strict=True)), "layout": _layout(call)})
+        given = dict(zip(spec.arguments, call.args, strict=True))
+        plain = torch_default(ctx.op, {**given, "layout": call.layout or call.kwargs.get("layout")})
         if plain is not None:
             calls[TORCH_DEFAULT] = plain
         if chosen in kernels and mode == "eager":
@@ -178,15 +177,6 @@ def compete(
 
 
 # -- contestants ------------------------------------------------------------------------------------
-def _place(ctx: Context) -> str:
-    device = ctx.device
-    return device.device_type if device.index is None else f"{device.device_type}:{device.index}"
-
-
-def _layout(call: Call) -> str | None:
-    return call.layout or call.kwargs.get("layout")
-
-
 def _admitted(
     spec: OperationSpec, decision: Decision, world: World, names: list[str], call: Call, gate: Gate | None
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Entry]]:
@@ -195,13 +185,14 @@ def _admitted(
     entries: dict[str, Entry] = {}
     for name in names:
         scores = _scores(decision.context)
-        if scores > _SCORES_LIMIT and _writes_scores(name):
+        if scores > _SCORES_LIMIT and (name.startswith("reference.") or name.endswith(".math")):
             entries[name] = Entry(why=f"would write out {scores >> 30} GiB of scores")
             continue
         try:
             run = bind(spec, decision, world, name).run
             run(*call.args)
-            _finish(decision.context)
+            if decision.context.device.device_type == "cuda":  # a fault of a kernel is raised where it was called
+                torch.cuda.synchronize()
         except Exception as error:  # a library may raise anything
             entries[name] = Entry(why=f"{type(error).__name__}: {error}".splitlines()[0][:200])
             continue
@@ -223,16 +214,6 @@ def _scores(ctx: Context) -> int:
     if rows is None or columns is None:
         return 0
     return int(sizes.get("batch", 1) * sizes.get("num_heads", 1) * rows * columns * max(4, element_bytes(ctx.dtype)))
-
-
-def _writes_scores(name: str) -> bool:
-    return name.startswith("reference.") or name.endswith(".math")
-
-
-def _finish(ctx: Context) -> None:
-    """Wait for the device, so that a fault of a kernel is raised where it was called."""
-    if ctx.device.device_type == "cuda":
-        torch.cuda.synchronize()
 
 
 # -- times ------------------------------------------------------------------------------------------

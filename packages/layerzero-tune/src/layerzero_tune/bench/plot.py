@@ -8,7 +8,7 @@ from html import escape
 
 from layerzero_tune.bench.contest import Outcome
 
-__all__ = ["svg"]
+__all__ = ["short_time", "svg"]
 
 _WIDTH, _LABEL, _ROW, _HEAD, _NUMBER = 900, 290, 22, 34, 130
 _STYLE = """
@@ -34,7 +34,7 @@ def svg(outcomes: Sequence[Outcome]) -> str:
             parts.append(
                 f'<text x="{_LABEL - 10}" y="{top + 14}" text-anchor="end">{escape(name)}</text>'
                 f'<rect class="{kind}" x="{_LABEL}" y="{top + 3}" width="{width:.1f}" height="{_ROW - 7}" rx="3"/>'
-                f'<text class="soft" x="{_LABEL + width + 8:.1f}" y="{top + 14}">{_time(us)}</text>'
+                f'<text class="soft" x="{_LABEL + width + 8:.1f}" y="{top + 14}">{short_time(us)}</text>'
             )
             top += _ROW
         top += 12
@@ -53,5 +53,6 @@ def _rows(outcome: Outcome) -> list[tuple[str, float, str]]:
     return sorted(rows, key=lambda row: (row[1], row[0]))
 
 
-def _time(us: float) -> str:
+def short_time(us: float) -> str:
+    """A time with three digits."""
     return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"

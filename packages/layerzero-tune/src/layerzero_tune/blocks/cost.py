@@ -32,12 +32,8 @@ from layerzero_tune.timing.launches import with_launch
 
 __all__ = ["Candidate", "Cost", "Meter"]
 
-_BYTES_PER_US = {Platform.CPU: 8_000.0}
-_BYTES_PER_US_GPU = 2_000_000.0
-_FLOPS_PER_US = {Platform.CPU: 60_000.0}
-_FLOPS_PER_US_GPU = 400_000_000.0
-_CALL_US = {Platform.CPU: 8.0}
-_CALL_US_GPU = 6.0
+# µs of a call, bytes and operations a µs
+_ON_CPU, _ON_GPU = (8.0, 8_000.0, 60_000.0), (6.0, 2_000_000.0, 400_000_000.0)
 _TURNS = 5
 _VIEWS = frozenset({"heads", "split", "turn", "turn back"})
 
@@ -142,10 +138,10 @@ class Meter:
             if key not in self._known:
                 self._known[key] = Cost(self._times([lambda *_: run()], args)[0], "measured")
             return self._known[key]
-        platform = Platform.CPU if device == "cpu" else Platform.CUDA
-        moved = 0 if op in _VIEWS else 3 * max((t.nbytes for t in tensors), default=0)
-        call = 1.0 if op in _VIEWS else _CALL_US.get(platform, _CALL_US_GPU)
-        return Cost(call + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU), "estimated")
+        call, rate, _ = _ON_CPU if device == "cpu" else _ON_GPU
+        if op in _VIEWS:
+            return Cost(1.0, "estimated")
+        return Cost(call + 3 * max((t.nbytes for t in tensors), default=0) / rate, "estimated")
 
     def _times(self, runs: Sequence[Callable[..., Any]], args: tuple[Any, ...]) -> list[float]:
         tensors = tensors_of(args)
@@ -184,14 +180,13 @@ class Meter:
         return True
 
     def _estimate(self, kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> float:
-        platform = ctx.device.platform
+        call, rate, speed = _ON_CPU if ctx.device.platform is Platform.CPU else _ON_GPU
         op = self.world.ops[ctx.op]
         if isinstance(op, Op) and op.cost is not None:
             moved, work = op.cost(ctx)
         else:
             moved, work = 2 * sum(t.nbytes for t in tensors_of(args)), 0
-        us = _CALL_US.get(platform, _CALL_US_GPU) + moved / _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU)
-        us += work / _FLOPS_PER_US.get(platform, _FLOPS_PER_US_GPU)
+        us = call + moved / rate + work / speed
         # Authors' priorities order kernels of one op where nothing else is known.
         return us * (1.0 - max(-0.5, min(0.5, kernel.priority / 1000.0)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from layerzero.cli.words import complete_kernel, complete_op
 if TYPE_CHECKING:
     from layerzero_tune.bench.contest import Entry, Outcome
 
-__all__ = ["add"]
+__all__ = ["add", "written"]
 
 _BAR = 24
 _COLUMNS = ("case", "op", "dtype", "kernel", "median_us", "p95_us", "samples", "max_error", "times_torch", "chosen",
@@ -71,6 +72,7 @@ def add(group: click.Group) -> None:
         when nothing could be timed.
         """
         from layerzero_tune.bench.contest import compete
+        from layerzero_tune.bench.plot import svg
 
         found: list[Outcome] = []
         refused: list[tuple[str, str]] = []
@@ -85,11 +87,11 @@ def add(group: click.Group) -> None:
         data = document(found, seconds=seconds)
         blocks = _blocks(found, refused)
         if out is not None:
-            blocks.append(_written(out, _json(data)))
+            blocks.append(written(out, json.dumps(data, indent=1, allow_nan=False) + "\n"))
         if table is not None:
-            blocks.append(_written(table, _csv(found)))
+            blocks.append(written(table, _csv(found)))
         if plot is not None:
-            blocks.append(_written(plot, _svg(found)))
+            blocks.append(written(plot, svg(found)))
         return Answer(data, blocks, OK if any(item.times for item in found) else PROBLEM)
 
 
@@ -200,7 +202,8 @@ def _times_torch(entry: Entry, outcome: Outcome) -> str:
 
 
 # -- files ------------------------------------------------------------------------------------------------
-def _written(path: Path, text: str) -> Line:
+def written(path: Path, text: str) -> Line:
+    """Write a file whole or not at all; the line that says so."""
     from layerzero.files import write_whole
 
     try:
@@ -208,18 +211,6 @@ def _written(path: Path, text: str) -> Line:
     except OSError as error:
         raise click.UsageError(f"{path} could not be written: {error.strerror or error}") from None
     return Line(f"wrote {path}", "dim")
-
-
-def _json(data: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def _svg(found: Sequence[Outcome]) -> str:
-    from layerzero_tune.bench.plot import svg
-
-    return svg(found)
 
 
 def _csv(found: Sequence[Outcome]) -> str:

@@ -49,17 +49,15 @@ def add(group: click.Group) -> None:
 
 
 def _times(database: Path | None) -> Callable[[PlanEntry], dict[str, float]] | None:
-    from layerzero.measurements.database import place
-    from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
     from layerzero_tune.tables.solver import times_of
+    from layerzero_tune.tuning import known_database
 
-    file = database.expanduser() if database is not None else place(state.world.policy)
-    if file is None or not file.exists():
+    db = known_database(database)
+    if db is None:
         if database is not None:
             raise click.UsageError(f"no such database: {database}")
         return None
-    db = PerfDB(file)
     return lambda entry: times_of(entry, state.world, db)
 
 

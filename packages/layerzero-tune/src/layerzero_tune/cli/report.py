@@ -10,6 +10,7 @@ import click
 
 from layerzero.cli.output import Answer, Block, Line, Table, working
 from layerzero.cli.verbs import verb
+from layerzero_tune.cli.bench import written
 
 if TYPE_CHECKING:
     from layerzero_tune.report.data import Figures, Measured
@@ -57,18 +58,8 @@ def add(group: click.Group) -> None:
         if not cases:
             source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
             raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
-        _write(out, render(cases, facts))
-        found = figures(cases)
-        return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, _blocks(found, out))
-
-
-def _write(path: Path, text: str) -> None:
-    from layerzero.files import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise click.UsageError(f"{path} could not be written: {error.strerror or error}") from None
+        line, found = written(out, render(cases, facts)), figures(cases)
+        return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, [*_blocks(found), line])
 
 
 # -- sources ----------------------------------------------------------------------------------------------
@@ -117,7 +108,7 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
 
 
 # -- text -------------------------------------------------------------------------------------------------
-def _blocks(found: Figures, out: Path) -> list[Block]:
+def _blocks(found: Figures) -> list[Block]:
     rows = []
     if found.layerzero is not None:
         ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
@@ -134,5 +125,5 @@ def _blocks(found: Figures, out: Path) -> list[Block]:
         words = f"{found.busy} of {found.cases} cases were measured while others used the machine; do it again later"
         blocks.append(Line(words, "yellow", hang=2))
     columns = ("time ÷ fastest", "geomean", "worst", "runs in")
-    blocks += [Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line(), Line(f"wrote {out}", "dim")]
+    blocks += [Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line()]
     return blocks

@@ -9,7 +9,7 @@ import click
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.cli.words import complete_device
-from layerzero_tune.cli.tune import source_of
+from layerzero_tune.cli.tune import measured_or, source_options
 
 __all__ = ["add"]
 
@@ -19,11 +19,8 @@ def add(group: click.Group) -> None:
     path = click.Path(path_type=Path)
 
     @verb(group, "solve")
-    @click.argument("source", type=path, required=False)
+    @source_options
     @click.argument("new", type=path, required=False)
-    @click.option("--grid", type=path, help="Grid file of cases (.toml).")
-    @click.option("--config", type=path, help="config.json of a model, or its folder.")
-    @click.option("--traffic", type=path, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
     @click.option("--out", "-o", type=path, default=Path("dispatch_table.json"), show_default=True, help="The table.")
     @click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
     @click.option(
@@ -38,9 +35,6 @@ def add(group: click.Group) -> None:
     def solve(
         source: Path | None,
         new: Path | None,
-        grid: Path | None,
-        config: Path | None,
-        traffic: Path | None,
         out: Path,
         database: Path | None,
         device: str | None,
@@ -68,13 +62,9 @@ def add(group: click.Group) -> None:
             raise click.UsageError("one SOURCE; two files are for --diff")
         import layerzero as lz
         from layerzero.tables.file import table_json
-        from layerzero_tune.tuning import calls_path
 
-        chosen = source_of(source, grid, config, traffic)
-        if chosen is None:
-            chosen = calls_path(database)
-            if not chosen.exists():
-                raise click.UsageError("say which calls to decide: a traffic file, --config, --grid, or lz tune first")
+        otherwise = "say which calls to decide: a traffic file, --config, --grid, or lz tune first"
+        chosen = measured_or(source, database, otherwise)
         if warm:  # first: a kernel that is not compiled yet could not be decided for
             from layerzero.public.traffic import calls_of
             from layerzero.public.warming import warmup

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +19,45 @@ from layerzero.cli.words import complete_device
 if TYPE_CHECKING:
     from layerzero_tune.tuning_run import Outcome, Progress, Tuned
 
-__all__ = ["add", "source_of"]
+__all__ = ["add", "measured_or", "source_options"]
 
+_PATH = click.Path(path_type=Path)
 _PLAIN_EVERY_S = 10.0
 
 
-def source_of(source: Path | None, grid: Path | None, config: Path | None, traffic: Path | None) -> Path | None:
-    """The one file that says which calls are meant; several are a mistake."""
-    given = [item for item in (source, grid, config, traffic) if item is not None]
-    if len(given) > 1:
-        raise click.UsageError("give one of SOURCE, --grid, --config and --traffic")
-    return given[0] if given else None
+def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """SOURCE, --grid, --config and --traffic: the one file that says which calls are meant comes as `source`."""
+
+    @click.argument("source", type=_PATH, required=False)
+    @click.option("--grid", type=_PATH, help="Grid file of cases (.toml).")
+    @click.option("--config", type=_PATH, help="config.json of a model, or its folder.")
+    @click.option("--traffic", type=_PATH, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
+    @functools.wraps(function)
+    def run(source: Path | None, grid: Path | None, config: Path | None, traffic: Path | None, **rest: Any) -> Any:
+        given = [item for item in (source, grid, config, traffic) if item is not None]
+        if len(given) > 1:
+            raise click.UsageError("give one of SOURCE, --grid, --config and --traffic")
+        return function(source=given[0] if given else None, **rest)
+
+    return run
+
+
+def measured_or(source: Path | None, database: Path | None, otherwise: str) -> Path:
+    """The source, else the calls that `lz tune` has measured; a mistake, in these words, where there are none."""
+    from layerzero_tune.tuning import calls_path
+
+    chosen = calls_path(database) if source is None else source
+    if source is None and not chosen.exists():
+        raise click.UsageError(otherwise)
+    return chosen
 
 
 def add(group: click.Group) -> None:
     """Declare the verb."""
-    path = click.Path(path_type=Path)
 
     @verb(group, "tune")
-    @click.argument("source", type=path, required=False)
-    @click.option("--grid", type=path, help="Grid file of cases (.toml).")
-    @click.option("--config", type=path, help="config.json of a model, or its folder.")
-    @click.option("--traffic", type=path, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
-    @click.option("--database", type=path, help="Where the times go; default: the policy's, else the user's own.")
+    @source_options
+    @click.option("--database", type=_PATH, help="Where the times go; default: the policy's, else the user's own.")
     @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for all calls together.")
     @click.option(
         "--seconds",
@@ -58,9 +75,6 @@ def add(group: click.Group) -> None:
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(
         source: Path | None,
-        grid: Path | None,
-        config: Path | None,
-        traffic: Path | None,
         database: Path | None,
         budget: float | None,
         seconds: float | None,
@@ -82,13 +96,8 @@ def add(group: click.Group) -> None:
         stopped. Under torchrun the calls are split over the ranks. Exit code 1 when a call could not be measured.
         """
         import layerzero as lz
-        from layerzero_tune.tuning import calls_path
 
-        chosen = source_of(source, grid, config, traffic)
-        if chosen is None:
-            chosen = calls_path(database)
-            if not chosen.exists():
-                raise click.UsageError("say what to tune: a traffic file, --config or --grid")
+        chosen = measured_or(source, database, "say what to tune: a traffic file, --config or --grid")
         with _watched() as progress:
             found = lz.tune(
                 chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
@@ -174,15 +183,7 @@ def _stolen(timed: Sequence[Outcome]) -> str:
     from layerzero_tune.timing.steal_time import LIMIT
 
     found = {item.name: item.trial.stolen for item in timed if item.trial is not None and item.trial.stolen > LIMIT}
-    if not found:
-        return ""
-    names = sorted(found, key=lambda name: -found[name])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    most = f"up to {max(found.values()):.0%} of the time"
-    return (
-        f"{len(names)} of {len(timed)} calls were timed while the host gave {most} to others: "
-        f"{', '.join(names[:3])}{more}; tune again when it is quiet"
-    )
+    return _meanwhile(found, len(timed), "the host gave up to {:.0%} of the time to others")
 
 
 def _lost(timed: Sequence[Outcome]) -> list[str]:
@@ -200,14 +201,17 @@ def _busy(timed: Sequence[Outcome]) -> str:
     from layerzero_tune.timing.host_load import BUSY
 
     found = {item.name: item.trial.busy for item in timed if item.trial is not None and item.trial.busy > BUSY}
-    if not found:
+    return _meanwhile(found, len(timed), "other programs used up to {:.0%} of the cores")
+
+
+def _meanwhile(shares: Mapping[str, float], calls: int, what: str) -> str:
+    """What went on beside the calls that had to share the machine, the worst first."""
+    if not shares:
         return ""
-    names = sorted(found, key=lambda name: -found[name])
+    names = sorted(shares, key=lambda name: -shares[name])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"{len(names)} of {len(timed)} calls were timed while other programs used up to {max(found.values()):.0%} of "
-        f"the cores: {', '.join(names[:3])}{more}; tune again when the machine is quiet"
-    )
+    told = f"{what.format(max(shares.values()))}: {', '.join(names[:3])}{more}"
+    return f"{len(names)} of {calls} calls were timed while {told}; tune again when the machine is quiet"
 
 
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:

@@ -5,11 +5,12 @@ Every text that comes from outside this file (names of devices, kernels, reasons
 
 from __future__ import annotations
 
-from html import escape
 from importlib.resources import files
 from statistics import median
 
-from layerzero.cli.html import content_policy
+from layerzero.cli.html import breakable as _kernel
+from layerzero.cli.html import escaped as _e
+from layerzero.cli.html import page
 from layerzero.model.decision import Candidate
 from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
 from layerzero_tune.demo.text import check_word, duration, introduction, notes, reason_to_select
@@ -65,23 +66,7 @@ def render(tour: Tour) -> str:
         "seed: the choices, the checks and the times are real, the words the model would speak are not.</footer>",
     ]
     css = files("layerzero_tune.demo").joinpath("demo.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"{content_policy()}\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(parts)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _e(text: object) -> str:
-    return escape(str(text), quote=True)
-
-
-def _kernel(kernel_id: str) -> str:
-    """A kernel id that may break after its dots and underscores."""
-    return _e(kernel_id).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    return page(title, css, parts)
 
 
 def _colours(tour: Tour) -> dict[str, str]:
@@ -151,9 +136,10 @@ def _flow(tour: Tour, colours: dict[str, str]) -> str:
         line = '<div class="line" aria-hidden="true"><span>residual</span></div>' if rail else ""
         kind = f"{group} rail" if rail else group
         stages.append(f'<section class="stage {_e(kind)}">{line}<h3>{_e(name)}</h3>{boxes}</section>')
+    always = ": plain PyTorch, always there"
     used = {_backend(stop.kernel) for stop in tour.stops}
     legend = "".join(
-        f'<span style="--c:{colour}"><i></i>{_e(backend)}{_e(_always(backend))}</span>'
+        f'<span style="--c:{colour}"><i></i>{_e(backend)}{always if backend == "reference" else ""}</span>'
         for backend, colour in colours.items()
         if backend in used
     )
@@ -162,10 +148,6 @@ def _flow(tour: Tour, colours: dict[str, str]) -> str:
         '<p class="soft">Follow the arrows; touch a box for its story. Colour tells the backend.</p>\n'
         f'<div class="flow">{"".join(stages)}</div>\n<div class="legend">{legend}</div>'
     )
-
-
-def _always(backend: str) -> str:
-    return ": plain PyTorch, always there" if backend == "reference" else ""
 
 
 def _ops(tour: Tour, colours: dict[str, str]) -> str:

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from layerzero.cli.output import STYLES, Block, Cell, Line, Table
 from layerzero_tune.demo.stations import Check, Stop, Tour, verdict
 
-__all__ = [
-    "HEAD",
-    "NEXT",
-    "cells",
-    "check_word",
-    "decode_lines",
-    "duration",
-    "introduction",
-    "notes",
-    "plain_lines",
-    "reason_to_select",
-    "slower_line",
-    "summary",
-    "whole_line",
-    "why_lines",
-]
+__all__ = ["blocks", "check_word", "duration", "introduction", "notes", "reason_to_select", "summary"]
 
-HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
-_RIGHT = ("LayerZero", "torch")
+_HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
 _CLEARLY = 1.2  # less than this between two kernels may be the noise of a short measurement
-NEXT = "Next: lz doctor, lz list, lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100"
+_NEXT = "Next: lz doctor, lz list, lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100"
 
 
 def duration(us: float) -> str:
@@ -54,14 +39,16 @@ def introduction(tour: Tour) -> str:
     )
 
 
-def cells(stop: Stop) -> tuple[str, ...]:
-    """A row under HEAD."""
+def _row(stop: Stop, *, narrow: bool) -> tuple[str | Cell, ...]:
     kernel = stop.kernel if stop.ran in (None, stop.chosen) else f"{stop.kernel} (after {stop.chosen} failed)"
-    times = (duration(stop.lz_us), duration(stop.torch_us))
-    return (stop.station.title, kernel, *times, stop.verdict, check_word(stop.check))
+    title = stop.station.title
+    first: tuple[str | Cell, ...] = (f"{title}\n  {kernel}",) if narrow else (title, Cell(kernel, "cyan"))
+    speed = "green" if "faster" in stop.verdict else "yellow" if "slower" in stop.verdict else "dim"
+    check = Cell(check_word(stop.check), "green" if stop.check.ok else "bold red")
+    return (*first, duration(stop.lz_us), Cell(duration(stop.torch_us), "dim"), Cell(stop.verdict, speed), check)
 
 
-def why_lines(tour: Tour) -> list[tuple[str, list[tuple[str, str]]]]:
+def _why_lines(tour: Tour) -> list[tuple[str, list[tuple[str, str]]]]:
     """(op, its why-not lines), each op once: the first stop of an op speaks for those judged alike."""
     seen: dict[tuple[str, tuple[tuple[str, bool], ...]], list[tuple[str, str]]] = {}
     for stop in tour.stops:
@@ -94,7 +81,7 @@ def notes(stop: Stop) -> list[str]:
     return found
 
 
-def decode_lines(tour: Tour) -> list[str]:
+def _decode_lines(tour: Tour) -> list[str]:
     """What the decode loop showed."""
     steps, made, calls = len(tour.decode), tour.decode_selections, tour.decode_calls
     lines = [
@@ -121,7 +108,7 @@ def reason_to_select(tour: Tour, context: int) -> str:
     return ""
 
 
-def whole_line(tour: Tour) -> str:
+def _whole_line(tour: Tour) -> str:
     """The block as a whole: cold, hot, and against torch."""
     return (
         f"The prompt through the whole block: {duration(tour.lz_us)}, plain torch {duration(tour.torch_us)} "
@@ -130,7 +117,7 @@ def whole_line(tour: Tour) -> str:
     )
 
 
-def slower_line(tour: Tour) -> str:
+def _slower_line(tour: Tour) -> str:
     """Why some steps are slower than torch; empty when none is."""
     if not any(stop.verdict.endswith("slower") for stop in tour.stops):
         return ""
@@ -147,20 +134,25 @@ def summary(tour: Tour, written: Path | None) -> str:
     return f"{len(tour.stops)} ops, {tour.kernels_considered} kernels considered, {checks}{page} ({tour.seconds:.0f} s)"
 
 
-def plain_lines(tour: Tour, written: Path | None) -> list[str]:
-    """The tour as text without colour or boxes."""
-    rows = [HEAD, *(cells(stop) for stop in tour.stops)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [introduction(tour), ""]
-    for row in rows:
-        padded = (
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for name, cell, width in zip(HEAD, row, widths, strict=True)
-        )
-        lines.append("  ".join(padded).rstrip())
-    lines += ["", whole_line(tour), *filter(None, [slower_line(tour)]), "", "Why not the others"]
-    for op, reasons in why_lines(tour):
-        lines.append(f"  {op}" if reasons else f"  {op}: no other kernel is registered")
-        lines.extend(f"    {kernel_id}: {text}" for kernel_id, text in reasons)
-    lines += ["", "Decoding", *(f"  {line}" for line in decode_lines(tour))]
-    return [*lines, "", summary(tour, written), NEXT]
+def blocks(tour: Tour, written: Path | None, *, narrow: bool = False) -> list[Block]:
+    """The tour to read; `narrow` puts the kernel of a step below its title."""
+    head = (_HEAD[0], *_HEAD[2:]) if narrow else _HEAD
+    rows: list[tuple[str | Cell, ...]] = []
+    group = tour.stops[0].station.group
+    for stop in tour.stops:
+        if stop.station.group != group:
+            group = stop.station.group
+            rows.append(("",) * len(head))
+        rows.append(_row(stop, narrow=narrow))
+    table = Table(head, rows, right=frozenset({len(head) - 4, len(head) - 3}))
+    found: list[Block] = [Line(introduction(tour)), Line(), table, Line(), Line(_whole_line(tour))]
+    if slower := _slower_line(tour):
+        found.append(Line(slower, "dim"))
+    found += [Line(), Line("Why not the others", "bold")]
+    for op, reasons in _why_lines(tour):
+        found.append(Line(op if reasons else f"{op}: no other kernel is registered", indent=2))
+        if reasons:
+            told = [(Cell(kernel_id, "cyan"), Cell(text, "dim")) for kernel_id, text in reasons]
+            found.append(Table(("", ""), told, indent=4))
+    found += [Line(), Line("Decoding", "bold"), *(Line(line, indent=2) for line in _decode_lines(tour)), Line()]
+    return [*found, Line(summary(tour, written), STYLES["ok" if tour.ok else "fail"]), Line(_NEXT, "dim")]

@@ -1,12 +1,16 @@
-"""A measurement in a few words, for people."""
+"""A measurement, and the calls of a bucket, in a few words for people."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
+from layerzero.perfdb.bucket import GROWING
 from layerzero.perfdb.measurement import Measurement
 
-__all__ = ["summarise"]
+__all__ = ["bucket_words", "summarise"]
+
+_GROWING = GROWING | {"elements"}
 
 _SHOWN = ("dtype", "causal", "mask", "window", "quant_format", "layout")
 
@@ -15,8 +19,12 @@ def summarise(item: Measurement) -> str:
     """The bucket of a measurement: its sizes, and what of its situation tells it from its neighbours."""
     try:
         bucket = json.loads(item.bucket)
-        sizes = " ".join(f"{name}={size}" for name, size in bucket["sizes"].items())
-        when = " ".join(f"{name}={bucket['when'][name]}" for name in _SHOWN if name in bucket["when"])
+        return bucket_words(bucket["sizes"].items(), bucket["when"].items())
     except (ValueError, KeyError, TypeError, AttributeError):
         return item.bucket[:80]
-    return f"{sizes} {when}".strip()
+
+
+def bucket_words(sizes: Iterable[tuple[str, int]], when: Iterable[tuple[str, object]]) -> str:
+    """The calls of a bucket in words: sizes, those that grow up to its end, and what is special about them."""
+    words = [f"{name}{'≤' if name in _GROWING else '='}{size}" for name, size in sizes]
+    return " ".join([*words, *(f"{name}={value}" for name, value in when if name in _SHOWN)])

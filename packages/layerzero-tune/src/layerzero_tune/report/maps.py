@@ -33,18 +33,9 @@ class Map:
     cells: Mapping[tuple[str, str], tuple[Measured, ...]]
 
 
-# op -> (growing size, width); attention and what is not here is worked out below
-_AXES = {
-    **dict.fromkeys(
-        ("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"), ("rows", "hidden")
-    ),
-    **dict.fromkeys(("silu_and_mul", "gelu_and_mul", "relu_and_mul"), ("rows", "hidden")),
-    **dict.fromkeys(("sample", "sample_topk", "sample_topp", "sampling_probs"), ("batch", "vocab")),
-    "linear": ("rows", "n"),
-    "rope": ("seq_len_q", "head_dim"),
-    "xpos": ("seq_len_q", "head_dim"),
-    "embedding": ("tokens", "hidden"),
-}
+# Sizes that grow with traffic and widths of a model, those first that tell more of a call.
+_DOWN = ("seq_len_q", "rows", "tokens", "batch")
+_ACROSS = ("head_dim", "n", "vocab", "hidden")
 
 
 def backend(kernel_id: str) -> str:
@@ -73,10 +64,9 @@ def axes(case: Measured) -> Axes:
             return Axes("queries → keys", (rows, columns), "head_dim", (sizes["head_dim"],), rest)
         causal = " causal" if case.causal and rows > 1 else ""
         return Axes("length", (columns,), "head_dim", (sizes["head_dim"],), rest + causal)
-    down, across = _AXES.get(case.op, ("", ""))
-    if down not in sizes or across not in sizes:
-        names = list(sizes) or ["size"]
-        down, across = names[0], names[-1]
+    names = list(sizes) or ["size"]
+    down = next((name for name in _DOWN if name in sizes), names[0])
+    across = next((name for name in _ACROSS if name in sizes), names[-1])
     shown = {"seq_len_q": "length"}.get(down, down)
     rest = f"k {sizes['k']}" if case.op == "linear" and sizes.get("k") not in (None, sizes.get("n")) else ""
     return Axes(shown, (sizes.get(down, 0),), across, (sizes.get(across, 0),), rest)

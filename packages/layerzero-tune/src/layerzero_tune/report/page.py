@@ -7,10 +7,12 @@ from outside this file goes through `_e`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 
-from layerzero.cli.html import content_policy
+from layerzero.cli.html import breakable as _kernel
+from layerzero.cli.html import escaped as _e
+from layerzero.cli.html import page
+from layerzero_tune.bench.plot import short_time as _time
 from layerzero_tune.report.data import Figures, Measured, Share, figures, phase
 from layerzero_tune.report.maps import axes, backend, backends, maps
 from layerzero_tune.timing.clock import BEFORE
@@ -28,38 +30,19 @@ def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
     found = figures(cases)
     devices = sorted({case.device for case in cases})
     title = f"Measured on {', '.join(devices)}" if devices else "Nothing measured"
+    listed = "".join(_case(case, colours) for case in cases)
     parts = [
         _header(title, found, facts),
         _filters(cases),
         _maps(cases, colours),
         _ways(found),
-        _cases(cases, colours),
+        f'<section id="cases"><h2>Every case</h2><div id="list">{listed}</div></section>',
         _footer(cases),
     ]
     style, script = (
         files("layerzero_tune.report").joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js")
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"{content_policy(script)}\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(parts)
-        + f"\n</main>\n<script>{script}</script>\n</body>\n</html>\n"
-    )
-
-
-def _e(text: object) -> str:
-    return escape(str(text), quote=True)
-
-
-def _kernel(kernel_id: str) -> str:
-    """A kernel id that may break after its dots and underscores."""
-    return _e(kernel_id).replace(".", ".<wbr>").replace("_", "_<wbr>")
-
-
-def _time(us: float) -> str:
-    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
+    return page(title, style, parts, script)
 
 
 def _times(value: float | None) -> str:
@@ -76,9 +59,12 @@ def _header(title: str, found: Figures, facts: Mapping[str, str]) -> str:
         ("worst", "–" if found.ratio is None else f"{found.ratio.worst:.2f}", "chosen ÷ oracle, worst case"),
     ]
     if nearest is not None:
-        cards.append(("", f"{nearest[1].geomean:.2f}", f"÷ fastest with one library only: {nearest[0]}, the nearest"))
+        cards.append(
+            ("nearest", f"{nearest[1].geomean:.2f}", f"÷ fastest with one library only: {nearest[0]}, the nearest")
+        )
     shown = "".join(
-        f'<div class="card"><b{_id(key)}>{_e(value)}</b><span>{_e(text)}</span></div>' for key, value, text in cards
+        f'<div class="card"><b id="figure-{key}">{_e(value)}</b><span>{_e(text)}</span></div>'
+        for key, value, text in cards
     )
     told = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items())
     busy = (
@@ -102,10 +88,6 @@ def _footer(cases: Sequence[Measured]) -> str:
         "in the same rounds. What counts as a time, for kernels, torch default and the public call alike:"
         f"<ul>{told}</ul></footer>"
     )
-
-
-def _id(key: str) -> str:
-    return f' id="figure-{key}"' if key else ""
 
 
 def _filters(cases: Sequence[Measured]) -> str:
@@ -221,11 +203,6 @@ def _ways(found: Figures) -> str:
 
 
 # -- every case --------------------------------------------------------------------------------------------
-def _cases(cases: Sequence[Measured], colours: Mapping[str, int]) -> str:
-    blocks = "".join(_case(case, colours) for case in cases)
-    return f'<section id="cases"><h2>Every case</h2><div id="list">{blocks}</div></section>'
-
-
 def _case(case: Measured, colours: Mapping[str, int]) -> str:
     name = backend(case.chosen)
     far = ' class="far"' if case.ratio > 1.1 else ""

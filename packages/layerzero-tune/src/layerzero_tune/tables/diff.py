@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
+from layerzero_tune.perfdb.summary import bucket_words
 
-__all__ = ["Change", "TableDiff", "bucket_words", "diff_tables"]
+__all__ = ["Change", "TableDiff", "diff_tables"]
 
 Lookup = Callable[[PlanEntry, str], float | None]
 
@@ -28,7 +29,7 @@ class Change:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {"op": self.op, "bucket": self.bucket, "old": self.old, "new": self.new, "why": self.why}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def diff_tables(old: DispatchTable, new: DispatchTable, measured: Lookup | None 
         left, right = before.get(key), after.get(key)
         entry = right or left
         assert entry is not None
-        words = bucket_words(entry)
+        words = bucket_words(entry.sizes, entry.when)
         if left is None or right is None:
             why = _time(right.median_us) if right is not None else "no such calls any more"
             names = (None if left is None else left.kernel_id, None if right is None else right.kernel_id)
@@ -93,17 +94,6 @@ def _header(old: DispatchTable, new: DispatchTable) -> list[str]:
         if left != right and left is not None and right is not None:
             found.append(f"{name}: version {left} → {right}")
     return found
-
-
-def bucket_words(entry: PlanEntry) -> str:
-    """The calls of a bucket in words: sizes, and what is special about them."""
-    sizes = " ".join(f"{name}≤{size}" if name in _GROWING else f"{name}={size}" for name, size in entry.sizes)
-    when = " ".join(f"{name}={value}" for name, value in entry.when if name in _SHOWN)
-    return f"{sizes} {when}".strip()
-
-
-_GROWING = ("batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks", "elements")
-_SHOWN = ("dtype", "causal", "mask", "window", "quant_format", "layout")
 
 
 def _time(us: float | None) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
-from layerzero_tune.tables.diff import bucket_words
+from layerzero_tune.perfdb.summary import bucket_words
 from layerzero_tune.tables.stacks import Knob, Stack, stack_of
 
 __all__ = ["Case", "Export", "Setting", "export_priorities"]
@@ -32,16 +32,6 @@ class Case:
     median_us: float | None
     instead_us: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "op": self.op,
-            "bucket": self.bucket,
-            "kernel_id": self.kernel_id,
-            "median_us": self.median_us,
-            "instead_us": self.instead_us,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -59,19 +49,6 @@ class Setting:
     backed: tuple[Case, ...]
     lost: tuple[Case, ...] = ()
     nameless: tuple[Case, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "name": self.name,
-            "form": self.form,
-            "text": self.text,
-            "value": self.value,
-            "why": self.why,
-            "backed": [case.to_json() for case in self.backed],
-            "lost": [case.to_json() for case in self.lost],
-            "nameless": [case.to_json() for case in self.nameless],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +79,7 @@ class Export:
             "version": self.stack.version,
             "hardware": self.hardware,
             "command": self.command,
-            "settings": [item.to_json() for item in self.settings],
+            "settings": [asdict(item) for item in self.settings],
             "warnings": list(self.warnings),
             "ignored": dict(self.ignored),
         }
@@ -240,7 +217,7 @@ def _doubts(setting: Setting, stack: Stack) -> list[str]:
 
 
 def _case(entry: PlanEntry, instead_us: float | None = None) -> Case:
-    return Case(entry.op, bucket_words(entry), entry.kernel_id, entry.median_us, instead_us)
+    return Case(entry.op, bucket_words(entry.sizes, entry.when), entry.kernel_id, entry.median_us, instead_us)
 
 
 def _text(form: str, template: tuple[str, ...], value: str) -> str:

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from layerzero.measurements.believed import holding, mode_of, platform_of, versions_of
+from layerzero.measurements.believed import mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
 from layerzero.model.op import OperationSpec
-from layerzero.perfdb.bucket import GROWING, bucket_of, upper
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.bucket import GROWING, upper
 from layerzero.perfdb.store import PerfDB
 from layerzero.selection.buckets import boundaries, bucketed
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for, is_empty
 from layerzero.selection.world import World
 from layerzero.tables.file import hardware_of, make_table
+from layerzero_tune.rows import stored_row
 
 __all__ = ["solve_table", "time_of", "times_of"]
 
@@ -81,22 +81,10 @@ def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: 
     if sizes is None or not decision.chosen:
         return None
     kernel = world.registry.kernels[decision.chosen]
-    row = _measured(canonical, world, spec, decision.chosen, db)
+    row = None if db is None else stored_row(world, spec, canonical, decision.chosen, db)
     time, error, busy = (None, None, False) if row is None else (row.median_us, row.max_error, row.surroundings.shared)
     artifact = (str(artifact_for(kernel, canonical, world)),) if kernel.jit else ()
     return PlanEntry(ctx.op, situation(canonical), sizes, decision.chosen, time, error, artifact, bool(busy))
-
-
-def _measured(ctx: Context, world: World, spec: OperationSpec, kernel_id: str, db: PerfDB | None) -> Measurement | None:
-    """What was measured of a kernel in the bucket of a call, on this very platform."""
-    if db is None:
-        return None
-    platform, versions = platform_of(ctx.device), versions_of(world.registry, kernel_id)
-    mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-    for row in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform):
-        if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
-            return row
-    return None
 
 
 def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero.runtime.current import builtin_ops
 
-__all__ = ["TORCH_DEFAULT", "has_default", "torch_default"]
+__all__ = ["BASELINES", "TORCH_DEFAULT", "torch_default"]
 
 Call = Callable[[], Any]
 
@@ -67,7 +67,8 @@ def rope(given: Mapping[str, Any]) -> Call:
     q, k = given["q"], given["k"]
     over_heads = (None, slice(None), None) if given.get("layout") == "BSHD" else (None, None)
     half = q.shape[-1] // 2
-    cos, sin = (given[name][: _length(given, q)].to(q.dtype)[over_heads] for name in ("cos", "sin"))
+    length = q.shape[1 if given.get("layout") == "BSHD" else 2]
+    cos, sin = (given[name][:length].to(q.dtype)[over_heads] for name in ("cos", "sin"))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         first, second = x[..., :half], x[..., half:]
@@ -156,7 +157,7 @@ def linear(given: Mapping[str, Any]) -> Call:
     return lambda: F.linear(x, weight, bias)
 
 
-_BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
+BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
     "attention": attention,
     "paged_attention": paged_attention,
     "varlen_attention": varlen_attention,
@@ -171,19 +172,10 @@ _BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
 }
 
 
-def has_default(op: str) -> bool:
-    """Whether there is torch code for an op."""
-    return op in _BASELINES
-
-
 def torch_default(op: str, given: Mapping[str, Any]) -> Call | None:
     """The torch code for a call, ready to be timed; None for an op without a baseline."""
-    make = _BASELINES.get(op)
+    make = BASELINES.get(op)
     return None if make is None else make(given)
-
-
-def _length(given: Mapping[str, Any], q: torch.Tensor) -> int:
-    return q.shape[1] if given.get("layout") == "BSHD" else q.shape[2]
 
 
 def _windowed(q: torch.Tensor, k: torch.Tensor, causal: bool, window: tuple[int, int]) -> torch.Tensor:

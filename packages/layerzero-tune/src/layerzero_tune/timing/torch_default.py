@@ -14,7 +14,7 @@ from typing import Any
 from layerzero.measurements.noise import alike
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
-from layerzero_tune.timing.baselines import has_default, torch_default
+from layerzero_tune.timing.baselines import BASELINES
 from layerzero_tune.timing.race import Times
 
 __all__ = ["CALLING_US", "Make", "loses", "maker", "result_of"]
@@ -29,14 +29,13 @@ Make = Callable[[tuple[Any, ...]], Callable[[], Any]]
 
 def maker(spec: OperationSpec, ctx: Context, layout: str | None) -> Make | None:
     """How torch's code for such calls is made; None for an op or a call that has none."""
-    if ctx.quant_format or not has_default(ctx.op):
+    code = BASELINES.get(ctx.op)
+    if ctx.quant_format or code is None:
         return None
 
     def make(args: tuple[Any, ...]) -> Callable[[], Any]:
         given = _given(spec, args, layout)
-        if ctx.op == "sample":  # from logits, as the kernels
-            return lambda: _code(ctx.op, given)()
-        return _code(ctx.op, given)
+        return (lambda: code(given)()) if ctx.op == "sample" else code(given)  # a draw from logits, as the kernels
 
     return make
 
@@ -62,12 +61,6 @@ def loses(choice: Times, plain: Times, noise: float) -> bool:
     if alike(plain.median_us, plain.error_us, choice.median_us, choice.error_us, noise):
         return False
     return choice.median_us > plain.median_us + CALLING_US
-
-
-def _code(op: str, given: Mapping[str, Any]) -> Callable[[], Any]:
-    found = torch_default(op, given)
-    assert found is not None
-    return found
 
 
 def _given(spec: OperationSpec, args: tuple[Any, ...], layout: str | None) -> Mapping[str, Any]:

@@ -6,13 +6,13 @@ Every text that comes from outside this file (kernels, stages, errors) goes thro
 from __future__ import annotations
 
 import math
-import os
-import tempfile
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from layerzero.cli.html import content_policy
+from layerzero.cli.html import breakable as _name
+from layerzero.cli.html import escaped as _e
+from layerzero.cli.html import page
+from layerzero.files import write_whole
 from layerzero_verify.report import Check, Level, Status, VerifyReport
 
 __all__ = ["render", "write"]
@@ -30,20 +30,10 @@ _NAMES = ("op", "kernel", "stage", "on")
 
 
 def write(path: Path, report: VerifyReport) -> str:
-    """Write the page beside its place and move it there; returns what went wrong, "" if nothing did."""
-    temporary = None
+    """Write the page whole or not at all; returns what went wrong, "" if nothing did."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(render(report))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        write_whole(path, render(report))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         return f"the page could not be written: {error}"
     return ""
 
@@ -59,23 +49,7 @@ def render(report: VerifyReport) -> str:
     parts.append(
         f"<footer>lz verify, {_e(report.lane)} lane, seed {report.seed}, {report.seconds:.1f} s. {versions}.</footer>"
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"{content_policy()}\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _e(text: object) -> str:
-    return escape(str(text), quote=True)
-
-
-def _name(text: str) -> str:
-    """A long name that may break after its dots and underscores."""
-    return _e(text).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    return page(title, css, parts)
 
 
 def _header(report: VerifyReport, title: str) -> str:
