@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.model.rotary import rotated
 from layerzero_cpu.library import adapted, done, native
 
 __all__ = ["rope"]
@@ -33,7 +34,7 @@ def rope(
         q.requires_grad or cos.requires_grad or sin.requires_grad or (k is not None and k.requires_grad)
     ):
         if cos.requires_grad or sin.requires_grad:
-            return _plain(q, k, cos, sin, interleaved, layout, position_ids, inplace)
+            return rotated(q, k, cos, sin, interleaved, layout, position_ids, inplace)
         how = (cos, sin, interleaved, layout, position_ids, inplace, False)
         turned = _Rope.apply(q, *how)  # type: ignore[no-untyped-call]
         return turned, None if k is None else _Rope.apply(k, *how)  # type: ignore[no-untyped-call]
@@ -98,40 +99,3 @@ class _Rope(torch.autograd.Function):
             return _Rope.apply(grad, *how), *(None,) * 7  # type: ignore[no-untyped-call]
         to_x, _ = _turn(grad, None, cos, sin, *ctx.how, position_ids, False, not ctx.back)
         return to_x, *(None,) * 7
-
-
-def _plain(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, layout: str,
-    position_ids: Tensor | None, inplace: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same in torch's own operations, for a call that wants gradients of the tables."""
-    full, seq_axis = cos.ndim == 3, 2 if layout == "BHSD" else 1
-    tables = []
-    for table in (cos, sin):
-        wide = table.to(torch.float32)
-        if not full:
-            wide = wide.repeat_interleave(2, dim=-1) if interleaved else torch.cat((wide, wide), dim=-1)
-        if position_ids is None:
-            wide = wide.narrow(-2, 0, q.shape[seq_axis])
-        elif wide.ndim == 2 or wide.shape[0] == 1:
-            wide = (wide if wide.ndim == 2 else wide[0])[position_ids]
-        else:
-            ids = position_ids.expand(wide.shape[0], -1).to(torch.int64)
-            wide = wide.gather(1, ids.unsqueeze(-1).expand(-1, -1, wide.shape[-1]))
-        tables.append(wide.unsqueeze(-3 if layout == "BHSD" else -2))
-
-    def turned(x: Tensor) -> Tensor:
-        rotary = tables[0].shape[-1]
-        head = x[..., :rotary].to(torch.float32)
-        if interleaved:
-            other = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
-        else:
-            first, second = head.chunk(2, dim=-1)
-            other = torch.cat((-second, first), dim=-1)
-        rotated = (head * tables[0] + other * tables[1]).to(x.dtype)
-        if inplace:
-            x[..., :rotary].copy_(rotated)
-            return x
-        return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
-
-    return turned(q), None if k is None else turned(k)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from layerzero.json_form import Plain
 from layerzero.reasons import Reason, reason
 from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse, writing
@@ -25,7 +26,7 @@ ELSEWHERE = "for other machines"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Plain):
     """What was found about one locked build; no reasons means all is well."""
 
     repo_id: str
@@ -48,12 +49,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        names = ("repo_id", "version", "variant", "digest", "state", "ok")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "reasons": [item.to_json() for item in self.reasons],
-            **({"notes": list(self.notes)} if self.notes else {}),
-        }
+        data = {**Plain.to_json(self), "ok": self.ok}
+        return data if self.notes else {name: value for name, value in data.items() if name != "notes"}
 
 
 def install(

@@ -19,11 +19,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from layerzero.files import write_whole
+from layerzero.json_form import Plain
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.names import check_commit, check_hash, check_module_id, check_paths, check_repo_id, check_variant
 
@@ -47,15 +48,11 @@ _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True)
-class LockedFile:
+class LockedFile(Plain):
     """One file: its SHA-256 and its size."""
 
     sha256: str
     size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the file."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero_hub import lockfile
 from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock
@@ -21,16 +21,12 @@ __all__ = ["Change", "changes", "prune", "without"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Plain):
     """One difference between two locks; `before` or `after` is empty where there is nothing."""
 
     what: str
     before: str
     after: str
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return asdict(self)
 
 
 def changes(old: Lock | None, new: Lock) -> tuple[Change, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from layerzero.json_form import Plain
 
 __all__ = ["Left", "PatchReport", "Patched"]
 
 
 @dataclass(frozen=True, slots=True)
-class Patched:
+class Patched(Plain):
     """One part that computes with LayerZero now.
 
     name  where it is in the model, as `named_modules` says it; "" is the model itself
@@ -24,7 +25,7 @@ class Patched:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Left(Plain):
     """One part that was looked at and left as it is, and why."""
 
     name: str
@@ -33,7 +34,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class PatchReport:
+class PatchReport(Plain):
     """All of it, with the library and its version. Printed, it is counted by kind; `to_json` names every part."""
 
     library: str
@@ -49,8 +50,3 @@ class PatchReport:
         for (kind, why), count in sorted(Counter((item.kind, item.why) for item in self.left).items()):
             lines.append(f"  {count:4} × {kind} left as it is: {why}")
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        parts = {"patched": list(map(asdict, self.patched)), "left": list(map(asdict, self.left))}
-        return {"library": self.library, "version": self.version, "model": self.model, **parts}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from layerzero.model.rotary import rotated
 from layerzero_triton.config import RopeConfig, next_power, rope_config, unit_of
 from layerzero_triton.kernels import rope as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
@@ -31,7 +32,7 @@ def rope(
     """One launch for both tensors. A position outside the tables gives NaN, since asking would wait for the device."""
     if torch.is_grad_enabled():
         if cos.requires_grad or sin.requires_grad:
-            return _plain(q, k, cos, sin, interleaved, layout, position_ids, inplace)
+            return rotated(q, k, cos, sin, interleaved, layout, position_ids, inplace)
         if q.requires_grad or (k is not None and k.requires_grad):
             out = _Rope.apply(q, k, cos, sin, interleaved, layout, position_ids, inplace)  # type: ignore[no-untyped-call]
             return out if k is not None else (out, None)
@@ -143,40 +144,3 @@ class _Rope(torch.autograd.Function):
             given[0], given[1] if with_k else None, cos, sin, interleaved, layout, position_ids, False, True
         )
         return to_q, to_k, None, None, None, None, None, None
-
-
-def _plain(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, layout: str,
-    position_ids: Tensor | None, inplace: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same in torch's own operations, for a call that wants gradients of the tables."""
-    full, seq_axis = cos.ndim == 3, 2 if layout == "BHSD" else 1
-    tables = []
-    for table in (cos, sin):
-        wide = table.to(torch.float32)
-        if not full:
-            wide = wide.repeat_interleave(2, dim=-1) if interleaved else torch.cat((wide, wide), dim=-1)
-        if position_ids is None:
-            wide = wide.narrow(-2, 0, q.shape[seq_axis])
-        elif wide.ndim == 2 or wide.shape[0] == 1:
-            wide = (wide if wide.ndim == 2 else wide[0])[position_ids]
-        else:
-            ids = position_ids.expand(wide.shape[0], -1).to(torch.int64)
-            wide = wide.gather(1, ids.unsqueeze(-1).expand(-1, -1, wide.shape[-1]))
-        tables.append(wide.unsqueeze(-3 if layout == "BHSD" else -2))
-
-    def turned(x: Tensor) -> Tensor:
-        rotary = tables[0].shape[-1]
-        head = x[..., :rotary].to(torch.float32)
-        if interleaved:
-            other = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
-        else:
-            one, two = head.chunk(2, dim=-1)
-            other = torch.cat((-two, one), dim=-1)
-        result = (head * tables[0] + other * tables[1]).to(x.dtype)
-        if inplace:
-            x[..., :rotary].copy_(result)
-            return x
-        return torch.cat((result, x[..., rotary:]), dim=-1)
-
-    return turned(q), None if k is None else turned(k)

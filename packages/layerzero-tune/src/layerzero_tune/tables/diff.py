@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 from layerzero_tune.perfdb.summary import bucket_words
 
@@ -15,7 +16,7 @@ Lookup = Callable[[PlanEntry, str], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Plain):
     """One bucket whose kernel differs; `old` is None for a new bucket, `new` for one that is gone.
 
     why   the times behind it, in words
@@ -27,19 +28,15 @@ class Change:
     new: str | None
     why: str
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class TableDiff:
+class TableDiff(Plain):
     """Everything that differs: what the tables are bound to, and their decisions."""
 
     header: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     same: int = 0
-    retimed: tuple[Change, ...] = field(default=())
+    retimed: tuple[Change, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -48,13 +45,7 @@ class TableDiff:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "equal": self.equal,
-            "header": list(self.header),
-            "same": self.same,
-            "changes": [item.to_json() for item in self.changes],
-            "retimed": [item.to_json() for item in self.retimed],
-        }
+        return {"equal": self.equal, **Plain.to_json(self)}
 
 
 def diff_tables(old: DispatchTable, new: DispatchTable, measured: Lookup | None = None) -> TableDiff:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from layerzero.json_form import Plain, plain
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 from layerzero_tune.perfdb.summary import bucket_words
 from layerzero_tune.tables.stacks import Knob, Stack, stack_of
@@ -23,7 +24,7 @@ Times = Callable[[PlanEntry], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Case(Plain):
     """One bucket of the table: its kernel with the measured time, and, where another value was set, that one's time."""
 
     op: str
@@ -34,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Plain):
     """One line for the stack: `text` as it is written, the cases behind it, and those it does not do justice to.
 
     lost      cases whose kernel another value stands for
@@ -79,7 +80,7 @@ class Export:
             "version": self.stack.version,
             "hardware": self.hardware,
             "command": self.command,
-            "settings": [asdict(item) for item in self.settings],
+            "settings": plain(self.settings),
             "warnings": list(self.warnings),
             "ignored": dict(self.ignored),
         }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.positional import token_rows
+from layerzero.model.rotary import token_rows
 
 __all__ = ["rope_complex", "rope_halves"]
 
