@@ -197,18 +197,18 @@ def _check_launch(op: str, name: str, constants: Mapping[str, Any], warps: int, 
     if not _NAME.match(name):
         raise ConfigurationError(code="KERNEL_ID_INVALID", value=name, limit=f"triton.{op}.<lowercase name>")
     if warps not in (1, 2, 4, 8, 16, 32):
-        raise ConfigurationError(code="LAUNCH_CONFIG_INVALID", value=f"warps {warps}", limit="1, 2, 4, 8, 16, 32")
+        raise _misfit(f"warps {warps}", "1, 2, 4, 8, 16, 32")
     if isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 16:
-        raise ConfigurationError(code="LAUNCH_CONFIG_INVALID", value=f"stages {stages}", limit="1 to 16")
+        raise _misfit(f"stages {stages}", "1 to 16")
     for word, value in constants.items():
         if word.startswith("BLOCK") and (
             isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1)
         ):
-            raise ConfigurationError(
-                code="LAUNCH_CONFIG_INVALID",
-                value=f"{word} {value}",
-                limit="a power of two: Triton's ranges have no other length",
-            )
+            raise _misfit(f"{word} {value}", "a power of two: Triton's ranges have no other length")
+
+
+def _misfit(value: str, limit: str) -> ConfigurationError:
+    return ConfigurationError(code="LAUNCH_CONFIG_INVALID", value=value, limit=limit)
 
 
 def _check_constants(source: Any, given: Mapping[str, Any]) -> None:
@@ -223,24 +223,17 @@ def _check_constants(source: Any, given: Mapping[str, Any]) -> None:
         name for name, annotation in getattr(function, "__annotations__", {}).items() if "constexpr" in str(annotation)
     ]
     if sorted(wanted) != sorted(given):
-        raise ConfigurationError(
-            code="LAUNCH_CONFIG_INVALID",
-            value=f"constants {', '.join(sorted(given)) or 'none'}",
-            limit=f"its tl.constexpr arguments: {', '.join(wanted) or 'none'}",
-        )
+        found = f"constants {', '.join(sorted(given)) or 'none'}"
+        raise _misfit(found, f"its tl.constexpr arguments: {', '.join(wanted) or 'none'}")
     last = list(source.arg_names)[len(source.arg_names) - len(wanted) :]
     if last != list(given):
-        raise ConfigurationError(
-            code="LAUNCH_CONFIG_INVALID",
-            value=", ".join(given),
-            limit=f"its last arguments, in their order: {', '.join(last)}",
-        )
+        raise _misfit(", ".join(given), f"its last arguments, in their order: {', '.join(last)}")
 
 
 def _formulas(grid: Sequence[str | int], constants: Mapping[str, Any]) -> tuple[Formula, ...]:
     """The grid with its constants put in: what remains are sizes of the op."""
     if not 1 <= len(grid) <= 3:
-        raise ConfigurationError(code="LAUNCH_CONFIG_INVALID", value=f"{len(grid)} axes", limit="1 to 3")
+        raise _misfit(f"{len(grid)} axes", "1 to 3")
     numbers = {word: str(value) for word, value in constants.items() if isinstance(value, int)}
     texts = []
     for axis in grid:
