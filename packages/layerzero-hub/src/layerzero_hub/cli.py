@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def sign_command(policy: HubPolicy, key: Path, password_file: Path | None, yes: 
         show(blocks, sys.stderr)
         click.confirm("sign this lock?", abort=True, err=True)
     target = signing.sign_lock(policy, key, raw=raw, password=_password(password_file))
-    data = {"signature": str(target), "serial": lock.serial, "changes": [one.to_json() for one in found]}
+    data = {"signature": str(target), "serial": lock.serial, "changes": [asdict(one) for one in found]}
     return Answer(data, [*blocks, Line(f"wrote {target.name}", STYLES["ok"])])
 
 
@@ -190,7 +191,7 @@ def diff_command(policy: HubPolicy, older: Path | None) -> Answer:
     old = lockfile.read(older) if older else Memory(policy.store_path).last_signed(policy.lock_path)
     name = older.name if older else "the last signed lock"
     found, blocks = _changed(old, lockfile.read(policy.lock_path), name)
-    return Answer([one.to_json() for one in found], blocks)
+    return Answer([asdict(one) for one in found], blocks)
 
 
 @verb(hub, "versions")
@@ -222,7 +223,7 @@ def remove_command(policy: HubPolicy, kernels: tuple[str, ...]) -> Answer:
     lock = without(known, [_wanted(text) if "@" in text else (text, None) for text in kernels], policy)
     save(lock, policy)
     found, blocks = _changed(known, lock, "the lock before")
-    return Answer([one.to_json() for one in found], [*blocks, _written(lock, policy)])
+    return Answer([asdict(one) for one in found], [*blocks, _written(lock, policy)])
 
 
 @verb(hub, "prune")

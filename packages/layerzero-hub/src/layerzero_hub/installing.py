@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layerzero.json_form import Plain
 from layerzero.reasons import Reason, reason
 from layerzero_hub import signing
 from layerzero_hub.errors import HubError, refuse, writing
@@ -26,7 +25,7 @@ ELSEWHERE = "for other machines"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding(Plain):
+class Finding:
     """What was found about one locked build; no reasons means all is well."""
 
     repo_id: str
@@ -49,8 +48,9 @@ class Finding(Plain):
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        data = {**Plain.to_json(self), "ok": self.ok}
-        return data if self.notes else {name: value for name, value in data.items() if name != "notes"}
+        names = ("repo_id", "version", "variant", "digest", "state", "ok", *(("notes",) if self.notes else ()))
+        data = {name: getattr(self, name) for name in names}
+        return {**data, "reasons": [item.to_json() for item in self.reasons]}
 
 
 def install(

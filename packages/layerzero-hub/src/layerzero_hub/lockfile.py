@@ -19,12 +19,11 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from layerzero.files import write_whole
-from layerzero.json_form import Plain
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.names import check_commit, check_hash, check_module_id, check_paths, check_repo_id, check_variant
 
@@ -48,7 +47,7 @@ _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True)
-class LockedFile(Plain):
+class LockedFile:
     """One file: its SHA-256 and its size."""
 
     sha256: str
@@ -73,7 +72,7 @@ class LockedVariant:
             "id": self.id,
             "ops-namespaces": list(self.ops_namespaces),
             "kernel-depends": [{"repo-id": repo, "version": version} for repo, version in self.kernel_depends],
-            "files": {path: item.to_json() for path, item in sorted(self.files.items())},
+            "files": {path: asdict(item) for path, item in sorted(self.files.items())},
         }
 
 
@@ -154,7 +153,7 @@ class Lock:
 
 def digest_of(files: Mapping[str, LockedFile]) -> str:
     """`sha256:…` over the canonical JSON of the files."""
-    return _digest({path: item.to_json() for path, item in files.items()})
+    return _digest({path: asdict(item) for path, item in files.items()})
 
 
 def _digest(data: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerzero.json_form import Plain
 from layerzero_hub import lockfile
 from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock
@@ -21,7 +20,7 @@ __all__ = ["Change", "changes", "prune", "without"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change(Plain):
+class Change:
     """One difference between two locks; `before` or `after` is empty where there is nothing."""
 
     what: str
