@@ -91,11 +91,8 @@ class GroupedBatch:
         (tokens, heads, dim), (total_k, kv_heads, _) = query.shape, key.shape
         fits = key.shape == value.shape and key.shape[2] == dim and kv_heads > 0 and heads % kv_heads == 0
         if not fits or (tokens, total_k) != (self.total_q, self.total_k):
-            raise InvalidInputError(
-                code="SHAPE_INVALID",
-                value=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
-                limit=f"[{self.total_q}, Hq, D] and twice [{self.total_k}, Hkv, D]",
-            )
+            given = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+            raise invalid("SHAPE_INVALID", given, f"[{self.total_q}, Hq, D] and twice [{self.total_k}, Hkv, D]")
 
     @property
     def batch_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,11 +31,8 @@ def full_tables(
     full = [full_width(table, interleaved) for table in (cos, sin)]
     full_cos, full_sin = token_rows(full, q, layout, position_ids)
     if full_cos.shape[-1] > q.shape[-1]:
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"cos {tuple(cos.shape)}",
-            limit=f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]",
-        )
+        expected = f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]"
+        raise invalid("SHAPE_INVALID", f"cos {tuple(cos.shape)}", expected)
     return full_cos, full_sin
 
 
