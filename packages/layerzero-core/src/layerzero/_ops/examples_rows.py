@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -136,8 +136,7 @@ def _packed(draw: Draw, weight: QuantizedTensor) -> QuantizedTensor | PackedWeig
     known = (item.packer for item in state.world.registry.by_op("linear") if item.weight_layout == layout)
     packer = draw.choice("packer") or next(filter(None, known), None)
     if packer is not None:
-        module, _, name = packer.partition(":")
-        return PackedWeight(weight, layout, getattr(importlib.import_module(module), name)(weight), act)
+        return PackedWeight(weight, layout, resolve_name(packer)(weight), act)
     raise invalid("VALUE_INVALID", layout, "a known weight layout", f"no kernel here packs a weight as {layout}")
 
 

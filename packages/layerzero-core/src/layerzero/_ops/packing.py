@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from layerzero._ops.linear import LINEAR
@@ -115,8 +115,7 @@ def _asked(layout: str, ctx: Context, world: World) -> KernelSpec | None:
 
 def _counting(path: str) -> Packer:
     """The packer "module:name", counted at each run."""
-    module, _, name = path.partition(":")
-    pack: Packer = getattr(importlib.import_module(module), name)
+    pack: Packer = resolve_name(path)
 
     def packed(source: QuantizedTensor) -> tuple[Tensor, ...]:
         state.counters.packs += 1

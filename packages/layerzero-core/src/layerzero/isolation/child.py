@@ -7,7 +7,6 @@ Started only by `layerzero.isolation.process`. What a vendor prints goes to the 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -74,14 +74,9 @@ class Child:
         raise Malformed(f"{frame.kind.name} is not for a child")
 
     def _adapter(self, path: str) -> Callable[..., Any]:
-        found: Any = self._adapters.get(path)
-        if found is None:
-            module, _, name = path.partition(":")
-            found = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-            self._adapters[path] = found
-        return found  # type: ignore[no-any-return]
+        if path not in self._adapters:
+            self._adapters[path] = resolve_name(path)
+        return self._adapters[path]
 
     def _call(self, body: dict[str, Any]) -> dict[str, Any]:
         self._map(body["arenas"])

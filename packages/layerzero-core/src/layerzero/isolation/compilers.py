@@ -8,18 +8,18 @@ Nothing of a compiler holds up this process but the wait of the thread that aske
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from layerzero.forking import in_child
 from layerzero.isolation.faults import fault
 from layerzero.isolation.settings import Settings
 from layerzero.isolation.values import Placed, pack, span, tensors_in, unpack
@@ -65,8 +65,7 @@ def follow(text: str) -> str:
         found = torch.empty_strided(placed.shape, placed.strides, dtype=placed.dtype, device="meta")
         return found.requires_grad_() if next(grads) else found
 
-    module, _, name = order["compiler"].partition(":")
-    compiler: Callable[[CompileOrder], object] = getattr(importlib.import_module(module), name)
+    compiler: Callable[[CompileOrder], object] = resolve_name(order["compiler"])
     given = CompileOrder(
         order["kernel_id"],
         order["function"],
@@ -88,8 +87,7 @@ class Compilers:
 
     def __init__(self) -> None:
         self._start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
+        in_child(self._forked)
         atexit.register(self.close)
 
     def _start(self) -> None:

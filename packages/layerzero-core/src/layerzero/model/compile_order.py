@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 from layerzero.model.device import DeviceSpec
@@ -38,10 +38,7 @@ class CompileOrder:
         """Call the adapter on the meta tensors, backward too where the call would; for who has replaced the launch."""
         import torch
 
-        module, _, name = self.function.partition(":")
-        adapter: Callable[..., Any] = importlib.import_module(module)  # type: ignore[assignment]
-        for part in name.split("."):
-            adapter = getattr(adapter, part)
+        adapter: Callable[..., Any] = resolve_name(self.function)
         try:
             with torch.set_grad_enabled(self.needs_grad):
                 out = adapter(*self.args, **self.kwargs)

@@ -7,11 +7,11 @@ positionally, and a `describe` function that turns a call into the op's half of 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pkgutil import resolve_name
 from typing import Any
 
 from layerzero.errors import ConfigurationError, invalid
@@ -252,14 +252,10 @@ def _lazily(reference: Callable[..., Any] | str | None) -> Any:
     if not isinstance(reference, str):
         return reference
 
-    @functools.lru_cache(maxsize=1)
-    def load() -> Callable[..., Any]:
-        module, _, name = reference.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return found
+    load = functools.lru_cache(maxsize=1)(resolve_name)
 
     def call(*args: Any) -> Any:
-        return load()(*args)
+        return load(reference)(*args)
 
     call.__qualname__ = reference
     return call

@@ -6,13 +6,12 @@ output. Whatever the vendor prints goes to standard error. Started only by `laye
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
 from dataclasses import replace
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 from layerzero.errors import one_line
@@ -68,8 +67,7 @@ def _bindable(status: BackendStatus, loaded: Loaded) -> BackendStatus:
         spec = loaded.registry.kernels.get(kernel_id)
         try:
             if spec is not None:
-                module, _, name = spec.function.partition(":")
-                attrgetter(name)(importlib.import_module(module))
+                resolve_name(spec.function)
             usable.append(kernel_id)  # an id nobody registered is for the reader of the answer to notice
         except Exception as error:
             why = reason("KERNEL_FUNCTION_MISSING", spec.function if spec else kernel_id, detail=one_line(error, 300))

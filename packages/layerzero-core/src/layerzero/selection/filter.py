@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from layerzero.device.signature import environment_signature
@@ -142,8 +142,7 @@ def _policy(
 @lru_cache(maxsize=1024)
 def _predicate(path: str) -> Callable[[Context], list[Reason]]:
     """A kernel's own check, a pure function of the context, named "module:name" in its descriptor."""
-    module, _, name = path.partition(":")
-    found: Callable[[Context], list[Reason]] = getattr(import_module(module), name)
+    found: Callable[[Context], list[Reason]] = resolve_name(path)
     return found
 
 

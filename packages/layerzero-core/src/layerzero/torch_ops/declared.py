@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
@@ -160,10 +161,7 @@ def _generate(op: Op) -> None:
 
 
 def _function(named: Callable[..., Any] | str | None) -> Any:
-    if not isinstance(named, str):
-        return named
-    module, _, name = named.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return resolve_name(named) if isinstance(named, str) else named
 
 
 def _source(op: Op, declared: str) -> str:
