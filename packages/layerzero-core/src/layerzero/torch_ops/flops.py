@@ -5,7 +5,6 @@ Registered when that module is imported. A causal mask saves nothing there, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +21,12 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     ops = library.namespace()
-    for formula, names in _FORMULAS.items():
+    for names, formula in _FORMULAS.items():
         targets = [getattr(ops, name) for name in names]
         register_flop_formula(targets, get_raw=True)(_counted(formula))
 
 
-def _counted(formula: Callable[..., int]) -> Callable[..., int]:
+def _counted(formula: _Formula) -> _Formula:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return formula(*args)
 
@@ -72,35 +71,15 @@ def _paged(
     return sum(_products(q, query.shape[1], k, key, value) for q, k in zip(query_host, context_host, strict=True))
 
 
-def _linear(x: Tensor, weight: Tensor, *rest: Any) -> int:
-    return 2 * x.numel() * weight.shape[0]
-
-
-def _linear_quantized(x: Tensor, *rest: Any) -> int:
-    return 2 * x.numel() * int(rest[7][0])
-
-
-def _mlp(x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, *rest: Any) -> int:
-    rows = x.numel() // x.shape[-1]
-    return 2 * rows * (up.numel() + down.numel() + (0 if gate is None else gate.numel()))
-
-
-def _grouped_gemm(x: Tensor, weights: Tensor, *rest: Any) -> int:
-    return 2 * x.numel() * weights.shape[1]
-
-
-def _moe(x: Tensor, gate_up: Tensor, down: Tensor, topk_weights: Tensor, *rest: Any) -> int:
-    """Each token by the experts it was sent to."""
-    return 2 * topk_weights.numel() * (math.prod(gate_up.shape[1:]) + math.prod(down.shape[1:]))
-
-
-_FORMULAS: dict[Callable[..., int], tuple[str, ...]] = {
-    _attention: ("attention", "attention_lse"),
-    _varlen: ("varlen_attention", "varlen_attention_lse"),
-    _paged: ("paged_attention", "paged_attention_lse"),
-    _linear: ("linear",),
-    _linear_quantized: ("linear_quantized",),
-    _mlp: ("mlp",),
-    _grouped_gemm: ("grouped_gemm",),
-    _moe: ("moe",),
+_Formula = Callable[..., int]
+_FORMULAS: dict[tuple[str, ...], _Formula] = {
+    ("attention", "attention_lse"): _attention,
+    ("varlen_attention", "varlen_attention_lse"): _varlen,
+    ("paged_attention", "paged_attention_lse"): _paged,
+    ("linear",): lambda x, weight, *rest: 2 * x.numel() * weight.shape[0],
+    ("linear_quantized",): lambda x, *rest: 2 * x.numel() * int(rest[7][0]),
+    ("mlp",): lambda x, *weights: 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights[:3] if w is not None),
+    ("grouped_gemm",): lambda x, weights, *rest: 2 * x.numel() * weights.shape[1],
+    # Each token by the experts it was sent to.
+    ("moe",): lambda x, up, down, shares, *rest: 2 * shares.numel() * (up.shape[1:].numel() + down.shape[1:].numel()),
 }

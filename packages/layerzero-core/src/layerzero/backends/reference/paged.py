@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,23 +91,13 @@ def _gather(cache: Tensor, pages: Tensor, context_len: int, layout: str = "NHD")
     return blocks.flatten(0, 1)[:context_len].transpose(0, 1).unsqueeze(0)
 
 
-def _on_device(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    layout: str,
-) -> Attended:
+def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *options: Any) -> Attended:
     """The same with the lengths and pages that the batch's tensors hold when it runs, for a batch made for capture.
 
     A graph keeps the numbers of the host as they were when it was captured, while `batch.update` changes the tensors.
     So every token looks at all pages of its row, behind a mask; what the table holds beyond a context is ignored.
     """
+    scale, window, softcap, alibi_slopes, return_lse, layout = options
     tokens = torch.arange(query.shape[0], device=query.device)
     if batch.query_lens is None:
         rows, behind = tokens, torch.zeros_like(tokens)

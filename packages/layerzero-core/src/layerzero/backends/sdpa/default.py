@@ -38,12 +38,11 @@ def attention(
     return_lse: bool,
 ) -> Tensor:
     """SDPA with whatever it has no argument for as a mask."""
-    causal, rows, cols = bool(is_causal), query.shape[2], key.shape[2]
-    folded = window is not None or alibi_slopes is not None
-    if causal and (folded or attn_mask is not None or (is_causal is not True and rows != cols)):
+    causal, folded = bool(is_causal), window is not None or alibi_slopes is not None
+    if causal and (folded or attn_mask is not None or (is_causal is not True and query.shape[2] != key.shape[2])):
         causal, folded = False, True
     if folded:
-        bias = mask_of(rows, cols, is_causal, window, alibi_slopes, query)
+        bias = mask_of(query.shape[2], key.shape[2], is_causal, window, alibi_slopes, query)
         attn_mask = _joined(attn_mask, bias, query.dtype)
     elif attn_mask is not None and attn_mask.dtype is not torch.bool:
         attn_mask = attn_mask.to(query.dtype)
