@@ -16,6 +16,7 @@ from layerzero.device.enums import Platform
 from layerzero.dispatch.run import current_world
 from layerzero.env import Env
 from layerzero.health.quarantine import Quarantine
+from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.discovery import normalized
@@ -23,6 +24,7 @@ from layerzero.plugin.distributions import OURS, VENDORS
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult
+from layerzero.plugin.vendor import vendor_status
 from layerzero.public import check_backends, check_machine
 from layerzero.public.checks import Check
 from layerzero.public.situation import look, tolerant_env
@@ -204,6 +206,35 @@ def test_a_backend_for_the_cpu_is_no_warning_beside_a_gpu() -> None:
     assert _judged(replace(_SPEC, platforms=frozenset({Platform.CPU})), found).status == "ok"
     both = frozenset({Platform.CPU, Platform.ROCM})
     assert _judged(replace(_SPEC, platforms=both), found).status == "warn"
+
+
+def test_cpu_libraries_that_are_not_installed_are_no_warnings_beside_a_gpu() -> None:
+    missing = reason("BACKEND_NOT_INSTALLED", "libvendor", "libvendor")
+    spec = replace(_SPEC, available=False, reasons=(missing,), platforms=frozenset({Platform.CPU}))
+    gpu, cpu = DeviceSpec.for_sm(90), DeviceSpec(Platform.CPU, "cpu")
+    assert check_backends._promise("vendor", spec, gpu).status == "skip"
+    assert check_backends._promise("vendor", spec, cpu).status == "warn"
+    assert check_backends._promise("vendor", replace(spec, platforms=frozenset({Platform.CUDA})), gpu).status == "warn"
+
+
+def test_a_vendor_behind_a_pth_file_that_nobody_obeyed_is_named_as_such(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the CuTe compiler of FlashAttention 4 is where its folder comes in by PYTHONPATH."""
+    place = tmp_path / "opt"
+    (place / "deep" / "packages" / "hidden_vendor").mkdir(parents=True)
+    (place / "deep" / "packages" / "hidden_vendor" / "__init__.py").touch()
+    (place / "hidden_vendor.pth").write_text("# where it is\ndeep/packages\n")
+    monkeypatch.syspath_prepend(str(place))
+    vendor = {"dist": "pytest", "import": "hidden_vendor"}
+    found = vendor_status(capabilities("behind", vendor=vendor), DeviceSpec.detect("cpu"))
+    (why,) = found.reasons
+    assert why.code == "BACKEND_IMPORT_FAILED" and "hidden_vendor.pth leads to it" in why.message
+    assert str(place / "deep" / "packages") in why.hint and "site.addsitedir" in found.fix
+    monkeypatch.syspath_prepend(str(place / "deep" / "packages"))
+    assert vendor_status(capabilities("behind", vendor=vendor), DeviceSpec.detect("cpu")).available
+    absent = vendor_status(capabilities("behind", vendor={**vendor, "import": "nowhere"}), DeviceSpec.detect("cpu"))
+    assert ".pth" not in str(absent.reasons[0])
 
 
 def test_what_is_not_compiled_yet_is_to_be_compiled_not_installed_again() -> None:

@@ -8,6 +8,8 @@ vendor, because metadata cannot tell that an import fails: call it from `layerze
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -163,5 +165,30 @@ def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
         raise
     except BaseException as error:  # some vendors end the process when torch is not the one they were built for
         hint = f"python -c 'import {vendor.module}' shows the whole error; {_fix(vendor, backend)}"
-        return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error)), hint=hint),)
+        behind = _behind_pth(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
+        if behind is None:
+            return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error)), hint=hint),)
+        pth, place = behind
+        why = f"{pth} leads to it, and .pth files are obeyed in site directories alone"
+        hint = f"add {place} to PYTHONPATH, call site.addsitedir({str(pth.parent)!r}), or install into site-packages"
+        return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error), detail=why), hint=hint),)
     return ()
+
+
+def _behind_pth(module: str) -> tuple[Path, Path] | None:
+    """The .pth file that nobody obeyed and the folder it names, where that folder holds the missing module."""
+    top = module.partition(".")[0]
+    for entry in filter(os.path.isdir, sys.path):
+        for pth in sorted(Path(entry).glob("*.pth")):
+            try:
+                lines = pth.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError:
+                continue
+            for line in lines:
+                place = Path(entry, line.strip())
+                named = (
+                    line.strip() and not line.startswith(("#", "import ", "import\t")) and str(place) not in sys.path
+                )
+                if named and ((place / top).is_dir() or (place / f"{top}.py").is_file()):
+                    return pth, place
+    return None

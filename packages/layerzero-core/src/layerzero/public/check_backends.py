@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from layerzero.device.enums import Platform
 from layerzero.errors import did_you_mean
 from layerzero.isolation.proxy import settings_for
+from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.distributions import is_known
@@ -84,7 +85,7 @@ def vendors(now: Situation, only: str | None, timeout: float | None) -> list[Che
     ]
     specs = {**now.world.registry.backends, **now.world.enclosed}
     if timeout is None:
-        return [_isolated(now, backend, _promise(backend, specs.get(backend))) for _, backend in named]
+        return [_isolated(now, backend, _promise(backend, specs.get(backend), now.device)) for _, backend in named]
     known = load_plugins(env=now.env).capabilities if named else {}
     asked = [backend for _, backend in named if not _absent(specs.get(backend), known.get(backend))]
 
@@ -99,7 +100,7 @@ def vendors(now: Situation, only: str | None, timeout: float | None) -> list[Che
     checks = [
         judge_probe(backend, specs.get(backend), record, results[backend])
         if backend in results
-        else _promise(backend, specs.get(backend))
+        else _promise(backend, specs.get(backend), now.device)
         for record, backend in named
     ]
     return [_isolated(now, backend, check) for (_, backend), check in zip(named, checks, strict=True)]
@@ -123,10 +124,12 @@ def _absent(spec: BackendSpec | None, known: Capabilities | None) -> bool:
         return False
 
 
-def _promise(name: str, spec: BackendSpec | None) -> Check:
+def _promise(name: str, spec: BackendSpec | None, device: DeviceSpec) -> Check:
     if spec is None or spec.available:
         version = f"{spec.vendor} {spec.vendor_version}, " if spec is not None and spec.vendor_version else ""
         return Check("backends", name, Status.OK, f"{version}available by its metadata (not probed)")
+    if spec.platforms == {Platform.CPU} and device.platform is not Platform.CPU:  # nobody beside a GPU misses it
+        return Check.because("backends", name, Status.SKIP, spec.reasons[0])
     return Check.because("backends", name, Status.WARN, spec.reasons[0])
 
 
