@@ -148,7 +148,7 @@ def test_a_compiler_that_went_wrong_does_not_hold_up_the_next_one(planted: Any) 
 def test_loads_beside_requests_are_a_second_apart_and_long_ones_are_counted(
     planted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(beside, "_LONG_S", 0.0)
+    monkeypatch.setattr(jit, "LONG_S", 0.0)
     planted("good")
     at: list[float] = []
     stop = events.subscribe(lambda tree: at.extend(item.start / 1e9 for item in tree if item.kind == "load"))

@@ -51,7 +51,6 @@ __all__ = ["compile_beside", "compile_elsewhere", "compiles_elsewhere"]
 
 _log = logging.getLogger("layerzero.jit")
 _APART_S = 1.0  # loads beside requests are at least so far apart
-_LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
 # What a compiler's words say of the disk and not of the kernel.
 _DISK = ("No space left on device", "File too large", "Disk quota exceeded", "Read-only file system")
 _in_threads: set[str] = set()  # backends of which it was said that they compile in threads
@@ -117,8 +116,12 @@ def compile_elsewhere(
         why = reason("JIT_NEEDS_DEVICE", said["needs_device"])
         put_failure(artifact, why, began)
         return why
-    with _loads.turn(paced), _loading(Made(float(said["seconds"]), jit_cache.new_entries(before)), artifact):
-        return compile_now(spec, ctx, kernel_id, args, began)
+    with _loads.turn(paced):
+        token = made.set(Made(float(said["seconds"]), jit_cache.new_entries(before)))
+        try:
+            return compile_now(spec, ctx, kernel_id, args, began)
+        finally:
+            made.reset(token)
 
 
 def _order(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple[Any, ...], world: World) -> str | None:
@@ -203,21 +206,6 @@ class _Loads:
 
 
 _loads = _Loads()
-
-
-@contextlib.contextmanager
-def _loading(what: Made, artifact: Artifact) -> Any:
-    """Around a load: what was made, and how long the load takes."""
-    token, started = made.set(what), time.monotonic()
-    try:
-        yield
-    finally:
-        made.reset(token)
-        took = time.monotonic() - started
-        events.tell("load", took, kernel=artifact[0], artifact=words_of(artifact))
-        if took > _LONG_S:
-            state.counters.long_loads += 1
-            _log.warning("loading %s took %.0f ms", words_of(artifact), took * 1e3)
 
 
 def _end_idle() -> None:

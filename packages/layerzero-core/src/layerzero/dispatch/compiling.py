@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,7 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
+LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
 _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compiling, results are published together
 
 
@@ -56,6 +57,7 @@ class Made:
 
     seconds: float
     evidence: tuple[str, ...]
+    begun: float = field(default_factory=time.monotonic)  # the load
 
 
 made: ContextVar[Made | None] = ContextVar("made", default=None)
@@ -102,11 +104,19 @@ def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder
     elsewhere = made.get()
     if elsewhere is not None:
         seconds, evidence = elsewhere.seconds, elsewhere.evidence
+        _loaded(artifact, time.monotonic() - elsewhere.begun)
     _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
     place = "here" if elsewhere is None else "elsewhere"
     events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact), compiled=place)
     if folder is not None:
         _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
+
+
+def _loaded(artifact: Artifact, seconds: float) -> None:
+    events.tell("load", seconds, kernel=artifact[0], artifact=words_of(artifact))
+    if seconds > LONG_S:
+        state.counters.long_loads += 1
+        _log.warning("loading %s took %.0f ms", words_of(artifact), seconds * 1e3)
 
 
 def not_ready(artifact: Artifact, text: str, folder: Path | None, began: int) -> None:

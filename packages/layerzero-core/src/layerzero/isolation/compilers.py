@@ -105,6 +105,7 @@ class Compilers:
             "compiler",
             env=(*sorted(env.items()), *((name, "") for name in _NO_GPU)),
             deadline_s=deadline_s,
+            start_s=max(120.0, deadline_s),  # who goes last may wait long for a processor
             memory_mb=1.0,
             arena_mb=1.0,
             background=True,

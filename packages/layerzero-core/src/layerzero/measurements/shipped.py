@@ -164,7 +164,8 @@ def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Co
     refused: dict[Any, tuple[Reason, ...]] = {}
 
     def ask(ctx: Context, names: Sequence[str]) -> Told:
-        backends = tuple(sorted({registry.kernels[name].backend for name in names} & registry.backends.keys()))
+        known = [registry.kernels[name] for name in names if name in registry.kernels]  # others came while it runs
+        backends = tuple(sorted({kernel.backend for kernel in known} & registry.backends.keys()))
         kind = _class_of(ctx)
         key = (ctx.op, kind, ctx.device, backends)
         if key not in pools:
