@@ -15,20 +15,11 @@ from layerzero.errors import LayerZeroError
 from layerzero.model.op import OperationSpec
 from layerzero.selection.engine import refuse
 from layerzero_verify.lineup import LineUp
+from layerzero_verify.report import StageError
 
 __all__ = ["IDLE", "Caller", "StageError"]
 
 IDLE = "no kernel under test serves a call here"
-
-
-class StageError(Exception):
-    """An op raised at a stage."""
-
-    def __init__(self, stage: str, op: str, kernel: str, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.stage = stage
-        self.op = op
-        self.kernel = kernel
 
 
 @dataclass

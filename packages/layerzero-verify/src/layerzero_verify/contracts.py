@@ -21,7 +21,6 @@ from layerzero_verify.report import Check, failed, of_error
 from layerzero_verify.testing.cases import Case, fit
 from layerzero_verify.testing.cases_attention import attention, layouts_of, paged
 from layerzero_verify.testing.kit import import_string
-from layerzero_verify.thresholds import kernel
 
 __all__ = ["CONTRACTS", "cache_layouts", "fresh", "packed", "untouched", "window"]
 
@@ -61,7 +60,7 @@ def fresh(bench: Bench) -> Iterator[Check]:
                 if isinstance(item, Tensor) and item.is_floating_point() and item.element_size() > 1:
                     item.mul_(-0.5).add_(0.125)
             got, want = flat(bench.call(args)), flat(bench.truth(args))
-        bound = kernel(bench.op.stands_for or bench.op.op_id, case.dtype, k=64, declared=bench.loss(case))
+        bound = bench.bound(case, 64)
         for left, right in zip(got, want, strict=True):
             detail = "the result still belongs to the old numbers, or to no numbers at all"
             yield of_error(1, "no stale state", compare(left, right, bound), detail=detail, **where)
@@ -93,7 +92,7 @@ def packed(bench: Bench) -> Iterator[Check]:
                         continue
                     raise
                 want = flat(bench.truth((x, source, *rest)))[0]
-            bound = kernel("linear", case.dtype, k=x.shape[-1], declared=bench.loss(case))
+            bound = bench.bound(case, x.shape[-1])
             detail = "the parts packed before the write were used"
             yield of_error(1, "packed weight", compare(got, want, bound), detail=detail, **where)
 
@@ -143,7 +142,7 @@ def _influence(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Chec
         after = flat(bench.call(args))[0]
         want = flat(bench.truth(args))[0]
     last, first = (slice(None), slice(None)) if paged else ((0, slice(None), -1), (0, slice(None), 0))
-    bound = kernel(bench.op.op_id, case.dtype, declared=bench.loss(case))
+    bound = bench.bound(case)
     detail = "keys outside the window changed the result"
     yield of_error(1, "sliding window", compare(after[last], before[last], bound), detail=detail, **where)
     if not paged and torch.equal(after[first], before[first]):
@@ -157,7 +156,7 @@ def _wide_window(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Ch
     same = bench.arguments(replace(case, given={**case.given, "window": None}))
     with torch.no_grad():
         got, want = flat(bench.call(args))[0], flat(bench.call(same))[0]
-    bound = kernel(bench.op.op_id, case.dtype, declared=bench.loss(case))
+    bound = bench.bound(case)
     detail = "a window wider than the sequence changed the result"
     yield of_error(1, "sliding window", compare(got, want, bound), detail=detail, **where)
 
@@ -176,7 +175,7 @@ def cache_layouts(bench: Bench) -> Iterator[Check]:
             args = bench.arguments(case)
             with torch.no_grad():
                 got, want = flat(bench.call(args))[0], flat(bench.truth(bench.arguments(case)))[0]
-            bound = kernel(bench.op.op_id, case.dtype, declared=bench.loss(case))
+            bound = bench.bound(case)
             yield of_error(1, "KV layout", compare(got, want, bound), **where)
 
         yield from guarded("KV layout", where, check)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import models
 from layerzero_verify.caller import IDLE, Caller, StageError
 from layerzero_verify.capture import Events, hooked, ran
+from layerzero_verify.layers import own_error
 from layerzero_verify.lineup import LineUp
 from layerzero_verify.models import Model
 from layerzero_verify.patching import applied, watched
@@ -57,14 +59,20 @@ def check_model(
     truth = placed(model, device, "float32")
     subject = placed(model, device, dtype)
     where = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
-    for label, inputs in (("full forward", subject.inputs), ("padded batch", subject.padded)):
+    for label, kind in (("full forward", "inputs"), ("padded batch", "padded")):
+        inputs = getattr(subject, kind)
         if inputs is None:
             continue
-        exact = truth.inputs if label == "full forward" else truth.padded
-        assert exact is not None
-        yield _compared(label, truth, subject, exact, inputs, line_up, where)
+        check, call = _compared(label, truth, subject, kind, line_up, where, partial(subject.logits, inputs))
+        differs = check.status is Status.FAIL and check.figures  # and has not just raised
+        yield _explained(check, subject, inputs, line_up, call) if differs else check
     if cached and subject.decoder and not getattr(subject.module.config, "is_encoder_decoder", False):
-        yield _cached(truth, subject, line_up, where)
+        run = partial(_token_by_token, subject)
+        check, call = _compared("prefill + decode with cache", truth, subject, "inputs", line_up, where, run)
+        if check.status is Status.FAIL and check.figures:
+            kernel, component = call.kernels.get("attention", ""), "attention over a cache, or RoPE's positions"
+            check = replace(check, op="attention", kernel=kernel, component=component)
+        yield check
 
 
 @contextmanager
@@ -91,24 +99,37 @@ def _compared(
     label: str,
     truth: Model,
     subject: Model,
-    exact: dict[str, Tensor],
-    inputs: dict[str, Tensor],
+    kind: str,
     line_up: LineUp,
     where: dict[str, str],
-) -> Check:
-    want = _plain_logits(truth, exact)
-    own = 0.0 if subject is truth else (_plain_logits(subject, inputs).double() - want.double()).abs().max().item()
+    run: Callable[[], Tensor],
+) -> tuple[Check, Caller]:
+    """The logits that `run` gives on our ops, against the unmodified model's on one kind of its inputs."""
+    inputs = getattr(subject, kind)
+    want = _plain_logits(truth, getattr(truth, kind))
+    own = own_error(None if subject is truth else _plain_logits(subject, inputs), want)
     call = Caller(line_up)
     try:
-        with line_up.entered(), applied(subject.module, call):
-            got = subject.logits(inputs)
+        with torch.no_grad(), line_up.entered(), applied(subject.module, call):
+            got = run()
     except StageError as error:
-        return failed(4, label, str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where)
+        return failed(4, label, error, **where), call
     if call.idle:
-        return skipped(4, label, IDLE, **where)
-    kept = _kept(inputs, got)
-    check = _judge(label, got, want, kept, own, call, where)
-    return check if check.status is not Status.FAIL else _explained(check, subject, inputs, line_up, call)
+        return skipped(4, label, IDLE, **where), call
+    return _judge(label, got, want, _kept(inputs, got), own, call, where), call
+
+
+def _token_by_token(model: Model) -> Tensor:
+    """A prompt at once, then one token at a time over transformers' own cache."""
+    ids = model.inputs["input_ids"]
+    prompt = ids.shape[1] // 2
+    found = model.module(input_ids=ids[:, :prompt], use_cache=True)
+    parts = [found.logits]
+    for position in range(prompt, ids.shape[1]):
+        token = ids[:, position : position + 1]
+        found = model.module(input_ids=token, past_key_values=found.past_key_values, use_cache=True)
+        parts.append(found.logits)
+    return torch.cat(parts, dim=1)
 
 
 def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller) -> Check:
@@ -213,42 +234,6 @@ def _without_padding(value: Tensor, kept: Tensor) -> Tensor:
     return value
 
 
-def _cached(truth: Model, subject: Model, line_up: LineUp, where: dict[str, str]) -> Check:
-    """A prompt at once, then one token at a time over transformers' own cache."""
-    ids = subject.inputs["input_ids"]
-    want = _plain_logits(truth, truth.inputs)
-    own = 0.0
-    if subject is not truth:
-        own = (_plain_logits(subject, subject.inputs).double() - want.double()).abs().max().item()
-    call = Caller(line_up)
-    prompt = ids.shape[1] // 2
-    label = "prefill + decode with cache"
-    try:
-        with torch.no_grad(), line_up.entered(), applied(subject.module, call):
-            found = subject.module(input_ids=ids[:, :prompt], use_cache=True)
-            parts = [found.logits]
-            for position in range(prompt, ids.shape[1]):
-                found = subject.module(
-                    input_ids=ids[:, position : position + 1], past_key_values=found.past_key_values, use_cache=True
-                )
-                parts.append(found.logits)
-    except StageError as error:
-        return failed(4, label, str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where)
-    if call.idle:
-        return skipped(4, label, IDLE, **where)
-    got = torch.cat(parts, dim=1)
-    kept = torch.ones(got.shape[:-1], dtype=torch.bool, device=got.device)
-    check = _judge(label, got, want, kept, own, call, where)
-    if check.status is Status.FAIL:
-        return replace(
-            check,
-            op="attention",
-            kernel=call.kernels.get("attention", ""),
-            component="attention over a cache, or RoPE's positions",
-        )
-    return check
-
-
 def matrix(line_up: LineUp, device: torch.device, seed: int) -> Iterator[Check]:
     """The preflight's three models: do they run at all on these kernels, and give finite logits of the right shape?"""
     for name in models.MATRIX:
@@ -259,8 +244,7 @@ def matrix(line_up: LineUp, device: torch.device, seed: int) -> Iterator[Check]:
             with line_up.entered(), applied(model.module, call):
                 logits = model.logits(model.inputs)
         except Exception as error:
-            stage = (error.op, error.kernel, error.stage) if isinstance(error, StageError) else ("", "", "")
-            yield failed(0, "model runs", error, op=stage[0], kernel=stage[1], stage=stage[2], **where)
+            yield failed(0, "model runs", error, **where)
             continue
         finite = bool(logits.isfinite().all())
         detail = "" if finite else "the logits are not finite"

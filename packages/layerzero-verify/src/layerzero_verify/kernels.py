@@ -145,7 +145,7 @@ class Bench:
         if len(got) != len(want):
             yield failed(1, name, f"{len(got)} results, expected {len(want)}", **where)
             return
-        bound = kernel(self.op.stands_for or self.op.op_id, case.dtype, k=reduction(args), declared=self.loss(case))
+        bound = self.bound(case, reduction(args))
         for index, (left, right) in enumerate(zip(got, want, strict=True)):
             report = compare(left, right, bound)
             check = of_error(1, name, report, **where)
@@ -154,6 +154,10 @@ class Bench:
             yield check
             if check.status is Status.FAIL:
                 return
+
+    def bound(self, case: Case, k: int | None = None) -> Tolerance:
+        """How close the result of a case has to be; `k` is the length of its sums."""
+        return kernel(self.op.stands_for or self.op.op_id, case.dtype, k=k, declared=self.loss(case))
 
     def loss(self, case: Case) -> float:
         """The error the kernel itself declares for the dtype of a case."""

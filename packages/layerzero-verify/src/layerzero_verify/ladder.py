@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import full_float32
 from layerzero.numerics.tolerances import dtype_name
@@ -115,7 +115,7 @@ def _calm(threads: int | None) -> Iterator[None]:
 
 def _lane(name: str) -> Lane:
     if name not in LANES:
-        raise InvalidInputError(f"no lane {name!r}", code="VALUE_INVALID", value=name, limit=list(LANES))
+        raise invalid("VALUE_INVALID", name, list(LANES), f"no lane {name!r}")
     return LANES[name]
 
 
@@ -123,14 +123,14 @@ def _levels(level: int | Iterable[int] | None) -> frozenset[int]:
     known = frozenset(LEVELS) - {0}
     wanted = known if level is None else frozenset({level} if isinstance(level, int) else level)
     if not wanted or not wanted <= known:
-        raise InvalidInputError(f"no such level: {level}", code="VALUE_INVALID", value=str(level), limit=sorted(known))
+        raise invalid("VALUE_INVALID", str(level), sorted(known), f"no such level: {level}")
     return wanted
 
 
 def _dtype(word: str) -> str:
     name = dtype_name(word)
     if name not in _DTYPES:
-        raise InvalidInputError(f"no dtype {word!r}", code="DTYPE_UNSUPPORTED", value=word, limit=_DTYPES)
+        raise invalid("DTYPE_UNSUPPORTED", word, _DTYPES, f"no dtype {word!r}")
     return name
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerzero_verify.configs import CONFIGS
 from layerzero_verify.models import MODELS
@@ -37,53 +37,44 @@ class Lane:
     threads: int | None = None
 
 
-LANES: dict[str, Lane] = {
-    lane.name: lane
-    for lane in (
-        Lane(
-            "quick",
-            "under a minute on two cores: what every change should pass",
-            configs=("tiny", "gqa"),
-            dtypes=("float32",),
-            models=("llama", "mistral", "qwen", "gemma", "gpt2", "t5", "vit"),
-            stage_models=("llama",),
-            training=("tiny",),
-            steps=5,
-            seeds=1,
-            length=12,
-            thorough=False,
-            cached=False,
-            kernel_dtypes=("float32", "float16", "bfloat16"),
-            threads=1,
-        ),
-        Lane(
-            "full",
-            "under ten minutes: every config, model, dtype and backend",
-            configs=_ALL,
-            dtypes=("float32", "bfloat16", "float16"),
-            models=MODELS,
-            stage_models=("llama", "mistral", "qwen"),
-            training=_ALL,
-            steps=20,
-            seeds=3,
-            length=24,
-            thorough=True,
-            cached=True,
-            threads=1,
-        ),
-        Lane(
-            "stress",
-            "as long as it takes: many seeds, long sequences, hundreds of training steps",
-            configs=_ALL,
-            dtypes=("float32", "bfloat16", "float16"),
-            models=MODELS,
-            stage_models=("llama", "mistral", "qwen"),
-            training=_ALL,
-            steps=200,
-            seeds=20,
-            length=96,
-            thorough=True,
-            cached=True,
-        ),
-    )
-}
+_QUICK = Lane(
+    "quick",
+    "under a minute on two cores: what every change should pass",
+    configs=("tiny", "gqa"),
+    dtypes=("float32",),
+    models=("llama", "mistral", "qwen", "gemma", "gpt2", "t5", "vit"),
+    stage_models=("llama",),
+    training=("tiny",),
+    steps=5,
+    seeds=1,
+    length=12,
+    thorough=False,
+    cached=False,
+    kernel_dtypes=("float32", "float16", "bfloat16"),
+    threads=1,
+)
+_FULL = Lane(
+    "full",
+    "under ten minutes: every config, model, dtype and backend",
+    configs=_ALL,
+    dtypes=("float32", "bfloat16", "float16"),
+    models=MODELS,
+    stage_models=("llama", "mistral", "qwen"),
+    training=_ALL,
+    steps=20,
+    seeds=3,
+    length=24,
+    thorough=True,
+    cached=True,
+    threads=1,
+)
+_STRESS = replace(
+    _FULL,
+    name="stress",
+    about="as long as it takes: many seeds, long sequences, hundreds of training steps",
+    steps=200,
+    seeds=20,
+    length=96,
+    threads=None,
+)
+LANES: dict[str, Lane] = {lane.name: lane for lane in (_QUICK, _FULL, _STRESS)}

@@ -20,7 +20,7 @@ from layerzero_verify.thresholds import LAYER, limit
 from layerzero_verify.truth import Truth, rope_tables
 from layerzero_verify.weights import LayerWeights, generator, made
 
-__all__ = ["check_layer", "diff_stages", "references"]
+__all__ = ["WEIGHTS", "check_layer", "diff_stages", "own_error", "references"]
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
 
@@ -108,7 +108,7 @@ def _forward_backward(
     try:
         got, got_leaves = _chain(layers, x, lambda w, s, prefix: block.forward(call, w, s, tables, prefix))
     except StageError as error:
-        yield failed(2, "forward", str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where)
+        yield failed(2, "forward", error, **where)
         return
     if call.idle:
         yield skipped(2, "forward and backward", IDLE, **where)
@@ -128,36 +128,28 @@ def diff_stages(
     level: int, name: str, got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], **where: Any
 ) -> Check:
     """One check over all stages: the first one that differs names op, kernel and component."""
-    reports: dict[str, ErrorReport] = {}
-    rows = []
-    for stage, truth in want.items():
-        loss = (own[stage].double() - truth).abs().max().item() if stage in own else 0.0
-        report = reports[stage] = compare(got[stage], truth, limit(LAYER, loss))
-        op, kernel = call.stages.get(stage, (OPS.get(bare(stage), ""), ""))
-        rows.append(StageDiff(stage, op, kernel, _shown(report), report.tolerance.atol, report.ok))
-    return _judged(level, name, rows, reports, where)
+    return _judged(level, name, {stage: stage for stage in want}, got, want, call, own, where)
 
 
 def _diff_gradients(got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], where: dict[str, str]) -> Check:
     """Gradients from the output back to the input: the op that takes a stage in made its gradient."""
-    reports: dict[str, ErrorReport] = {}
-    rows = []
+    makers = {}
     for stage in reversed(list(want)):
-        loss = (own[stage].double() - want[stage]).abs().max().item() if stage in own else 0.0
-        report = reports[stage] = compare(got[stage], want[stage], limit(LAYER, loss))
         prefix, _, last = stage.rpartition(" ")
-        after = _WEIGHTS.get(last) or CONSUMERS.get(last, last)
-        maker = f"{prefix or 'layer 0'} {after}"
-        op, kernel = call.stages.get(maker, (OPS.get(after, ""), ""))
-        rows.append(StageDiff(stage, op, kernel, _shown(report), report.tolerance.atol, report.ok))
-    return _judged(2, "backward", rows, reports, where, backward=True)
+        makers[stage] = f"{prefix or 'layer 0'} {WEIGHTS.get(last) or CONSUMERS.get(last, last)}"
+    return _judged(2, "backward", makers, got, want, call, own, where, backward=True)
 
 
 # weight -> the stage it takes part in
-_WEIGHTS = {
+WEIGHTS = {
     "ln1": "ln1_out", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "proj_out", "ln2": "ln2_out",
     "w1": "fc1_out", "w2": "mlp_out", "bq": "q_proj", "bk": "k_proj", "bv": "v_proj",
 }  # fmt: skip
+
+
+def own_error(own: Tensor | None, truth: Tensor) -> float:
+    """What plain torch itself is off by in a narrow dtype; 0 where that was not computed."""
+    return 0.0 if own is None else (own.double() - truth.double()).abs().max().item()
 
 
 def _shown(report: ErrorReport) -> float:
@@ -169,26 +161,29 @@ def _shown(report: ErrorReport) -> float:
 def _judged(
     level: int,
     name: str,
-    rows: list[StageDiff],
-    reports: Mapping[str, ErrorReport],
+    makers: Mapping[str, str],
+    got: Named,
+    want: Named,
+    call: Caller,
+    own: Mapping[str, Tensor],
     where: Mapping[str, Any],
     *,
     backward: bool = False,
 ) -> Check:
+    """`makers` are the stages to compare, in order, each with the stage whose op is asked about."""
+    reports: dict[str, ErrorReport] = {}
+    rows = []
+    for stage, maker in makers.items():
+        loss = own_error(own.get(stage), want[stage])
+        report = reports[stage] = compare(got[stage], want[stage], limit(LAYER, loss))
+        op, kernel = call.stages.get(maker, (OPS.get(bare(maker), ""), ""))
+        rows.append(StageDiff(stage, op, kernel, _shown(report), report.tolerance.atol, report.ok))
     worst = max(rows, key=lambda row: row.max_abs)
     wrong = next((row for row in rows if not row.ok), None)
+    found = {"stages": tuple(rows), **where}
     if wrong is None:
         used = max(report.used for report in reports.values())
-        return Check(
-            level,
-            name,
-            Status.OK,
-            max_abs=worst.max_abs,
-            threshold=worst.threshold,
-            used=used,
-            stages=tuple(rows),
-            **where,
-        )
+        return Check(level, name, Status.OK, max_abs=worst.max_abs, threshold=worst.threshold, used=used, **found)
     finding = localise(rows)
     assert finding is not None
     component = f"backward of {wrong.op}" if backward else finding.component
@@ -203,8 +198,7 @@ def _judged(
         component=component,
         detail=rule,
         flags=red_flags(rows),
-        stages=tuple(rows),
-        **where,
+        **found,
     )
 
 
@@ -213,9 +207,8 @@ def _decode(
 ) -> Iterator[Check]:
     truth = Truth(references(line_up))
     want = truth.layer(layer.to(torch.float64), x.double(), _as(tables, torch.float64))["output"]
-    own = 0.0
-    if x.dtype not in (torch.float32, torch.float64):
-        own = (truth.layer(layer, x, _as(tables, x.dtype))["output"].double() - want).abs().max().item()
+    narrow = x.dtype not in (torch.float32, torch.float64)
+    own = own_error(truth.layer(layer, x, _as(tables, x.dtype))["output"] if narrow else None, want)
     for name, paged in (("contiguous", None), ("paged NHD", "NHD"), ("paged HND", "HND")):
         if any(op == "attention" for op, _ in line_up.stand_ins):
             yield skipped(2, f"prefill + decode, {name}", "attention is a plugin's own op here", **where)
@@ -225,9 +218,7 @@ def _decode(
             with torch.no_grad():
                 got = block.decode(call, layer, x, tables, _PROMPT, paged=paged)
         except StageError as error:
-            yield failed(
-                2, f"prefill + decode, {name}", str(error), op=error.op, kernel=error.kernel, stage=error.stage, **where
-            )
+            yield failed(2, f"prefill + decode, {name}", error, **where)
             continue
         if call.idle:
             yield skipped(2, f"prefill + decode, {name}", IDLE, **where)

@@ -17,7 +17,7 @@ import torch
 from layerzero._ops.signature import public_op
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
-from layerzero.errors import UnknownNameError
+from layerzero.errors import UnknownNameError, nearest
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.vendor import hardware_reasons
@@ -136,9 +136,7 @@ def resolve(
 
 
 def _unknown(kind: str, name: str, known: list[str], code: str) -> UnknownNameError:
-    import difflib
-
-    near = difflib.get_close_matches(name, known, 3) or sorted(known)[:8]
+    near = nearest(name, known) or sorted(known)[:8]
     return UnknownNameError(f"no {kind} {name!r} is registered", code=code, value=name, limit=", ".join(near))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_verify.weights import generator
 
 __all__ = ["MODELS", "Model", "available", "from_folder", "made", "missing"]
@@ -153,9 +153,7 @@ def from_folder(folder: str, seed: int = 0, length: int = 12) -> Model:
     import transformers
 
     if not Path(folder).is_dir():
-        raise InvalidInputError(
-            f"no folder {folder!r}", code="VALUE_INVALID", value=folder, limit="a folder written by save_pretrained"
-        )
+        raise invalid("VALUE_INVALID", folder, "a folder written by save_pretrained", f"no folder {folder!r}")
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     module.train(False)
     return _with_tokens(Path(folder).name, module, generator("tokens", seed), length)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from layerzero.json_form import Plain, plain
 from layerzero.numerics import ErrorLocation, ErrorReport
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "Check",
     "Level",
     "StageDiff",
+    "StageError",
     "Status",
     "Verdict",
     "VerifyReport",
     "failed",
+    "finite",
     "of_error",
     "skipped",
 ]
@@ -43,7 +46,7 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StageDiff:
+class StageDiff(Plain):
     """One stage of a layer or model against the truth, and the kernel that computed it."""
 
     stage: str
@@ -52,17 +55,6 @@ class StageDiff:
     max_abs: float
     threshold: float
     ok: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "stage": self.stage,
-            "op": self.op,
-            "kernel": self.kernel,
-            "max_abs": _number(self.max_abs),
-            "threshold": self.threshold,
-            "ok": self.ok,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +86,12 @@ class Check:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; fields without a value are left out."""
-        found: dict[str, Any] = {"level": self.level, "name": self.name, "status": self.status.value}
-        for key in ("op", "kernel", "stage", "subject", "dtype", "component", "detail"):
-            if value := getattr(self, key):
-                found[key] = value
-        for key in ("max_abs", "mean_abs", "threshold", "used"):
-            value = getattr(self, key)
-            if value is not None:
-                found[key] = _number(value)
-        if self.first is not None:
-            found["first_difference"] = self.first.to_json()
-        if self.flags:
-            found["red_flags"] = list(self.flags)
-        if self.stages:
-            found["stages"] = [item.to_json() for item in self.stages]
-        if self.served:
-            found["served"] = list(self.served)
-        if self.figures:
-            found["figures"] = {name: _number(value) for name, value in self.figures}
-        return found
+        words = {"first": "first_difference", "flags": "red_flags"}
+        found = {words.get(item.name, item.name): getattr(self, item.name) for item in fields(self)}
+        found["figures"] = dict(self.figures)
+        given = {name: value for name, value in found.items() if value not in ("", None, (), {})}
+        shown: dict[str, Any] = finite(plain(given))
+        return shown
 
     def __str__(self) -> str:
         """One line: what, where, and the first element that differs."""
@@ -176,7 +155,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Plain):
     """The pyramid rule applied: the lowest rung that fails, and what that means."""
 
     ok: bool
@@ -187,19 +166,6 @@ class Verdict:
     op: str = ""
     kernel: str = ""
     stage: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "ok": self.ok,
-            "kind": self.kind,
-            "level": self.level,
-            "text": self.text,
-            "component": self.component,
-            "op": self.op,
-            "kernel": self.kernel,
-            "stage": self.stage,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +215,21 @@ class VerifyReport:
         }
 
 
-def _number(value: float) -> float | str:
-    return value if value == value and abs(value) != float("inf") else str(value)
+def finite(value: Any) -> Any:
+    """A JSON value with NaN and infinities as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
+
+
+class StageError(Exception):
+    """An op raised at a stage."""
+
+    def __init__(self, stage: str, op: str, kernel: str, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.where = {"op": op, "kernel": kernel, "stage": stage}
 
 
 def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
@@ -276,9 +255,11 @@ def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
 
 
 def failed(level: int, name: str, error: BaseException | str, **where: Any) -> Check:
-    """A check that could not be made because something raised."""
+    """A check that could not be made because something raised; at which op and stage, where that is known."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    if isinstance(error, BaseException) and error.__cause__ is not None:
+    if isinstance(error, StageError):
+        text, where = str(error), {**error.where, **where}
+    elif isinstance(error, BaseException) and error.__cause__ is not None:
         text += f" (from {type(error.__cause__).__name__}: {error.__cause__})"
     return Check(level, name, Status.FAIL, detail=" ".join(text.split())[:500], **where)
 
@@ -286,8 +267,3 @@ def failed(level: int, name: str, error: BaseException | str, **where: Any) -> C
 def skipped(level: int, name: str, why: str, **where: Any) -> Check:
     """A check that was left out, and why."""
     return Check(level, name, Status.SKIP, detail=why, **where)
-
-
-def worst(checks: Iterable[Check]) -> float:
-    """The largest absolute error among checks that measured one."""
-    return max((item.max_abs for item in checks if item.max_abs is not None), default=0.0)

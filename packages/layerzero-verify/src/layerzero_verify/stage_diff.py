@@ -98,16 +98,7 @@ def _one(
         with torch.no_grad(), line_up.entered():
             got = block.forward(call, weights, x, tables)
     except StageError as error:
-        return failed(
-            3,
-            "stage diff",
-            str(error),
-            op=error.op,
-            kernel=error.kernel,
-            stage=error.stage,
-            subject=subject,
-            dtype=dtype,
-        )
+        return failed(3, "stage diff", error, subject=subject, dtype=dtype)
     if call.idle:
         return skipped(3, f"stage diff, {label}", IDLE, subject=subject, dtype=dtype)
     return diff_stages(3, f"stage diff, {label}", got, want, call, own, subject=subject, dtype=dtype)

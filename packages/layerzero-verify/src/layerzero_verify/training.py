@@ -14,6 +14,7 @@ from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import block
 from layerzero_verify.caller import IDLE, Caller, StageError
 from layerzero_verify.configs import Config
+from layerzero_verify.layers import WEIGHTS
 from layerzero_verify.lineup import LineUp
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
 from layerzero_verify.thresholds import BUG, EMBEDDING_GRAD, GRADS, TRAINING, limit
@@ -92,8 +93,7 @@ def check_training(
             try:
                 loss, gradients = _gradients(ours, ours.loss(call, ids, targets))
             except (StageError, RuntimeError) as error:
-                named = (error.op, error.kernel, error.stage) if isinstance(error, StageError) else ("", "", "")
-                yield failed(5, f"step {step}", error, op=named[0], kernel=named[1], stage=named[2], **where)
+                yield failed(5, f"step {step}", error, **where)
                 return
             want_loss, want = _gradients(theirs, theirs.loss(truth, ids, targets))
             if step == 1:
@@ -126,16 +126,10 @@ def _gap(ours: _Model, theirs: _Model) -> float:
     return max((left - right).abs().max().item() for left, right in pairs)
 
 
-_OPS = {
-    "embedding": "embedding", "ln1": "ln1_out", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "proj_out",
-    "ln2": "ln2_out", "w1": "fc1_out", "w2": "mlp_out",
-}  # fmt: skip
-
-
 def _maker(name: str, call: Caller) -> tuple[str, str]:
     """Op and kernel that a parameter belongs to."""
     prefix, _, last = name.rpartition(" ")
-    stage = f"{prefix} {_OPS.get(last, last)}".strip()
+    stage = f"{prefix} {WEIGHTS.get(last, last)}".strip()
     return call.stages.get(stage, ("", ""))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError, LayerZeroError, NoKernelFoundError
-from layerzero.numerics import ErrorReport, Tolerance, compare
+from layerzero.numerics import ErrorReport, Tolerance, compare, full_float32
 from layerzero.reasons import Reason, reason
 from layerzero_verify.definitions.bounds import bounds
 from layerzero_verify.definitions.inputs import copied
@@ -79,7 +78,7 @@ class Bench:
         if partial:  # a truth that gives the first output only
             definition = replace(definition, outputs=dict(list(definition.outputs.items())[:1]))
         try:
-            with torch.no_grad(), _exact_products():
+            with torch.no_grad(), full_float32():  # the bounds assume that TF32 is off
                 outputs = in_order(definition, run(copied(self.inputs)), self.device)
                 outputs = {name: tensor.clone() for name, tensor in outputs.items()}  # a solution may reuse its memory
                 last, times = None, []
@@ -148,17 +147,6 @@ class Bench:
                 log = f"{name}: two runs on the same inputs differ\n{report}"
                 return replace(outcome, status=Status.INCORRECT_NUMERICAL, log=log, errors={name: report})
         return replace(outcome, extra={**outcome.extra, "deterministic": True})
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """float32 means float32 here: the bounds assume TF32 is off."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _bits(tensor: Tensor) -> Tensor:

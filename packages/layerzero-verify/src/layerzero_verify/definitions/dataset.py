@@ -8,14 +8,13 @@ folders is read, and the lines themselves say which definition they are of.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerzero.errors import ConfigurationError, InvalidInputError, UnknownNameError
+from layerzero.errors import ConfigurationError, UnknownNameError, invalid, nearest
 from layerzero_verify.definitions.schema import Definition, load_definition
 from layerzero_verify.definitions.trace import Trace, Workload, read_traces
 
@@ -77,9 +76,7 @@ class Dataset:
         """Definitions by name, by op_type, or all; in the order of their names."""
         names, op_types = tuple(names), tuple(op_types)
         if not (names or op_types or everything):
-            raise InvalidInputError(
-                "nothing is selected", code="VALUE_INVALID", value="nothing", limit="a name, an op_type, or all"
-            )
+            raise invalid("VALUE_INVALID", "nothing", "a name, an op_type, or all", "nothing is selected")
         for given, known, what in ((names, self.definitions, "definition"), (op_types, self.op_types, "op_type")):
             for name in given:
                 if name not in known:
@@ -150,7 +147,7 @@ class Dataset:
                 continue
 
     def _unknown(self, name: str, known: list[str], what: str) -> UnknownNameError:
-        near = ", ".join(difflib.get_close_matches(name, known, 3) or sorted(known)[:8]) or "nothing: it is empty"
+        near = ", ".join(nearest(name, known) or sorted(known)[:8]) or "nothing: it is empty"
         return UnknownNameError(
             f"{self.root} holds no {what} {name!r}",
             code="VALUE_INVALID",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError
+from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError, invalid
 from layerzero_verify.definitions.constraints import violated
 from layerzero_verify.definitions.making import Maker
 from layerzero_verify.definitions.schema import Definition, torch_dtype
@@ -115,9 +115,9 @@ def _tensor(source: InputSource, root: Path | None) -> Tensor:
 def _refused(
     definition: Definition, workload: Workload, problem: str, value: object, limit: object
 ) -> InvalidInputError:
-    return InvalidInputError(
+    return invalid(
+        "SHAPE_INVALID",
+        str(value),
+        ", ".join(limit) if isinstance(limit, (tuple, list, dict)) else str(limit),
         f"the workload {workload.uuid} of {definition.name} {problem}",
-        code="SHAPE_INVALID",
-        value=str(value),
-        limit=", ".join(limit) if isinstance(limit, (tuple, list, dict)) else str(limit),
     )

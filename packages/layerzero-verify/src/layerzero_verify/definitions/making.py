@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero_verify.definitions.schema import Definition, TensorSpec, torch_dtype
 
 __all__ = ["Maker", "split"]
@@ -89,19 +89,16 @@ class Maker:
 
     def length(self, *names: str) -> int | None:
         """The first size of the first of these inputs that the definition has."""
-        for name in names:
-            spec = self.definition.inputs.get(name)
-            if spec is not None and spec.shape:
-                return (self.definition.shape(spec, self.sizes) or (0,))[0]
-        return None
+        return self._size(names, 0)
 
     def width(self, *names: str) -> int | None:
         """The last size of the first of these inputs that the definition has."""
-        for name in names:
-            spec = self.definition.inputs.get(name)
-            if spec is not None and spec.shape:
-                return (self.definition.shape(spec, self.sizes) or (0,))[-1]
-        return None
+        return self._size(names, -1)
+
+    def _size(self, names: tuple[str, ...], place: int) -> int | None:
+        known = (self.definition.inputs.get(name) for name in names)
+        found = next((spec for spec in known if spec is not None and spec.shape), None)
+        return None if found is None else (self.definition.shape(found, self.sizes) or (0,))[place]
 
     @property
     def page_size(self) -> int:
@@ -125,11 +122,11 @@ def split(total: int, lows: Sequence[int], highs: Sequence[int], generator: torc
     room = [high - low for low, high in zip(lows, highs, strict=True)]
     rest = total - sum(lows)
     if any(item < 0 for item in room) or not 0 <= rest <= sum(room):
-        raise InvalidInputError(
+        raise invalid(
+            "SHAPE_INVALID",
+            f"{total} in {len(lows)} parts",
+            f"{sum(lows)} to {sum(highs)}",
             "the axes contradict each other",
-            code="SHAPE_INVALID",
-            value=f"{total} in {len(lows)} parts",
-            limit=f"{sum(lows)} to {sum(highs)}",
         )
     parts, ahead = list(lows), sum(room)
     order = torch.randperm(len(parts), generator=generator).tolist()

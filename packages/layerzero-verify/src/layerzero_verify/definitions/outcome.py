@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerzero.numerics import ErrorReport
 from layerzero.reasons import Reason
 from layerzero_verify.definitions.trace import Evaluation, Status, Trace, Workload
+from layerzero_verify.report import finite
 
 __all__ = ["REFERENCE", "Counts", "Options", "Outcome", "Report"]
 
 # The solution name of a definition's own code.
 REFERENCE = "reference"
+_METRICS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "mse", "hit_ratio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,9 @@ class Outcome:
     def trace(self, hardware: str, libs: Mapping[str, str], timestamp: str) -> Trace:
         """As a line for flashinfer-bench; a skip has none."""
         assert self.status is not None, "a skipped check leaves no trace"
-        worst_abs = max(
-            (report.max_abs for report in self.errors.values()), default=float(self.extra.get("max_abs", 0.0))
-        )
-        worst_rel = max(
-            (report.max_rel for report in self.errors.values()), default=float(self.extra.get("max_rel", 0.0))
+        worst_abs, worst_rel = (
+            max((getattr(report, name) for report in self.errors.values()), default=float(self.extra.get(name, 0.0)))
+            for name in ("max_abs", "max_rel")
         )
         evaluation = Evaluation(
             self.status,
@@ -92,23 +92,13 @@ class Outcome:
 
     def metrics(self) -> dict[str, Any]:
         """The numbers of each output: errors, cosine, mse, hit ratio, and the worst places."""
-        found: dict[str, Any] = {
-            name: value for name, value in self.extra.items() if name not in ("max_abs", "max_rel")
-        }
+        found = {name: value for name, value in self.extra.items() if name not in ("max_abs", "max_rel")}
         for output, report in self.errors.items():
-            found[output] = {
-                "max_abs": _plain(report.max_abs),
-                "mean_abs": _plain(report.mean_abs),
-                "max_rel": _plain(report.max_rel),
-                "mean_rel": _plain(report.mean_rel),
-                "cosine": report.cosine,
-                "mse": _plain(report.mse),
-                "hit_ratio": report.hit_ratio,
-                "worst": [
-                    {"index": list(spot.index), "actual": _plain(spot.actual), "expected": _plain(spot.expected)}
-                    for spot in report.worst
-                ],
-            }
+            found[output] = {name: finite(getattr(report, name)) for name in _METRICS}
+            found[output]["worst"] = [
+                finite({"index": list(spot.index), "actual": spot.actual, "expected": spot.expected})
+                for spot in report.worst
+            ]
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -172,10 +162,7 @@ class Report:
         return {
             "ok": self.ok,
             "device": self.device,
-            "counts": {
-                source: {"passed": count.passed, "failed": count.failed, "skipped": count.skipped}
-                for source, count in self.counts().items()
-            },
+            "counts": {source: asdict(count) for source, count in self.counts().items()},
             "left_out": dict(self.left_out),
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -192,7 +179,3 @@ def _count(outcomes: Iterable[Outcome]) -> Counts:
     return Counts(
         sum(item.passed for item in items), sum(item.failed for item in items), sum(item.skipped for item in items)
     )
-
-
-def _plain(value: float) -> float | str:
-    return value if value == value and abs(value) != float("inf") else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_verify.definitions.constraints import derive
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.trace import InputSource, Workload
@@ -45,9 +45,7 @@ def workloads_for(definition: Definition, sizes: Iterable[str] = DEFAULT, *, see
     found: dict[str, Workload] = {}
     for name in sizes:
         if name not in SIZES and name != "runner":
-            raise InvalidInputError(
-                f"unknown size {name!r}", code="VALUE_INVALID", value=name, limit=f"{', '.join(SIZES)} or runner"
-            )
+            raise invalid("VALUE_INVALID", name, f"{', '.join(SIZES)} or runner", f"unknown size {name!r}")
         for axes in _all_axes(definition, name):
             made = workload_of(definition, axes, seed=seed)
             found.setdefault(made.uuid, made)
