@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from layerzero.errors import invalid
+from layerzero.model.describe import check_devices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,9 +176,7 @@ def make_grouped_batch(
     given = (cu_seqlens_q, cu_seqlens_k, kv_lens)
     for name, tensor, rank in zip(_NAMES, given, _RANKS, strict=True):
         _check_tensor(name, tensor, rank)
-    if len({tensor.device for tensor in given}) > 1:
-        places = [f"{name} on {tensor.device}" for name, tensor in zip(_NAMES, given, strict=True)]
-        raise invalid("DEVICE_MIXED", places)
+    check_devices(**dict(zip(_NAMES, given, strict=True)))
     groups, rows = kv_lens.shape
     _check_size("cu_seqlens_k", cu_seqlens_k, rows + 1, f"{rows} + 1 for kv_lens of {rows} sequences")
     words = f"{groups} * {rows} + 1 for {groups} groups of {rows} sequences"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layerzero.errors import InvalidInputError, invalid
+from layerzero.model.describe import check_devices
 from layerzero.reasons import ReasonCode
 
 if TYPE_CHECKING:
@@ -207,9 +208,7 @@ def _check_together(block_tables: Tensor, context_lens: Tensor, query_lens: Tens
     given = {"block_tables": block_tables, "context_lens": context_lens}
     if query_lens is not None:
         given["query_lens"] = query_lens
-    if len({tensor.device for tensor in given.values()}) > 1:
-        places = [f"{name} on {tensor.device}" for name, tensor in given.items()]
-        raise invalid(ReasonCode.DEVICE_MIXED, places)
+    check_devices(**given)
     batch = block_tables.shape[0]
     for name, tensor in given.items():
         if tensor.shape[0] != batch:

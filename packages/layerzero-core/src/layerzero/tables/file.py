@@ -15,6 +15,7 @@ from layerzero import env
 from layerzero.device.signature import environment_signature
 from layerzero.errors import DispatchTableError
 from layerzero.files import write_whole
+from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCode
@@ -158,22 +159,11 @@ def _content(table: DispatchTable) -> dict[str, Any]:
 
 
 def _plan(entry: PlanEntry) -> dict[str, Any]:
-    op: dict[str, Any] = {
-        "op": entry.op,
-        "kernel_id": entry.kernel_id,
-        "median_us": entry.median_us,
-        "error": entry.error,
-    }
+    op = {name: getattr(entry, name) for name in ("op", "kernel_id", "median_us", "error")}
     if entry.busy:
         op["busy"] = True
-    bucket = {"op": entry.op, "when": _thawed(dict(entry.when)), "sizes": dict(entry.sizes)}
+    bucket = {"op": entry.op, "when": plain(dict(entry.when)), "sizes": dict(entry.sizes)}
     return {"bucket": bucket, "ops": [op], "jit_artifacts": list(entry.artifacts)}
-
-
-def _thawed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _thawed(item) for key, item in value.items()}
-    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _frozen(value: Any) -> Any:
