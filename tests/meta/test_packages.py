@@ -167,13 +167,14 @@ THROUGH = {
     "sympy": "of torch: the sizes of a traced graph are expressions of it",
 }
 FOUND_ONLY = {  # used where they happen to be installed, and in no extra since no test environment should get them
-    # our hot path; types of names of entry points
+    # our hot path; types of names of entry points; Triton's compiler, asked by backends whose kernels are Triton's
     "layerzero-core": {
         "layerzero_accel",
         "layerzero_models",
         "layerzero_tokenizers",
         "layerzero_tune",
         "layerzero_verify",
+        "triton",
     },
     "layerzero-verify": {"flashinfer", "sglang"},  # other truths for definitions
     "layerzero-cpu": {"zentorch"},  # AMD's kernels

@@ -162,7 +162,7 @@ def test_gathered_pages_equal_the_reference(contexts, queries, layout):
     page, tables = 16, torch.tensor([[3, 1, 0], [2, 5, 4]], dtype=torch.int32)
     lengths = torch.tensor(contexts, dtype=torch.int32)
     counts = None if queries is None else torch.tensor(queries, dtype=torch.int32)
-    batch = make_paged_batch(tables, lengths, counts, list(contexts), None if queries is None else list(queries))
+    batch = make_paged_batch(tables, lengths, counts, list(contexts) if queries is None else (contexts, queries))
     shape = (6, page, 2, 16) if layout == "NHD" else (6, 2, page, 16)
     keys, values = draw(*shape, seed=1), draw(*shape, seed=2)
     q = draw(sum(queries or (1, 1)), 4, 16)
