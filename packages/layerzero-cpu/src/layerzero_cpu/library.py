@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from layerzero.plugin import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import invalid
+from layerzero.plugin import BackendNotAvailableError
 
 __all__ = ["adapted", "again", "done", "in_c", "in_python", "native", "torchs_team"]
 
@@ -56,12 +57,7 @@ def _load() -> Any:
     _native.setup(torch.Tensor, torch.get_num_threads)
     whose = os.environ.get("LAYERZERO_CPU_THREADS", "").strip()
     if whose not in ("", "own", "torch"):
-        raise InvalidInputError(
-            f"LAYERZERO_CPU_THREADS is {whose!r}, not own or torch",
-            code="VALUE_INVALID",
-            value=whose,
-            limit="own, torch",
-        )
+        raise invalid("VALUE_INVALID", whose, "own, torch", f"LAYERZERO_CPU_THREADS is {whose!r}, not own or torch")
     _native.set_team(0 if whose == "own" else torchs_team())
     # The maker of Inductor's results: the same tensor in two thirds of the time, and no mode can replace it.
     empty = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", _empty)
@@ -70,12 +66,8 @@ def _load() -> Any:
     wanted = os.environ.get("LAYERZERO_CPU_ISA", "").strip()
     if wanted:
         if wanted not in _native.isas_here():
-            raise InvalidInputError(
-                f"LAYERZERO_CPU_ISA is {wanted!r}",
-                code="CPU_FEATURE_MISSING",
-                value=wanted,
-                limit=", ".join(_native.isas_here()),
-            )
+            message = f"LAYERZERO_CPU_ISA is {wanted!r}"
+            raise invalid("CPU_FEATURE_MISSING", wanted, ", ".join(_native.isas_here()), message)
         _native.set_isa(wanted)
     return _native
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import linear
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.checks import expect_shape, expect_tensor
 
 __all__ = ["column_linear", "place_of", "row_linear", "shard_weight"]
@@ -43,12 +43,8 @@ def column_linear(
     width = expect_tensor(weight, "weight").shape[0]
     widths = [width] * world if out_features is None else _widths(out_features, world, "out_features")
     if widths[rank] != width:
-        raise InvalidInputError(
-            f"rank {rank} of {world} holds {width} of {out_features} output features",
-            code="SHAPE_INVALID",
-            value=width,
-            limit=f"{widths[rank]} rows, as lz.shard_weight cuts them",
-        )
+        message = f"rank {rank} of {world} holds {width} of {out_features} output features"
+        raise invalid("SHAPE_INVALID", width, f"{widths[rank]} rows, as lz.shard_weight cuts them", message)
     if world == 1:
         return linear(x, weight, bias, activation, backend=backend)
     part = linear(_apply(_Copied, x, group), weight, bias, activation, backend=backend)
@@ -90,17 +86,15 @@ def shard_weight(weight: Tensor, dim: int, rank: int, world: int, *, parts: int 
     expect_tensor(weight, "weight")
     for name, value in (("dim", dim), ("rank", rank), ("world", world)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidInputError(code="TYPE_INVALID", value=f"{name}: {type(value).__name__}", limit="an int")
+            raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "an int")
     if not -weight.ndim <= dim < weight.ndim:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"dim={dim}", limit=f"an axis of {tuple(weight.shape)}")
+        raise invalid("VALUE_INVALID", f"dim={dim}", f"an axis of {tuple(weight.shape)}")
     if world < 1 or not 0 <= rank < world:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"rank {rank} of {world}", limit="0 <= rank < world")
+        raise invalid("VALUE_INVALID", f"rank {rank} of {world}", "0 <= rank < world")
     size = weight.shape[dim]
     sizes = [size // parts] * parts if isinstance(parts, int) and parts > 0 else list(_lengths(parts))
     if sum(sizes) != size:
-        raise InvalidInputError(
-            f"the parts do not make up axis {dim}", code="SHAPE_INVALID", value=f"parts={parts}", limit=f"{size} in all"
-        )
+        raise invalid("SHAPE_INVALID", f"parts={parts}", f"{size} in all", f"the parts do not make up axis {dim}")
     pieces = [torch.split(part, _widths(length, world, f"axis {dim}"), dim)[rank]
               for part, length in zip(torch.split(weight, sizes, dim), sizes, strict=True)]  # fmt: skip
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
@@ -109,15 +103,13 @@ def shard_weight(weight: Tensor, dim: int, rank: int, world: int, *, parts: int 
 def _lengths(parts: Any) -> Sequence[int]:
     if isinstance(parts, Sequence) and parts and all(isinstance(n, int) and n > 0 for n in parts):
         return parts
-    raise InvalidInputError(code="VALUE_INVALID", value=f"parts={parts}", limit="a count, or the lengths of the parts")
+    raise invalid("VALUE_INVALID", f"parts={parts}", "a count, or the lengths of the parts")
 
 
 def _widths(size: Any, world: int, name: str) -> list[int]:
     """How many of `size` each rank holds; none may hold nothing."""
     if isinstance(size, bool) or not isinstance(size, int) or size < world:
-        raise InvalidInputError(
-            f"{name} cannot be split over {world} ranks", code="SHAPE_INVALID", value=size, limit=f"{world} or more"
-        )
+        raise invalid("SHAPE_INVALID", size, f"{world} or more", f"{name} cannot be split over {world} ranks")
     each, more = divmod(size, world)
     return [each + (rank < more) for rank in range(world)]
 
@@ -126,21 +118,14 @@ def place_of(group: Any) -> tuple[int, int]:
     """Rank and size of the group; 0 and 1 where no process group was initialised."""
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
-            raise InvalidInputError(
-                "a group was given, but torch.distributed is not initialised",
-                code="VALUE_INVALID",
-                value="group",
-                limit="None before init_process_group",
-            )
+            message = "a group was given, but torch.distributed is not initialised"
+            raise invalid("VALUE_INVALID", "group", "None before init_process_group", message)
         return 0, 1
     rank = dist.get_rank(group)
     if rank < 0:
-        raise InvalidInputError(
-            f"rank {dist.get_rank()} is not in the group",
-            code="VALUE_INVALID",
-            value=f"rank {dist.get_rank()}",
-            limit=f"one of {dist.get_process_group_ranks(group)}",
-        )
+        message = f"rank {dist.get_rank()} is not in the group"
+        expected = f"one of {dist.get_process_group_ranks(group)}"
+        raise invalid("VALUE_INVALID", f"rank {dist.get_rank()}", expected, message)
     return rank, dist.get_world_size(group)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import grouped_attention, varlen_attention
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero_models.tensor_parallel import place_of
 
@@ -87,22 +87,16 @@ def zigzag_plan(
     own = place_of(group) if rank is None or world is None else (0, 1)
     rank, world = own[0] if rank is None else rank, own[1] if world is None else world
     if world < 1 or not 0 <= rank < world:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"rank {rank} of {world}", limit="0 <= rank < world")
+        raise invalid("VALUE_INVALID", f"rank {rank} of {world}", "0 <= rank < world")
     place = device if device is not None else cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
     offsets = [int(n) for n in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
     if not offsets or offsets[0] != 0 or any(a > b for a, b in pairwise(offsets)):
-        raise InvalidInputError(
-            "cu_seqlens does not hold offsets", code="VALUE_INVALID", value=str(offsets[:8]), limit="ascending from 0"
-        )
+        raise invalid("VALUE_INVALID", str(offsets[:8]), "ascending from 0", "cu_seqlens does not hold offsets")
     lengths = [b - a for a, b in pairwise(offsets)]
     for row, length in enumerate(lengths):
         if length % (2 * world):
-            raise InvalidInputError(
-                f"sequence {row} has {length} tokens, which {world} ranks cannot share evenly; pad it",
-                code="DIM_NOT_MULTIPLE",
-                value=length,
-                limit=2 * world,
-            )
+            message = f"sequence {row} has {length} tokens, which {world} ranks cannot share evenly; pad it"
+            raise invalid("DIM_NOT_MULTIPLE", length, 2 * world, message)
     return _build(offsets, [n // (2 * world) for n in lengths], rank, world, torch.device(place))
 
 
@@ -174,18 +168,15 @@ def zigzag_attention(
     """
     rank, world = place_of(group)
     if (rank, world) != (plan.rank, plan.world):
-        raise InvalidInputError(
-            "the plan was made for another place",
-            code="VALUE_INVALID",
-            value=f"a plan for rank {plan.rank} of {plan.world}",
-            limit=f"one for rank {rank} of {world}",
-        )
+        message = "the plan was made for another place"
+        expected = f"one for rank {rank} of {world}"
+        raise invalid("VALUE_INVALID", f"a plan for rank {plan.rank} of {plan.world}", expected, message)
     kv_heads = key.shape[1]
     step = kv_heads if kv_heads_at_once is None else kv_heads_at_once
     if kv_heads == 0 or query.shape[1] % kv_heads:
-        raise InvalidInputError(code="GQA_RATIO_INVALID", value=query.shape[1], limit=kv_heads)
+        raise invalid("GQA_RATIO_INVALID", query.shape[1], kv_heads)
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"kv_heads_at_once={step}", limit="1 or more")
+        raise invalid("VALUE_INVALID", f"kv_heads_at_once={step}", "1 or more")
     ratio = query.shape[1] // kv_heads
     outs = [
         zigzag_attention_gathered(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["canonical_ids", "check_text", "handle_of"]
 
@@ -19,7 +19,7 @@ def handle_of(tokenizer: Any) -> Any:
     if hasattr(tokenizer, "lz_key"):
         return tokenizer
     if tokenizer is None or tokenizer == "":
-        raise InvalidInputError(code="TOKENIZER_ID_MISSING")
+        raise invalid("TOKENIZER_ID_MISSING")
     global _resolve
     if _resolve is None:
         from layerzero_tokenizers.sources import resolve as _resolve  # registering the ops needs none of it
@@ -34,14 +34,10 @@ def check_text(text: Any) -> Any:
     if isinstance(text, Sequence) and not isinstance(text, (bytes, bytearray)):
         for index, item in enumerate(text):
             if not isinstance(item, str):
-                raise InvalidInputError(
-                    code="TYPE_INVALID", value=f"text[{index}]: {type(item).__name__}", limit="a str"
-                )
+                raise invalid("TYPE_INVALID", f"text[{index}]: {type(item).__name__}", "a str")
             _check_unicode(item, f"text[{index}], ")
         return text if isinstance(text, list) else list(text)
-    raise InvalidInputError(
-        code="TYPE_INVALID", value=f"text: {type(text).__name__}", limit="a str or a sequence of them"
-    )
+    raise invalid("TYPE_INVALID", f"text: {type(text).__name__}", "a str or a sequence of them")
 
 
 def _check_unicode(text: str, where: str) -> None:
@@ -51,20 +47,16 @@ def _check_unicode(text: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X}"
-        raise InvalidInputError(code="TEXT_INVALID", value=found, limit=f"{where}character {error.start}") from None
+        raise invalid("TEXT_INVALID", found, f"{where}character {error.start}") from None
 
 
 def canonical_ids(ids: Any) -> list[Any]:
     """A list of int (or of lists of them) from lists, tuples, arrays and integer tensors."""
     if isinstance(ids, Tensor):
         if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2):
-            raise InvalidInputError(
-                code="TYPE_INVALID", value=f"ids: {ids.dtype} of rank {ids.ndim}", limit="integers of rank 1 or 2"
-            )
+            raise invalid("TYPE_INVALID", f"ids: {ids.dtype} of rank {ids.ndim}", "integers of rank 1 or 2")
         return ids.tolist()
     if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"ids: {type(ids).__name__}", limit="a list or tensor of token ids"
-        )
+        raise invalid("TYPE_INVALID", f"ids: {type(ids).__name__}", "a list or tensor of token ids")
     found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import BackendNotAvailableError, invalid
 from layerzero_tokenizers import candidates, convert, identity, sp_model
 from layerzero_tokenizers.boundaries import hf_splits, sentencepiece_splits, tiktoken_splits
 from layerzero_tokenizers.engines import Engine
@@ -96,16 +96,15 @@ def from_path(path: Path) -> Opened:
             encoding = settings.get("encoding_name") or settings.get("tiktoken")
             if isinstance(encoding, str):
                 return from_name(encoding)
-            raise InvalidInputError(code="TOKENIZER_UNKNOWN", value=str(path), limit=f"one of {', '.join(_FILES)}")
+            raise invalid("TOKENIZER_UNKNOWN", str(path), f"one of {', '.join(_FILES)}")
     data = file.read_bytes()
     if file.suffix == ".json":
         tokenizers = vendor("tokenizers", "hf")
         try:
             tok = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:
-            raise InvalidInputError(
-                f"{file} cannot be read: {error}", code="TOKENIZER_UNKNOWN", value=str(file), limit="a tokenizer.json"
-            ) from error
+            message = f"{file} cannot be read: {error}"
+            raise invalid("TOKENIZER_UNKNOWN", str(file), "a tokenizer.json", message) from error
         return of_hf(tok, str(path), settings)
     parsed = sp_model.parse(data)  # refuses what is no model before the library sees it
     sp = vendor("sentencepiece", "sentencepiece").SentencePieceProcessor(model_proto=data)
@@ -136,20 +135,14 @@ def from_name(name: str) -> Opened:
             try:
                 return of_tiktoken(tiktoken.get_encoding(wanted))
             except Exception as error:  # its table has to be fetched, and cannot be
-                raise InvalidInputError(
-                    f"tiktoken cannot build {wanted}: {type(error).__name__}: {error}",
-                    code="TOKENIZER_UNKNOWN",
-                    value=wanted,
-                    limit="an encoding whose table is on this machine",
-                ) from error
+                message = f"tiktoken cannot build {wanted}: {type(error).__name__}: {error}"
+                expected = "an encoding whose table is on this machine"
+                raise invalid("TOKENIZER_UNKNOWN", wanted, expected, message) from error
     cached = _from_hub_cache(name)
     if cached is not None:
         return from_path(cached)
-    raise InvalidInputError(
-        code="TOKENIZER_UNKNOWN",
-        value=name,
-        limit="a folder or file that exists, a tiktoken encoding, or a model in the local hub cache",
-    )
+    expected = "a folder or file that exists, a tiktoken encoding, or a model in the local hub cache"
+    raise invalid("TOKENIZER_UNKNOWN", name, expected)
 
 
 def _from_hub_cache(name: str) -> Path | None:
@@ -235,12 +228,8 @@ def of_tiktoken(enc: Any) -> Opened:
 
 def _of_processor(sp: Any, live: bool) -> Opened:
     if getattr(sp, "_reverse", False) or getattr(sp, "_enable_sampling", False):
-        raise InvalidInputError(
-            "a processor that samples or reverses has no fixed tokenization",
-            code="TOKENIZER_UNKNOWN",
-            value="enable_sampling or reverse",
-            limit="a processor without them",
-        )
+        message = "a processor that samples or reverses has no fixed tokenization"
+        raise invalid("TOKENIZER_UNKNOWN", "enable_sampling or reverse", "a processor without them", message)
     data = sp.serialized_model_proto()
     add_bos, add_eos = bool(getattr(sp, "_add_bos", False)), bool(getattr(sp, "_add_eos", False))
     return _of_sentencepiece(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["TokenBatch", "Tokens", "cut", "pad"]
 
@@ -32,14 +32,10 @@ class TokenBatch:
 def cut(out: Any, max_length: int, side: str, around: tuple[int, int]) -> Any:
     """At most `max_length` ids; the `around` (before, after) special tokens stay, the text's own are cut."""
     if type(max_length) is not int or max_length < sum(around):
-        raise InvalidInputError(
-            f"max_length {max_length} has no room for {sum(around)} special tokens",
-            code="VALUE_INVALID",
-            value=str(max_length),
-            limit=f"an int of at least {sum(around)}",
-        )
+        message = f"max_length {max_length} has no room for {sum(around)} special tokens"
+        raise invalid("VALUE_INVALID", str(max_length), f"an int of at least {sum(around)}", message)
     if side not in ("left", "right"):
-        raise InvalidInputError(code="VALUE_INVALID", value=str(side), limit="truncation_side 'left' or 'right'")
+        raise invalid("VALUE_INVALID", str(side), "truncation_side 'left' or 'right'")
     if isinstance(out, Tokens):
         return Tokens(*(_cut(row, max_length, side, around) for row in out))
     if out and isinstance(out[0], (list, Tokens)):
@@ -59,11 +55,9 @@ def _cut(row: list[Any], max_length: int, side: str, around: tuple[int, int]) ->
 def pad(out: Any, padding: str | int, side: str, pad_id: int | None) -> TokenBatch:
     """One matrix, filled up to the longest text or to a length; texts longer than that are refused."""
     if pad_id is None:
-        raise InvalidInputError(
-            "this tokenizer has no padding token", code="VALUE_INVALID", value="pad_id None", limit="a token id"
-        )
+        raise invalid("VALUE_INVALID", "pad_id None", "a token id", "this tokenizer has no padding token")
     if side not in ("left", "right"):
-        raise InvalidInputError(code="VALUE_INVALID", value=str(side), limit="padding_side 'left' or 'right'")
+        raise invalid("VALUE_INVALID", str(side), "padding_side 'left' or 'right'")
     alone = isinstance(out, Tokens) or (bool(out) and isinstance(out[0], int)) or out == []
     rows = [out] if alone else out
     offsets = [row.offsets for row in rows] if rows and isinstance(rows[0], Tokens) else None
@@ -74,9 +68,7 @@ def pad(out: Any, padding: str | int, side: str, pad_id: int | None) -> TokenBat
     elif type(padding) is int and padding >= longest:
         width = padding
     else:
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"padding={padding!r}", limit=f"'longest' or an int of at least {longest}"
-        )
+        raise invalid("VALUE_INVALID", f"padding={padding!r}", f"'longest' or an int of at least {longest}")
     filled = torch.full((len(ids), width), pad_id, dtype=torch.int64)
     mask = torch.zeros((len(ids), width), dtype=torch.int64)
     for index, row in enumerate(ids):

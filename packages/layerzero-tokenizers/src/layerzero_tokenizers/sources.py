@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_tokenizers import opening
 from layerzero_tokenizers.cache import CACHE, due
 from layerzero_tokenizers.candidates import measure, register
@@ -141,7 +141,7 @@ def _open(source: Any, *, live: bool = False) -> Opened:
         place = getattr(source, name, None)
         if isinstance(place, str) and place:
             return _open(place)
-    raise InvalidInputError(code="TOKENIZER_UNKNOWN", value=f"a {type(source).__name__}", limit=_EXPECTED)
+    raise invalid("TOKENIZER_UNKNOWN", f"a {type(source).__name__}", _EXPECTED)
 
 
 def _from_config(config: Mapping[str, Any]) -> Opened:
@@ -150,10 +150,8 @@ def _from_config(config: Mapping[str, Any]) -> Opened:
         place = config.get(key)
         if isinstance(place, (str, Path)) and str(place):
             return _open(place)
-    raise InvalidInputError(
-        code="TOKENIZER_UNKNOWN", value=f"configuration with {', '.join(sorted(config))[:80] or 'no keys'}",
-        limit="one of tokenizer, tokenizer_file, vocab_file, encoding_name, name_or_path",
-    )  # fmt: skip
+    expected = "one of tokenizer, tokenizer_file, vocab_file, encoding_name, name_or_path"
+    raise invalid("TOKENIZER_UNKNOWN", f"configuration with {', '.join(sorted(config))[:80] or 'no keys'}", expected)
 
 
 def _handle(opened: Opened, *, live: bool, prove: bool, namespace: str = "", thorough: bool = False) -> Tokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["Piece", "SentencePieceModel", "parse"]
 
@@ -46,9 +46,8 @@ def parse(data: bytes) -> SentencePieceModel:
     try:
         return _parse(data)
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
-        raise InvalidInputError(
-            f"not a SentencePiece model: {error}", code="TOKENIZER_UNKNOWN", value="damaged file", limit="a model file"
-        ) from None
+        message = f"not a SentencePiece model: {error}"
+        raise invalid("TOKENIZER_UNKNOWN", "damaged file", "a model file", message) from None
 
 
 def _parse(data: bytes) -> SentencePieceModel:

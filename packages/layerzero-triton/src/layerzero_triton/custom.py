@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.errors import ConfigurationError, invalid
 from layerzero.model.enums import Platform
 from layerzero.model.formula import Formula
 from layerzero.model.kernel import KernelSpec, Limit
@@ -68,20 +68,13 @@ class CustomKernel:
         mend()
         made = self.arguments(*args, **options)
         if not isinstance(made, Arguments):
-            raise InvalidInputError(
-                code="TYPE_INVALID",
-                value=f"{self.spec.kernel_id} returned {type(made).__name__}",
-                limit="Arguments(values, result, **sizes)",
-            )
+            expected = "Arguments(values, result, **sizes)"
+            raise invalid("TYPE_INVALID", f"{self.spec.kernel_id} returned {type(made).__name__}", expected)
         grid = tuple(formula(lambda name: self._size(made, name)) for formula in self.grid)
         if 0 in grid:
             return made.result
         if any(not 0 < size <= limit for size, limit in zip(grid, _LARGEST, strict=False)):
-            raise InvalidInputError(
-                code="LAUNCH_CONFIG_INVALID",
-                value=f"{self.spec.kernel_id}, grid {grid}",
-                limit=_LARGEST[: len(grid)],
-            )
+            raise invalid("LAUNCH_CONFIG_INVALID", f"{self.spec.kernel_id}, grid {grid}", _LARGEST[: len(grid)])
         values = (*made.values, *(value for _, value in self.constants))
         if type(self.source).__name__ == "InterpretedFunction":
             self.source[grid](*values)
@@ -96,11 +89,8 @@ class CustomKernel:
 
     def _size(self, made: Arguments, name: str) -> int:
         if name not in made.sizes:
-            raise InvalidInputError(
-                code="VALUE_INVALID",
-                value=f"{self.spec.kernel_id}: {name} in its grid",
-                limit=f"a size that its function returns: {', '.join(sorted(made.sizes)) or 'none'}",
-            )
+            expected = f"a size that its function returns: {', '.join(sorted(made.sizes)) or 'none'}"
+            raise invalid("VALUE_INVALID", f"{self.spec.kernel_id}: {name} in its grid", expected)
         return made.sizes[name]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_triton.config import PagedConfig, next_power, paged_config, unit_of
 from layerzero_triton.kernels import paged as device
@@ -55,9 +55,7 @@ def paged_attention(
     captured graph stays right when they grow.
     """
     if not batch.is_decode:
-        raise InvalidInputError(
-            code="FEATURE_UNSUPPORTED", value=f"{batch.max_query_len} query tokens", limit="1 (decode)"
-        )
+        raise invalid("FEATURE_UNSUPPORTED", f"{batch.max_query_len} query tokens", "1 (decode)")
     count, heads, dim = shape = query.shape
     out = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device) if return_lse else None

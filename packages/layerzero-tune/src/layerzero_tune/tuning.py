@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero import env
 from layerzero.device.probe import probe_device
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.measurements.database import database as policy_database
 from layerzero.measurements.database import place
 from layerzero.model.context import Context
@@ -61,7 +61,7 @@ def tune(
     torchrun the calls are split over the ranks, and every rank ends with the merged result.
     """
     if budget is not None and (isinstance(budget, bool) or not budget > 0):
-        raise InvalidInputError(code="VALUE_INVALID", value=f"budget={budget!r}", limit="a positive number of seconds")
+        raise invalid("VALUE_INVALID", f"budget={budget!r}", "a positive number of seconds")
     from layerzero_tune.ranks import Ranks
     from layerzero_tune.tuning_run import distinct, tune_calls
 
@@ -260,10 +260,8 @@ def _device_for(contexts: Sequence[Context]) -> DeviceSpec:
     kinds = {ctx.device.device_type for ctx in contexts}
     where = probe_device("cpu" if kinds == {"cpu"} else None)
     if kinds and where.device_type not in kinds:
-        raise InvalidInputError(
-            f"the calls are for {', '.join(sorted(kinds))}, this machine's device is {where.device_type}",
-            code="VALUE_INVALID", value=", ".join(sorted(kinds)), limit=where.device_type,
-        )  # fmt: skip
+        message = f"the calls are for {', '.join(sorted(kinds))}, this machine's device is {where.device_type}"
+        raise invalid("VALUE_INVALID", ", ".join(sorted(kinds)), where.device_type, message)
     return where
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, invalid
 from layerzero_models.changes import Changes
 from layerzero_models.patching import patcher_of
 from layerzero_models.report import Left, Patched, PatchReport
@@ -113,12 +113,8 @@ def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
     """The models of a pipeline by name, each with the module that patches it; one that stands twice comes once."""
     components = getattr(pipeline, "components", None)
     if not isinstance(components, dict):
-        raise InvalidInputError(
-            f"{type(pipeline).__name__} is neither a model nor a pipeline",
-            code="TYPE_INVALID",
-            value=type(pipeline).__name__,
-            limit="a diffusers model or pipeline",
-        )
+        message = f"{type(pipeline).__name__} is neither a model nor a pipeline"
+        raise invalid("TYPE_INVALID", type(pipeline).__name__, "a diffusers model or pipeline", message)
     seen: set[int] = set()
     for name, part in components.items():
         if not isinstance(part, nn.Module) or id(part) in seen:

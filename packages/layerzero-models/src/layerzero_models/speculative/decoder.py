@@ -25,7 +25,7 @@ from torch import Tensor
 
 from layerzero import explain, sample, sample_speculative, sampling_probs
 from layerzero._ops.sampling import check_filters, check_param
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_models.speculative.roles import Role
 from layerzero_models.speculative.stats import Clock, SpeculativeStats
 
@@ -71,9 +71,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft_len, int) or isinstance(self.draft_len, bool) or self.draft_len < 1:
-            raise InvalidInputError(
-                f"draft_len is {self.draft_len}", code="VALUE_INVALID", value=str(self.draft_len), limit="1 or more"
-            )
+            raise invalid("VALUE_INVALID", str(self.draft_len), "1 or more", f"draft_len is {self.draft_len}")
         check_filters(self.top_k, self.top_p, self.min_p)
         check_param(self.temperature, "temperature", 0.0, float("inf"))
 
@@ -125,7 +123,7 @@ class SpeculativeDecoder:
     def scope(self, role: str) -> AbstractContextManager[None]:
         """The settings of a role ("draft", "target", "verify"), for calls made inside the block."""
         if role not in self._roles:
-            raise InvalidInputError(f"unknown role {role!r}", code="VALUE_INVALID", value=str(role), limit=ROLES)
+            raise invalid("VALUE_INVALID", str(role), ROLES, f"unknown role {role!r}")
         return self._roles[role].entered()
 
     def explain(self, role: str, op: str, *args: Any, **kwargs: Any) -> SelectionReport:
@@ -216,11 +214,9 @@ def decode(
 def _start(prompt: Tensor, max_new_tokens: int, width: int) -> tuple[Tensor, Tensor, int]:
     """Room for the text, how much of it each row has, and where it ends."""
     if prompt.ndim != 2 or prompt.shape[1] == 0 or prompt.dtype != torch.int64:
-        raise InvalidInputError(
-            "the prompt", code="SHAPE_INVALID", value=f"{prompt.dtype} {tuple(prompt.shape)}", limit="int64 [B, S >= 1]"
-        )
+        raise invalid("SHAPE_INVALID", f"{prompt.dtype} {tuple(prompt.shape)}", "int64 [B, S >= 1]", "the prompt")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"max_new_tokens={max_new_tokens}", limit="1 or more")
+        raise invalid("VALUE_INVALID", f"max_new_tokens={max_new_tokens}", "1 or more")
     batch, start = prompt.shape
     limit = start + max_new_tokens
     ids = torch.cat((prompt, prompt.new_zeros(batch, max_new_tokens + width + 1)), dim=1)
@@ -258,9 +254,6 @@ def _check_drawn(tokens: Tensor, kept: Tensor, active: Tensor) -> None:
     missing = active & (tokens.gather(1, kept.unsqueeze(1)).squeeze(1) < 0)
     if bool(missing.any()):
         row = int(missing.nonzero()[0])
-        raise InvalidInputError(
-            f"row {row}: the target's logits have no distribution",
-            code="VALUE_INVALID",
-            value="a NaN, or nothing but -inf",
-            limit="logits with at least one finite value and no NaN",
-        )
+        message = f"row {row}: the target's logits have no distribution"
+        expected = "logits with at least one finite value and no NaN"
+        raise invalid("VALUE_INVALID", "a NaN, or nothing but -inf", expected, message)

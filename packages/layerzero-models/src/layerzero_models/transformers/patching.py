@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_models.changes import Changes
 from layerzero_models.report import Left, Patched, PatchReport
 from layerzero_models.transformers import experts, layers, parts, probes, quick, rewriting
@@ -56,12 +56,8 @@ def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, j
     """
     wrong = set(skip) - set(KINDS) if not isinstance(skip, str) else {skip}
     if wrong:
-        raise InvalidInputError(
-            f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}",
-            code="VALUE_INVALID",
-            value=f"skip={skip}",
-            limit=", ".join(KINDS),
-        )
+        message = f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}"
+        raise invalid("VALUE_INVALID", f"skip={skip}", ", ".join(KINDS), message)
     model = _model_of(model)
     known = patched(model)
     if known is not None:
@@ -107,9 +103,7 @@ def _model_of(given: Any) -> Any:
     """The model itself, or that of a pipeline."""
     model = given if isinstance(given, nn.Module) else getattr(given, "model", None)
     if not isinstance(model, nn.Module):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=type(given).__name__, limit="a model or a pipeline of transformers"
-        )
+        raise invalid("TYPE_INVALID", type(given).__name__, "a model or a pipeline of transformers")
     return model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.attention import scaled
 from layerzero.model.grouped import GroupedBatch
 from layerzero_triton.grouped import backward as back
@@ -88,9 +88,7 @@ def hopper(
 
     check_call(query, key, value, batch, tuple(HEAD_DIMS))
     if query.is_cuda and torch.cuda.get_device_capability(query.device) != (9, 0):
-        raise InvalidInputError(
-            code="SM_UNKNOWN", value=str(torch.cuda.get_device_capability(query.device)), limit="SM 9.0"
-        )
+        raise invalid("SM_UNKNOWN", str(torch.cuda.get_device_capability(query.device)), "SM 9.0")
     return _grouped("hopper", on_hopper, query, key, value, batch, causal, scale, return_lse)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 
 __all__ = ["GLUE", "Block", "Ref", "Step", "attention_input", "attention_output", "decoder_layer"]
 
@@ -76,17 +76,13 @@ class Block:
                         needed.add(item.name)
             twice = (made | set(self.inputs)) & set(step.outputs)
             if twice:
-                raise InvalidInputError(
-                    f"block {self.name}: step {number} makes {sorted(twice)[0]} again", code="VALUE_INVALID",
-                    value=sorted(twice)[0], limit="a new name for every result",
-                )  # fmt: skip
+                message = f"block {self.name}: step {number} makes {sorted(twice)[0]} again"
+                raise invalid("VALUE_INVALID", sorted(twice)[0], "a new name for every result", message)
             made.update(step.outputs)
         missing = [name for name in self.outputs if name not in made]
         if missing or not self.steps:
-            raise InvalidInputError(
-                f"block {self.name}: no step makes {missing[0] if missing else 'anything'}", code="VALUE_INVALID",
-                value=str(missing), limit="outputs that some step makes",
-            )  # fmt: skip
+            message = f"block {self.name}: no step makes {missing[0] if missing else 'anything'}"
+            raise invalid("VALUE_INVALID", str(missing), "outputs that some step makes", message)
         object.__setattr__(self, "weights", tuple(weights))
         object.__setattr__(self, "optional", frozenset(weights) - needed)
 
@@ -95,17 +91,13 @@ class Block:
         known = {*self.inputs, *self.weights}
         unknown = sorted(set(tensors) - known)
         if unknown:
-            raise InvalidInputError(
-                f"block {self.name} has no tensor {unknown[0]!r}", code="VALUE_INVALID", value=unknown[0],
-                limit=", ".join(sorted(known)),
-            )  # fmt: skip
+            message = f"block {self.name} has no tensor {unknown[0]!r}"
+            raise invalid("VALUE_INVALID", unknown[0], ", ".join(sorted(known)), message)
         missing = [name for name in (*self.inputs, *self.weights) if tensors.get(name) is None]
         missing = [name for name in missing if name not in self.optional]
         if missing:
-            raise InvalidInputError(
-                f"block {self.name} needs {', '.join(missing)}", code="CONTEXT_FIELD_MISSING", value=missing[0],
-                limit=self.name,
-            )  # fmt: skip
+            message = f"block {self.name} needs {', '.join(missing)}"
+            raise invalid("CONTEXT_FIELD_MISSING", missing[0], self.name, message)
 
     def live(self, position: int) -> tuple[str, ...]:
         """Names that steps from a position on read, or that are results, and that were made before it."""

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, KernelExecutionError, PlanMismatchError
+from layerzero.errors import BackendNotAvailableError, KernelExecutionError, PlanMismatchError, invalid
 from layerzero.torch_ops.imports import after_import
 from layerzero_tune.blocks.block import Block
 from layerzero_tune.blocks.code import written
@@ -184,10 +184,9 @@ class BlockPlan:
         missing = [name for name in names if name not in given and name not in named]
         if wrong or missing or len(inputs) > len(names):
             told = ", ".join([f"{len(inputs)} in order", *named])
-            raise InvalidInputError(
-                f"a plan for {self.block.name} has each of {', '.join(names)} once, in order or by name; got {told}",
-                code="VALUE_INVALID", value=told, limit=", ".join(names),
-            )  # fmt: skip
+            every = ", ".join(names)
+            message = f"a plan for {self.block.name} has each of {every} once, in order or by name; got {told}"
+            raise invalid("VALUE_INVALID", told, every, message)
         given.update(named)
         return tuple(given[name] for name in names)
 
