@@ -26,12 +26,7 @@ _CAUSAL = {Causal.NONE: False, Causal.TOP_LEFT: True, Causal.BOTTOM_RIGHT: "bott
 def attention(draw: Draw) -> Args:
     """Dense attention, with masks of every kind."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    batch, heads, kv_heads = (
-        draw.size("batch"),
-        draw.size("num_heads"),
-        draw.size("num_kv_heads", draw.size("num_heads")),
-    )
-    dim = draw.size("head_dim")
+    batch, (heads, kv_heads, dim) = draw.size("batch"), _heads(draw)
     rows, cols = related(draw.size("seq_len_q"), draw.size("seq_len_k"), ctx.seq_relation)
     shapes = [
         (batch, heads, rows, dim),
@@ -51,8 +46,14 @@ def attention(draw: Draw) -> Args:
     dropout = (ctx.dropout_p or 0.1) if ctx.dropout else 0.0
     return (
         query, key, value, _mask(draw, rows, cols), dropout, _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        _softcap(draw), slopes(draw, heads), "lse" in needs,
+        _softcap(draw), slopes(draw), "lse" in needs,
     )  # fmt: skip
+
+
+def _heads(draw: Draw) -> tuple[int, int, int]:
+    """Heads of the queries, heads of the keys (as many unless told), and their width."""
+    heads = draw.size("num_heads")
+    return heads, draw.size("num_kv_heads", heads), draw.size("head_dim")
 
 
 def _softcap(draw: Draw) -> float | None:
@@ -100,10 +101,11 @@ def _attended(draw: Draw, share: float, *shape: int) -> Tensor:
     return found
 
 
-def slopes(draw: Draw, heads: int) -> Tensor | None:
+def slopes(draw: Draw) -> Tensor | None:
     """ALiBi slopes where the call has them."""
     if "alibi" not in draw.ctx.needs:
         return None
+    heads = draw.size("num_heads")
     found = torch.tensor([2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)], device=draw.device)
     if draw.choice("slopes_for") == "batch":
         found = found * torch.linspace(1.0, 0.5, len(draw.choice("contexts")), device=draw.device)[:, None]
@@ -160,11 +162,7 @@ def spread(total: int, count: int, longest: int) -> list[int]:
 def paged(draw: Draw) -> Args:
     """Attention over pages that are spread over the cache."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    heads, kv_heads, dim = (
-        draw.size("num_heads"),
-        draw.size("num_kv_heads", draw.size("num_heads")),
-        draw.size("head_dim"),
-    )
+    heads, kv_heads, dim = _heads(draw)
     page, width = draw.size("page_size"), draw.size("head_dim_v", dim)
     batch, tokens, blocks = paged_batch(draw)
     layout = ctx.kv_cache_layout or Layout.NHD
@@ -174,7 +172,7 @@ def paged(draw: Draw) -> Args:
     caches = [_cache(draw, (blocks, *inner, size), dtype) for size in (dim, width)]
     return (
         query, *caches, batch, ctx.scale, ctx.window, _softcap(draw),
-        slopes(draw, heads), "lse" in needs, layout.value,
+        slopes(draw), "lse" in needs, layout.value,
     )  # fmt: skip
 
 
@@ -199,11 +197,6 @@ def latent(draw: Draw) -> Args:
 def varlen(draw: Draw) -> Args:
     """Attention over packed sequences."""
     ctx, needs = draw.ctx, draw.ctx.needs
-    heads, kv_heads, dim = (
-        draw.size("num_heads"),
-        draw.size("num_kv_heads", draw.size("num_heads")),
-        draw.size("head_dim"),
-    )
     batch, longest_q, longest_k = draw.size("batch"), draw.size("seq_len_q", 0), draw.size("seq_len_k", 0)
     lengths_q = list(draw.choice("queries") or spread(draw.size("tokens"), batch, longest_q))
     offsets_q = offsets_k = _told(draw, [0, *accumulate(lengths_q)])
@@ -214,14 +207,18 @@ def varlen(draw: Draw) -> Args:
         offsets_k = _told(draw, [0, *accumulate(lengths_k)])
     else:
         longest_k = longest_q
-    tokens, tokens_k = sum(lengths_q), sum(lengths_k)
-    shapes = [(tokens, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, draw.size("head_dim_v", dim))]
-    query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
     return (
-        query, key, value, offsets_q, offsets_k, max(longest_q, max(lengths_q, default=0)),
+        *_packed(draw, sum(lengths_q), sum(lengths_k)), offsets_q, offsets_k, max(longest_q, max(lengths_q, default=0)),
         max(longest_k, max(lengths_k, default=0)), _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        _softcap(draw), slopes(draw, heads), "lse" in needs,
+        _softcap(draw), slopes(draw), "lse" in needs,
     )  # fmt: skip
+
+
+def _packed(draw: Draw, tokens: int, tokens_k: int) -> tuple[Tensor, ...]:
+    """Query, key and value of packed sequences."""
+    heads, kv_heads, dim = _heads(draw)
+    shapes = ((tokens, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, draw.size("head_dim_v", dim)))
+    return tuple(draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
 
 
 def _unlike(lengths: list[int], others: list[int]) -> list[int]:
@@ -239,11 +236,6 @@ def _unlike(lengths: list[int], others: list[int]) -> list[int]:
 def grouped(draw: Draw) -> Args:
     """Every group of a sequence attends a longer prefix than the one before; the last attends all of it."""
     ctx = draw.ctx
-    heads, kv_heads, dim = (
-        draw.size("num_heads"),
-        draw.size("num_kv_heads", draw.size("num_heads")),
-        draw.size("head_dim"),
-    )
     rows, cols, groups = draw.size("seq_len_q"), draw.size("seq_len_k"), draw.size("num_groups")
     keys = draw.choice("keys", [cols] * draw.size("batch"))
     queries = draw.choice("queries", [[rows] * len(keys)] * groups)
@@ -251,7 +243,10 @@ def grouped(draw: Draw) -> Args:
     host = [0, *accumulate(chain(*queries))], [0, *accumulate(keys)], [list(part) for part in prefixes]
     ends_q, ends_k, lengths = (_told(draw, values) for values in host)
     plan = make_grouped_batch(ends_q, ends_k, lengths.reshape(len(queries), len(keys)), host)
-    total_q, total_k = host[0][-1], host[1][-1]
-    shapes = [(total_q, heads, dim), (total_k, kv_heads, dim), (total_k, kv_heads, draw.size("head_dim_v", dim))]
-    query, key, value = (draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
-    return (query, key, value, plan, ctx.causal is not Causal.NONE, ctx.scale, "lse" in ctx.needs)
+    return (
+        *_packed(draw, host[0][-1], host[1][-1]),
+        plan,
+        ctx.causal is not Causal.NONE,
+        ctx.scale,
+        "lse" in ctx.needs,
+    )

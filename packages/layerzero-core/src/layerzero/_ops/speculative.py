@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -210,41 +210,38 @@ SAMPLING_PROBS = register(
         canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
     )
 )
-SAMPLE_SPECULATIVE = register(
-    Op(
-        function=sample_speculative,
-        fake=_fake_tokens,
-        op_kind=OpKind.SAMPLING,
-        output_kind="ids",
-        describe=_describe_judged("sample_speculative"),
-        reference="layerzero.backends.reference.speculative:sample_speculative",
-        cost=Roofline(
-            "element_bytes * batch * vocab * (1 + draft_len * (2 - no_draft_probs)) + 24 * batch * (draft_len + 1)",
-            "3 * batch * vocab * (draft_len + 1)",
-        ),
-        shapes={"shape": "batch,draft_len,vocab"},
-        example="layerzero._ops.examples_tokens:speculative",
-        tolerance="exact",
-        random=lambda args: not args[3],
+
+
+def _judged_op(function: Callable[..., Any], fake: Callable[..., Any], greedy: int, **more: Any) -> Op:
+    """An op that keeps drafted tokens or not; `greedy` is the place of that argument."""
+    name = function.__name__
+    return register(
+        Op(
+            function=function,
+            fake=fake,
+            op_kind=OpKind.SAMPLING,
+            output_kind="ids",
+            describe=_describe_judged(name),
+            reference=f"layerzero.backends.reference.speculative:{name}",
+            cost=Roofline(
+                "element_bytes * batch * vocab * (1 + draft_len * (2 - no_draft_probs)) + 24 * batch * (draft_len + 1)",
+                "3 * batch * vocab * (draft_len + 1)",
+            ),
+            shapes={"shape": "batch,draft_len,vocab"},
+            example="layerzero._ops.examples_tokens:speculative",
+            tolerance="exact",
+            random=lambda args: not args[greedy],
+            **more,
+        )
     )
-)
-SAMPLE_TREE = register(
-    Op(
-        function=sample_tree,
-        fake=_fake_tree,
-        op_kind=OpKind.SAMPLING,
-        output_kind="ids",
-        describe=_describe_judged("sample_tree"),
-        reference="layerzero.backends.reference.speculative:sample_tree",
-        cost=SAMPLE_SPECULATIVE.cost,
-        shapes={"shape": "batch,draft_len,vocab"},
-        example="layerzero._ops.examples_tokens:speculative",
-        tolerance="exact",
-        random=lambda args: not args[4],
-        canonical=lambda a: tuple(
-            _on_device(item, a["draft_ids"]) if name == "parents" else item
-            for name, item in a.items()
-            if name != "backend"
-        ),
-    )
+
+
+SAMPLE_SPECULATIVE = _judged_op(sample_speculative, _fake_tokens, 3)
+SAMPLE_TREE = _judged_op(
+    sample_tree,
+    _fake_tree,
+    4,
+    canonical=lambda a: tuple(
+        _on_device(item, a["draft_ids"]) if name == "parents" else item for name, item in a.items() if name != "backend"
+    ),
 )
