@@ -4,8 +4,9 @@
 
 Draws calls that are in no grid (`drawing.py`) with a seed that is printed, a new one each run unless it is given. Each
 is raced once, interleaved: every kernel that may run it and is right, torch's own code, and the public function. No
-times of this machine are known. On CUDA, calls under 50 µs are timed again in replayed graphs. `--compile` names the
-backends whose kernels may be compiled first (all, none, or names); the choice is asked for after that.
+times of this machine are known: what the packages brought along, or less, chooses (`ranked_by`). On CUDA, calls under
+50 µs are timed again in replayed graphs. `--compile` names the backends whose kernels may be compiled first (all, none,
+or names); the choice is asked for after that.
 
 The goals stand beside the figures. A run that the budget ended says how many cases it reached.
 """
@@ -41,6 +42,7 @@ def measured(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     """One case, eager; and on CUDA, where it is short, in replayed graphs."""
     from tuned import ready
 
+    import layerzero as lz
     from layerzero.cli.calls import context
     from layerzero_tune.bench.contest import compete
 
@@ -53,13 +55,14 @@ def measured(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
         right = [name for name, entry in record["kernels"].items() if "us" in entry]
         graph = compete(call.name, ctx, seconds=seconds, mode="graph", only=right, check=False)
         record["graph"] = graph.to_json()
-    return {**record, "bytes": call.bytes, "operations": call.operations}
+    ranked_by = lz.explain(call.op, ctx).to_dict()["ranked_by"]
+    return {**record, "ranked_by": ranked_by, "bytes": call.bytes, "operations": call.operations}
 
 
 def judged(record: dict[str, Any], least: float) -> dict[str, Any]:
     """Chosen ÷ oracle, × torch, and whether the call did no harm."""
     times = {name: entry["us"] for name, entry in record["kernels"].items() if "us" in entry}
-    found: dict[str, Any] = {"chosen": record["chosen"], "best": record["best"]}
+    found: dict[str, Any] = {"chosen": record["chosen"], "best": record["best"], "ranked_by": record.get("ranked_by")}
     if record["chosen"] in times:
         found["oracle"] = times[record["chosen"]] / min(times.values())
     plain, call = record["torch"].get("us"), record["call"].get("us")
@@ -101,12 +104,14 @@ def summary(found: list[dict[str, Any]], device: str) -> dict[str, Any]:
         for name, (value, side, limit) in told.items()
     }
     short = [item["graph"] for item in found if "graph" in item]
+    sources = {str(item["ranked_by"]) for item in found if item.get("ranked_by")}
     return {
         "figures": figures,
         "× torch, geomean": geomean(torch),
         "× torch, worst": round(min(torch), 4) if torch else None,
         "× torch in replayed graphs, geomean": geomean(short),
         "compared with torch": len(torch),
+        "ranked by": {word: sum(item.get("ranked_by") == word for item in found) for word in sorted(sources)},
         "slower than torch": harmed,
     }
 
