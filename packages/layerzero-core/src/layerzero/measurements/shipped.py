@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.device.family import family_of
 from layerzero.errors import CapabilitiesError, from_outside
@@ -160,23 +160,23 @@ def _apart(one: str, other: str) -> int:
 
 def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Context, Sequence[str]], Told]:
     """What selection asks: what is expected of kernels for a call, and which files were refused."""
-    pools: dict[Any, tuple[Kind | None, tuple[str, ...], bool]] = {}
-    refused: dict[Any, tuple[Reason, ...]] = {}
+    pools: dict[Any, _Pool] = {}
 
     def ask(ctx: Context, names: Sequence[str]) -> Told:
         known = [registry.kernels[name] for name in names if name in registry.kernels]  # others came while it runs
         backends = tuple(sorted({kernel.backend for kernel in known} & registry.backends.keys()))
-        kind = _class_of(ctx)
-        key = (ctx.op, kind, ctx.device, backends)
-        if key not in pools:
+        kinds = _class_of(ctx)
+        key = (ctx.op, kinds, ctx.device, backends)
+        pool = pools.get(key)
+        if pool is None:
             specs = [registry.backends[name] for name in backends]
-            pools[key], refused[key] = _pool(ctx.op, kind, family_of(ctx.device), specs)
-        pool, axes, near = pools[key]
+            pool = pools[key] = _pool(ctx.op, kinds, family_of(ctx.device), specs)
         sizes = dict(ctx.dims)
-        if pool is None or sizes.keys() != set(axes):
-            return {}, refused[key]
-        found = pool.estimates(names, [sizes[axis] for axis in axes], ctx.dtype, _cost(ops.get(ctx.op), ctx), near)
-        return {name: _expectation(estimate, axes) for name, estimate in found.items()}, refused[key]
+        if pool.kind is None or sizes.keys() != set(pool.axes):
+            return {}, pool.refused
+        here, cost = [sizes[axis] for axis in pool.axes], _cost(ops.get(ctx.op), ctx)
+        found = pool.kind.estimates(names, here, ctx.dtype, cost, pool.near)
+        return {name: _expectation(estimate, pool.axes) for name, estimate in found.items()}, pool.refused
 
     return ask
 
@@ -198,9 +198,16 @@ def _class_of(ctx: Context) -> frozenset[str]:
     return frozenset({kind_of(ctx)})
 
 
-def _pool(
-    op: str, kinds: frozenset[str], family: str, backends: Sequence[BackendSpec]
-) -> tuple[tuple[Kind | None, tuple[str, ...], bool], tuple[Reason, ...]]:
+class _Pool(NamedTuple):
+    """The measured calls that one kind of call is told from; `near`: taken on its family of devices."""
+
+    kind: Kind | None
+    axes: tuple[str, ...]
+    near: bool
+    refused: tuple[Reason, ...]
+
+
+def _pool(op: str, kinds: frozenset[str], family: str, backends: Sequence[BackendSpec]) -> _Pool:
     """The points of all backends, those of one measured call put together; of another family only if none has ours."""
     notes: list[Reason] = []
     groups: dict[bool, list[tuple[Family, tuple[str, ...], Point]]] = {True: [], False: []}
@@ -221,7 +228,7 @@ def _pool(
         before = merged.get(key, point)
         taken = (found.device, found.commit, found.torch)
         merged[key] = point._replace(ratios={**before.ratios, **point.ratios}, source=taken)
-    return (Kind(tuple(merged.values())) if merged else None, order, near), tuple(_together(notes))
+    return _Pool(Kind(tuple(merged.values())) if merged else None, order, near, tuple(_together(notes)))
 
 
 def _together(notes: Sequence[Reason]) -> list[Reason]:
