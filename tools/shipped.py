@@ -4,8 +4,8 @@
     python -m tools.shipped --check [FILE …]     exit code 1 where one of them is not what would be written
     python -m tools.shipped --left-out [FILE …]  how well calls are told from the others, left out one by one
 
-Kernels that were wrong, raised or are not registered have no time and do not ship. What --left-out finds is kept beside
-each FILE as left_out.json: the error of expected times, and of choices made by them.
+Kernels that were wrong, raised or are not registered have no time and do not ship; the reference does not either. What
+--left-out finds is kept beside each FILE as left_out.json: the error of expected times, and of choices made by them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = ["documents", "left_out", "main", "records", "rendered"]
 
 _MOST = 4000  # calls that are drawn in search of those that were measured
 _HALF = "float16"
+_REFERENCE = "reference"  # the last resort, whatever it took: it may write out scores of any size
 
 
 def records(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -57,7 +58,7 @@ def documents(taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any
     registry = state.world.registry
     made: dict[str, dict[str, Any]] = {}
     for header, calls in taken:
-        for backend in sorted({name.partition(".")[0] for item in calls for name in item["times"]}):
+        for backend in sorted({name.partition(".")[0] for item in calls for name in item["times"]} - {_REFERENCE}):
             groups = list(_groups(calls, [k for k in registry.kernels if k.startswith(f"{backend}.")]))
             if not groups:
                 continue
@@ -126,7 +127,8 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
         for index, point in enumerate(points) if len(points) > 1 else ():
             others = Kind(points[:index] + points[index + 1 :])
             for way, near in (("shipped", True), ("roofline", False)):
-                item = others.estimates(list(point.ratios), point.sizes, point.dtype, (point.bytes, point.flops), near)
+                names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
+                item = others.estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
                 if not item:
                     continue
                 errors = [abs(math.log(item[name].ratio / point.ratios[name])) for name in item]

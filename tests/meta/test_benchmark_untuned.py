@@ -90,9 +90,11 @@ def test_the_files_in_the_packages_are_what_the_kept_measurements_say():
 
 
 def test_calls_that_were_left_out_are_told_well_enough_to_choose_by():
-    """The figures that are kept, from the calls that are kept; the limits are the goals for choices without tuning."""
+    """The kept figures, from the kept calls; the goal for choices without tuning holds on quiet machines."""
     for file in sorted(RESULTS.glob("*/factory.jsonl")):
         header, calls = records(file)
         told = left_out(calls, header["family"].partition("-")[0])
         assert told == json.loads(file.with_name("left_out.json").read_text(encoding="utf-8"))
-        assert told["shipped"]["chosen ÷ fastest, geomean"] <= 1.05 and told["shipped"]["calls"] >= 40
+        assert told["shipped"]["calls"] >= 100
+        if max(item["busy"] for item in calls) < 0.1:
+            assert told["shipped"]["chosen ÷ fastest, geomean"] <= 1.05

@@ -101,8 +101,11 @@ def test_a_kernel_without_data_keeps_its_place_but_not_above_one_that_is_faster_
 
 
 def test_priorities_decide_between_kernels_that_are_expected_to_be_equally_fast():
-    found = by_expectation([Expected("a.op.x", "a", 10.0, 0.50), Expected("b.op.x", "b", 20.0, 0.51)], 0.0)
+    two = [Expected("a.op.x", "a", 10.0, 0.50), Expected("b.op.x", "b", 20.0, 0.51)]
+    found = by_expectation(two, 0.03)
     assert sum(found["b.op.x"]) > sum(found["a.op.x"])
+    found = by_expectation(two, 0.01)
+    assert sum(found["b.op.x"]) < sum(found["a.op.x"])
     assert by_expectation([Expected("a.op.x", "a", 10.0, None)], 0.0) == {}
 
 
@@ -148,6 +151,13 @@ def test_equal_files_decide_equally_whatever_the_order(plant):
         plant(said, order)
         told.append([item.to_json() for item in explained(100, 300).candidates])
     assert told[0] == told[1] == told[2]
+
+
+def test_measurements_of_a_busy_machine_decide_only_where_they_are_far_apart(plant):
+    plant(document({FAST: 0.4, SLOW: 0.55}, busy=0.8))
+    assert explained().chosen == SLOW  # its priority is higher
+    plant(document({FAST: 0.4, SLOW: 0.65}, busy=0.8))
+    assert explained().chosen == FAST and explained().decision.winner.expected.noise == 0.5
 
 
 # -- between measured sizes ------------------------------------------------------------------------------
@@ -263,7 +273,7 @@ def test_they_can_be_turned_off_and_are_read_only_when_a_selection_needs_them():
 
 def test_every_shipped_file_is_whole_and_names_kernels_that_exist_and_no_place_of_a_machine():
     files = sorted(Path(__file__).parents[3].glob("*/src/**/measurements.json"))
-    assert len(files) >= 6
+    assert len(files) >= 7
     lz.reset()
     kernels = state.world.registry.kernels
     for file in files:

@@ -34,6 +34,7 @@ class Point(NamedTuple):
     base_us: float
     ratios: Mapping[str, float]
     source: tuple[str, str, str] = ("", "", "")  # device, commit and torch
+    noise: float = 0.0
 
 
 class Estimate(NamedTuple):

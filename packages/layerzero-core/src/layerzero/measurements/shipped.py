@@ -12,7 +12,7 @@
 A point is the sizes, bytes and operations of a call, the µs of torch's own code, and each kernel's time over that; a
 kernel without one (null) was wrong, raised or could not run. Every kernel was held against the reference before it was
 timed; `errors` are the largest errors, null where they were not kept. `capped` names the variable that kept the
-processor from its instructions.
+processor from its instructions, `busy` is the share of the cores that other programs used meanwhile.
 
 A file is read when a call is selected for which nothing was measured here. It counts for the very version of the
 backend and its vendor, and for the family of devices; on other devices of the platform the rates its kernels reached
@@ -46,6 +46,10 @@ __all__ = ["SCHEMA_VERSION", "Family", "instruction_cap", "load", "shipped_by", 
 SCHEMA_VERSION = "1.0"
 _log = logging.getLogger("layerzero.perfdb")
 _CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+# Expected times that differ by less are the same; where other programs used the machine meanwhile, by much less certain
+# ones: left out one by one, calls were told with a median error of a tenth and of a half.
+_NOISE, _BUSY_NOISE = 0.03, 0.5
+_BUSY = 0.1  # share of the cores that others used
 _HALVES = frozenset({"float16", "bfloat16"})
 
 Told = tuple[Mapping[str, Expectation], tuple[Reason, ...]]
@@ -63,6 +67,7 @@ class Family:
     torch: str
     capped: str
     threads: int
+    busy: float
     kinds: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
 
     @property
@@ -116,7 +121,7 @@ def _family(name: str, entry: Mapping[str, Any], backend: str) -> Family:
             points.append(Point(sizes, dtype, float(moved), float(flops), float(base_us), times))
         kinds[group["op"], group["kind"]] = (axes, tuple(points))
     told = {key: str(entry[key]) for key in ("device", "commit", "version", "vendor", "torch", "capped")}
-    return Family(name, **told, threads=int(entry["threads"]), kinds=kinds)
+    return Family(name, **told, threads=int(entry["threads"]), busy=float(entry["busy"]), kinds=kinds)
 
 
 def standing(backend: BackendSpec, family: str) -> tuple[Family | None, Reason | None]:
@@ -227,7 +232,8 @@ def _pool(op: str, kinds: frozenset[str], family: str, backends: Sequence[Backen
         key = (found.device, found.commit, point.sizes, point.dtype)
         before = merged.get(key, point)
         taken = (found.device, found.commit, found.torch)
-        merged[key] = point._replace(ratios={**before.ratios, **point.ratios}, source=taken)
+        noise = _NOISE if found.busy <= _BUSY else _BUSY_NOISE
+        merged[key] = point._replace(ratios={**before.ratios, **point.ratios}, source=taken, noise=noise)
     return _Pool(Kind(tuple(merged.values())) if merged else None, order, near, tuple(_together(notes)))
 
 
@@ -243,4 +249,5 @@ def _expectation(found: Estimate, axes: tuple[str, ...]) -> Expectation:
     device, commit, torch = found.nearest.source
     nearest = tuple(zip(axes, found.nearest.sizes, strict=True))
     source = SHIPPED if found.near else ROOFLINE
-    return Expectation(found.ratio, found.base_us, source, device, commit, torch, nearest, found.octaves)
+    noise = found.nearest.noise
+    return Expectation(found.ratio, found.base_us, source, device, commit, torch, nearest, found.octaves, noise)

@@ -25,6 +25,7 @@ class Expectation(Plain):
     source    SHIPPED, between measured sizes; ROOFLINE, from bytes, operations and the rates the kernel reached
     machine   the device that was measured, with commit and torch
     nearest   the nearest measured sizes, and how many octaves away they are
+    noise     ratios that are closer than this say nothing: more where the machine was busy
     """
 
     ratio: float
@@ -35,6 +36,7 @@ class Expectation(Plain):
     torch: str
     nearest: tuple[tuple[str, int], ...]
     octaves: float
+    noise: float
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""

@@ -156,7 +156,8 @@ def _ranked(
         # What an author expects of a kernel never outranks what was measured of another.
         below = level + min(measured_part(t, fastest, noise) for t in known) - UNMEASURED_STEP
         told = {}
-    places = by_expectation([_place(item, ctx, told) for item in fitting], noise) if told else {}
+    unsure = max([noise, *(found.noise for found in told.values())])
+    places = by_expectation([_place(item, ctx, told) for item in fitting], unsure) if told else {}
     order: list[tuple[tuple[int, float, bool, str], _Ranked]] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel

@@ -30,8 +30,7 @@ _POINTS_PER_US = 0.5
 _WORST_TRANSFORM = 30.0
 _REFERENCE = "reference."
 _TORCH = frozenset({"torch", "sdpa"})  # backends made of what a torch user would write
-_EXPECTED_NOISE = 0.03  # expected times this close are the same
-_FASTER = 0.9  # of torch's time, or less: faster than torch by more than expectations err
+_FASTER = 0.1  # faster than torch by more than this, or by more than expectations err
 _TIE = 1e-4  # of a point for each point of priority, among kernels that are expected to be equally fast
 
 
@@ -73,6 +72,8 @@ class Expected(NamedTuple):
 def by_expectation(kernels: Sequence[Expected], noise: float) -> dict[str, tuple[float, float]]:
     """Points for priority and for the expected time, by kernel id. Empty where nothing is expected of any kernel.
 
+    Times inside the noise of the fastest are the same, and priorities decide.
+
     A kernel of which nothing is known stands above torch's code where its author expects that of it, but below all that
     are expected to be clearly faster than torch; otherwise below torch's code, by as many points as its priority says.
     Where nothing is known of torch's code either, its best kernel counts as long as itself.
@@ -85,7 +86,7 @@ def by_expectation(kernels: Sequence[Expected], noise: float) -> dict[str, tuple
     )
     if torchs and not any(item.kernel_id in ratios for item in torchs):
         ratios[torchs[0].kernel_id] = 1.0
-    level, fastest, band = max(item.prior for item in kernels), min(ratios.values()), max(noise, _EXPECTED_NOISE)
+    level, fastest, band = max(item.prior for item in kernels), min(ratios.values()), noise
     points = {name: measured_part(ratio, fastest, band) for name, ratio in ratios.items()}
     known = [item for item in torchs if item.kernel_id in ratios]
     own, base = (
@@ -93,7 +94,7 @@ def by_expectation(kernels: Sequence[Expected], noise: float) -> dict[str, tuple
         min((ratios[item.kernel_id] for item in known), default=1.0),
     )
     at_torch = level + measured_part(base, fastest, band)
-    faster = [level + points[name] for name, ratio in ratios.items() if ratio <= _FASTER]
+    faster = [level + points[name] for name, ratio in ratios.items() if ratio * (1.0 + max(noise, _FASTER)) <= 1.0]
     found = {}
     for item in kernels:
         if item.kernel_id in points:
