@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +54,7 @@ _HALVES = frozenset({"float16", "bfloat16"})
 Told = tuple[Mapping[str, Expectation], tuple[Reason, ...]]
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """What one backend's file holds of one family of devices. `kinds`: (op, kind of call) → axes and points."""
 
     name: str
