@@ -25,7 +25,7 @@ KERNEL = "cc.rms_norm.plain"
 EXPECTED = torch.nn.functional.rms_norm(X, (8,), W, 1e-6)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

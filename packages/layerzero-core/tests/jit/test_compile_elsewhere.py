@@ -19,6 +19,7 @@ import torch
 import layerzero as lz
 from layerzero.dispatch import beside
 from layerzero.dispatch import compiling as jit
+from layerzero.isolation import process
 from layerzero.isolation.compilers import compilers
 from layerzero.jit.index import Index
 from layerzero.runtime.process_metrics import families
@@ -41,13 +42,18 @@ def _lab() -> Any:
 
 _shared = _lab()
 cache, ready, wait_until = _shared.cache, _shared.ready, _shared.wait_until
+STEP_BACK = process._step_back
 KERNEL, X, W, EXPECTED = _shared.KERNEL, _shared.X, _shared.W, _shared.EXPECTED
 
 
 @pytest.fixture
 def planted(lab: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A kernel with one of the `planted_compilers`; gives the file in which those tell of themselves."""
+    """A kernel with one of the `planted_compilers`; gives the file in which those tell of themselves.
+
+    They do not go last here: on a machine whose processors are all busy their turn would not come.
+    """
     told = tmp_path / "told.json"
+    monkeypatch.setattr(process, "_step_back", lambda pid: None)
     monkeypatch.setenv("PLANTED_TOLD", str(told))
     monkeypatch.syspath_prepend(str(HERE))
 
@@ -59,7 +65,7 @@ def planted(lab: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return told
 
     yield use
-    assert not jit.queue().wait(timeout_s=90)
+    assert not jit.queue().wait(timeout_s=200)
     compilers.end_idle(-1.0)
     assert compilers.pids == ()
 
@@ -76,11 +82,14 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(planted: Any, cache: Path) -> None:
+def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(
+    planted: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_step_back", STEP_BACK)
     told = planted("good")
     compiled, loaded = events.histograms["compile"].read()[0][-1], events.histograms["load"].read()[0][-1]
     torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
-    wait_until(ready)
+    wait_until(ready, 400.0)
     assert lz.explain("rms_norm", X, W).chosen == KERNEL
     torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
     seen = json.loads(told.read_text())
@@ -91,6 +100,7 @@ def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(planted: 
     assert (seen["kernel"], seen["device"], seen["hidden"]) == (KERNEL, ctx.device.signature, 8)
     by = (cache / "triton" / "compiled_by.log").read_text().split()
     assert by == [str(seen["pid"])]  # this process has only loaded
+    assert not jit.queue().wait(timeout_s=60)  # it is written down and counted after it is ready
     (entry,) = Index(cache).entries()
     assert any(path.endswith("scale_8.so") for path in entry.evidence) and entry.seconds > 0
     assert events.histograms["compile"].read()[0][-1] == compiled + 1
@@ -100,8 +110,8 @@ def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(planted: 
 
 
 FAULTS = {
-    "hang": ("JIT_TIMEOUT", "2 s", False),
-    "hold": ("JIT_TIMEOUT", "2 s", False),
+    "hang": ("JIT_TIMEOUT", "5 s", False),
+    "hold": ("JIT_TIMEOUT", "5 s", False),
     "crash": ("JIT_FAILED", "SIGSEGV", True),
     "fill": ("JIT_FAILED", "File too large", False),
     "eat": ("JIT_FAILED", "MemoryError", False),
@@ -117,11 +127,12 @@ def test_requests_go_on_whatever_a_compiler_does_and_the_failure_is_told(
     """Hangs, holds the interpreter, crashes, fills the disk, takes all memory, raises: each with its reason."""
     code, words, lasting = FAULTS[fault]
     if code == "JIT_TIMEOUT":
-        monkeypatch.setenv("LAYERZERO_JIT_TIMEOUT", "2")
+        monkeypatch.setenv("LAYERZERO_JIT_TIMEOUT", "5")
     told = planted(fault)
     lz.rms_norm(X, W, 1e-6)
     while not state.world.uncompilable:  # requests of all the time it takes
         torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
+        time.sleep(0.001)
     why = _reason()
     assert why.code == code and words in str(why)
     assert not ready() and jit.queue().wait(timeout_s=60) == frozenset()
@@ -211,6 +222,8 @@ def test_a_compiler_ends_with_its_parent_even_if_it_holds_the_interpreter(
     program = textwrap.dedent(f"""
         import sys, time
         sys.path.insert(0, {str(HERE)!r})
+        from layerzero.isolation import process
+        process._step_back = lambda pid: None
         from layerzero.isolation.compilers import compilers, order_text
         from layerzero.model.device import DeviceSpec
         from layerzero.model.enums import Platform
@@ -238,21 +251,26 @@ def test_a_process_that_ends_does_not_wait_for_its_compilers(planted: Any, cache
         import sys, time, os, torch
         sys.path.insert(0, {str(HERE)!r})
         import layerzero as lz
+        from layerzero.isolation import process
         from layerzero.model.enums import Platform
         from layerzero.model.kernel import KernelSpec
         from layerzero.runtime.state import state
+        process._step_back = lambda pid: None
         world = state.world
         kernel = KernelSpec("cc.rms_norm.plain", "rms_norm", "cc", "planted_compilers:rms_norm", priority=200.0,
                             platforms=frozenset({{Platform.CPU}}), dtypes=frozenset({{"float32"}}), jit=True,
                             jit_key=("hidden",), compiler="planted_compilers:hang")
         state.publish(registry=world.registry.add((kernel,)))
+        lz.configure(perfdb={{"shipped": False}})  # its priority decides
         lz.rms_norm(torch.ones(3, 8), torch.ones(8))
+        end = time.monotonic() + 120
         while not os.path.exists({str(told)!r}):
+            assert time.monotonic() < end, lz.explain("rms_norm", torch.ones(3, 8), torch.ones(8))
             time.sleep(0.01)
     """)
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     seen = json.loads(told.read_text())
     wait_until(lambda: not _alive(seen["pid"]) and not _alive(seen["started"]))
-    assert not Index(cache).failed() and time.monotonic() - began < 100
+    assert not Index(cache).failed() and time.monotonic() - began < 300  # its deadline
