@@ -17,6 +17,8 @@ from tools.req_plugin import pytest_configure, pytest_make_collect_report
 os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
 # What somebody has measured on this machine must not decide what a test sees; tests that need a database name one.
 os.environ.setdefault("LAYERZERO_PERFDB", "off")
+# Nor what our machines have measured: it would depend on the processor here. Tests about it switch it on.
+os.environ.setdefault("LAYERZERO_PERFDB_SHIPPED", "0")
 # Nor which kernels crashed here: the run has a quarantine of its own.
 if "LAYERZERO_QUARANTINE" not in os.environ:
     _quarantine = tempfile.mkdtemp(prefix="layerzero-tests-")

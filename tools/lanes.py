@@ -28,7 +28,7 @@ FILE = ROOT / "tests" / "lanes.toml"
 JUNIT = ROOT / "build" / "junit"
 
 # Seconds that the tests of the short lane may take together on one core; with two workers half of it passes.
-BUDGET = 400.0
+BUDGET = 280.0
 # Of these, what the tests of mended faults may take.
 FAULTS = 60.0
 # A fixture of a file is expensive where a test that uses it took so many seconds.

@@ -34,6 +34,11 @@ def call():
     return torch.randn(16, 64, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def shipped_times_rank(monkeypatch):
+    monkeypatch.delenv("LAYERZERO_PERFDB_SHIPPED")
+
+
 @pytest.fixture
 def wrong(lab, tmp_path, monkeypatch):
     """A kernel of half a millisecond, of which its package says that it takes a tenth of torch's time."""

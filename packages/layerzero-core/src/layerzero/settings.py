@@ -167,7 +167,10 @@ SETTINGS: Final = (
     # what was measured
     Setting("perfdb.enabled", FLAG, True, "false: no measured times, as LAYERZERO_PERFDB=off", "measurements"),
     Setting("perfdb.path", maybe(PATH), None, "file; default: in the user's cache directory", "measurements", "PERFDB"),
-    Setting("perfdb.shipped", FLAG, True, "false: measurements that came with packages do not rank", "measurements"),
+    Setting(
+        "perfdb.shipped", FLAG, True, "false: measurements that came with packages do not rank", "measurements",
+        "PERFDB_SHIPPED",
+    ),
     Setting("perfdb.auto_tune", FLAG, False, "measure kernels without times beside the program", "measurements"),
     Setting("perfdb.tune_samples", _COUNT, 20, "samples a kernel gets at least from auto_tune", "layerzero_tune"),
     Setting("perfdb.ttl_s", maybe(_SECONDS), None, "seconds a measurement is believed; null: for ever", "measurements"),

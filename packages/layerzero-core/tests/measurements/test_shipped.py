@@ -42,6 +42,11 @@ def document(ratios, *, family=FAMILY, sizes=((64, 256), (16, 512), (256, 128)),
     return sealed({"schema_version": "1.0", "backend": "acme", "families": {family: entry}})
 
 
+@pytest.fixture(autouse=True)
+def shipped_times_rank(monkeypatch):
+    monkeypatch.delenv("LAYERZERO_PERFDB_SHIPPED")
+
+
 @pytest.fixture
 def plant(lab, tmp_path):
     """Kernels that all compute the same, with a file that says how fast they are."""

@@ -145,6 +145,13 @@ def test_changing_and_restoring_a_wish_at_run_time_is_deterministic():
     assert again == first and again.policy_hash == first.policy_hash and ask(again) == ask(first)
 
 
+def test_without_a_database_shipped_measurements_may_rank_or_not():
+    off = {"LAYERZERO_PERFDB": "off"}
+    for said, rank in (({}, True), ({"LAYERZERO_PERFDB_SHIPPED": "0"}, False)):
+        policy = merge([from_env(env.read({**off, **said}))])
+        assert (policy.setting("perfdb.enabled"), policy.setting("perfdb.shipped")) == (False, rank)
+
+
 def test_every_setting_of_the_environment_reaches_the_policy():
     seen = env.read(
         {

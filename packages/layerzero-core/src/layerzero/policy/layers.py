@@ -156,7 +156,8 @@ def from_env(env: Env) -> PolicyLayer:
     if env.disabled is not None:  # the one variable that says the opposite of its key
         settings["enabled"] = not env.disabled
     if env.perfdb in _OFF:
-        settings["perfdb"] = {"enabled": False}
+        others = {name: value for name, value in settings.get("perfdb", {}).items() if name != "path"}
+        settings["perfdb"] = {**others, "enabled": False}
     return PolicyLayer.of(Level.ENV, source="environment", locks=dict(env.locks), boosts=dict(env.boosts), **settings)
 
 
