@@ -37,6 +37,7 @@ GOOD = {
     "LAYERZERO_PLUGINS_DENY": ("bad", "plugins_deny", ("bad",)),
     "LAYERZERO_PROBE_TIMEOUT": ("1.5", "probe_timeout", 1.5),
     "LAYERZERO_PERFDB": ("/var/times.db", "perfdb", "/var/times.db"),
+    "LAYERZERO_PERFDB_SHIPPED": ("0", "perfdb_shipped", False),
     "LAYERZERO_QUARANTINE": ("/var/lz/quarantine.json", "quarantine", "/var/lz/quarantine.json"),
     "LAYERZERO_ACCEL": ("on", "accel", True),
     "LAYERZERO_RECORD": ("/tmp/traffic.json", "record", "/tmp/traffic.json"),
