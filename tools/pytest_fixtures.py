@@ -260,12 +260,21 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def module_beside(file: str | Path, name: str) -> ModuleType:
+    """The module of this name beside a test file, made once: folders of tests are no packages."""
+    path = Path(file).with_name(f"{name}.py")
+    known = f"layerzero_tests_{name}"
+    if known not in sys.modules:
+        spec = importlib.util.spec_from_file_location(known, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[known] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[known]
+
+
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
     """Attention in float64, written apart from the reference (`attention_oracle.py`)."""
-    file = Path(__file__).parents[1] / "packages/layerzero-core/tests/ops/attention_oracle.py"
-    spec = importlib.util.spec_from_file_location("attention_oracle", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_beside(
+        Path(__file__).parents[1] / "packages/layerzero-core/tests/ops/test_attention.py", "attention_oracle"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -21,13 +20,11 @@ from layerzero.errors import KernelExecutionError, LockedKernelError, NoKernelFo
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero_verify.testing.fakes import capabilities
+from tools.pytest_fixtures import module_beside
 
 pytestmark = pytest.mark.fault(25)
 
-_spec = importlib.util.spec_from_file_location("first_use_lab", Path(__file__).with_name("first_use_lab.py"))
-assert _spec is not None and _spec.loader is not None
-lab = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(lab)
+lab = module_beside(__file__, "first_use_lab")
 ALL, BASE, Planted, call, planted, right, zeros = (
     lab.ALL, lab.BASE, lab.Planted, lab.call, lab.planted, lab.right, lab.zeros,
 )  # fmt: skip

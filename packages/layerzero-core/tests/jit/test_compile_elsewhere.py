@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -25,22 +24,12 @@ from layerzero.jit.index import Index
 from layerzero.runtime.process_metrics import families
 from layerzero.runtime.state import state
 from layerzero.telemetry.events import events
+from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
 
-
-def _lab() -> Any:
-    """The module beside this one; test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("layerzero_compiled_lab", HERE / "compiled_lab.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "KERNEL"):
-        spec.loader.exec_module(module)
-    return module
-
-
-_shared = _lab()
+_shared = module_beside(__file__, "compiled_lab")
 cache, ready, wait_until = _shared.cache, _shared.ready, _shared.wait_until
 STEP_BACK = process._step_back
 KERNEL, X, W, EXPECTED = _shared.KERNEL, _shared.X, _shared.W, _shared.EXPECTED
@@ -178,6 +167,7 @@ def test_what_must_be_tuned_on_the_device_is_left_to_warm_up_and_explain_says_so
     planted("tuned")
     lz.rms_norm(X, W, 1e-6)
     wait_until(lambda: bool(state.world.uncompilable))
+    assert not jit.queue().wait(timeout_s=60)
     why = _reason()
     assert why.code == "JIT_NEEDS_DEVICE" and "12 configurations" in str(why) and "lz.warmup" in why.hint
     assert lz.explain("rms_norm", X, W).decision.pending == (KERNEL,) and not Index(cache).failed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -25,21 +24,11 @@ from layerzero.jit.index import Index
 from layerzero.jit.queue import Queue
 from layerzero.model.artifact import artifact_of
 from layerzero.runtime.state import state
+from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent
 
-
-def _lab() -> Any:
-    """The module beside this one; test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("layerzero_compiled_lab", HERE / "compiled_lab.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "KERNEL"):
-        spec.loader.exec_module(module)
-    return module
-
-
-_shared = _lab()
+_shared = module_beside(__file__, "compiled_lab")
 cache, compiler = _shared.cache, _shared.compiler
 Compiler, KERNEL, load_kernel, ready = _shared.Compiler, _shared.KERNEL, _shared.load_kernel, _shared.ready
 spec_of, use, wait_until = _shared.spec_of, _shared.use, _shared.wait_until
@@ -153,6 +142,7 @@ def test_a_failed_compile_disables_the_kernel_once_and_is_not_tried_again(
     with caplog.at_level(logging.WARNING, "layerzero.jit"):
         torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
         wait_until(lambda: bool(state.world.uncompilable))
+        assert not jit.queue().wait(timeout_s=60)  # what failed is told first, then written down
     for _ in range(20):
         torch.testing.assert_close(lz.rms_norm(X, W, 1e-6), EXPECTED)
     (why,) = lz.explain("rms_norm", X, W).decision.candidate(KERNEL).reasons

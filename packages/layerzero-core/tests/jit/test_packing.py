@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Callable
 from functools import partial
@@ -25,21 +23,11 @@ from layerzero.public import warming
 from layerzero.runtime.state import state
 from layerzero.startup import packing
 from layerzero.tables.signing import sign
+from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent
 
-
-def _lab() -> Any:
-    """The module beside this one; test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("layerzero_compiled_lab", HERE / "compiled_lab.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "KERNEL"):
-        spec.loader.exec_module(module)
-    return module
-
-
-_shared = _lab()
+_shared = module_beside(__file__, "compiled_lab")
 cache, compiler = _shared.cache, _shared.compiler
 Compiler, KERNEL, load_kernel, ready, use = (
     _shared.Compiler, _shared.KERNEL, _shared.load_kernel, _shared.ready, _shared.use,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -22,21 +21,11 @@ from layerzero.public.warming import manifest
 from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
 from layerzero.startup.manifest import Item, Manifest, mark_critical
+from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent
 
-
-def _lab() -> Any:
-    """The module beside this one; test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("layerzero_compiled_lab", HERE / "compiled_lab.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
-    if not hasattr(module, "KERNEL"):
-        spec.loader.exec_module(module)
-    return module
-
-
-_shared = _lab()
+_shared = module_beside(__file__, "compiled_lab")
 cache, compiler = _shared.cache, _shared.compiler
 Compiler, KERNEL, load_kernel = _shared.Compiler, _shared.KERNEL, _shared.load_kernel
 use, wait_until = _shared.use, _shared.wait_until
