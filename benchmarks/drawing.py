@@ -2,16 +2,22 @@
 
 head_dim 64 to 256, GQA ratios 1 to 16, batch 1 to 256, lengths 1 to 131 072, hidden 1 024 to 16 384, vocabularies to
 256k. A call too large for the device (`LIMITS`: bytes of inputs, operations) is drawn again. Nothing here is a grid.
+
+    python benchmarks/drawing.py SEED DEVICE CASES BACKENDS PART PARTS    runs every PARTS-th call once, which compiles
 """
 
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["OPS", "Drawn", "drawn"]
+__all__ = ["OPS", "Drawn", "drawn", "prepare"]
 
 # device -> (bytes, operations) of the largest call
 LIMITS = {"cpu": (48e6, 2e9), "cuda": (2e9, 4e12)}
@@ -116,3 +122,44 @@ def drawn(seed: int, device: str) -> Iterator[Drawn]:
                     seen.add(name)
                     yield Drawn(name, op, {**options, "dtype": dtype, "device": device}, moved, operations)
                     break
+
+
+def prepare(seed: int, device: str, cases: int, compiled: str, parts: int, seconds: float) -> float:
+    """Compile what the calls need in so many processes at once, for so long at most; what each vendor keeps on disk is
+    there afterwards. Returns the seconds it took."""
+    begin = time.monotonic()
+    arguments = [str(item) for item in (seed, device, cases, compiled)]
+    running = [
+        subprocess.Popen([sys.executable, __file__, *arguments, str(part), str(parts)], stdout=subprocess.DEVNULL)
+        for part in range(parts)
+    ]
+    for child in running:
+        try:
+            child.wait(timeout=max(0.1, seconds - (time.monotonic() - begin)))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    return round(time.monotonic() - begin, 1)
+
+
+def _compile(seed: int, device: str, cases: int, compiled: str, part: int, parts: int) -> None:
+    """One process's share: each call is run once by every kernel that may be compiled."""
+    from tuned import ready
+
+    from layerzero.cli.calls import context
+    from layerzero_tune.bench.contest import compete
+
+    for number, call in zip(range(cases), drawn(seed, device), strict=False):
+        if number % parts == part:
+            try:
+                ctx = context(call.op, call.options)
+                only = [name for name in ready(ctx, compiled) or () if not name.startswith("reference.")]
+                compete(call.name, ctx, seconds=0.001, least=1, only=only, check=False)
+            except Exception as error:  # one call that does not fit must not end the others
+                print(f"{call.name}: {error}".splitlines()[0][:200], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    os.environ["LAYERZERO_JIT"] = "off"
+    which = sys.argv
+    _compile(int(which[1]), which[2], int(which[3]), which[4], int(which[5]), int(which[6]))

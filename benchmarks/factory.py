@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawing import drawn
+from drawing import drawn, prepare
 from timing import commit, machine, write_json
 from tuned_state import Kept
 
@@ -75,13 +75,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.08, help="of racing a case")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for this run")
     parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
+    parser.add_argument("--prepare", type=int, default=0, help="compile first, in so many processes at once")
+    parser.add_argument("--prepare-seconds", type=float, default=300.0, help="the most that may take")
     given = parser.parse_args()
     nowhere = Path(tempfile.mkdtemp(prefix="factory-")) / "none.db"
     os.environ.update(LAYERZERO_PERFDB=str(nowhere), LAYERZERO_JIT="off")
     import torch
 
-    begin = time.monotonic()
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given.prepare:
+        took = prepare(SEED, device, given.cases, given.compile, given.prepare, given.prepare_seconds)
+        print(f"compiled in {given.prepare} processes for {took} s", flush=True)
+    begin = time.monotonic()
     header = header_of(device, given.compile)
     kept = Kept(given.out.resolve(), header, fresh=False)
     for number, call in enumerate(drawn(SEED, device)):

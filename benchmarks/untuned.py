@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawing import drawn
+from drawing import drawn, prepare
 from timing import commit, machine, write_json
 
 LONG_US = 50.0
@@ -124,6 +124,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.3, help="of racing a case")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
     parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
+    parser.add_argument("--prepare", type=int, default=0, help="compile first, in so many processes at once")
+    parser.add_argument("--prepare-seconds", type=float, default=300.0, help="the most that may take")
     parser.add_argument("--json", type=Path, default=Path("build/untuned.json"))
     given = parser.parse_args()
     # No times of this machine: the file is not there. Nothing compiles beside a measurement.
@@ -134,6 +136,9 @@ def main() -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     print(f"seed {seed}, {given.cases} cases on {device}", flush=True)
+    if given.prepare:
+        took = prepare(seed, device, given.cases, given.compile, given.prepare, given.prepare_seconds)
+        print(f"compiled in {given.prepare} processes for {took} s", flush=True)
     begin, load = time.monotonic(), round(os.getloadavg()[0], 2)
     records, found, failed = [], [], {}
     for number, call in enumerate(drawn(seed, device)):
