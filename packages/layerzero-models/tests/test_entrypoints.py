@@ -11,7 +11,9 @@ import pytest
 import layerzero as lz
 from layerzero.errors import PackageMissingError
 
-NAMES = {"column_linear", "enable_transformers", "patch", "patched", "row_linear", "shard_weight", "unpatch"}
+NAMES = {
+    "column_linear", "enable_transformers", "kv_cache", "patch", "patched", "row_linear", "shard_weight", "unpatch",
+}  # fmt: skip
 
 
 def test_the_installed_metadata_names_what_lz_shows():

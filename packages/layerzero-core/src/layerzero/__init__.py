@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from layerzero._ops.feed_forward import mlp as mlp
     from layerzero._ops.gemma import gemma_add_rms_norm as gemma_add_rms_norm, gemma_rms_norm as gemma_rms_norm
     from layerzero._ops.grouped import grouped_attention as grouped_attention, grouped_batch as grouped_batch
-    from layerzero._ops.kv_cache import kv_cache as kv_cache
     from layerzero._ops.loss import cross_entropy as cross_entropy
     from layerzero._ops.mla import mla_paged_attention as mla_paged_attention
     from layerzero._ops.moe import grouped_gemm as grouped_gemm, moe as moe, topk_gate as topk_gate
@@ -96,6 +95,7 @@ if TYPE_CHECKING:
     from layerzero.public.traffic import record as record
     from layerzero.public.warming import warmup as warmup
     from layerzero.runtime.observation import metrics as metrics, observe as observe, structured_logs as structured_logs
+    from layerzero_models.kv_cache import kv_cache as kv_cache
     from layerzero_models.patching import patch, patched as patched, unpatch as unpatch
     from layerzero_models.tensor_parallel import (
         column_linear as column_linear,
@@ -160,7 +160,6 @@ _LAZY = {
     "chunk_mask": "layerzero.model.masks",
     "doctor": "layerzero.public.checks",
     "grouped_batch": "layerzero._ops.grouped",
-    "kv_cache": "layerzero._ops.kv_cache",
     "pack_weight": "layerzero._ops.packing",
     **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.graphs.checks"),
     "plan": "layerzero.public.planning",

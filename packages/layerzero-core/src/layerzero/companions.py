@@ -33,7 +33,16 @@ PARTS = "layerzero.parts"
 # What our own packages bring, so that the core can say which one is missing.
 _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     "layerzero-models": {
-        NAMES: ("column_linear", "enable_transformers", "patch", "patched", "row_linear", "shard_weight", "unpatch"),
+        NAMES: (
+            "column_linear",
+            "enable_transformers",
+            "kv_cache",
+            "patch",
+            "patched",
+            "row_linear",
+            "shard_weight",
+            "unpatch",
+        ),
         COMMANDS: (),
     },
     "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize"), COMMANDS: ()},

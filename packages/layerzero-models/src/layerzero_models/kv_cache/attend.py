@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.attention import attention
-from layerzero._ops.kv_storage import Chunked, Paged
-from layerzero._ops.kv_tokens import pack, unpack, whole_numbers
-from layerzero._ops.paged import paged_attention
+from layerzero import attention, paged_attention
 from layerzero.dispatch.late import current_world
 from layerzero.errors import NoKernelFoundError, invalid
 from layerzero.model.checks import expect_tensor
 from layerzero.model.kv_cache import PagedBatch, pages_in_use
 from layerzero.reasons import Reason, reason
+from layerzero_models.kv_cache.storage import Chunked, Paged
+from layerzero_models.kv_cache.tokens import pack, unpack, whole_numbers
 
 if TYPE_CHECKING:
-    from layerzero._ops.kv_cache import KVCache
+    from layerzero_models.kv_cache.cache import KVCache
 
 __all__ = ["CacheCall", "attend", "attention_calls"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.kv_attend import CacheCall, attend, attention_calls
-from layerzero._ops.kv_codec import make_codec
-from layerzero._ops.kv_storage import Chunked, Contiguous, Frame, Paged, Spot, Storage
-from layerzero._ops.kv_tokens import packed_tokens, whole_numbers
 from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
+from layerzero_models.kv_cache.attend import CacheCall, attend, attention_calls
+from layerzero_models.kv_cache.codec import make_codec
+from layerzero_models.kv_cache.storage import Chunked, Contiguous, Frame, Paged, Spot, Storage
+from layerzero_models.kv_cache.tokens import packed_tokens, whole_numbers
 
 __all__ = ["KVCache", "kv_cache"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero._ops.quantize import dequantize, quantize
+from layerzero import dequantize, quantize
 from layerzero.errors import invalid
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits

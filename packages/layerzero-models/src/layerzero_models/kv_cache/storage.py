@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero._ops.kv_codec import Plane
-from layerzero._ops.kv_pages import PageTable
 from layerzero.errors import InvalidInputError, invalid
+from layerzero_models.kv_cache.codec import Plane
+from layerzero_models.kv_cache.pages import PageTable
 
 __all__ = ["Chunked", "Contiguous", "Frame", "Paged", "Spot", "Storage"]
 
