@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from layerzero import env
 from layerzero.distributed import Facts, judge
-from layerzero.telemetry.chrome import chrome_trace
 from layerzero.telemetry.events import Event
 from layerzero.telemetry.histogram import Histogram
 from layerzero.telemetry.metrics import Family, Sample, text
-from layerzero.telemetry.reading import parse_text
 from layerzero.telemetry.redact import Redactor
+from layerzero_tune.telemetry.chrome import chrome_trace
+from layerzero_tune.telemetry.reading import parse_text
 
 EXAMPLES = settings(max_examples=2_000 if env.read().prove else 60, deadline=None)
 BASE = Facts(0, "1", "2", "hw", "cpu", "", "p", "", "", 1)

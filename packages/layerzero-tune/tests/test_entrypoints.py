@@ -10,7 +10,7 @@ import layerzero as lz
 from layerzero import companions
 from layerzero.cli.app import cli
 
-VERBS = {"bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"}
+VERBS = {"bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "top", "trace", "tune"}
 
 
 def test_the_names_the_verbs_and_the_parts_are_found():
@@ -18,7 +18,7 @@ def test_the_names_the_verbs_and_the_parts_are_found():
         assert companions.names()[name].load() is getattr(lz, name)
     assert set(companions.commands()) >= VERBS
     assert set(CliRunner().invoke(cli, ["--help"]).output.split()) >= VERBS
-    assert callable(companions.part("perfdb.drift_s")) and callable(companions.part("grid-files"))
+    assert all(callable(companions.part(name)) for name in companions._OURS["layerzero-tune"][companions.PARTS])
 
 
 def test_trace_import_says_what_to_install_where_it_is_missing(monkeypatch, tmp_path):

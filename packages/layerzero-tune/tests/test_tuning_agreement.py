@@ -16,7 +16,7 @@ from layerzero.device.probe import probe_device
 from layerzero.measurements.believed import measurements_from
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
-from layerzero.startup.model_calls import model_traffic
+from layerzero_tune.model_calls import model_traffic
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000,

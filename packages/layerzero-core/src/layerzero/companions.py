@@ -48,8 +48,18 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize"), COMMANDS: ()},
     "layerzero-tune": {
         NAMES: ("compile", "plan_block", "solve", "tune"),
-        COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "tune"),
-        PARTS: ("grid-files", "perfdb.drift_s"),
+        COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "top", "trace", "tune"),
+        PARTS: (
+            "grid-files",
+            "model-calls",
+            "perfdb.drift_s",
+            "telemetry.metrics",
+            "telemetry.registry",
+            "telemetry.spans",
+            "telemetry.trace",
+            "warmup.pack",
+            "warmup.unpack",
+        ),
     },
     "layerzero-verify": {
         NAMES: ("verify",),

@@ -19,10 +19,10 @@ from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index
-from layerzero.public import warming
+from layerzero.public.warming import manifest as warmup_manifest
 from layerzero.runtime.state import state
-from layerzero.startup import packing
 from layerzero.tables.signing import sign
+from layerzero_tune import packing
 from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def packed(lab: Any, cache: Path, compiler: Compiler, tmp_path: Path) -> Path:
     assert result.ok and compiler.runs == 1
     (cache / "quack").mkdir(exist_ok=True)
     (cache / "quack" / "group.json").write_text(json.dumps({"child": str(cache / "quack" / "x.bin")}))
-    made = warming.pack(result, tmp_path / "warm.lzpack")
+    made = packing.pack(result, tmp_path / "warm.lzpack")
     assert [artifact[0] for artifact in made.artifacts] == [KERNEL] and made.files == 2 and not made.signed
     return tmp_path / "warm.lzpack"
 
@@ -66,7 +66,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def test_an_unpacked_warm_start_compiles_nothing(packed: Path, elsewhere: Path, compiler: Compiler) -> None:
-    found = warming.unpack(packed)
+    found = packing.unpack(packed)
     assert found.artifacts[0][0] == KERNEL and ready()
     assert lz.explain("rms_norm", X, W).chosen == KERNEL
     for _ in range(1_000):
@@ -77,7 +77,7 @@ def test_an_unpacked_warm_start_compiles_nothing(packed: Path, elsewhere: Path, 
     (entry,) = Index(elsewhere).entries()
     assert all(Path(name).is_relative_to(elsewhere) and Path(name).exists() for name in entry.evidence)
     assert all(path.stat().st_mode & 0o077 == 0 for path in elsewhere.rglob("*.so"))
-    assert warming.unpack(packed).content_hash == found.content_hash  # again: what is there stays
+    assert packing.unpack(packed).content_hash == found.content_hash  # again: what is there stays
 
 
 def test_the_command_line_packs_signs_and_unpacks(
@@ -87,7 +87,7 @@ def test_the_command_line_packs_signs_and_unpacks(
     secret.write_bytes(b"0123456789abcdef-not-a-public-key")
     secret.chmod(0o600)
     use(lab)
-    warming.manifest([lz.explain("rms_norm", X, W).decision.context]).save(manifest)
+    warmup_manifest([lz.explain("rms_norm", X, W).decision.context]).save(manifest)
     runner = CliRunner()
     done = runner.invoke(cli, ["warmup", str(manifest), "--pack", str(out), "--key", str(secret), "--json"])
     assert done.exit_code == 0, done.output
@@ -213,22 +213,22 @@ def test_what_is_damaged_foreign_or_unsafe_is_refused_and_nothing_of_it_is_kept(
         forged = tmp_path / "forged.lzpack"
         _written(forged, change(_members(packed)))
         with pytest.raises(ConfigurationError) as caught:
-            warming.unpack(forged)
+            packing.unpack(forged)
         assert caught.value.code == code, (what, str(caught.value))
         left = [name for name in _files(elsewhere) if not name.startswith("locks/")] if elsewhere.exists() else []
         assert not left and not ready(), (what, left)
     forged.write_bytes(packed.read_bytes()[:-4000])
     with pytest.raises(ConfigurationError) as caught:
-        warming.unpack(forged)
+        packing.unpack(forged)
     assert caught.value.code in ("PACK_INVALID", "PACK_HASH_MISMATCH")
     forged.write_bytes(b"not a tar file at all" * 1000)
     with pytest.raises(ConfigurationError, match="PACK_INVALID"):
-        warming.unpack(forged)
+        packing.unpack(forged)
     with pytest.raises(ConfigurationError, match="CONFIG_FILE_MISSING"):
-        warming.unpack(tmp_path / "absent")
+        packing.unpack(tmp_path / "absent")
     monkeypatch.setattr(packing, "MAX_BYTES", 100)
     with pytest.raises(ConfigurationError, match="PACK_TOO_LARGE"):
-        warming.unpack(packed)
+        packing.unpack(packed)
     assert not [name for name in _files(elsewhere) if not name.startswith("locks/")]
 
 
@@ -242,9 +242,9 @@ def test_a_signature_counts_for_warm_starts_alone(packed: Path, elsewhere: Path,
     for signature in (None, "hmac-sha256:00", sign(digest, ours), sign(digest, other, "warm start")):
         _written(forged, _head(_members(packed), partial(dict.update, signature=signature)))
         with pytest.raises(ConfigurationError, match="PACK_SIGNATURE_INVALID"):
-            warming.unpack(forged, key=ours)
+            packing.unpack(forged, key=ours)
     _written(forged, _head(_members(packed), lambda head: head.update(signature=sign(digest, ours, "warm start"))))
-    assert warming.unpack(forged, key=ours).signed and ready()
+    assert packing.unpack(forged, key=ours).signed and ready()
 
 
 def test_an_installation_that_fails_halfway_is_taken_back(packed: Path, elsewhere: Path) -> None:
@@ -252,7 +252,7 @@ def test_an_installation_that_fails_halfway_is_taken_back(packed: Path, elsewher
     (elsewhere / "triton").rmdir()
     (elsewhere / "triton").write_text("in the way")
     with pytest.raises(ConfigurationError, match="PACK_NOT_INSTALLED"):
-        warming.unpack(packed)
+        packing.unpack(packed)
     assert not list(elsewhere.rglob("*.so")) and not (elsewhere / "quack" / "group.json").exists()
     assert not Index(elsewhere).entries() and not ready()
 
@@ -260,5 +260,5 @@ def test_an_installation_that_fails_halfway_is_taken_back(packed: Path, elsewher
 def test_nothing_to_pack_is_said(lab: Any, cache: Path, tmp_path: Path) -> None:
     result = lz.warmup([lz.select("rms_norm", X, W).context])
     with pytest.raises(LayerZeroError, match="PACK_INVALID"):
-        warming.pack(result, tmp_path / "warm.lzpack")
+        packing.pack(result, tmp_path / "warm.lzpack")
     assert not list(tmp_path.glob("*lzpack*")) and state.loaded

@@ -86,9 +86,15 @@ def test_the_kit_says_what_to_install_where_it_is_missing(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-def test_grid_files_and_the_look_at_measured_times_say_what_to_install(monkeypatch, tmp_path, caplog):
+def test_parts_of_the_tuner_say_what_to_install_where_they_are_asked_for(monkeypatch, tmp_path, caplog):
     with pytest.raises(PackageMissingError, match=r"grid-files needs layerzero-tune \[.*pip install"):
         lz.warmup(tmp_path / "grid.toml")
+    with pytest.raises(PackageMissingError, match=r"model-calls needs layerzero-tune \[.*pip install"):
+        lz.warmup({"hidden_size": 64})
+    with pytest.raises(PackageMissingError, match=r"telemetry.metrics needs layerzero-tune \[.*pip install"):
+        lz.observe(metrics=0)
+    with lz.observe() as seen:
+        assert seen.where is None
     lz.reset()
     monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
     monkeypatch.setattr("layerzero.measurements.database._watcher", [])

@@ -28,7 +28,7 @@ from layerzero.telemetry.counting import KernelCounters
 from layerzero.telemetry.events import events
 from layerzero.telemetry.histogram import Histogram
 from layerzero.telemetry.metrics import CATALOGUE, Family, Sample, histogram, text
-from layerzero.telemetry.reading import parse_text, read
+from layerzero_tune.telemetry.reading import parse_text, read
 
 client = pytest.importorskip("prometheus_client")
 text_string_to_metric_families = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families

@@ -20,13 +20,13 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import cli
-from layerzero.cli.top import frame, summary
-from layerzero.cli.tracing import totals
 from layerzero.errors import ConfigurationError, InvalidInputError
-from layerzero.telemetry.chrome import Trace
 from layerzero.telemetry.events import Event, Events, events, observed
-from layerzero.telemetry.reading import Reading, read
 from layerzero.telemetry.redact import HIDDEN, Redactor
+from layerzero_tune.cli.top import frame, summary
+from layerzero_tune.cli.trace import totals
+from layerzero_tune.telemetry.chrome import Trace
+from layerzero_tune.telemetry.reading import Reading, read
 
 X, W = torch.ones(4, 8), torch.ones(8)
 

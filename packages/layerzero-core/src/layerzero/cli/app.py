@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 # Importing a module declares its verbs.
-from layerzero.cli import checks, explaining, listing, plugins, policies, quarantine, top, tracing, warming  # noqa: F401
+from layerzero.cli import checks, explaining, listing, plugins, policies, quarantine, warming  # noqa: F401
 from layerzero.cli.output import Answer, Line
 from layerzero.cli.root import cli
 from layerzero.cli.verbs import verb

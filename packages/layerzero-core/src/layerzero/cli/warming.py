@@ -13,6 +13,7 @@ import click
 from layerzero.cli.output import Answer, Block, Cell, Line, Table, is_plain
 from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero.companions import part
 
 
 @verb(cli, "warmup")
@@ -47,13 +48,12 @@ def warmup(
     when a critical call is not ready. --pack takes them to machines with the same device, driver and versions:
     lz warmup --unpack FILE there.
     """
-    from layerzero.public import warming
     from layerzero.public.warming import manifest, warmup
 
     if (source is None) is (unpack is None):
         raise click.UsageError("give SOURCE, or --unpack FILE alone")
     if unpack is not None:
-        return _packed("installed from", unpack, warming.unpack(unpack, key=key))
+        return _packed("installed from", unpack, part("warmup.unpack")(unpack, key=key))
     made = manifest(source, config=config)
     if write is not None:
         made.save(write)
@@ -67,7 +67,7 @@ def warmup(
             progress=progress,
         )  # fmt: skip
     if pack is not None:
-        packed = _packed("packed into", pack, warming.pack(result, pack, key=key))
+        packed = _packed("packed into", pack, part("warmup.pack")(result, pack, key=key))
         data = {**result.to_json(), "pack": packed.data}
         return Answer(data, [*_blocks(result), *packed.blocks], OK if result.ok else PROBLEM)
     return Answer(result.to_json(), _blocks(result), OK if result.ok else PROBLEM)

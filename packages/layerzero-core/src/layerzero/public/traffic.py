@@ -14,10 +14,9 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.recording.tally import Tally
-from layerzero.recording.traffic import Recorded, Traffic, add_to_file
+from layerzero.recording.traffic import Recorded, Traffic, add_to_file, read_mapping
 from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
-from layerzero.startup.model_calls import load_config, model_traffic
 
 __all__ = ["Recording", "calls_of", "record"]
 
@@ -79,7 +78,7 @@ def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Record
         for item in source.calls:
             yield _name(item.context), item
     elif isinstance(source, Mapping):
-        yield from _calls(model_traffic(source, device=device), device)
+        yield from _calls(companions.part("model-calls")(source, device=device), device)
     elif isinstance(source, (str, os.PathLike)):
         yield from _calls_of_file(Path(source), device)
     elif isinstance(source, Context):
@@ -107,7 +106,7 @@ def _calls_of_file(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str,
     if path.suffix == ".toml":
         yield from companions.part("grid-files")(path, device)
         return
-    data = load_config(path)  # of a model, or any JSON mapping
+    data = read_mapping(path)
     recorded = not path.is_dir() and path.name != "config.json" and ("format" in data or "calls" in data)
     yield from _calls(load_traffic(path) if recorded else data, device)
 

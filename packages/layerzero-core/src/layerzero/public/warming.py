@@ -9,14 +9,12 @@ from typing import Any
 
 from layerzero.dispatch import compiling as jit
 from layerzero.errors import InvalidInputError
-from layerzero.model.device import DeviceSpec
+from layerzero.recording.traffic import read_mapping
 from layerzero.runtime.state import state
-from layerzero.startup import packing
 from layerzero.startup.manifest import Manifest, config_hash, is_manifest, mark_critical
-from layerzero.startup.packing import Packed
 from layerzero.startup.warm import Warmup, warm
 
-__all__ = ["manifest", "pack", "unpack", "warmup"]
+__all__ = ["manifest", "warmup"]
 
 
 def manifest(source: Any, *, config: Any = None) -> Manifest:
@@ -50,31 +48,7 @@ def _manifest(source: Any) -> Manifest:
 
 
 def _config(source: Any) -> dict[str, Any]:
-    from layerzero.startup.model_calls import load_config
-
-    return dict(source) if isinstance(source, Mapping) else load_config(source)
-
-
-def pack(warmed: Warmup, path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None) -> Packed:
-    """Write what a warm-up has made ready into one file, for machines like this one; signed where a `key` is given."""
-    ready = {item.artifact for item in warmed.outcomes if item.reason is None}
-    devices = {item.context.device for item in warmed.items}
-    if len(devices) != 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"calls for {len(devices)} devices", limit="one device")
-    return packing.pack(ready, devices.pop(), Path(path), None if key is None else Path(key))
-
-
-def unpack(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None, device: Any = None) -> Packed:
-    """Check such a file and install what it holds, whole or not at all; its artifacts are ready from now on.
-
-    Raises ConfigurationError with a PACK_* reason for one that is damaged, unsigned, unsafe, or made for another
-    device, driver or version of a library.
-    """
-    found = packing.unpack(Path(path), DeviceSpec.detect(device), None if key is None else Path(key))
-    if state.loaded:
-        with state.changing():
-            state.publish(ready=state.world.ready | frozenset(found.artifacts))
-    return found
+    return dict(source) if isinstance(source, Mapping) else read_mapping(source)
 
 
 def warmup(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT", "Recorded", "Traffic", "add_to_file", "call_to_json", "calls_from_json", "context_from_json",
-    "context_to_json", "load", "read_json", "save", "volume",
+    "context_to_json", "load", "read_json", "read_mapping", "save", "volume",
 ]  # fmt: skip
 
 Made = TypeVar("Made")
@@ -156,6 +156,16 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
         raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{name.name}: not JSON: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+
+
+def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A JSON file that holds a mapping; of a folder its config.json."""
+    name = Path(path)
+    name = name / "config.json" if name.is_dir() else name
+    found = read_json(name, _MAX_BYTES)
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(found).__name__)
+    return found
 
 
 def call_to_json(call: Any, field: str) -> dict[str, Any]:

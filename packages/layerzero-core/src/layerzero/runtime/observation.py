@@ -12,13 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from layerzero.companions import part
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.files import write_whole
 from layerzero.runtime.process_metrics import count_calls, families
 from layerzero.runtime.process_metrics import counters as kernel_counters
-from layerzero.telemetry.chrome import Trace
 from layerzero.telemetry.events import events
-from layerzero.telemetry.exporter import Exporter, export
 from layerzero.telemetry.logs import JsonFormatter, RedactingFormatter
 from layerzero.telemetry.metrics import Family
 from layerzero.telemetry.redact import Redactor
@@ -31,13 +30,14 @@ class Observation(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._exporter: Exporter | None = None
-        self._trace: Trace | None = None
+        self._exporter: Any = None
+        self._trace: Any = None
 
     @property
     def where(self) -> str | None:
         """Address or file of the metrics; None when they are not exported."""
-        return None if self._exporter is None else self._exporter.where
+        where: str | None = None if self._exporter is None else self._exporter.where
+        return where
 
     def families(self) -> list[Family]:
         """The metrics as values."""
@@ -51,7 +51,8 @@ class Observation(ExitStack):
         """The Chrome trace so far."""
         if self._trace is None:
             raise InvalidInputError("nothing is traced", code="VALUE_INVALID", value="trace=None", limit="trace=True")
-        return self._trace.to_json()
+        found: dict[str, Any] = self._trace.to_json()
+        return found
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Chrome trace so far; Perfetto (ui.perfetto.dev) opens it."""
@@ -80,28 +81,25 @@ def observe(
     spans     OpenTelemetry spans for the same events; True: the program's tracer provider, else a tracer
     registry  a registry of prometheus_client to add the metrics to (True: the client's own)
 
-    Cold calls, selections, compiles, failovers and tuning are traced; a hot call never is.
+    Cold calls, selections, compiles, failovers and tuning are traced; a hot call never is. All but `counters` need
+    layerzero-tune.
     """
     made = Observation()
     try:
         if trace:
-            made._trace = sink = Trace()
+            made._trace = sink = part("telemetry.trace")()
             if not isinstance(trace, bool):
                 made.callback(made.save_trace, trace)
             made.callback(events.subscribe(sink))
         if spans:
-            from layerzero.telemetry.otel import Spans
-
-            made.callback(events.subscribe(Spans(None if spans is True else spans)))
+            made.callback(events.subscribe(part("telemetry.spans")(None if spans is True else spans)))
         if counters:
             count_calls(True)
             made.callback(count_calls, False)
         if registry is not None and registry is not False:
-            from layerzero.telemetry.prometheus import register
-
-            made.callback(register(families, None if registry is True else registry))
+            made.callback(part("telemetry.registry")(families, None if registry is True else registry))
         if metrics is not None:
-            made._exporter = export(metrics, families, interval=interval)
+            made._exporter = part("telemetry.metrics")(metrics, families, interval=interval)
             made.callback(made._exporter.close)
     except BaseException:
         made.stop()

@@ -17,12 +17,11 @@ from typing import Any
 from layerzero.errors import ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.context import Context
-from layerzero.recording.traffic import Recorded, call_to_json, calls_from_json, read_json
+from layerzero.recording.traffic import Recorded, call_to_json, calls_from_json, read_mapping
 
 __all__ = ["FORMAT", "Item", "Manifest", "config_hash", "is_manifest", "mark_critical"]
 
 FORMAT = "layerzero-warmup/1"
-_MAX_BYTES = 64 << 20
 _SHARE = 0.9  # of recorded calls: those that make up this share of the traffic block, the rest follows
 _DECODE_TOKENS = 64  # of a model's calls: those of so few tokens are decode steps, which every request waits for
 
@@ -53,7 +52,7 @@ class Manifest:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Manifest:
         """Read the file. Raises ConfigurationError for one that is missing, damaged or of another kind."""
-        data = _read(path)
+        data = read_mapping(path)
         if data.get("format") != FORMAT or not isinstance(data.get("calls"), list):
             raise ConfigurationError(
                 f"{Path(path).name}: no warm-up manifest", code="SCHEMA_VERSION_UNKNOWN",
@@ -79,17 +78,10 @@ class Manifest:
             )  # fmt: skip
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    data = read_json(path, _MAX_BYTES)
-    if not isinstance(data, dict):
-        raise ConfigurationError(f"{Path(path).name}: no mapping", code="SCHEMA_INVALID", value=type(data).__name__)
-    return data
-
-
 def is_manifest(path: str | os.PathLike[str]) -> bool:
     """Whether a file calls itself a warm-up manifest."""
     name = Path(path)
-    return name.is_file() and name.suffix == ".json" and _read(path).get("format") == FORMAT
+    return name.is_file() and name.suffix == ".json" and read_mapping(path).get("format") == FORMAT
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Metrics as values: families of samples, and the text form that Prometheus reads.
 
-No library is needed for any of it; `layerzero.telemetry.prometheus` hands the same families to prometheus_client.
+No library is needed for any of it; layerzero-tune offers them on a port, in a file or to prometheus_client.
 """
 
 from __future__ import annotations

@@ -40,10 +40,11 @@ def add(group: click.Group) -> None:
 def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:
     import torch
 
-    from layerzero.startup.model_calls import ModelShape, load_config
+    from layerzero.recording.traffic import read_mapping
     from layerzero_tune.blocks.block import decoder_layer
+    from layerzero_tune.model_calls import ModelShape
 
-    shape = ModelShape.of(load_config(config))
+    shape = ModelShape.of(read_mapping(config))
     if shape.norm != "rms_norm" or not shape.gated or shape.experts or shape.rotary_dim != shape.head_dim:
         raise ConfigurationError(
             "only layers of RMSNorm, rotary attention and a gated MLP are planned as a whole", code="CONFIG_INVALID",

@@ -21,7 +21,7 @@ from typing import Any
 from layerzero.errors import ConfigurationError
 from layerzero.files import write_whole
 from layerzero.telemetry.metrics import CONTENT_TYPE, Family, text
-from layerzero.telemetry.reading import PORT
+from layerzero_tune.telemetry.reading import PORT
 
 __all__ = ["FileExporter", "HttpExporter", "export", "snapshot"]
 

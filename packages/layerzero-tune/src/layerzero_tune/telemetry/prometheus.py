@@ -37,7 +37,7 @@ def register(families: Callable[[], Iterable[Family]], registry: Any = None) -> 
     except ImportError as error:
         raise BackendNotAvailableError(
             "metrics for prometheus_client need it", code="BACKEND_NOT_INSTALLED", value="prometheus-client",
-            hint="pip install 'layerzero-core[telemetry]'",
+            hint="pip install 'layerzero-tune[telemetry]'",
         ) from error  # fmt: skip
     where = REGISTRY if registry is None else registry
     collector = Collector(families)

@@ -24,7 +24,7 @@ class Spans:
         except ImportError as error:
             raise BackendNotAvailableError(
                 "spans need OpenTelemetry", code="BACKEND_NOT_INSTALLED", value="opentelemetry-api",
-                hint="pip install 'layerzero-core[telemetry]'",
+                hint="pip install 'layerzero-tune[telemetry]'",
             ) from error  # fmt: skip
         self._trace = trace
         self._tracer = trace.get_tracer("layerzero", __version__) if tracer is None else tracer

@@ -23,12 +23,14 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from layerzero import env
-from layerzero.errors import ConfigurationError, DispatchTableError
+from layerzero.errors import ConfigurationError, DispatchTableError, InvalidInputError
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index
 from layerzero.model.artifact import Artifact
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import Hardware
+from layerzero.runtime.state import state
+from layerzero.startup.warm import Warmup
 from layerzero.tables.file import hardware_of
 from layerzero.tables.signing import sign, verify
 
@@ -71,8 +73,16 @@ def _refused(code: str, value: object, limit: object = None) -> ConfigurationErr
 
 
 # -- packing -------------------------------------------------------------------------------------
-def pack(artifacts: Collection[Artifact], device: DeviceSpec, path: Path, key: Path | None = None) -> Packed:
-    """Write these artifacts into one file, whole or not at all; with a `key` it is signed."""
+def pack(warmed: Warmup, path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None) -> Packed:
+    """Write what a warm-up has made ready into one file, for machines like this one; signed where a `key` is given."""
+    artifacts = {item.artifact for item in warmed.outcomes if item.reason is None}
+    devices = {item.context.device for item in warmed.items}
+    if len(devices) != 1:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"calls for {len(devices)} devices", limit="one device")
+    return _pack(artifacts, devices.pop(), Path(path), None if key is None else Path(key))
+
+
+def _pack(artifacts: Collection[Artifact], device: DeviceSpec, path: Path, key: Path | None) -> Packed:
     folder = _prepared()
     entries = [entry for entry in Index(folder).entries() if entry.artifact in artifacts and not entry.error]
     hardware = hardware_of(device)
@@ -163,12 +173,21 @@ def _described(name: str, path: Path, places: Mapping[str, Path]) -> _File:
 
 
 # -- unpacking -----------------------------------------------------------------------------------
-def unpack(path: Path, device: DeviceSpec, key: Path | None = None) -> Packed:
-    """Check a pack and install what it holds, all of it or nothing. Raises ConfigurationError with what is wrong.
+def unpack(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None, device: Any = None) -> Packed:
+    """Check such a file and install what it holds, whole or not at all; its artifacts are ready from now on.
 
-    With a `key` (default: LAYERZERO_TABLE_KEY) a pack that is not signed with it is refused.
+    With a `key` (default: LAYERZERO_TABLE_KEY) a pack that is not signed with it is refused. Raises ConfigurationError
+    with a PACK_* reason for one that is damaged, unsigned, unsafe, or made for another device, driver or version of a
+    library.
     """
-    trusted = env.read().table_key if key is None else key
+    found = _checked(Path(path), DeviceSpec.detect(device), env.read().table_key if key is None else key)
+    if state.loaded:
+        with state.changing():
+            state.publish(ready=state.world.ready | frozenset(found.artifacts))
+    return found
+
+
+def _checked(path: Path, device: DeviceSpec, trusted: str | os.PathLike[str] | None) -> Packed:
     folder = _prepared()
     try:
         with open(path, "rb") as file:

@@ -7,22 +7,21 @@ configurations (`text_config`) are looked into. Tensors are made on torch's meta
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import ConfigurationError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.recording.traffic import Recorded, Traffic, read_json
+from layerzero.recording.traffic import Recorded, Traffic
 
-__all__ = ["ModelShape", "load_config", "model_traffic"]
+__all__ = ["ModelShape", "model_traffic"]
 
 PREFILL = (512, 2048, 8192)
 DECODE = (512, 2048, 8192)
@@ -33,7 +32,6 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _LAYER_NORMS = ("gpt2", "gpt_neox", "opt", "bloom", "phi", "falcon", "stablelm", "starcoder2", "mpt", "gptj", "codegen")
 _WITHOUT_ROPE = ("gpt2", "opt", "bloom", "mpt")
-_MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +110,6 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
     return default
 
 
-def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a config.json, or that of a model folder."""
-    name = Path(path)
-    if name.is_dir():
-        name = name / "config.json"
-    found = read_json(name, _MAX_BYTES)
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(found).__name__)
-    return found
-
-
 def model_traffic(
     config: Mapping[str, Any],
     *,
@@ -132,8 +119,6 @@ def model_traffic(
     batches: Sequence[int] = BATCHES,
 ) -> Traffic:
     """The calls that serving such a model makes, counted as one prefill of each length and one step of each batch."""
-    from layerzero.device.probe import probe_device
-
     shape = ModelShape.of(config)
     if shape.dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise ConfigurationError(
