@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "packages" / "layerzero-hub" / "tests"))
+from loopback_hub import LoopbackHub
+from loopback_kernels import build, universal_kernel
 from timing import RESULTS, commit, machine, write_json
 
 from layerzero_hub import installing, lockfile
@@ -28,8 +31,6 @@ from layerzero_hub.locking import lock_kernels
 from layerzero_hub.policy import from_mapping
 from layerzero_hub.remote import connect
 from layerzero_hub.store import Store
-from layerzero_hub.testing import LoopbackHub, universal_kernel
-from layerzero_hub.testing.kernels import build
 
 LIMITS = {"reverify_100_mib_s": 0.3, "cold_load_over_bare_import_s": 0.3, "lock_two_kernels_s": 5.0}
 LOAD = """

@@ -19,8 +19,12 @@ from layerzero_hub.policy import from_mapping
 from layerzero_hub.probe import Prober
 from layerzero_hub.remote import connect
 from layerzero_hub.store import Store
-from layerzero_hub.testing import Attack, LoopbackHub, universal_kernel
-from layerzero_hub.testing.kernels import compiled_kernel
+from tools.pytest_fixtures import module_beside
+
+_hub = module_beside(__file__, "loopback_hub")
+Attack, LoopbackHub = _hub.Attack, _hub.LoopbackHub
+_kernels = module_beside(__file__, "loopback_kernels")
+compiled_kernel, universal_kernel = _kernels.compiled_kernel, _kernels.universal_kernel
 
 _VICTIM = """
 import json, sys

@@ -11,7 +11,11 @@ import pytest
 
 from layerzero_hub import elf
 from layerzero_hub.errors import HubError
-from layerzero_hub.testing.kernels import build, compile_c, compiled_kernel, stable_abi_variant
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, compile_c = _kernels.build, _kernels.compile_c
+compiled_kernel, stable_abi_variant = _kernels.compiled_kernel, _kernels.stable_abi_variant
 
 # pthread_create moved to libc in glibc 2.34: a build against a newer system asks for it there.
 NEW_GLIBC = """

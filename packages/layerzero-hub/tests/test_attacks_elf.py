@@ -11,7 +11,10 @@ import pytest
 
 from layerzero_hub import elf
 from layerzero_hub.errors import HubError
-from layerzero_hub.testing.kernels import build, compile_c, stable_abi_variant
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, compile_c, stable_abi_variant = _kernels.build, _kernels.compile_c, _kernels.stable_abi_variant
 
 NEW_GLIBC = """
 #include <pthread.h>

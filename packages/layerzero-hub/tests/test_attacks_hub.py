@@ -10,7 +10,10 @@ import json
 import pytest
 
 from layerzero_hub.names import check_path, check_paths, check_repo_id
-from layerzero_hub.testing.kernels import build, universal_kernel
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, universal_kernel = _kernels.build, _kernels.universal_kernel
 
 BARE = "value = kernels.get_kernel({repo!r}, version=1, trust_remote_code={trust}).__name__"
 

@@ -9,7 +9,10 @@ import pytest
 
 from layerzero_hub import lockfile, signing
 from layerzero_hub.errors import HubError
-from layerzero_hub.testing import universal_kernel
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+universal_kernel = _kernels.universal_kernel
 
 
 @pytest.fixture

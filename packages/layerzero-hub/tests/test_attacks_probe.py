@@ -18,7 +18,10 @@ from layerzero.cli.app import cli
 from layerzero_hub.errors import HubError
 from layerzero_hub.lockfile import LockedFile, LockedVariant, digest_of
 from layerzero_hub.probe import Prober
-from layerzero_hub.testing.kernels import build
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build = _kernels.build
 
 CURIOUS = """
 import glob, os, socket

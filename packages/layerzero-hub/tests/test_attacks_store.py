@@ -16,8 +16,11 @@ import pytest
 
 from layerzero_hub import loading, places
 from layerzero_hub.errors import HubError
-from layerzero_hub.testing import universal_kernel
-from layerzero_hub.testing.kernels import build, compile_c, stable_abi_variant
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, compile_c = _kernels.build, _kernels.compile_c
+stable_abi_variant, universal_kernel = _kernels.stable_abi_variant, _kernels.universal_kernel
 
 
 @pytest.fixture

@@ -14,7 +14,10 @@ from click.testing import CliRunner
 from layerzero.cli.app import cli
 from layerzero_hub import installing, signing
 from layerzero_hub.policy import from_mapping
-from layerzero_hub.testing.kernels import build, universal_kernel
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, universal_kernel = _kernels.build, _kernels.universal_kernel
 
 ARM, CUDA = "torch213-cxx11-cpu-aarch64-linux", "torch213-cxx11-cu130-x86_64-linux"
 

@@ -11,6 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from layerzero.cli.app import cli
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+universal_kernel = _kernels.universal_kernel
 
 QUIET = {"NO_COLOR": "1"}
 
@@ -79,8 +83,6 @@ def test_a_quarantine_is_shown_and_lifted(bench, shell):
 
 
 def test_audit_speaks_of_the_hub_today(bench, shell):
-    from layerzero_hub.testing import universal_kernel
-
     repo = bench.publish("audited")
     shell("lock", f"{repo}@1", "--no-probe")
     assert shell("audit")[0] == 0

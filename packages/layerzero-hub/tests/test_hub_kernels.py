@@ -11,7 +11,10 @@ import pytest
 
 from layerzero_hub import specs
 from layerzero_hub.compat import LockedLayer, dependencies
-from layerzero_hub.testing.kernels import build, universal_kernel
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build, universal_kernel = _kernels.build, _kernels.universal_kernel
 
 MAPPING = {"op": "rms_norm", "function": "rms_norm", "arguments": ["x", "weight", "eps"]}
 CHOOSE = """

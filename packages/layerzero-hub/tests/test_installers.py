@@ -18,7 +18,10 @@ import pytest
 
 from layerzero import env
 from layerzero_hub import lockfile
-from layerzero_hub.testing.kernels import build
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+build = _kernels.build
 
 ROUNDS = 200 if env.read().prove else 6
 INSTALLERS = 6

@@ -19,7 +19,10 @@ from layerzero_hub import installing, loading, lockfile, signing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
 from layerzero_hub.policy import from_mapping
 from layerzero_hub.remote import connect
-from layerzero_hub.testing import universal_kernel
+from tools.pytest_fixtures import module_beside
+
+_kernels = module_beside(__file__, "loopback_kernels")
+universal_kernel = _kernels.universal_kernel
 
 
 @pytest.fixture(scope="module")

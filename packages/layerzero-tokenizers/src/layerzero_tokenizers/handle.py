@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerzero.model.context import TokenizerIdentity
@@ -10,9 +11,24 @@ from layerzero_tokenizers.cache import CACHE
 from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.identity import Fingerprint
 
-__all__ = ["Tokenizer"]
+__all__ = ["Opened", "Tokenizer"]
 
-_NEVER = 1 << 62
+
+@dataclass(frozen=True)
+class Opened:
+    """A tokenizer as its own library has it. `parts` is what a conversion starts from."""
+
+    fingerprint: Fingerprint
+    engine: Engine
+    vocab_size: int
+    parts: tuple[Any, ...]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    splits: bool = False
+    immutable: bool = False
+    source: str = ""
+    special: Mapping[str, int | None] = field(default_factory=dict)
+    special_texts: tuple[str, ...] = ()
 
 
 class Tokenizer:
@@ -26,40 +42,24 @@ class Tokenizer:
     """
 
     __slots__ = (
-        "_cache_from", "_identities", "around", "bos_id", "engines", "eos_id", "fingerprint", "home", "live", "lz_key",
+        "_identities", "_opened", "around", "bos_id", "engines", "eos_id", "fingerprint", "home", "live", "lz_key",
         "namespace", "pad_id", "prefix", "source", "splits", "suffix", "tokenizer_id", "vocab_size",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        fingerprint: Fingerprint,
-        home: Engine,
-        *,
-        vocab_size: int,
-        prefix: Sequence[int] = (),
-        suffix: Sequence[int] = (),
-        splits: bool = False,
-        live: bool = False,
-        namespace: str = "",
-        source: str = "",
-        special: Mapping[str, int | None] | None = None,
-    ) -> None:
-        self.fingerprint = fingerprint
-        self.home = home.backend
-        self.engines: dict[str, Engine] = {home.backend: home}
-        self.vocab_size = vocab_size
-        self.prefix, self.suffix = tuple(prefix), tuple(suffix)
+    def __init__(self, opened: Opened, *, live: bool = False, namespace: str = "") -> None:
+        self._opened = replace(opened, parts=())  # they are large, and of use to a conversion alone
+        self.fingerprint, self.vocab_size, self.source = opened.fingerprint, opened.vocab_size, opened.source
+        self.home = opened.engine.backend
+        self.engines: dict[str, Engine] = {self.home: opened.engine}
+        self.prefix, self.suffix = opened.prefix, opened.suffix
         self.around = (len(self.prefix), len(self.suffix))
-        self.splits = splits and not live
+        self.splits = opened.splits and not live
         self.live = live
         self.namespace = namespace
-        self.source = source
-        named = dict(special or {})
-        self.pad_id, self.bos_id, self.eos_id = named.get("pad"), named.get("bos"), named.get("eos")
-        self._identities = tuple(fingerprint.identity(namespace, return_offsets=flag) for flag in (False, True))
+        self.pad_id, self.bos_id, self.eos_id = (opened.special.get(name) for name in ("pad", "bos", "eos"))
+        self._identities = tuple(self.fingerprint.identity(namespace, return_offsets=flag) for flag in (False, True))
         self.tokenizer_id = self._identities[0].tokenizer_id
         self.lz_key = f"{self.tokenizer_id}/live" if live else self.tokenizer_id
-        self._cache_from = 0 if self.splits else _NEVER
 
     def identity_for(self, return_offsets: bool) -> TokenizerIdentity:
         """What selection sees of it."""
@@ -72,11 +72,7 @@ class Tokenizer:
 
     def within(self, namespace: str) -> Tokenizer:
         """The same tokenizer in another namespace: nothing cached in one is seen in another."""
-        other = Tokenizer(
-            self.fingerprint, self.engines[self.home], vocab_size=self.vocab_size, prefix=self.prefix,
-            suffix=self.suffix, splits=self.splits, live=self.live, namespace=namespace, source=self.source,
-            special={"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id},
-        )  # fmt: skip
+        other = Tokenizer(self._opened, live=self.live, namespace=namespace)
         other.engines = self.engines
         from layerzero_tokenizers.candidates import share
 
@@ -85,7 +81,7 @@ class Tokenizer:
 
     def encode_text(self, engine: Engine, text: str, add: bool, parse: bool) -> list[int]:
         """The ids of one text, through the prefix cache where it is long enough and may be cut."""
-        if len(text) < CACHE.min_chars or self._cache_from or not CACHE.max_bytes:
+        if len(text) < CACHE.min_chars or not self.splits or not CACHE.max_bytes:
             return engine.encode(text, add, parse)
         ids = CACHE.encode(engine, self.tokenizer_id, text, parse)
         return [*self.prefix, *ids, *self.suffix] if add and (self.prefix or self.suffix) else ids

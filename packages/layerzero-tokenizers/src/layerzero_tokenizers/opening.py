@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,16 @@ from layerzero.errors import BackendNotAvailableError, invalid
 from layerzero_tokenizers import candidates, convert, identity, sp_model
 from layerzero_tokenizers.boundaries import hf_splits, sentencepiece_splits, tiktoken_splits
 from layerzero_tokenizers.engines import Engine
-from layerzero_tokenizers.handle import Tokenizer
+from layerzero_tokenizers.handle import Opened, Tokenizer
 from layerzero_tokenizers.hf.engine import HFEngine
-from layerzero_tokenizers.identity import Fingerprint
 from layerzero_tokenizers.sentencepiece.engine import SentencePieceEngine
 from layerzero_tokenizers.tiktoken.engine import TiktokenEngine
 
-__all__ = ["Opened", "from_name", "from_object", "from_path", "proofs", "size_of", "stamp"]
+__all__ = ["from_name", "from_object", "from_path", "proof", "size_of", "stamp"]
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SIDE = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A tokenizer as its own library has it. `parts` is what a conversion starts from."""
-
-    fingerprint: Fingerprint
-    engine: Engine
-    vocab_size: int
-    parts: tuple[Any, ...]
-    prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    splits: bool = False
-    immutable: bool = False
-    source: str = ""
-    special: Mapping[str, int | None] = field(default_factory=dict)
-    special_texts: tuple[str, ...] = ()
 
 
 def vendor(module: str, extra: str) -> Any:
@@ -59,20 +41,13 @@ def vendor(module: str, extra: str) -> Any:
 
 def stamp(path: Path) -> tuple[Any, ...]:
     """What changes when the files of a tokenizer do; empty when there is no such file or folder."""
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        return ()
-    if not path.is_dir():
-        return ((path.name, status.st_mtime_ns, status.st_size, status.st_ino),)
-    found = []
-    for name in (*_FILES, *_SIDE):
-        try:
-            status = (path / name).stat()
-        except OSError:
-            continue
-        found.append((name, status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found) or (("empty", 0, 0, 0),)
+    folder = path.is_dir()
+    found = [("empty", 0, 0, 0)] if folder else []
+    for file in [path / name for name in (*_FILES, *_SIDE)] if folder else [path]:
+        with suppress(OSError, ValueError):
+            status = file.stat()
+            found.append((file.name, status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(found)
 
 
 def size_of(source: Any) -> int:
@@ -251,23 +226,25 @@ def _of_sentencepiece(sp: Any, parsed: Any, source: str, *, add_bos: bool, add_e
     )  # fmt: skip
 
 
-# -- proofs --------------------------------------------------------------------------------------
-def proofs(handle: Tokenizer, opened: Opened, *, thorough: bool) -> list[candidates.Verdict]:
-    """Try each other library that is installed and could serve this tokenizer."""
-    if handle.home == "tokenizers":
-        ways = {"tiktoken": lambda: convert.hf_to_tiktoken(opened.parts[0], opened.prefix, opened.suffix)}
-    elif handle.home == "tiktoken":
-        ways = {"tokenizers": lambda: convert.tiktoken_to_hf(*opened.parts)}
-    else:
-        ways = {"tokenizers": lambda: convert.sentencepiece_to_hf(opened.parts[0], opened.prefix, opened.suffix)}
-    found = []
-    for backend, build in ways.items():
-        if importlib.util.find_spec(backend) is None:
-            continue
-        step = max(1, opened.vocab_size // 4_000)
-        vocab = [_text(opened.engine, number) for number in range(0, opened.vocab_size, step)]
-        found.append(candidates.prove(handle, backend, build, vocab, opened.special_texts, thorough=thorough))
-    return found
+# -- proof ---------------------------------------------------------------------------------------
+def proof(handle: Tokenizer, opened: Opened, *, thorough: bool) -> candidates.Verdict | None:
+    """Try the other library that could serve this tokenizer; None where it is not installed."""
+    ways: dict[str, tuple[str, Callable[..., Engine]]] = {
+        "tokenizers": ("tiktoken", convert.hf_to_tiktoken),
+        "tiktoken": ("tokenizers", convert.tiktoken_to_hf),
+        "sentencepiece": ("tokenizers", convert.sentencepiece_to_hf),
+    }
+    backend, convert_to = ways[handle.home]
+    if importlib.util.find_spec(backend) is None:
+        return None
+    step = max(1, opened.vocab_size // 4_000)
+    vocab = [_text(opened.engine, number) for number in range(0, opened.vocab_size, step)]
+    around = () if handle.home == "tiktoken" else (opened.prefix, opened.suffix)
+
+    def build() -> Engine:
+        return convert_to(*opened.parts, *around)
+
+    return candidates.prove(handle, backend, build, vocab, opened.special_texts, thorough=thorough)
 
 
 def _text(engine: Engine, number: int) -> str:

@@ -19,9 +19,8 @@ from layerzero.errors import invalid
 from layerzero_tokenizers import opening
 from layerzero_tokenizers.cache import CACHE, due
 from layerzero_tokenizers.candidates import measure, register
-from layerzero_tokenizers.handle import Tokenizer
+from layerzero_tokenizers.handle import Opened, Tokenizer
 from layerzero_tokenizers.identity import changes
-from layerzero_tokenizers.opening import Opened
 
 __all__ = ["forget", "load", "resolve"]
 
@@ -155,13 +154,10 @@ def _from_config(config: Mapping[str, Any]) -> Opened:
 
 
 def _handle(opened: Opened, *, live: bool, prove: bool, namespace: str = "", thorough: bool = False) -> Tokenizer:
-    handle = Tokenizer(
-        opened.fingerprint, opened.engine, vocab_size=opened.vocab_size, prefix=opened.prefix, suffix=opened.suffix,
-        splits=opened.splits, live=live, namespace=namespace, source=opened.source, special=opened.special,
-    )  # fmt: skip
+    handle = Tokenizer(opened, live=live, namespace=namespace)
     register(handle)
     if prove and not live:
-        others = opening.proofs(handle, opened, thorough=thorough)
-        if any(item.ids is None or item.decode is None for item in others):
+        other = opening.proof(handle, opened, thorough=thorough)
+        if other is not None and (other.ids is None or other.decode is None):
             measure(handle)
     return handle

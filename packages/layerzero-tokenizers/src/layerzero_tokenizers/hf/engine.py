@@ -6,58 +6,50 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.results import Tokens
 
 __all__ = ["HFEngine"]
 
 
-class HFEngine:
-    """`prefix` and `suffix` are put around a text where the tokenizer has no post-processor to do it itself.
+class HFEngine(Engine):
+    """`prefix` and `suffix` are for a tokenizer that has no post-processor to put them there itself.
 
     `strict` refuses to decode ids it does not know, as the library it stands in for does.
     """
 
     backend = "tokenizers"
-    __slots__ = ("_encode", "_lock", "_plain", "prefix", "strict", "suffix", "tok")
+    __slots__ = ("_encode", "_lock", "_plain", "strict", "tok")
 
     def __init__(
         self, tok: Any, prefix: Sequence[int] = (), suffix: Sequence[int] = (), *, strict: bool = False
     ) -> None:
+        super().__init__(prefix, suffix)
         self.tok = tok
         self.strict = strict
         self._encode = tok.encode
-        self.prefix, self.suffix = list(prefix), list(suffix)
         self._plain: Any = None
         self._lock = threading.Lock()
 
     def encode(self, text: str, add: bool, parse: bool) -> list[int]:
         """Ids as `Tokenizer.encode` gives them."""
-        found: list[int] = (self._encode if parse else self._plain_tok().encode)(text, None, False, add).ids
+        found: list[int] = (self._encode if parse else self._reader(False).encode)(text, None, False, add).ids
         return [*self.prefix, *found, *self.suffix] if add and (self.prefix or self.suffix) else found
 
     def encode_offsets(self, text: str, add: bool, parse: bool) -> Tokens:
         """Ids and the library's own offsets."""
-        found = (self.tok if parse else self._plain_tok()).encode(text, None, False, add)
-        return self._tokens(found, add)
-
-    def _tokens(self, found: Any, add: bool) -> Tokens:
-        if not add or not (self.prefix or self.suffix):
-            return Tokens(found.ids, found.offsets)
-        before, after = [(0, 0)] * len(self.prefix), [(0, 0)] * len(self.suffix)
-        return Tokens([*self.prefix, *found.ids, *self.suffix], [*before, *found.offsets, *after])
+        found = self._reader(parse).encode(text, None, False, add)
+        return self._tokens(found.ids, found.offsets, add)
 
     def encode_batch(self, texts: list[str], add: bool, parse: bool) -> list[list[int]]:
         """The library's own batch call, which uses its own threads; the fast one does not compute offsets."""
-        tok = self.tok if parse else self._plain_tok()
-        rows = [item.ids for item in tok.encode_batch_fast(texts, add_special_tokens=add)]
-        if add and (self.prefix or self.suffix):
-            return [[*self.prefix, *row, *self.suffix] for row in rows]
-        return rows
+        found = self._reader(parse).encode_batch_fast(texts, add_special_tokens=add)
+        return self._rows([item.ids for item in found], add)
 
     def offsets_batch(self, texts: list[str], add: bool, parse: bool) -> list[Tokens]:
         """The same with offsets."""
-        tok = self.tok if parse else self._plain_tok()
-        return [self._tokens(item, add) for item in tok.encode_batch(texts, add_special_tokens=add)]
+        found = self._reader(parse).encode_batch(texts, add_special_tokens=add)
+        return [self._tokens(item.ids, item.offsets, add) for item in found]
 
     def decode(self, ids: list[int], skip: bool) -> str:
         """The text, as `Tokenizer.decode` gives it."""
@@ -69,7 +61,7 @@ class HFEngine:
     def decode_batch(self, rows: list[list[int]], skip: bool) -> list[str]:
         """The library's own batch call."""
         if self.strict:
-            return [self.decode(row, skip) for row in rows]
+            return super().decode_batch(rows, skip)
         texts: list[str] = self.tok.decode_batch(rows, skip_special_tokens=skip)
         return texts
 
@@ -77,8 +69,10 @@ class HFEngine:
         """The first id the library cannot take. It passes over ids that it does not know, and so do we."""
         return next((item for item in ids if type(item) is not int or not 0 <= item < 1 << 32), None)
 
-    def _plain_tok(self) -> Any:
-        """A second tokenizer that reads special tokens in a text as text; made at first need."""
+    def _reader(self, parse: bool) -> Any:
+        """The tokenizer, or a second one that reads special tokens in a text as text; made at first need."""
+        if parse:
+            return self.tok
         if self._plain is None:
             with self._lock:
                 if self._plain is None:

@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from layerzero_tokenizers.engines import in_threads
+from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.results import Tokens
 
 __all__ = ["TiktokenEngine", "spans"]
 
 
-class TiktokenEngine:
-    """`prefix` and `suffix` are put around a text; tiktoken itself puts nothing there. `lenient` passes over ids that
-    are in no table, as the library this encoding stands in for does.
+class TiktokenEngine(Engine):
+    """`lenient` passes over ids that are in no table, as the library this encoding stands in for does.
 
     The public `encode` first searches the text for special tokens that are not allowed; here all are, or none is
     parsed, so the core is called without that search.
     """
 
     backend = "tiktoken"
-    __slots__ = ("_core", "_ordinary", "_special", "_special_ids", "enc", "lenient", "prefix", "suffix")
+    __slots__ = ("_core", "_ordinary", "_special", "_special_ids", "enc", "lenient")
 
     def __init__(
         self, enc: Any, prefix: Sequence[int] = (), suffix: Sequence[int] = (), *, lenient: bool = False
     ) -> None:
+        super().__init__(prefix, suffix)
         self.enc = enc
         self.lenient = lenient
-        self.prefix, self.suffix = list(prefix), list(suffix)
         self._special = enc.special_tokens_set
         self._special_ids = frozenset(enc._special_tokens.values())
         core: Any = getattr(enc, "_core_bpe", None)
@@ -46,19 +45,7 @@ class TiktokenEngine:
     def encode_offsets(self, text: str, add: bool, parse: bool) -> Tokens:
         """Ids with (start, end) in characters; the starts are those of `Encoding.decode_with_offsets`."""
         ids = self.encode(text, False, parse)
-        places = spans(self.enc.decode_tokens_bytes(ids))
-        if not add or not (self.prefix or self.suffix):
-            return Tokens(ids, places)
-        before, after = [(0, 0)] * len(self.prefix), [(0, 0)] * len(self.suffix)
-        return Tokens([*self.prefix, *ids, *self.suffix], [*before, *places, *after])
-
-    def encode_batch(self, texts: list[str], add: bool, parse: bool) -> list[list[int]]:
-        """Every text; the work is shared out only where it is worth a thread."""
-        return in_threads(lambda text: self.encode(text, add, parse), texts)
-
-    def offsets_batch(self, texts: list[str], add: bool, parse: bool) -> list[Tokens]:
-        """The same with offsets."""
-        return in_threads(lambda text: self.encode_offsets(text, add, parse), texts)
+        return self._tokens(ids, spans(self.enc.decode_tokens_bytes(ids)), add)
 
     def decode(self, ids: list[int], skip: bool) -> str:
         """The text; bytes that are no UTF-8 become U+FFFD, as in `Encoding.decode`."""
@@ -72,18 +59,9 @@ class TiktokenEngine:
             text = self.enc.decode([item for item in ids if self._known(item)])
         return text
 
-    def decode_batch(self, rows: list[list[int]], skip: bool) -> list[str]:
-        """Every row."""
-        return [self.decode(row, skip) for row in rows]
-
     def unknown_id(self, ids: Sequence[Any]) -> Any:
         """The first id that is in no table."""
-        for item in ids:
-            if type(item) is not int or item < 0:
-                return item
-            if not self._known(item):
-                return item
-        return None
+        return next((item for item in ids if type(item) is not int or item < 0 or not self._known(item)), None)
 
     def _known(self, item: int) -> bool:
         try:
