@@ -163,12 +163,15 @@ def test_long_plans_hold_every_row_once_and_stay_inside_the_keys(name):
     tables = forward_tables(batch, True, 32, 8, CPU, block_m=128, block_n=128, together=False)
     rows = tables.tokens[tables.tokens >= 0]
     assert torch.equal(rows.sort().values, torch.arange(batch.total_q, dtype=torch.int32))
-    token, asked, head, low, high, free, slot, start, limit, step = tables.spans[:, :10].unbind(1)
-    assert (token >= 0).all() and (token + asked <= batch.total_q).all() and asked.max() <= 128
+    tile, head, low, high, slot, start, free, _ = tables.items[tables.items[:, 3] > tables.items[:, 2]].unbind(1)
+    tokens, limits = (table.reshape(-1, 128)[tile] for table in (tables.tokens, tables.limits))
+    asked = (tokens >= 0).sum(1)
+    last = limits.gather(1, asked[:, None] - 1)[:, 0]
+    assert (asked > 0).all() and tokens.max() < batch.total_q
     assert (head >= 0).all() and (head < 32).all()
     assert (low >= 0).all() and (low < high).all() and (start + high <= batch.total_k).all()
     assert ((low <= free) & (free <= high) & ((free - low) % 128 == 0)).all()
-    assert (free <= torch.maximum(limit, low)).all()  # what needs no mask is seen by the first row
-    assert (limit + step * (asked - 1) >= high).all()  # and something is seen by the last one
+    assert (free <= torch.maximum(limits[:, 0], low)).all()  # what needs no mask is seen by the first row
+    assert (last >= high).all()  # and something is seen by the last one
     assert (slot < tables.plan.slots).all()
     assert asked.sum() == 32 * batch.total_q if not tables.plan.merges else asked.sum() > 32 * batch.total_q

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Container, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +15,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from layerzero.errors import invalid
 from layerzero.model.attention import scaled
 from layerzero.model.grouped import GroupedBatch
+from layerzero_triton import cache
 from layerzero_triton.grouped import backward as back
 from layerzero_triton.grouped import forward as fore
-from layerzero_triton.grouped.checks import check_call
-from layerzero_triton.grouped.compiling import into_our_cache
-from layerzero_triton.grouped.strides import flat
 from layerzero_triton.grouped.tables import backward_tables, forward_tables
 
-__all__ = ["Config", "forward", "gradients", "hopper", "shared_tiles", "work_list"]
+__all__ = ["Config", "forward", "gradients", "shared_tiles", "work_list"]
 
 _LOG2E = 1.4426950408889634
+_HALVES = (torch.float16, torch.bfloat16)
+_compiled: set[Hashable] = set()
+_MOST = 4096  # keys; a program with more starts over, which costs a lock a call
 
 
 class Config(NamedTuple):
@@ -61,7 +63,7 @@ def work_list(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
     """One launch over tiles of single groups; for groups of many queries."""
-    check_call(query, key, value, batch, tuple(FORWARD))
+    _check(query, key, value, batch, tuple(FORWARD))
     return _grouped("work_list", partial(forward, together=False), query, key, value, batch, causal, scale, return_lse)
 
 
@@ -69,27 +71,10 @@ def shared_tiles(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
     """One launch in which each block of keys and values is loaded once for all groups; for groups of few queries."""
-    check_call(query, key, value, batch, tuple(SHARED))
+    _check(query, key, value, batch, tuple(SHARED))
     return _grouped(
         "shared_tiles", partial(forward, together=True), query, key, value, batch, causal, scale, return_lse
     )
-
-
-def hopper(
-    query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
-) -> Any:
-    """As `work_list`, with the forward that is written for Hopper; for measurements only, no descriptor names it.
-
-    It computes what it should wherever it was alone on an H200. Where eight processes shared the GPU, launches of 4096
-    programs and more ended in a CUDA error that no later call of the process survives; the cause is not known.
-    """
-    from layerzero_triton.grouped.hopper_launch import HEAD_DIMS
-    from layerzero_triton.grouped.hopper_launch import forward as on_hopper
-
-    check_call(query, key, value, batch, tuple(HEAD_DIMS))
-    if query.is_cuda and torch.cuda.get_device_capability(query.device) != (9, 0):
-        raise invalid("SM_UNKNOWN", str(torch.cuda.get_device_capability(query.device)), "SM 9.0")
-    return _grouped("hopper", on_hopper, query, key, value, batch, causal, scale, return_lse)
 
 
 def _grouped(
@@ -97,12 +82,49 @@ def _grouped(
     scale: float | None, return_lse: bool,
 ) -> Any:  # fmt: skip
     query, scale = scaled(query, scale)  # the running maximum is taken before scaling
-    with _on(query), into_our_cache(name, query.dtype, query.shape[1:], key.shape[1]) as fresh:
+    with _on(query), _into_our_cache(name, query.dtype, query.shape[1:], key.shape[1]) as fresh:
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = _Grouped.apply(run, query, key, value, batch, causal, scale, fresh)  # type: ignore[no-untyped-call]
         else:
             out, lse = run(query, key, value, batch, causal, scale, fresh=fresh)
     return (out, lse) if return_lse else out
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, head_dims: Container[int]) -> None:
+    """Raise for tensors that do not fit each other, the batch, or the kernels; looks at metadata only."""
+    shape, other = query.shape, key.shape
+    if len(shape) != 3 or len(other) != 3 or other != value.shape or shape[2] != other[2]:
+        given = f"query {tuple(shape)}, key {tuple(other)}, value {tuple(value.shape)}"
+        raise invalid("SHAPE_INVALID", given, "[total_q, Hq, D] and twice [total_k, Hkv, D]")
+    if shape[2] not in head_dims:
+        raise invalid("HEAD_DIM_INVALID", shape[2], str(head_dims))
+    if other[1] == 0 or shape[1] % other[1]:
+        raise invalid("GQA_RATIO_INVALID", shape[1], other[1])
+    if shape[0] != batch.total_q or other[0] != batch.total_k:
+        message = "the tensors do not fit the batch"
+        expected = f"{batch.total_q} and {batch.total_k}"
+        raise invalid("SHAPE_INVALID", f"{shape[0]} queries, {other[0]} keys", expected, message)
+    if not query.dtype == key.dtype == value.dtype or (query.is_cuda and query.dtype not in _HALVES):
+        expected = "float16 or bfloat16, all the same"
+        raise invalid("DTYPE_UNSUPPORTED", ", ".join(str(item.dtype) for item in (query, key, value)), expected)
+    if not query.device == key.device == value.device:
+        raise invalid("DEVICE_MIXED", ", ".join(str(item.device) for item in (query, key, value)), "one device")
+
+
+@contextlib.contextmanager
+def _into_our_cache(*key: Hashable) -> Iterator[bool]:
+    """The first call with a key compiles into our own folder; later ones find the kernel in memory.
+
+    Gives whether it is the first: it then compiles what only later calls may need, so that no request does.
+    """
+    if key in _compiled:
+        yield False
+        return
+    with cache.scoped():
+        yield True
+    if len(_compiled) >= _MOST:
+        _compiled.clear()
+    _compiled.add(key)
 
 
 def _on(tensor: Tensor) -> Any:
@@ -128,14 +150,21 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        with _on(query), into_our_cache("gradients", query.dtype, query.shape[1:], key.shape[1]):
+        with _on(query), _into_our_cache("gradients", query.dtype, query.shape[1:], key.shape[1]):
             found = gradients(grad, query, key, value, out, lse, ctx.batch, ctx.causal, ctx.scale)
         return None, *found, None, None, None, None
 
 
 def _descriptor(tokens: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    found = flat(tokens)
-    return TensorDescriptor(found, list(found.shape), [found.stride(0), 1], [rows, dim])
+    """[tokens, H, D] as [tokens, H * D] for the copy engine; a copy where the strides do not suit it."""
+    count, heads, width = tokens.shape
+    by_token, by_head, by_dim = tokens.stride()
+    fits = by_dim == 1 and (by_head == width or heads == 1) and by_token >= heads * width
+    if not fits or by_token * tokens.element_size() % 16 or tokens.data_ptr() % 16:
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+        by_token = heads * width
+    found = torch.as_strided(tokens, (count, heads * width), (by_token, 1))
+    return TensorDescriptor(found, list(found.shape), [by_token, 1], [rows, dim])
 
 
 def forward(

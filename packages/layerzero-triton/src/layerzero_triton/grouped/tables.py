@@ -21,19 +21,14 @@ class Tables:
     """What the kernels read.
 
     items [n, 8]       tile, head, low, high, slot, key start, free, 0; all keys before `free` are seen by every row
-    spans [m, 12]      the same for tiles of one span, without those that see no key: first token, tokens, head, low,
-                       high, free, slot, key start, limit of the first token, its growth, 0, 0; empty for other tiles
     tokens, limits     [tiles * tokens per tile] the token of every row (-1 for none) and the keys it sees
-    blind              whether `spans` leaves tiles out
     """
 
     plan: Plan
     items: Tensor
-    spans: Tensor
     merges: Tensor
     tokens: Tensor
     limits: Tensor
-    blind: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +62,18 @@ def _forward(
         GroupedBatch.of_lengths(lengths), causal=causal, heads=heads, kv_heads=kv_heads, block_m=block_m,
         block_n=block_n, together=together, processors=_processors(device), split=split,
     )  # fmt: skip
-    items, spans = [], []
+    items = []
     for item in plan.items:
         tile = plan.tiles[item.tile]
         free = item.low + max(0, min(tile.shortest, item.high) - item.low) // block_n * block_n
         items.append((item.tile, item.head, item.low, item.high, item.slot, tile.key_start, free, 0))
-        if not together and item.high > item.low:
-            token, count, limit, step = tile.spans[0]
-            keys = (item.low, item.high, free, item.slot, tile.key_start)
-            spans.append((token, count, item.head, *keys, limit, step, 0, 0))
     tokens, limits = _rows(plan.tiles, plan.tokens_per_tile)
     return Tables(
         plan,
         torch.tensor(items, dtype=torch.int32).reshape(-1, 8).to(device),
-        torch.tensor(spans, dtype=torch.int32).reshape(-1, 12).to(device),
         torch.tensor(plan.merges, dtype=torch.int32).reshape(-1, 4).to(device),
         tokens.to(device),
         limits.to(device),
-        any(tile.longest == 0 for tile in plan.tiles),
     )
 
 
