@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.json_form import Plain
 from layerzero.model.kv_cache import PagedBatch
 
 __all__ = ["SEED", "Call", "KVCache", "PlainTorch", "Recorder", "Sizes", "Weights", "forward", "sizes_for"]
@@ -26,7 +27,7 @@ TOP_P = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Plain):
     """How large the block is. The prompt ends shortly before a power of two, so that decoding crosses a bucket."""
 
     hidden: int

@@ -13,7 +13,7 @@ from layerzero.cli.html import escaped as _e
 from layerzero.cli.html import page
 from layerzero.model.decision import Candidate
 from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
-from layerzero_tune.demo.text import check_word, duration, introduction, notes, reason_to_select
+from layerzero_tune.demo.text import check_word, decode_lines, duration, introduction, notes
 
 __all__ = ["render"]
 
@@ -220,16 +220,10 @@ def _decode(tour: Tour) -> str:
     )
     ours, theirs = (median(getattr(step, name) for step in tour.decode) for name in ("lz_us", "torch_us"))
     told = [
-        f"Context {step.context}: {step.selections} selected{reason_to_select(tour, step.context)}."
-        for step in tour.decode
-        if step.selections
-    ]
-    told += [
+        *decode_lines(tour),
         f"The other {tour.decode_calls - tour.decode_selections} calls found their kernel; "
         f"{tour.counters['failovers']} had to fail over.",
         f"{1e6 / ours:.0f} tokens per second; plain torch, step by step in turn: {1e6 / theirs:.0f}.",
-        f"Paged and dense attention {'match' if tour.agreement.ok else 'do NOT match'} at every step "
-        f"(largest difference {tour.agreement.max_error:.0e}).",
     ]
     return (
         f"<h2>Decoding: {tour.decode_selections} selections for {len(tour.decode)} steps</h2>\n"

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json as json_module
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from layerzero.cli.output import is_plain, show
+from layerzero.cli.output import Line, is_plain, show
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.files import write_whole
 
 if TYPE_CHECKING:
     from layerzero_tune.demo.stations import Tour
 
-__all__ = ["run"]
+__all__ = ["run", "text_lines", "text_round_trip"]
 
+_PROMPT = "The quick brown fox"
 _NARROW = 104  # columns of a terminal below which a kernel stands under its step
 
 
@@ -34,8 +37,6 @@ def run(html: Path | None = None, json: bool = False, device: str | None = None,
     except LayerZeroError as error:
         print(f"lz demo: the block could not run: {error}", file=sys.stderr)
         return 1
-    from layerzero_tune.demo.words import text_lines, text_round_trip
-
     text = text_round_trip()
     written, problem = _write_page(html, tour) if html is not None else (None, "")
     if json:
@@ -45,9 +46,8 @@ def run(html: Path | None = None, json: bool = False, device: str | None = None,
         from layerzero_tune.demo.text import blocks
 
         narrow = not is_plain(sys.stdout) and shutil.get_terminal_size().columns < _NARROW
-        show(blocks(tour, written, narrow=narrow), sys.stdout)
-    if not json and text is not None:
-        print("\n".join(("", *text_lines(text))))
+        told = [Line(), *(Line(line, hang=4) for line in text_lines(text))] if text is not None else []
+        show([*blocks(tour, written, narrow=narrow), *told], sys.stdout)
     if problem:
         print(f"lz demo: {problem}", file=sys.stderr)
     return 0 if tour.ok and not problem and (text is None or text.get("round_trip", True)) else 1
@@ -80,3 +80,47 @@ def _write_page(path: Path, tour: Tour) -> tuple[Path | None, str]:
     except OSError as error:
         return None, f"the page could not be written: {error}"
     return path, ""
+
+
+# -- the last stop: text in, text out --------------------------------------------------------------
+def text_round_trip() -> dict[str, Any] | None:
+    """Tokenize, generate and detokenize with a tokenizer trained on the spot; None where the package is not there."""
+    package = "layerzero_tokenizers"
+    if any(importlib.util.find_spec(name) is None for name in (package, "tokenizers")):
+        return None
+    try:
+        return _taken(package)
+    except LayerZeroError as error:  # a policy that keeps tokenizers out, say
+        return {"error": str(error)}
+
+
+def _taken(package: str) -> dict[str, Any]:
+    import layerzero as lz
+
+    small, pipeline, sources = (importlib.import_module(f"{package}.{n}") for n in ("small", "pipeline", "sources"))
+    tokenizer = sources.load(small.gpt2())
+    model = pipeline.TinyTransformer(tokenizer.vocab_size)
+    made = pipeline.generate(_PROMPT, tokenizer, model, max_new_tokens=12)
+    report = lz.explain("tokenize", _PROMPT, tokenizer)
+    return {
+        "prompt": _PROMPT,
+        "prompt_ids": made.prompt_ids,
+        "ids": made.ids,
+        "text": made.text,
+        "kernel": report.ran or report.chosen,
+        "round_trip": lz.detokenize(made.prompt_ids, tokenizer) == _PROMPT,
+    }
+
+
+def text_lines(found: dict[str, Any] | None) -> list[str]:
+    """The same for people; empty where there was nothing to show."""
+    if found is None:
+        return []
+    if "error" in found:
+        return [f"Text in, text out: {found['error']}"]
+    back = "comes back unchanged" if found["round_trip"] else "DOES NOT come back"
+    return [
+        "Text in, text out (random weights, so the words mean nothing)",
+        f"  {found['prompt']!a}: {len(found['prompt_ids'])} tokens by {found['kernel']}, and {back}",
+        f"  then {len(found['ids'])} more, streamed: {found['text']!a}",
+    ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from layerzero.json_form import Plain, plain
 from layerzero.model.decision import Candidate
 from layerzero.model.device import DeviceSpec
 from layerzero_tune.demo.block import Sizes
@@ -15,7 +16,7 @@ _SAME = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
+class Station(Plain):
     """One op of the block, as a newcomer should meet it."""
 
     key: str
@@ -78,7 +79,7 @@ DECODE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Plain):
     """A result held against the reference. `detail` says how, `max_error` how far off it was."""
 
     ok: bool
@@ -87,7 +88,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Plain):
     """What was found at a station.
 
     `chosen` is the decision, `ran` what dispatch noted when it ran: they differ after a failover. `others_us` times
@@ -135,23 +136,12 @@ class Stop:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            **asdict(self.station),
-            "shape": self.shape,
-            "chosen": self.chosen,
-            "ran": self.ran,
-            "check": asdict(self.check),
-            "lz_us": round(self.lz_us, 2),
-            "torch_us": round(self.torch_us, 2),
-            "plan_us": None if self.plan_us is None else round(self.plan_us, 2),
-            "verdict": self.verdict,
-            "others_us": {name: round(value, 2) for name, value in self.others_us.items()},
-            "candidates": [item.to_json() for item in self.candidates],
-        }
+        found = Plain.to_json(self)
+        return {**found.pop("station"), **found, "verdict": self.verdict}
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(Plain):
     """One decode step: what dispatch had to do for it, and how long it took."""
 
     context: int
@@ -208,24 +198,20 @@ class Tour:
             "failed": self.failed,
             "device": self.device.to_json(),
             "dtype": self.dtype,
-            "sizes": asdict(self.sizes),
+            "sizes": plain(self.sizes),
             "facts": dict(self.facts),
             "kernels_considered": self.kernels_considered,
-            "prefill": {
-                "first_pass_us": round(self.first_pass_us, 1),
-                "lz_us": round(self.lz_us, 1),
-                "torch_us": round(self.torch_us, 1),
-            },
-            "stops": [stop.to_json() for stop in self.stops],
+            "prefill": {name: getattr(self, name) for name in ("first_pass_us", "lz_us", "torch_us")},
+            "stops": plain(self.stops),
             "decode": {
                 "steps": len(self.decode),
                 "calls": self.decode_calls,
                 "selections": self.decode_selections,
-                "paged_matches_dense": asdict(self.agreement),
+                "paged_matches_dense": self.agreement.to_json(),
                 "counters": self.counters,
-                "each": [asdict(step) for step in self.decode],
+                "each": plain(self.decode),
             },
-            "seconds": round(self.seconds, 2),
+            "seconds": self.seconds,
         }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from layerzero.cli.output import STYLES, Block, Cell, Line, Table
 from layerzero_tune.demo.stations import Check, Stop, Tour, verdict
 
-__all__ = ["blocks", "check_word", "duration", "introduction", "notes", "reason_to_select", "summary"]
+__all__ = ["blocks", "check_word", "decode_lines", "duration", "introduction", "notes", "summary"]
 
 _HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
 _CLEARLY = 1.2  # less than this between two kernels may be the noise of a short measurement
@@ -87,19 +87,23 @@ def _decode_lines(tour: Tour) -> list[str]:
     lines = [
         f"{steps} steps, {calls} calls, {made} selections: a choice is made once, then looked up while the cache grows."
     ]
-    lines += [
-        f"  context {step.context}: {step.selections} selected{reason_to_select(tour, step.context)}"
-        for step in tour.decode
-        if step.selections
-    ]
+    return [*lines, *decode_lines(tour)]
+
+
+def decode_lines(tour: Tour) -> list[str]:
+    """Which steps had to select, and whether paged and dense attention agree."""
     state = "match" if tour.agreement.ok else "DO NOT match"
     return [
-        *lines,
+        *(
+            f"Context {step.context}: {step.selections} selected{_reason_to_select(tour, step.context)}."
+            for step in tour.decode
+            if step.selections
+        ),
         f"Paged and dense attention {state} at every step (largest difference {tour.agreement.max_error:.0e}).",
     ]
 
 
-def reason_to_select(tour: Tour, context: int) -> str:
+def _reason_to_select(tour: Tour, context: int) -> str:
     """Why a decode step had to choose, where that can be told; begins with a comma."""
     if context == tour.decode[0].context:
         return ", because one token at a time is new after the prompt"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,9 +17,12 @@ from torch import Tensor
 import layerzero as lz
 from layerzero._ops.signature import public_op
 from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.numerics import compare, tolerance
 from layerzero.runtime.state import state
+from layerzero.tuning.inputs import Call as Inputs
+from layerzero.tuning.truth import Gate, reduction
 from layerzero_tune.demo.block import (
     SEED,
     Call,
@@ -34,11 +36,11 @@ from layerzero_tune.demo.block import (
     sizes_for,
 )
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, DecodeStep, Station, Stop, Tour
+from layerzero_tune.timing.race import race
 
 __all__ = ["TICKS", "take"]
 
 TICKS = 3 + len(PREFILL) + len(DECODE)
-_DRAWS = 24
 
 
 def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tour:
@@ -152,7 +154,7 @@ def _agreement(pairs: list[tuple[Tensor | None, Tensor | None]]) -> Check:
 def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool) -> Stop:
     function = getattr(lz, call.op)
     report = lz.explain(call.op, *call.args, **call.kwargs)
-    check = _check_draws(call) if call.op.startswith("sample") else _check(call)
+    check = _check(call, report.context)
     contenders: dict[str, Callable[[], Any]] = {
         "": partial(function, *call.args, **call.kwargs),
         "torch": partial(getattr(PlainTorch, call.op), *call.args, **call.kwargs),
@@ -179,51 +181,23 @@ def _shape(call: Call) -> str:
     return " · ".join(shown)
 
 
-def _check(call: Call) -> Check:
-    """Hold the result against the op's reference, computed from the same inputs in a wider type."""
-    public = public_op(call.op)
-    canonical, _, _ = public.normalize(call.args, call.kwargs)
-    assert public.fallback_impl is not None
-    expected = public.fallback_impl(*(_wider(item) for item in canonical))
-    got, want = (item if isinstance(item, tuple) else (item,) for item in (call.out, expected))
-    ok, worst, bound = True, 0.0, ""
-    for left, right in zip(got, want, strict=True):
-        bounds = tolerance(call.op, left.dtype, k=call.args[0].shape[-1] if call.op == "linear" else None)
-        report = compare(left, right, bounds)
-        ok, worst = ok and report.ok, max(worst, report.max_abs)
-        bound = "must be equal" if bounds.exact else f"may differ by {bounds.atol:.0e} + {bounds.rtol:.0e}·|x|"
-    return Check(ok, worst, bound)
+def _check(call: Call, ctx: Context) -> Check:
+    """Hold the op against its truth on the same inputs, by the gate that every tuned kernel passes."""
+    spec = public_op(call.op)
+    args, layout, _ = spec.normalize(call.args, call.kwargs)
 
+    def run(*args: Any) -> Any:
+        named = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=True))
+        return getattr(lz, call.op)(**named)
 
-def _wider(item: Any) -> Any:
-    if isinstance(item, Tensor) and item.is_floating_point():
-        return item.to(torch.float32 if item.device.type == "mps" else torch.float64)
-    return item
-
-
-def _check_draws(call: Call) -> Check:
-    """Kernels draw differently from one seed, so look at the set: every draw must be one the reference could make."""
-    logits, bound = call.args
-    draw = partial(getattr(lz, call.op), logits, bound, **call.kwargs)
-    allowed = _allowed(call.op, logits, bound)
-    drawn = [int(call.out), *(int(draw()) for _ in range(_DRAWS))]
-    outside = sum(token not in allowed for token in drawn)
-    likeliest = bool(logits[0, draw(temperature=0.0)] == logits.max())
-    detail = f"{len(drawn)} draws, {outside} outside the {len(allowed)} allowed tokens; temperature 0 gives "
-    return Check(likeliest and not outside, float(outside), detail + ("the likeliest" if likeliest else "ANOTHER one"))
-
-
-def _allowed(op: str, logits: Tensor, bound: float) -> set[int]:
-    """Tokens the reference may draw, and any that tie with the last of them."""
-    row = logits[0].cpu().double()
-    ordered = row.sort(descending=True).values
-    if op == "sample_topk":
-        last = ordered[int(bound) - 1]
+    with torch.random.fork_rng([]):
+        verdict = Gate(spec, ctx, lambda: Inputs(args, call.kwargs, layout)).check(None, run)
+    bound = tolerance(call.op, ctx.dtype, k=reduction(args))
+    if call.op.startswith("sample"):
+        rule = "equal seeds give the reference's tokens, or all draws its distribution"
     else:
-        probs = ordered.softmax(dim=-1)
-        # Where the mass just reaches p, rounding decides: a hair of slack.
-        last = ordered[int((probs.cumsum(dim=-1) - probs < bound + 1e-6).sum()) - 1]
-    return set(torch.nonzero(row >= last).flatten().tolist())
+        rule = "must be equal" if bound.exact else f"may differ by {bound.atol:.0e} + {bound.rtol:.0e}·|x|"
+    return Check(verdict.ok, verdict.max_error, verdict.why or rule)
 
 
 # -- time ----------------------------------------------------------------------------------------
@@ -240,23 +214,16 @@ def _interleaved(
     contenders: dict[str, Callable[[], Any]], sync: Callable[[], None], *, quick: bool
 ) -> dict[str, float]:
     """Median µs per call. All take turns in each round, so that a slow moment of the machine hits them alike."""
-    rounds, share = (3, 500.0) if quick else (7, 3000.0)
-    counts = {}
-    for name, call in contenders.items():
-        call()
-        counts[name] = max(1, min(300, int(share / max(_timed(call, sync=sync)[0], 1.0))))
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds):
-        order = list(contenders.items())
-        for name, call in order if turn % 2 else order[::-1]:
-            us, _ = _timed(_repeat, call, counts[name], sync=sync)
-            times[name].append(us / counts[name])
-    return {name: median(values) for name, values in times.items()}
 
+    def clock(call: Callable[[], Any], count: int) -> float:
+        def repeat() -> None:
+            for _ in range(count):
+                call()
 
-def _repeat(call: Callable[[], Any], count: int) -> None:
-    for _ in range(count):
-        call()
+        return _timed(repeat, sync=sync)[0] / count
+
+    found = race(contenders, rounds=5 if quick else 31, clock=clock, warmup=1)
+    return {name: item.median_us for name, item in found.times.items()}
 
 
 @contextmanager
