@@ -389,7 +389,7 @@ def test_an_old_transformers_is_refused_with_its_version(monkeypatch: pytest.Mon
     import transformers
 
     assert lz.enable_transformers() == transformers.__version__
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.1")
     with pytest.raises(BackendNotAvailableError, match=r"4\.57\.1") as error:
         lz.patch(zoo.made("llama"))
     assert error.value.code == "BACKEND_VERSION_MISMATCH"

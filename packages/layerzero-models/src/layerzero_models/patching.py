@@ -6,7 +6,7 @@ import importlib
 from typing import Any, TypeVar
 
 from layerzero.errors import InvalidInputError
-from layerzero_models.report import PatchReport
+from layerzero_models.record import PatchReport
 
 __all__ = ["PATCHERS", "patch", "patched", "patcher_of", "unpatch"]
 

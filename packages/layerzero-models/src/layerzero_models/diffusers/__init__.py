@@ -7,41 +7,23 @@ itself, so other models stay as they are, and `unpatch` puts back the very same 
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, invalid
-from layerzero_models.changes import Changes
+from layerzero.errors import InvalidInputError, invalid
 from layerzero_models.patching import patcher_of
-from layerzero_models.report import Left, Patched, PatchReport
+from layerzero_models.record import Left, Patched, PatchReport, Record, apply, report_of, restore, version_of
 
-__all__ = ["MINIMUM", "patch", "patched", "unpatch", "version"]
-
-MINIMUM = (0, 36)
-_RECORD = "_layerzero_patch"
+__all__ = ["patch", "patched", "unpatch", "version"]
 
 
 def version() -> str:
     """The version of diffusers here; an error where there is none, or one older than the dispatcher we enter by."""
-    try:
-        found = importlib.metadata.version("diffusers")
-    except importlib.metadata.PackageNotFoundError:
-        raise BackendNotAvailableError(
-            code="BACKEND_NOT_INSTALLED", value="diffusers", limit="'layerzero-models[diffusers]'"
-        ) from None
-    parts = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if parts < MINIMUM:
-        raise BackendNotAvailableError(
-            f"diffusers {found} is too old to patch",
-            code="BACKEND_VERSION_MISMATCH",
-            value=found,
-            limit=f">={'.'.join(map(str, MINIMUM))}",
-        )
-    return found
+    return version_of("diffusers", (0, 36))
 
 
 def patch(
@@ -78,9 +60,7 @@ def patch(
 def unpatch(model: Any) -> None:
     """Put back what `patch` replaced, in a model or in each model of a pipeline."""
     if isinstance(model, nn.Module):
-        record = vars(model).pop(_RECORD, None)
-        if record is not None:
-            record[0].undo()
+        restore(model)
         return
     for _, part, patcher in _components(model):
         patcher.unpatch(part)
@@ -89,8 +69,7 @@ def unpatch(model: Any) -> None:
 def patched(model: Any) -> PatchReport | None:
     """What was patched in a model, or in all models of a pipeline together; None where nothing is."""
     if isinstance(model, nn.Module):
-        record = vars(model).get(_RECORD)
-        return None if record is None else record[1]
+        return report_of(model)
     parts: list[Patched] = []
     left: list[Left] = []
     found = False
@@ -129,11 +108,5 @@ def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _patch_module(model: nn.Module, release: str, attention: bool, norms: bool, feed_forward: bool) -> None:
     walk = importlib.import_module("layerzero_models.diffusers.walk")
-    changes = Changes()
-    try:
-        done, left = walk.apply(model, changes, attention=attention, norms=norms, feed_forward=feed_forward)
-    except BaseException:
-        changes.undo()
-        raise
-    report = PatchReport("diffusers", release, type(model).__name__, tuple(done), tuple(left))
-    vars(model)[_RECORD] = (changes, report)
+    step = functools.partial(walk.apply, attention=attention, norms=norms, feed_forward=feed_forward)
+    apply(model, Record(), "diffusers", release, step)

@@ -6,45 +6,37 @@ from typing import Any
 
 from torch import nn
 
-from layerzero_models.changes import Changes
 from layerzero_models.diffusers.borrowed import borrow
 from layerzero_models.diffusers.dispatcher import backend
 from layerzero_models.diffusers.parts import feed_forward_of, norm_of
 from layerzero_models.diffusers.processors import known
-from layerzero_models.report import Left, Patched
+from layerzero_models.record import Changes, Record
 
 __all__ = ["apply"]
 
 _GATE_LAST = "its gate is the second half, so that lz.mlp needs two products; feed_forward=True patches it"
 
 
-def apply(
-    model: nn.Module, changes: Changes, *, attention: bool, norms: bool, feed_forward: bool
-) -> tuple[list[Patched], list[Left]]:
-    """Replace what can be replaced, noting it in `changes`; what was done, and what was left and why."""
-    done: list[Patched] = []
-    left: list[Left] = []
-    ours = known()
+def apply(model: nn.Module, record: Record, *, attention: bool, norms: bool, feed_forward: bool) -> None:
+    """Replace what can be replaced, and write down what was done, and what was left and why."""
+    changes, ours = record.changes, known()
     for name, module in model.named_modules():
         processor = getattr(module, "processor", None)
         if attention and callable(processor):
-            op = _attention(module, processor, changes, ours)
-            kind = type(processor).__name__
-            done.append(Patched(name, kind, op[0])) if op[1] else left.append(Left(name, kind, op[0]))
-        if norms:
-            found = norm_of(module)
-            if isinstance(found, str):
-                left.append(Left(name, type(module).__name__, found))
-            elif found is not None:
-                changes.set(module, "forward", found[0])
-                done.append(Patched(name, type(module).__name__, found[1]))
+            word, done = _attention(module, processor, changes, ours)
+            (record.did if done else record.leave)(name, processor, word)
+        found = norm_of(module) if norms else None
+        if isinstance(found, str):
+            record.leave(name, module, found)
+        elif found is not None:
+            changes.set(module, "forward", found[0])
+            record.did(name, module, found[1])
         forward = feed_forward_of(module)
         if forward is not None and feed_forward:
             changes.set(module, "forward", forward)
-            done.append(Patched(name, type(module).__name__, "mlp"))
+            record.did(name, module, "mlp")
         elif forward is not None:
-            left.append(Left(name, type(module).__name__, _GATE_LAST))
-    return done, left
+            record.leave(name, module, _GATE_LAST)
 
 
 def _attention(module: Any, processor: Any, changes: Changes, ours: dict[type, Any]) -> tuple[str, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from layerzero_models.changes import Changes
+from layerzero_models.record import Changes
 from layerzero_models.transformers.enabling import NAME
 
 __all__ = ["choose_attention", "choose_experts"]

@@ -5,30 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from layerzero.errors import BackendNotAvailableError
+from layerzero_models.record import version_of
 
-__all__ = ["NAME", "enable_transformers", "version"]
+__all__ = ["NAME", "enable_transformers"]
 
 NAME = "layerzero"
-_OLDEST = (5, 0)
 _OWN = "_layerzero_loads"  # marks our from_pretrained, which holds transformers' own
-
-
-def version() -> str:
-    """The version of transformers here; one clear error where there is none, or one from before its interfaces."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise BackendNotAvailableError(
-            "transformers is not installed", code="BACKEND_NOT_INSTALLED", value="transformers", limit="transformers>=5"
-        ) from error
-    found: str = transformers.__version__
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-    if numbers < _OLDEST:
-        raise BackendNotAvailableError(
-            f"transformers {found} is too old", code="BACKEND_VERSION_MISMATCH", value=found, limit="transformers>=5"
-        )
-    return found
 
 
 def enable_transformers(*, auto_patch: bool | None = None) -> str:
@@ -41,7 +23,7 @@ def enable_transformers(*, auto_patch: bool | None = None) -> str:
     loads (see `lz.patch`), and `auto_patch=False` ends that; None leaves it as it is. Doing it twice changes nothing,
     and `lz.patch` does it too.
     """
-    found = version()
+    found = version_of("transformers", (5, 0))
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from layerzero_models.transformers.attending import attend

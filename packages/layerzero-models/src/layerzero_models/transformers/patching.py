@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.errors import invalid
-from layerzero_models.changes import Changes
-from layerzero_models.report import Left, Patched, PatchReport
+from layerzero_models.record import PatchReport, Record, apply, report_of, restore
 from layerzero_models.transformers import experts, layers, parts, probes, quick, rewriting
 from layerzero_models.transformers.choosing import choose_attention, choose_experts
 from layerzero_models.transformers.enabling import NAME, enable_transformers
@@ -24,27 +23,22 @@ _log = logging.getLogger("layerzero.transformers")
 
 # What can be left out with `skip=`.
 KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear", "embedding")
-_RECORD = "_layerzero_patch"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
 _QKV = (("q_proj", "k_proj", "v_proj"),)
 
 
-class _Record:
-    """One patched model: what was changed, and the report."""
+class _Record(Record):
+    """What was patched, and how: every product, and products of several layers in one."""
 
     def __init__(self, everything: bool, joined: bool) -> None:
+        super().__init__()
         self.everything, self.joined = everything, joined
-        self.changes = Changes()
         self.neighbours: list[tuple[str, Any, Neighbours]] = []  # with the part they are of, and its name
-        self.patched: list[Patched] = []
-        self.left: list[Left] = []
-        self.report: PatchReport | None = None
 
-    def did(self, name: str, module: Any, op: str) -> None:
-        self.patched.append(Patched(name, type(module).__name__, op))
-
-    def leave(self, name: str, module: Any, why: str) -> None:
-        self.left.append(Left(name, type(module).__name__, why))
+    def undo(self) -> None:
+        for _, _, neighbours in self.neighbours:
+            neighbours.part()
+        super().undo()
 
 
 def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, joined: bool = True) -> PatchReport:
@@ -59,44 +53,30 @@ def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, j
         message = f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}"
         raise invalid("VALUE_INVALID", f"skip={skip}", ", ".join(KINDS), message)
     model = _model_of(model)
-    known = patched(model)
+    known = report_of(model)
     if known is not None:
         return known
     version = enable_transformers()
-    record = _Record(everything, joined)
     steps = {
         "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
         "projections": _projections, "residual": _residual, "linear": _linears, "embedding": _embeddings,
     }  # fmt: skip
-    try:
-        for kind, step in steps.items():
-            if kind not in skip and (joined or kind not in ("projections", "residual")):
-                step(model, record)
-    except BaseException:
-        _undo(record)
-        raise
-    record.report = PatchReport(
-        "transformers", version, type(model).__name__, tuple(record.patched), tuple(record.left)
-    )
-    record.changes.set(model, _RECORD, record)
-    if not record.patched:
-        _log.warning("lz.patch found nothing to patch in %s: %s", type(model).__name__, record.report)
-    return record.report
+    left_out = {*skip, *(() if joined else ("projections", "residual"))}
+    chosen = [step for kind, step in steps.items() if kind not in left_out]
+    report = apply(model, _Record(everything, joined), "transformers", version, *chosen)
+    if not report.patched:
+        _log.warning("lz.patch found nothing to patch in %s: %s", type(model).__name__, report)
+    return report
 
 
 def unpatch(model: Any) -> PatchReport | None:
     """Undo `patch`; returns what had been patched, None for a model that was not."""
-    record: _Record | None = vars(_model_of(model)).get(_RECORD)
-    if record is None:
-        return None
-    _undo(record)
-    return record.report
+    return restore(_model_of(model))
 
 
 def patched(model: Any) -> PatchReport | None:
     """What `patch` did to this model; None for one that is not patched."""
-    record: _Record | None = vars(_model_of(model)).get(_RECORD)
-    return None if record is None else record.report
+    return report_of(_model_of(model))
 
 
 def _model_of(given: Any) -> Any:
@@ -105,12 +85,6 @@ def _model_of(given: Any) -> Any:
     if not isinstance(model, nn.Module):
         raise invalid("TYPE_INVALID", type(given).__name__, "a model or a pipeline of transformers")
     return model
-
-
-def _undo(record: _Record) -> None:
-    for _, _, neighbours in record.neighbours:
-        neighbours.part()
-    record.changes.undo()
 
 
 def _forward(record: _Record, module: Any, function: Callable[..., Any], state: Any = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero_models.changes import Changes
+from layerzero_models.record import Changes
 from layerzero_models.transformers import attending, experts, quick, static_cache
 
 __all__ = ["redirected"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from statistics import median
+from string import Template
 
 from layerzero.cli.html import breakable as _kernel
 from layerzero.cli.html import escaped as _e
@@ -23,50 +24,32 @@ _RESIDUAL = ("attention", "mlp")
 _OPEN = ("attention",)
 _WIDE = 30  # letters of a fact that take a whole row
 
-_HOW = (
-    ("Look up.", "Shapes, strides, dtypes and modes of a call are its key in a dict. Found: the kernel runs at once."),
-    ("Else judge.", "Every kernel of the op fits and gets a score, or is refused with a reason you can read below."),
-    ("Run the best.", "If it raises, the next one runs and the broken one rests. Last in line: plain PyTorch."),
-)
-_NEXT = (
-    ("See what is installed, what works here, and the exact fix for what does not.", "lz doctor"),
-    (
-        "Ask the same question for a GPU that is not here.",
-        "lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100",
-    ),
-    ("List every kernel this machine knows.", "lz list"),
-    (
-        "Use it: a drop-in for scaled_dot_product_attention, and the reason for its choice.",
-        "import layerzero as lz\n"
-        "out = lz.attention(q, k, v, is_causal=True)\n"
-        'print(lz.explain("attention", q, k, v, is_causal=True))',
-    ),
-    (
-        "Overrule it, for one block of code.",
-        'with lz.scoped(locks={"attention": "reference.attention.plain"}):\n'
-        "    out = lz.attention(q, k, v, is_causal=True)",
-    ),
-    ("Bring your own kernel: this writes a complete package with its tests.", "lz plugin new mybackend"),
-)
-
 
 def render(tour: Tour) -> str:
     """The whole page."""
     colours = _colours(tour)
     title = f"LayerZero on {tour.device.name or tour.device.device_type}"
-    parts = [
-        _header(tour, title),
-        _machine(tour),
-        _how(tour),
-        _flow(tour, colours),
-        _ops(tour, colours),
-        _decode(tour),
-        _next(),
-        f"<footer>Made by LayerZero {_e(tour.version)} in {tour.seconds:.0f} s. The weights are random, from a fixed "
-        "seed: the choices, the checks and the times are real, the words the model would speak are not.</footer>",
-    ]
-    css = files("layerzero_tune.demo").joinpath("demo.css").read_text(encoding="utf-8")
-    return page(title, css, parts)
+    squares, told = _decode(tour)
+    own = files("layerzero_tune.demo")
+    body = Template(own.joinpath("demo.html").read_text(encoding="utf-8")).substitute(
+        title=_e(title),
+        introduction=_e(introduction(tour)),
+        cards=_cards(tour),
+        facts=_facts(tour),
+        cold=_e(duration(tour.first_pass_us)),
+        hot=_e(duration(tour.lz_us)),
+        stages=_stages(tour, colours),
+        legend=_legend(tour, colours),
+        ops="\n".join(_op(stop, colours) for stop in tour.stops),
+        selections=tour.decode_selections,
+        steps=len(tour.decode),
+        calls=tour.decode_calls // len(tour.decode),
+        squares=squares,
+        told=told,
+        version=_e(tour.version),
+        seconds=f"{tour.seconds:.0f}",
+    )
+    return page(title, own.joinpath("demo.css").read_text(encoding="utf-8"), [body])
 
 
 def _colours(tour: Tour) -> dict[str, str]:
@@ -86,7 +69,7 @@ def _colour(kernel_id: str, colours: dict[str, str]) -> str:
     return colours.get(_backend(kernel_id), "var(--b0)")
 
 
-def _header(tour: Tour, title: str) -> str:
+def _cards(tour: Tour) -> str:
     if tour.ok:
         right = ("good", "all match", "every result held against the reference")
     else:
@@ -97,32 +80,19 @@ def _header(tour: Tour, title: str) -> str:
         ("", duration(tour.lz_us), f"for the prompt; plain torch {duration(tour.torch_us)}"),
         ("", f"{tour.decode_selections} of {tour.decode_calls}", "decode calls had to choose; the rest looked it up"),
     ]
-    shown = "".join(
+    return "".join(
         f'<div class="card {kind}"><b>{_e(value)}</b><span>{_e(text)}</span></div>' for kind, value, text in cards
     )
-    return (
-        f'<h1>{_e(title)}</h1>\n<p class="lead">{_e(introduction(tour))} For every op LayerZero picked a kernel: '
-        "here you see which, why not another, whether the result is right, and how fast it was.</p>\n"
-        f'<div class="cards">{shown}</div>'
-    )
 
 
-def _machine(tour: Tour) -> str:
-    rows = "".join(
+def _facts(tour: Tour) -> str:
+    return "".join(
         f'<div class="{"wide" if len(value) > _WIDE else ""}"><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>'
         for name, value in tour.facts
     )
-    return f'<h2>This machine</h2>\n<dl class="facts">{rows}</dl>'
 
 
-def _how(tour: Tour) -> str:
-    cold, hot = duration(tour.first_pass_us), duration(tour.lz_us)
-    last = ("Remember.", f"The first pass over the prompt took {cold}, with every choice to make; later ones {hot}.")
-    items = "".join(f"<li><b>{_e(head)}</b> {_e(text)}</li>" for head, text in (*_HOW, last))
-    return f'<h2>How a call finds its kernel</h2>\n<ol class="how">{items}</ol>'
-
-
-def _flow(tour: Tour, colours: dict[str, str]) -> str:
+def _stages(tour: Tour, colours: dict[str, str]) -> str:
     stages = []
     for group, name in GROUPS.items():
         boxes = "".join(
@@ -136,26 +106,16 @@ def _flow(tour: Tour, colours: dict[str, str]) -> str:
         line = '<div class="line" aria-hidden="true"><span>residual</span></div>' if rail else ""
         kind = f"{group} rail" if rail else group
         stages.append(f'<section class="stage {_e(kind)}">{line}<h3>{_e(name)}</h3>{boxes}</section>')
+    return "".join(stages)
+
+
+def _legend(tour: Tour, colours: dict[str, str]) -> str:
     always = ": plain PyTorch, always there"
     used = {_backend(stop.kernel) for stop in tour.stops}
-    legend = "".join(
+    return "".join(
         f'<span style="--c:{colour}"><i></i>{_e(backend)}{always if backend == "reference" else ""}</span>'
         for backend, colour in colours.items()
         if backend in used
-    )
-    return (
-        "<h2>The block, and the kernel chosen for each part</h2>\n"
-        '<p class="soft">Follow the arrows; touch a box for its story. Colour tells the backend.</p>\n'
-        f'<div class="flow">{"".join(stages)}</div>\n<div class="legend">{legend}</div>'
-    )
-
-
-def _ops(tour: Tour, colours: dict[str, str]) -> str:
-    return (
-        "<h2>Every op: who ran, who did not, and why</h2>\n"
-        '<p class="soft">Times are medians of interleaved rounds. Results are held against the reference, computed '
-        "in a wider type, within the tolerance of op and dtype. Open an op to see its candidates.</p>\n"
-        + "\n".join(_op(stop, colours) for stop in tour.stops)
     )
 
 
@@ -212,8 +172,9 @@ def _candidate(item: Candidate, stop: Stop, colours: dict[str, str]) -> str:
     )
 
 
-def _decode(tour: Tour) -> str:
-    cells = "".join(
+def _decode(tour: Tour) -> tuple[str, str]:
+    """A square for each step, and what is told about all of them."""
+    squares = "".join(
         f'<i class="{"chose" if step.selections else ""}" title="context {step.context}: {step.selections} selections, '
         f'{_e(duration(step.lz_us))}">{step.selections or "·"}</i>'
         for step in tour.decode
@@ -225,15 +186,4 @@ def _decode(tour: Tour) -> str:
         f"{tour.counters['failovers']} had to fail over.",
         f"{1e6 / ours:.0f} tokens per second; plain torch, step by step in turn: {1e6 / theirs:.0f}.",
     ]
-    return (
-        f"<h2>Decoding: {tour.decode_selections} selections for {len(tour.decode)} steps</h2>\n"
-        f"<p>Every step calls {tour.decode_calls // len(tour.decode)} ops over a cache one token longer than before. "
-        "A length is looked up by the bucket it falls in, so a growing cache stays found until it crosses a bucket's "
-        "end. Each square is a step; a number says how many choices it had to make.</p>\n"
-        f'<div class="steps">{cells}</div>\n<ul class="soft">{"".join(f"<li>{_e(line)}</li>" for line in told)}</ul>'
-    )
-
-
-def _next() -> str:
-    items = "".join(f"<li>{_e(text)}<pre>{_e(command)}</pre></li>" for text, command in _NEXT)
-    return f'<h2>What to try next</h2>\n<ul class="next">{items}</ul>'
+    return squares, "".join(f"<li>{_e(line)}</li>" for line in told)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 from layerzero.json_form import Plain, plain
@@ -28,54 +30,9 @@ class Station(Plain):
 
 GROUPS = {"in": "Tokens in", "attention": "Attention", "mlp": "MLP", "out": "Token out", "decode": "Decode, one token"}
 
-# In the order in which `forward` calls the ops of a prefill.
-PREFILL = (
-    Station("embedding", "embedding", "embedding", "in", "Each token id picks its row of a table."),
-    Station("norm", "rms_norm", "RMSNorm", "attention", "Scales every token to the same length before it is used."),
-    Station("qkv", "linear", "QKV projection", "attention", "One matrix product makes queries, keys and values."),
-    Station("rope", "rope", "RoPE", "attention", "Turns queries and keys by an angle that grows with the position."),
-    Station(
-        "attention",
-        "attention",
-        "causal attention",
-        "attention",
-        "Every token looks back at all before it. Several query heads share one key head (GQA).",
-    ),
-    Station("out", "linear", "output projection", "attention", "Mixes the heads back into one vector per token."),
-    Station(
-        "add_norm",
-        "add_rms_norm",
-        "add + RMSNorm",
-        "attention",
-        "Adds to the residual stream and normalises it: two steps of the model, one op to choose a kernel for.",
-    ),
-    Station("gate_up", "linear", "gate + up", "mlp", "Both halves of the MLP's first layer in one matrix product."),
-    Station("swiglu", "silu_and_mul", "SwiGLU", "mlp", "One half, through SiLU, gates the other."),
-    Station("down", "linear", "down", "mlp", "Back to the width of the model."),
-    Station("final_norm", "add_rms_norm", "add + final norm", "mlp", "The residual again, then the last norm."),
-    Station("logits", "linear", "logits", "out", "A score for every word of the vocabulary."),
-    Station("topk", "sample_topk", "top-k sampling", "out", "Draws the next token from the likeliest few."),
-)
-# What a decode step does differently; its other ops are those of the prefill with one token.
-DECODE = (
-    Station(
-        "decode_attention",
-        "attention",
-        "attention, 1 token",
-        "decode",
-        "One new query over a cache that grows at every step.",
-    ),
-    Station(
-        "paged",
-        "paged_attention",
-        "paged attention",
-        "decode",
-        "The same over a cache cut into pages that lie scattered in memory, as servers keep it.",
-    ),
-    Station(
-        "topp", "sample_topp", "top-p sampling", "decode", "Draws from the fewest tokens that hold 90 % of the chance."
-    ),
-)
+_data = json.loads(files("layerzero_tune.demo").joinpath("stations.json").read_text(encoding="utf-8"))
+# In the order in which `forward` calls the ops of a prefill; of a decode step only what it does differently.
+PREFILL, DECODE = (tuple(Station(*row) for row in _data[part]) for part in ("prefill", "decode"))
 
 
 @dataclass(frozen=True, slots=True)

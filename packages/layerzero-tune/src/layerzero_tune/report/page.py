@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from string import Template
 
 from layerzero.cli.html import breakable as _kernel
 from layerzero.cli.html import escaped as _e
 from layerzero.cli.html import page
 from layerzero_tune.bench.plot import short_time as _time
-from layerzero_tune.report.data import Figures, Measured, Share, figures, phase
-from layerzero_tune.report.maps import axes, backend, backends, maps
+from layerzero_tune.report.data import Figures, Measured, figures, phase
+from layerzero_tune.report.maps import Map, axes, backend, backends, maps
 from layerzero_tune.timing.clock import BEFORE
 
 __all__ = ["render"]
 
 _COLOURS = 9
 _SCALE = 6.0
+_BUSY = (
+    '<p class="busy"><strong>{busy} of {cases} cases were measured while others used the machine.</strong> Ratios of '
+    "one run mostly hold, times by themselves do not; measure again when it is quiet.</p>"
+)
 _SLOWER = 0.95  # so much of torch's speed or less is worth a reader's eye
 
 
@@ -30,19 +35,22 @@ def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
     found = figures(cases)
     devices = sorted({case.device for case in cases})
     title = f"Measured on {', '.join(devices)}" if devices else "Nothing measured"
-    listed = "".join(_case(case, colours) for case in cases)
-    parts = [
-        _header(title, found, facts),
-        _filters(cases),
-        _maps(cases, colours),
-        _ways(found),
-        f'<section id="cases"><h2>Every case</h2><div id="list">{listed}</div></section>',
-        _footer(cases),
-    ]
-    style, script = (
-        files("layerzero_tune.report").joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js")
+    own = files("layerzero_tune.report")
+    style, script, body = (own.joinpath(f"report.{tail}").read_text(encoding="utf-8") for tail in ("css", "js", "html"))
+    rules = dict.fromkeys((case.mode, case.rule or "not named; on a GPU, " + BEFORE["cuda/eager"]) for case in cases)
+    filled = Template(body).substitute(
+        title=_e(title),
+        cards=_cards(found),
+        busy=_BUSY.format(busy=found.busy, cases=found.cases) if found.busy else "",
+        facts="".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items()),
+        choices=_choices(cases),
+        legend="".join(f'<span class="chip c{number}">{_e(name)}</span>' for name, number in colours.items()),
+        maps="".join(_map(group, colours) for group in maps(cases)),
+        ways=_ways(found),
+        cases="".join(_case(case, colours) for case in cases),
+        rules="".join(f"<li>{_e(mode)}: {_e(rule)}</li>" for mode, rule in rules),
     )
-    return page(title, style, parts, script)
+    return page(title, style, [filled], script)
 
 
 def _times(value: float | None) -> str:
@@ -50,7 +58,7 @@ def _times(value: float | None) -> str:
 
 
 # -- top ------------------------------------------------------------------------------------------------
-def _header(title: str, found: Figures, facts: Mapping[str, str]) -> str:
+def _cards(found: Figures) -> str:
     nearest = min(found.libraries.items(), key=lambda item: item[1].geomean, default=None)
     cards = [
         ("count", str(found.cases), "cases measured"),
@@ -62,86 +70,44 @@ def _header(title: str, found: Figures, facts: Mapping[str, str]) -> str:
         cards.append(
             ("nearest", f"{nearest[1].geomean:.2f}", f"÷ fastest with one library only: {nearest[0]}, the nearest")
         )
-    shown = "".join(
+    return "".join(
         f'<div class="card"><b id="figure-{key}">{_e(value)}</b><span>{_e(text)}</span></div>'
         for key, value, text in cards
     )
-    told = "".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items())
-    busy = (
-        f'<p class="busy"><strong>{found.busy} of {found.cases} cases were measured while others used the machine.'
-        "</strong> Ratios of one run mostly hold, times by themselves do not; measure again when it is quiet.</p>"
-        if found.busy
-        else ""
-    )
-    return f'<h1>{_e(title)}</h1>\n<div class="cards">{shown}</div>\n{busy}<dl class="facts">{told}</dl>'
 
 
-def _footer(cases: Sequence[Measured]) -> str:
-    """How it was measured: what counts as a time in each mode, by one rule for everybody."""
-    rules = dict.fromkeys((case.mode, case.rule) for case in cases)
-    told = "".join(
-        f"<li>{_e(mode)}: {_e(rule or 'not named; on a GPU, ' + BEFORE['cuda/eager'])}</li>" for mode, rule in rules
-    )
-    return (
-        "<footer>Times are medians of one interleaved run a case; every kernel was held against the reference before "
-        "it was timed. “Oracle” is the fastest candidate of that run, “torch” the fixed torch code for the case, timed "
-        "in the same rounds. What counts as a time, for kernels, torch default and the public call alike:"
-        f"<ul>{told}</ul></footer>"
-    )
-
-
-def _filters(cases: Sequence[Measured]) -> str:
+def _choices(cases: Sequence[Measured]) -> str:
     """What to show; without a script everything is shown and these do nothing."""
-    choices = {
-        "phase": sorted({phase(case) for case in cases}),
-        "dtype": sorted({case.dtype for case in cases}),
-        "winner": sorted({backend(case.chosen) for case in cases}),
-        "device": sorted({case.device for case in cases}),
-        "mode": sorted({case.mode for case in cases}),
-    }
-    words = {"phase": "op", "winner": "chosen backend"}
     fields = []
-    for name, values in choices.items():
-        if len(values) < 2 and name in ("device", "mode"):
-            continue
-        options = "".join(f"<option>{_e(value)}</option>" for value in values)
-        label = words.get(name, name)
-        fields.append(
-            f'<label>{label}<select data-filter="{name}"><option value="">all</option>{options}</select></label>'
-        )
-    fields.append(
-        '<label class="wide">name<input data-filter="text" type="search" placeholder="decode, 4096, …"></label>'
-    )
-    fields.append(
-        '<label>order<select id="order"><option value="">as measured</option><option value="speedup">most over torch'
-        '</option><option value="slow">least over torch</option><option value="ratio">furthest from the oracle</option>'
-        "</select></label>"
-    )
-    return f'<form class="filters" aria-label="filters">{"".join(fields)}<output id="shown"></output></form>'
+    for name, label, read in (
+        ("phase", "op", phase),
+        ("dtype", "dtype", lambda case: case.dtype),
+        ("winner", "chosen backend", lambda case: backend(case.chosen)),
+        ("device", "device", lambda case: case.device),
+        ("mode", "mode", lambda case: case.mode),
+    ):
+        values = sorted({read(case) for case in cases})
+        if len(values) > 1 or name not in ("device", "mode"):
+            options = '<option value="">all</option>' + "".join(f"<option>{_e(value)}</option>" for value in values)
+            fields.append(f'<label>{label}<select data-filter="{name}">{options}</select></label>')
+    return "".join(fields)
 
 
 # -- winner maps ----------------------------------------------------------------------------------------
-def _maps(cases: Sequence[Measured], colours: Mapping[str, int]) -> str:
-    legend = "".join(f'<span class="chip c{number}">{_e(name)}</span>' for name, number in colours.items())
-    blocks = []
-    for group in maps(cases):
-        head = "".join(f"<th>{_e(value)}</th>" for value in group.columns)
-        rows = []
-        for row in group.rows:
-            cells = "".join(
-                "<td>" + "".join(_chip(case, colours) for case in group.cells.get((row, column), ())) + "</td>"
-                for column in group.columns
-            )
-            rows.append(f"<tr><th>{_e(row)}</th>{cells}</tr>")
-        blocks.append(
-            f'<figure class="map"><figcaption><strong>{_e(group.title)}</strong> '
-            f"<small>{_e(group.down)} ↓ {_e(group.across)} →</small></figcaption>"
-            f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-            "</div></figure>"
+def _map(group: Map, colours: Mapping[str, int]) -> str:
+    head = "".join(f"<th>{_e(value)}</th>" for value in group.columns)
+    rows = []
+    for row in group.rows:
+        cells = "".join(
+            "<td>" + "".join(_chip(case, colours) for case in group.cells.get((row, column), ())) + "</td>"
+            for column in group.columns
         )
+        rows.append(f"<tr><th>{_e(row)}</th>{cells}</tr>")
     return (
-        '<section id="maps"><h2>Winner maps</h2><p>Who runs, by shape: the time, and how many times faster than torch '
-        f'default.</p><p class="legend">{legend}</p><div class="maps">{"".join(blocks)}</div></section>'
+        f'<figure class="map"><figcaption><strong>{_e(group.title)}</strong> '
+        f"<small>{_e(group.down)} ↓ {_e(group.across)} →</small></figcaption>"
+        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        "</div></figure>"
     )
 
 
@@ -183,22 +149,15 @@ def _data(case: Measured) -> str:
 def _ways(found: Figures) -> str:
     if found.layerzero is None:
         return ""
-    ways: list[tuple[str, Share]] = [("LayerZero", found.layerzero), *found.libraries.items()]
-    ways[1:] = sorted(ways[1:], key=lambda item: item[1].geomean)
+    ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
     slowest = max(item.geomean for _, item in ways)
-    rows = "".join(
+    return "".join(
         f"<tr{' class=own' if name == 'LayerZero' else ''}><th>{_e(name)}</th>"
         f'<td><div class="bar"><i style="width:{100 * item.geomean / slowest:.1f}%"></i></div></td>'
         f'<td class="num">{item.geomean:.3f}</td>'
         f'<td class="num">{item.worst:.2f} <small>{_e(item.worst_case)}</small></td>'
         f'<td class="num">{item.used_in} of {item.cases}</td></tr>'
         for name, item in ways
-    )
-    return (
-        '<section id="ways"><h2>One library, or the best of each</h2><p>Time over the fastest of all, torch included: '
-        "1 is perfect. A single library runs wherever it can, with its fastest kernel, and torch default elsewhere. "
-        'All cases, whatever is filtered.</p><div class="scroll"><table class="ways"><thead><tr><th></th><th></th>'
-        f"<th>geomean</th><th>worst</th><th>runs in</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 

@@ -1,0 +1,164 @@
+"""What patching does to a model: attributes replaced on living objects, the way back, and the report.
+
+A record lies on the patched model itself, so that a copy of the model has its own and can be unpatched by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from layerzero.errors import BackendNotAvailableError
+from layerzero.json_form import Plain
+
+__all__ = ["Changes", "Left", "PatchReport", "Patched", "Record", "apply", "report_of", "restore", "version_of"]
+
+_RECORD = "_layerzero_patch"
+
+
+class _Absent:
+    """Stands for "had none". A class, since copying a patched model copies the record and must keep it the same."""
+
+
+class Changes:
+    """A list of what was replaced where. `undo` goes backwards, so that a thing changed twice ends as it began.
+
+    Only what an object holds itself is recorded: an attribute that came from its class is deleted at the end, which
+    brings the class's own back.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Give `owner` another attribute, and remember the one it has."""
+        self._made.append((owner, name, vars(owner).get(name, _Absent)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._made:
+            owner, name, before = self._made.pop()
+            if before is _Absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+@dataclass(frozen=True, slots=True)
+class Patched(Plain):
+    """One part that computes with LayerZero now.
+
+    name  where it is in the model, as `named_modules` says it; "" is the model itself
+    kind  class of the part
+    op    the op it calls; where several, joined by " + "
+    """
+
+    name: str
+    kind: str
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left(Plain):
+    """One part that was looked at and left as it is, and why."""
+
+    name: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PatchReport(Plain):
+    """All of it, with the library and its version. Printed, it is counted by kind; `to_json` names every part."""
+
+    library: str
+    version: str
+    model: str
+    patched: tuple[Patched, ...] = ()
+    left: tuple[Left, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} ({self.library} {self.version}): {len(self.patched)} parts patched"]
+        for (kind, op), count in sorted(Counter((item.kind, item.op) for item in self.patched).items()):
+            lines.append(f"  {count:4} × {kind}: {op}")
+        for (kind, why), count in sorted(Counter((item.kind, item.why) for item in self.left).items()):
+            lines.append(f"  {count:4} × {kind} left as it is: {why}")
+        return "\n".join(lines)
+
+
+class Record:
+    """One patched model: what was changed, which parts compute with LayerZero now and which were left."""
+
+    def __init__(self) -> None:
+        self.changes = Changes()
+        self.patched: list[Patched] = []
+        self.left: list[Left] = []
+        self.report: PatchReport | None = None
+
+    def did(self, name: str, module: Any, op: str) -> None:
+        """A part computes with this op now."""
+        self.patched.append(Patched(name, type(module).__name__, op))
+
+    def leave(self, name: str, module: Any, why: str) -> None:
+        """A part stays as it is."""
+        self.left.append(Left(name, type(module).__name__, why))
+
+    def undo(self) -> None:
+        """Put everything back."""
+        self.changes.undo()
+
+
+def apply(model: nn.Module, record: Record, library: str, version: str, *steps: Callable[..., None]) -> PatchReport:
+    """Take steps, each given the model and the record; all of them or, where one raises, none."""
+    try:
+        for step in steps:
+            step(model, record)
+    except BaseException:
+        record.undo()
+        raise
+    report = PatchReport(library, version, type(model).__name__, tuple(record.patched), tuple(record.left))
+    record.report = report
+    vars(model)[_RECORD] = record
+    return report
+
+
+def report_of(model: nn.Module) -> PatchReport | None:
+    """What was patched in a model; None for one that is not."""
+    record: Record | None = vars(model).get(_RECORD)
+    return None if record is None else record.report
+
+
+def restore(model: nn.Module) -> PatchReport | None:
+    """Put back what was replaced in a model; what that was, None for one that was not patched."""
+    record: Record | None = vars(model).pop(_RECORD, None)
+    if record is None:
+        return None
+    record.undo()
+    return record.report
+
+
+def version_of(library: str, oldest: tuple[int, int]) -> str:
+    """The version of a library here; an error where there is none, or one from before what we enter by."""
+    try:
+        found = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendNotAvailableError(
+            code="BACKEND_NOT_INSTALLED", value=library, limit=f"'layerzero-models[{library}]'"
+        ) from None
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < oldest:
+        raise BackendNotAvailableError(
+            f"{library} {found} is too old to patch", code="BACKEND_VERSION_MISMATCH", value=found,
+            limit=f">={'.'.join(map(str, oldest))}",
+        )  # fmt: skip
+    return found
