@@ -1,12 +1,16 @@
 """What our adapters add to the libraries they call: vendor call and adapter side by side, on a GPU. Keeps JSON.
 
     python benchmarks/adapters.py --machine NAME [--json FILE] [--seconds 0.3] [--only flashinfer,quack]
+    python benchmarks/adapters.py --machine NAME --ops [--device cpu]
 
 Each pair computes the same thing from the same tensors, and is checked to agree before it is timed. "device" is the
 median between two CUDA events with the cache overwritten before, "host" the time a launch keeps the interpreter; both
 are taken in turns. The limit is 5 % or 3 µs over the vendor's own call, whichever is larger, for each of the two.
 A vendor's call that needs more than it is given (a table in float32, lengths on the host) has that made beforehand
 where our op makes it per batch, and inside the pair where our op must make it per call.
+
+`--ops` holds every public op on tiny tensors against the lines of torch that somebody without LayerZero writes: the
+host time of both, on any device. The medians and the least are kept; a busy machine moves the medians.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, machine, write_json
 
-from layerzero_tune.timing.clock import cuda_clock, launch_clock
+from layerzero_tune.timing.baselines import BASELINES
+from layerzero_tune.timing.clock import cpu_clock, cuda_clock, launch_clock
 
 BF = torch.bfloat16
 SHARE, EXTRA_US = 0.05, 3.0
@@ -153,6 +159,183 @@ def liger() -> Iterator[Pair]:
     )
 
 
+# -- every public op and torch's own lines -----------------------------------------------------------------
+def public_ops(device: str) -> Iterator[Pair]:
+    import layerzero as lz
+
+    torch.manual_seed(0)
+    make = partial(torch.randn, device=device)
+
+    def default(op: str, ours: Callable[[], Any], **given: Any) -> Pair:
+        return op, BASELINES[op](given), ours
+
+    x, r, w, b, packed = make(2, 64), make(2, 64), make(64), make(64), make(2, 128)
+    yield default("rms_norm", lambda: lz.rms_norm(x, w), x=x, weight=w)
+    norm = BASELINES["rms_norm"]({"x": x, "weight": w})
+    yield "rms_norm, grad mode", norm, torch.enable_grad()(lambda: lz.rms_norm(x, w))
+    yield "add_rms_norm", lambda: (F.rms_norm(s := x + r, (64,), w, 1e-6), s), lambda: lz.add_rms_norm(x, r, w)
+    yield "gemma_rms_norm", lambda: F.rms_norm(x, (64,), 1 + w, 1e-6), lambda: lz.gemma_rms_norm(x, w)
+
+    def gemma_added() -> Any:
+        total = x + r
+        return F.rms_norm(total, (64,), 1 + w, 1e-6), total
+
+    yield "gemma_add_rms_norm", gemma_added, lambda: lz.gemma_add_rms_norm(x, r, w)
+    yield default("layer_norm", lambda: lz.layer_norm(x, w, b), x=x, weight=w, bias=b, eps=1e-5)
+    yield default("silu_and_mul", lambda: lz.silu_and_mul(packed), x=packed)
+    yield default("gelu_and_mul", lambda: lz.gelu_and_mul(packed), x=packed, approximate="none")
+    yield "relu_and_mul", lambda: F.relu(packed[:, :64]) * packed[:, 64:], lambda: lz.relu_and_mul(packed)
+
+    ids, table = torch.tensor([3, 5], device=device), make(16, 64)
+    yield "embedding", lambda: F.embedding(ids, table), lambda: lz.embedding(ids, table)
+    weight, up, down = make(64, 64), make(256, 64), make(64, 128)
+    yield default("linear", lambda: lz.linear(x, weight, b), x=x, weight=weight, bias=b)
+
+    def feed_forward() -> torch.Tensor:
+        gate, value = F.linear(x, up).chunk(2, -1)
+        return F.linear(F.silu(gate) * value, down)
+
+    yield "mlp", feed_forward, lambda: lz.mlp(x, up, down)
+    yield "cross_entropy", lambda: F.cross_entropy(table[:2], ids), lambda: lz.cross_entropy(table[:2], ids)
+    yield "cast", lambda: x.to(torch.bfloat16), lambda: lz.cast(x, torch.bfloat16)
+    scaled = lz.quantize(x, "int8")
+
+    def to_int8() -> Any:
+        scale = x.abs().amax() / 127
+        return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+    yield "~quantize", to_int8, lambda: lz.quantize(x, "int8")
+    yield "~dequantize", lambda: scaled.data.float() * scaled.scale, lambda: lz.dequantize(scaled)
+
+    q, k = make(1, 4, 8, 32), make(1, 2, 8, 32)
+    yield default("attention", lambda: lz.attention(q, k, k), query=q, key=k, value=k)
+    packed_q, packed_k = (item[0].transpose(0, 1).contiguous() for item in (q, k))
+    ends = torch.tensor([0, 8], device=device, dtype=torch.int32)
+    packed_call = partial(lz.varlen_attention, packed_q, packed_k, packed_k, ends, ends, max_seqlen_q=8, max_seqlen_k=8)
+    yield default(
+        "varlen_attention", packed_call, query=packed_q, key=packed_k, value=packed_k, cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+    )  # fmt: skip
+    pages, tables = make(2, 8, 2, 32), torch.tensor([[0], [1]], device=device, dtype=torch.int32)
+    batch = lz.paged_batch(tables, torch.tensor([8, 8], device=device, dtype=torch.int32))
+    one = make(2, 4, 32)
+    yield default(
+        "paged_attention", lambda: lz.paged_attention(one, pages, pages, batch), query=one, key_cache=pages,
+        value_cache=pages, batch=batch,
+    )  # fmt: skip
+    latent, turned, latent_q, turned_q = make(2, 8, 32), make(2, 8, 16), make(2, 4, 32), make(2, 4, 16)
+    wide = tables.long()
+
+    def latent_attention() -> torch.Tensor:
+        held = latent[wide].flatten(1, 2)
+        keys = torch.cat((held, turned[wide].flatten(1, 2)), -1)[:, None]
+        query = torch.cat((latent_q, turned_q), -1)[:, :, None]
+        return F.scaled_dot_product_attention(query, keys, held[:, None], scale=0.1, enable_gqa=True)[:, :, 0]
+
+    mla = partial(lz.mla_paged_attention, latent_q, turned_q, latent, turned, batch, scale=0.1)
+    yield "mla_paged_attention", latent_attention, mla
+    groups = lz.grouped_batch(ends, ends, torch.tensor([[8]], device=device, dtype=torch.int32))
+
+    def one_group() -> torch.Tensor:
+        rows = [item.transpose(0, 1)[None] for item in (packed_q, packed_k, packed_k)]
+        return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    yield "grouped_attention", one_group, lambda: lz.grouped_attention(packed_q, packed_k, packed_k, groups)
+    cos, sin = make(8, 16), make(8, 16)
+    yield default("rope", lambda: lz.rope(q, k, cos, sin), q=q, k=k, cos=cos, sin=sin)
+
+    power = (torch.arange(0, 32, 2, device=device) + 0.4 * 32) / (1.4 * 32)
+    places = (torch.arange(8, device=device)[:, None] / 512).float()
+
+    def decayed() -> Any:
+        decay = torch.cat((power, power)) ** places
+        turn = BASELINES["rope"]({"q": q, "k": k, "cos": cos, "sin": sin})()
+        return turn[0] * decay, turn[1] / decay
+
+    yield "~xpos", decayed, lambda: lz.xpos(q, k, cos, sin)
+
+    logits = make(2, 64)
+    yield default("sample", lambda: lz.sample(logits, top_k=8, top_p=0.9), logits=logits, top_k=8, top_p=0.9)
+
+    def drawn_topk() -> torch.Tensor:
+        best, places = torch.topk(logits, 8, -1)
+        return places.gather(-1, torch.multinomial(torch.softmax(best, -1), 1))[:, 0]
+
+    yield "~sample_topk", drawn_topk, lambda: lz.sample_topk(logits, 8)
+
+    def filtered() -> tuple[torch.Tensor, torch.Tensor]:
+        ordered, places = torch.sort(torch.softmax(logits, -1), -1, descending=True)
+        kept = torch.cumsum(ordered, -1) - ordered <= 0.9
+        return ordered.masked_fill(~kept, 0.0), places
+
+    def drawn_topp() -> torch.Tensor:
+        kept, places = filtered()
+        return places.gather(-1, torch.multinomial(kept, 1))[:, 0]
+
+    yield "~sample_topp", drawn_topp, lambda: lz.sample_topp(logits, 0.9)
+
+    def probabilities() -> torch.Tensor:
+        kept, places = filtered()
+        return torch.zeros_like(kept).scatter_(-1, places, kept / kept.sum(-1, keepdim=True))
+
+    yield "sampling_probs", probabilities, lambda: lz.sampling_probs(logits, top_p=0.9)
+    drafted, target = torch.tensor([[1, 2]], device=device), torch.softmax(make(1, 3, 64), -1)
+
+    def greedily() -> Any:
+        best = target.argmax(-1)
+        kept = (best[:, :-1] == drafted).long().cumprod(-1).sum(-1)
+        return torch.where(torch.arange(3, device=device) <= kept[:, None], best, -1), kept
+
+    spec = partial(lz.sample_speculative, drafted, None, target, greedy=True)
+    yield "sample_speculative, greedy", greedily, spec
+
+    def routed() -> Any:
+        best, chosen = torch.softmax(logits, -1).topk(2, -1)
+        return best / best.sum(-1, keepdim=True), chosen
+
+    yield "topk_gate", routed, lambda: lz.topk_gate(logits, 2)
+    experts, back, sizes = make(4, 64, 64), make(4, 64, 32), torch.tensor([1, 1, 0, 0], device=device)
+
+    def by_group() -> torch.Tensor:
+        parts = x.split(sizes.tolist())
+        return torch.cat([part @ matrix.T for part, matrix in zip(parts, experts, strict=True)])
+
+    yield "grouped_gemm", by_group, lambda: lz.grouped_gemm(x, experts, sizes)
+    shares, chosen = lz.topk_gate(logits[:, :4].contiguous(), 2)
+
+    def experts_in_turn() -> torch.Tensor:  # the loop of a Hugging Face mixture of experts
+        out = torch.zeros_like(x)
+        for expert in range(4):
+            row, slot = torch.where(chosen == expert)
+            gate, value = F.linear(x[row], experts[expert]).chunk(2, -1)
+            out.index_add_(0, row, F.linear(F.silu(gate) * value, back[expert]) * shares[row, slot, None])
+        return out
+
+    yield "moe", experts_in_turn, lambda: lz.moe(x, experts, back, shares, chosen)
+
+
+def host_of_ops(device: str, seconds: float) -> dict[str, Any]:
+    """The host time of each public op and of the torch code in its place, taken in turns, µs."""
+    clock, rows = launch_clock if device == "cuda" else cpu_clock, {}
+    for name, plain, ours in public_ops(device):
+        if not name.startswith("~") and name != "sample" and not agree(plain(), ours()):
+            rows[name] = {"failed": "torch and the op disagree"}
+            continue
+        found: dict[str, list[float]] = {"torch": [], "op": []}
+        for call in (plain, ours) * 5:
+            call()
+        end, pairs = time.monotonic() + seconds, (("torch", plain), ("op", ours))
+        while len(found["op"]) < 7 or time.monotonic() < end:
+            for word, call in pairs if len(found["op"]) % 2 else pairs[::-1]:
+                found[word].append(clock(call, 10))
+        told = {f"{word}_us": statistics.median(values) for word, values in found.items()}
+        least = {f"{word}_least_us": min(values) for word, values in found.items()}
+        rows[name.lstrip("~")] = {key: round(value, 2) for key, value in (told | least).items()}
+        more = min(told["op_us"] - told["torch_us"], least["op_least_us"] - least["torch_least_us"])
+        rows[name.lstrip("~")] |= {"more_us": round(more, 2), "host_within": more <= EXTRA_US}
+    return rows
+
+
 LIBRARIES: dict[str, Callable[[], Iterator[Pair]]] = {
     "flashinfer": flashinfer, "flashattn4": flashattn4, "quack": quack, "liger": liger,
 }  # fmt: skip
@@ -213,7 +396,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--only", default=",".join(LIBRARIES))
+    parser.add_argument("--ops", action="store_true", help="every public op against torch's own lines, host time alone")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of --ops")
     given = parser.parse_args(argv)
+    if given.ops:
+        with torch.no_grad():
+            rows = host_of_ops(given.device, given.seconds)
+        kept = sum(row.get("host_within", False) for row in rows.values())
+        write_json(given.json or RESULTS / given.machine / f"ops_host_{given.device}.json", {
+            "commit": commit(), "machine": machine(), "device": given.device, "limit": {"us": EXTRA_US}, "ops": rows,
+            "command": f"python benchmarks/adapters.py --machine {given.machine} --ops --device {given.device}",
+            "host_within": kept,
+        })  # fmt: skip
+        for name, row in rows.items():
+            print(f"{name}: " + " ".join(f"{key}={value}" for key, value in row.items()))
+        print(f"{kept} of {len(rows)} ops within {EXTRA_US:g} µs of torch")
+        return 0
     if not torch.cuda.is_available():
         print("adapters of GPU libraries are measured on a GPU; there is none here")
         return 2

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
-from layerzero.dispatch import modes
+from layerzero._ops.signature import public_op
+from layerzero.dispatch import hot, modes
 from layerzero.model.enums import Layout
 from layerzero.model.kernel import Limit
 from layerzero.numerics import assert_close, tolerance
@@ -481,3 +482,55 @@ def test_the_tf32_switch_is_read_in_both_of_torchs_spellings():
         assert not modes.SWITCHES["tf32"]()
     finally:
         matmul.fp32_precision = before
+
+
+def key_of(op: str, *args: Any, layout: str | None = None) -> Any:
+    return hot.key_of(public_op(op))(*args, layout, None)
+
+
+def test_the_written_out_key_tells_apart_what_the_generic_one_does() -> None:
+    logits, ids, bias = torch.randn(4, 8), torch.arange(4), torch.randn(8)
+    gate = (logits, (2, 1, 1), "softmax", True, None, 1.0)
+    alike = [(torch.zeros(4, 8), (2, 1, 1), "softmax", True, None, 2.0)]
+    others = [
+        (logits.double(), *gate[1:]),
+        (torch.randn(8, 4).T, *gate[1:]),
+        (Parameter(logits), *gate[1:]),
+        (logits, (2.0, 1, 1), *gate[2:]),
+        (logits, (3, 1, 1), *gate[2:]),
+        (logits, (2, True, 1), *gate[2:]),
+        (*gate[:2], "sigmoid", *gate[3:]),
+        (*gate[:3], 1, None, 1.0),
+        (*gate[:3], False, None, 1.0),
+        (*gate[:4], bias, 1.0),
+        (*gate[:5], 1),
+        (*gate[:5], float("nan")),
+        (*gate[:5], torch.ones(())),
+        (*gate[:5], torch.ones((), dtype=torch.float64)),
+    ]
+    keys = [hot.generic_key("topk_gate", args, None, None) for args in (gate, *others)]
+    found: list[Any] = [key_of("topk_gate", *gate)]
+    for args in others:
+        try:
+            found.append(key_of("topk_gate", *args))
+        except TypeError:  # a tuple of anything but whole numbers has no key
+            found.append(None)
+    assert [key is None for key in found] == [key is None for key in keys]
+    there = [key for key in found if key is not None]
+    assert len(set(there)) == len(there)
+    assert {key_of("topk_gate", *args) for args in alike} == {found[0]}
+    assert key_of("cross_entropy", logits, ids, -100, None, None, None, "mean", False) != key_of(
+        "cross_entropy", logits.clone().requires_grad_(), ids, -100, None, None, None, "mean", False
+    )
+    assert key_of("rope", *[logits] * 4, False, "BHSD", None, False, layout="BHSD") != key_of(
+        "rope", *[logits] * 4, False, "BSHD", None, False, layout="BSHD"
+    )
+
+
+def test_an_argument_of_another_kind_is_keyed_by_the_generic_key() -> None:
+    quantized = lz.quantize(torch.randn(8, 16), "int8", granularity="channel")
+    x = torch.randn(2, 16)
+    with pytest.raises(AttributeError):
+        key_of("linear", x, quantized, None, None)
+    lz.linear(x, quantized)
+    assert hot.generic_key("linear", (x, quantized, None, None), None, None) in state.world.hot

@@ -17,7 +17,7 @@ import torch
 
 from layerzero._ops.near import bucket_ends, near_key
 from layerzero._ops.signature import PUBLIC
-from layerzero.dispatch.hot import describe_tensor, generic_key, mode_key
+from layerzero.dispatch.hot import describe_tensor, key_of, mode_key
 from layerzero.dispatch.late import recover
 from layerzero.errors import from_outside
 from layerzero.model.op import Op, OperationSpec
@@ -62,18 +62,10 @@ def put_in_place(made: dict[str, Callable[..., Any]]) -> None:
 def of_plugin(native: Any, op: Op) -> Callable[..., Any] | None:
     """The C form of a function that was made for a plugin's op; None where its arguments have none."""
     found = letters(op)
-    key: Callable[..., Any] | None = op.function.__globals__.get("key_of")
-    if not found or key is None:
-        return None
-
-    def find(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
-        bound = world.hot.get(key(*args, backend)) if type(world.hot) is dict else None
-        return None if bound is None else (bound, None)
-
-    return _function(native, op, found, find)
+    return _function(native, op, found) if found else None
 
 
-def _function(native: Any, op: Op, kinds: str, find: Find | None = None) -> Callable[..., Any]:
+def _function(native: Any, op: Op, kinds: str) -> Callable[..., Any]:
     given = list(op.signature.parameters.values())
     parameters = tuple(
         (p.name, kind, p.kind is p.POSITIONAL_OR_KEYWORD, *(() if p.default is p.empty else (p.default,)))
@@ -89,7 +81,7 @@ def _function(native: Any, op: Op, kinds: str, find: Find | None = None) -> Call
         parameters,
         tuple(names.index(argument) for argument in op.arguments),
         op.function,
-        _quietly(find or _FINDS.get(name) or _find(op)),
+        _quietly((_FINDS.get(name) if op is PUBLIC.get(name) else None) or _find(op)),
         _rescue(op),
         name == "attention",
     )
@@ -97,12 +89,12 @@ def _function(native: Any, op: Op, kinds: str, find: Find | None = None) -> Call
 
 
 def _find(spec: OperationSpec) -> Find:
-    """What is hot for a call of an op with the generic key."""
+    """What is hot for a call of an op under the key that follows from its arguments."""
 
     def find(world: World, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Found | None:
         if type(world.hot) is not dict:  # one that counts its calls is read by Python alone
             return None
-        bound = world.hot.get(generic_key(spec.op_id, args, layout, backend))
+        bound = world.hot.get(key_of(spec)(*args, layout, backend))
         return None if bound is None else (bound, None)
 
     return find

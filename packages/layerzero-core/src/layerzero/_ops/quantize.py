@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,11 @@ def quantize(
     A channel is a row along the last axis; `block_size` elements of it make a block (default: the format's own size,
     which MXFP4 and NVFP4 fix). `symmetric=False`, for integers, adds a zero point.
     """
-    return dispatch(QUANTIZE, (x, _scheme(fmt, granularity, block_size, symmetric)), backend=backend)  # type: ignore[no-any-return]
+    try:
+        scheme = _known_scheme(fmt, granularity, block_size, symmetric)
+    except TypeError:  # something that cannot be looked up: said as what it is
+        scheme = _scheme(fmt, granularity, block_size, symmetric)
+    return dispatch(QUANTIZE, (x, scheme), backend=backend)  # type: ignore[no-any-return]
 
 
 def _scheme(fmt: str, granularity: str, block_size: int | None, symmetric: bool) -> QuantScheme:
@@ -44,12 +49,11 @@ def _scheme(fmt: str, granularity: str, block_size: int | None, symmetric: bool)
     return QuantScheme(fmt, granularity, block_size, symmetric)  # type: ignore[arg-type]
 
 
+_known_scheme = functools.lru_cache(maxsize=64, typed=True)(_scheme)
+
+
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None = None, *, backend: str | None = None) -> Tensor:
     """The tensor a QuantizedTensor stands for, in `dtype` (default: the dtype it was made from)."""
-    from layerzero.model.quant import QuantizedTensor
-
-    if not isinstance(qt, QuantizedTensor):
-        raise invalid("TYPE_INVALID", type(qt).__name__, "a QuantizedTensor")
     return dispatch(DEQUANTIZE, (qt, dtype), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -71,12 +75,16 @@ def _describe_quantize(call: Call) -> Context:
 
 
 def _describe_dequantize(call: Call) -> Context:
+    from layerzero.model.quant import QuantizedTensor
+
     qt = call.args[0]
+    if not isinstance(qt, QuantizedTensor):
+        raise invalid("TYPE_INVALID", type(qt).__name__, "a QuantizedTensor")
     dims = {"rows": math.prod(qt.shape[:-1]), "hidden": qt.shape[-1] if qt.shape else 1}
     if qt.block_size is not None:
         dims["block"] = qt.block_size
     word, needs = str(call.args[1] or qt.dtype).removeprefix("torch."), {"zero_point": qt.zero_point is not None}
-    scheme = {"quant_format": qt.fmt.value, "granularity": qt.granularity}
+    scheme: dict[str, Any] = {"quant_format": qt.fmt.value, "granularity": qt.granularity}
     return context_of(call, "dequantize", word, dims, needs, rank=len(qt.shape), **scheme)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch.hot import aside, before_dispatch, generic_key, traced, watched
+from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import Op, OperationSpec
@@ -86,7 +86,7 @@ def fx_node(proxy: Any, op: Op, named: dict[str, Any]) -> Any:
 
 
 def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = None, backend: str | None = None) -> Any:
-    """Hot lookup with the generic key, for ops whose own work dwarfs a few microseconds."""
+    """Hot lookup with the key that follows from the kinds of the op's arguments, or the generic one for odd calls."""
     if (
         _dispatch_modes()
         or forward_ad._current_level >= 0
@@ -96,11 +96,16 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         return seen(spec, args, layout, backend, functools.partial(dispatch, spec, args, layout, backend))
     active = _scope()
     world = now.world if active is None else active.world()
+    key: tuple[Any, ...] | None
     try:
-        key = generic_key(spec.op_id, args, layout, backend)
-        bound = world.hot.get(key) if key is not None else None
-    except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an option that cannot be hashed
-        key = bound = None
+        key = key_of(spec)(*args, layout, backend)
+        bound = world.hot.get(key)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        try:
+            key = generic_key(spec.op_id, args, layout, backend)
+            bound = world.hot.get(key) if key is not None else None
+        except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an option that cannot be hashed
+            key = bound = None
     if key is None and (proxy := fx_proxy(args)) is not None:
         named = dict(zip(spec.arguments, args, strict=True)) | {"layout": layout, "backend": backend}
         return fx_node(proxy, public_op(spec.op_id), named)

@@ -10,15 +10,21 @@ the key.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-__all__ = ["HOT_LIMIT", "aside", "before_dispatch", "describe_tensor", "generic_key", "mode_key", "traced", "watched"]
+if TYPE_CHECKING:
+    from layerzero.model.op import OperationSpec
+
+__all__ = [
+    "HOT_LIMIT", "aside", "before_dispatch", "describe_tensor", "generic_key", "key_of", "key_source", "mode_key",
+    "traced", "watched",
+]  # fmt: skip
 
 # Entries of one World's table; beyond it the table starts afresh.
 HOT_LIMIT = 16_384
@@ -96,37 +102,96 @@ def mode_key(needs_grad: bool) -> tuple[Any, ...]:
 
 
 def generic_key(op: str, args: Sequence[Any], layout: str | None, backend: str | None) -> tuple[Any, ...] | None:
-    """The key of any call: tensors by metadata, flags and words by value, numbers by type only.
+    """The key of any call, whatever its arguments are; None when one cannot be keyed: such calls take the cold path."""
+    try:
+        parts = [part(item) for item in args]
+    except Unkeyed:
+        return None
+    return (op, layout, backend, *parts, mode_key(_grad_enabled() and any(map(needs_grad, args))))
 
-    None when an argument cannot be keyed (an object of unknown kind): such calls take the cold path.
+
+class Unkeyed(TypeError):
+    """An argument of a kind that no key knows."""
+
+
+def part(item: Any) -> Any:
+    """One argument's part of a key: tensors by metadata, flags and words by value, numbers by type only."""
+    kind = type(item)  # exact types first: most arguments are of one, and these questions cost the least
+    if kind in _BY_VALUE:
+        return item
+    if kind in _BY_TYPE:
+        return kind if item - item == 0 else _NOT_FINITE
+    if kind is torch.dtype or (kind is tuple and {*map(type, item)} == {int}):
+        return item
+    if hasattr(kind, "hot_key"):  # of its class: a Proxy of torch.fx would say yes to any name
+        return item.hot_key()
+    if isinstance(item, Tensor):
+        return describe_tensor(item)
+    if isinstance(item, str):
+        return item
+    if isinstance(item, (int, float)):
+        return kind
+    if isinstance(item, torch.Generator):
+        return torch.Generator
+    if isinstance(item, tuple) and all(isinstance(side, int) and not isinstance(side, bool) for side in item):
+        return item
+    raise Unkeyed(f"a {kind.__name__} has no key")
+
+
+def needs_grad(item: Any) -> bool:
+    """Whether a gradient is wanted of an argument."""
+    return getattr(item, "requires_grad", False) is True
+
+
+# The source of an argument's part, by its kind: what `part` says, with the usual answer found first. A tensor that is
+# none raises, and the call is keyed by `generic_key`.
+_TENSOR = "type({0}), {0}.shape, {0}.dtype, {0}.is_cpu or ~{0}.get_device(), {0}.is_contiguous() or {0}.stride()"
+_PARTS = {
+    "tensor": _TENSOR,
+    "tensor?": f"None if {{0}} is None else ({_TENSOR})",
+    "number": "type({0}) if type({0}) in _BY_TYPE and {0} - {0} == 0 else part({0})",
+    "flag": "{0} is True or ({0} is not False and part({0}))",
+    "text": "{0} if type({0}) is str else part({0})",
+    "object": "part({0})",
+}
+_GRADS = {
+    "tensor": "{0}.requires_grad",
+    "tensor?": "({0} is not None and {0}.requires_grad)",
+    "number": "needs_grad({0})",
+    "object": "needs_grad({0})",
+}
+_KEY = """(
+            "{name}",
+            {layout},
+            backend,
+            {parts},
+            _grad_enabled() and ({grads}),
+            autocast_key() if _any_autocast() else False,
+            _deterministic(),
+        )"""
+
+
+def key_source(op: str, kinds: Mapping[str, str], layout: str) -> str:
+    """The key of a call as an expression of the arguments, each with its kind, of `backend` and of what `layout` names.
+
+    It is evaluated among the names of this module.
     """
-    parts: list[Any] = [op, layout, backend]
-    grad = False
-    for item in args:
-        kind = type(item)  # exact types first: most arguments are of one, and these questions cost the least
-        if kind in _BY_VALUE:
-            parts.append(item)
-        elif kind in _BY_TYPE:
-            parts.append(kind if item - item == 0 else _NOT_FINITE)
-        elif isinstance(item, Tensor):
-            parts.append(
-                (kind, item.shape, item.dtype, item.is_cpu or ~item.get_device(), item.is_contiguous() or item.stride())
-            )
-            grad = grad or item.requires_grad
-        elif isinstance(item, str):
-            parts.append(item)
-        elif isinstance(item, (int, float)):
-            parts.append(kind)
-        elif isinstance(item, torch.Generator):
-            parts.append(torch.Generator)
-        elif isinstance(item, torch.dtype):
-            parts.append(item)
-        elif isinstance(item, tuple) and all(isinstance(side, int) for side in item):
-            parts.append(item)
-        elif hasattr(kind, "hot_key"):  # of its class: a Proxy of torch.fx would say yes to any name
-            parts.append(item.hot_key())
-            grad = grad or getattr(item, "requires_grad", False)
-        else:
-            return None
-    parts.append(mode_key(grad and _grad_enabled()))
-    return tuple(parts)
+    grads = " or ".join(_GRADS[kind].format(name) for name, kind in kinds.items() if kind in _GRADS)
+    parts = ",\n            ".join(_PARTS[kind].format(name) for name, kind in kinds.items())
+    return _KEY.format(name=op, layout=layout, parts=parts, grads=grads or "False")
+
+
+_made: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, ...]]]] = {}
+
+
+def key_of(spec: OperationSpec) -> Callable[..., tuple[Any, ...]]:
+    """(*canonical arguments, layout, backend) -> key; written out at an op's first call, by the kinds of its arguments.
+
+    Raises for a call that `generic_key` must look at: an argument is not of its kind, or has no key at all.
+    """
+    found = _made.get(spec.op_id)
+    if found is None or found[0] is not spec.input_kinds:
+        kinds = {f"_{place}": kind for place, kind in enumerate(spec.input_kinds)}
+        key = key_source(spec.op_id, kinds, "layout")
+        found = _made[spec.op_id] = spec.input_kinds, eval(f"lambda {', '.join(kinds)}, layout, backend: {key}")
+    return found[1]
