@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         "breaker_limit_ns": BREAKER_NS,
         "crash_marker_us": round(marker, 2),
         "quarantine_start_us": round(start, 2),
-        "storm": {
+        "load": {
             "threads": given.threads, "calls_each": given.calls, "calls": loaded.calls,
             "seconds": round(loaded.seconds, 1),
             "changes": loaded.swaps, "failures": loaded.failures, "stale": loaded.stale, "errors": loaded.errors[:5],

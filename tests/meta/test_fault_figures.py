@@ -18,9 +18,9 @@ def test_a_hundred_threads_and_the_breaker_were_measured_within_their_limits():
         pytest.skip("no figures yet: python benchmarks/faults.py --machine NAME")
     for path in FILES:
         data = json.loads(path.read_text(encoding="utf-8"))
-        storm = data["storm"]
+        load = data["load"]
         assert data["commit"] not in ("", "unknown") and data["command"].startswith("python benchmarks/faults.py")
-        assert (storm["threads"], storm["calls_each"], storm["calls"]) == (100, 100_000, 10_000_000), path
-        assert (storm["errors"], storm["stale"]) == ([], 0) and storm["changes"] > 100 and storm["failures"] > 0
+        assert (load["threads"], load["calls_each"], load["calls"]) == (100, 100_000, 10_000_000), path
+        assert (load["errors"], load["stale"]) == ([], 0) and load["changes"] > 100 and load["failures"] > 0
         assert data["breaker_ns"] <= data["breaker_limit_ns"] == 60.0, path
-        assert storm["p99_above_idle_us"] <= storm["p99_limit_us"] == 10.0, path
+        assert load["p99_above_idle_us"] <= load["p99_limit_us"] == 10.0, path

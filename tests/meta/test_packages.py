@@ -147,7 +147,7 @@ def test_every_declared_requirement_is_pinned_within_its_range():
 
 def test_core_depends_on_nothing_it_does_not_need():
     names = {canonicalize_name(Requirement(line).name) for line in PACKAGES[0].dependencies}
-    allowed = "torch pluggy importlib-metadata packaging pydantic pyyaml click rich platformdirs"
+    allowed = "torch pluggy importlib-metadata packaging pyyaml click rich platformdirs"
     assert names == set(allowed.split())
 
 

@@ -151,48 +151,27 @@ __all__ = [
 ]
 
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
-_LAZY = {
-    **_LATE_OPS,
-    "Context": "layerzero.model.context",
-    "DeviceSpec": "layerzero.model.device",
-    "agree": "layerzero.distributed.agreement",
-    "block_mask": "layerzero.model.masks",
-    "chunk_mask": "layerzero.model.masks",
-    "doctor": "layerzero.public.checks",
-    "grouped_batch": "layerzero._ops.grouped",
-    "pack_weight": "layerzero._ops.packing",
-    **dict.fromkeys(("capture_graph", "is_graph_safe", "validate_graph_capture"), "layerzero.graphs.checks"),
-    "plan": "layerzero.public.planning",
-    "readiness_check": "layerzero.public.checks",
-    **dict.fromkeys(("metrics", "observe", "structured_logs"), "layerzero.runtime.observation"),
-    "record": "layerzero.public.traffic",
-    "warmup": "layerzero.public.warming",
-    "relative_bias": "layerzero.model.bias",
-    "rope_tables": "layerzero.model.rope_tables",
-    "tree_mask": "layerzero._ops.trees",
-    "tree_positions": "layerzero._ops.trees",
-    **dict.fromkeys(
-        (
-            "configure",
-            "disabled",
-            "get_config",
-            "get_locks",
-            "load_config",
-            "lock",
-            "prefer",
-            "reload_config",
-            "reset",
-            "scoped",
-            "unlock",
-            "use_table",
-        ),
-        "layerzero.public.control",
-    ),
-    **dict.fromkeys(
-        ("dry_run", "explain", "list_kernels", "list_ops", "select", "validate", "which"),
-        "layerzero.public.inspection",
-    ),
+_LAZY_NAMES = {
+    "_ops.grouped": "grouped_batch",
+    "_ops.packing": "pack_weight",
+    "_ops.trees": "tree_mask tree_positions",
+    "distributed.agreement": "agree",
+    "graphs.checks": "capture_graph is_graph_safe validate_graph_capture",
+    "model.bias": "relative_bias",
+    "model.context": "Context",
+    "model.device": "DeviceSpec",
+    "model.masks": "block_mask chunk_mask",
+    "model.rope_tables": "rope_tables",
+    "public.checks": "doctor readiness_check",
+    "public.control": "configure disabled get_config get_locks load_config lock prefer reload_config reset scoped"
+    " unlock use_table",
+    "public.inspection": "dry_run explain list_kernels list_ops select validate which",
+    "public.planning": "plan",
+    "public.traffic": "record",
+    "public.warming": "warmup",
+    "runtime.observation": "metrics observe structured_logs",
 }
+_LAZY = _LATE_OPS | {name: f"layerzero.{module}" for module, names in _LAZY_NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["locked", "sync_folder", "write_whole"]
+__all__ = ["locked", "sync_folder", "user_cache", "write_whole"]
+
+
+def user_cache(name: str) -> Path:
+    """A file or folder of this user's cache."""
+    import platformdirs  # start-up time
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / name
 
 
 def write_whole(path: Path, text: str) -> None:

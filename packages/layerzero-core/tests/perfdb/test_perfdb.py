@@ -445,7 +445,7 @@ def test_a_damaged_row_is_ignored_and_rebuilt(db):
 
 def test_a_file_that_is_no_database_is_set_aside_at_our_own_place(tmp_path, monkeypatch):
     path = tmp_path / "perf.db"
-    monkeypatch.setattr("layerzero.perfdb.store.default_path", lambda: path)
+    monkeypatch.setattr("layerzero.perfdb.store.user_cache", lambda name: path)
     path.write_text("this is a diary, not a database\n" * 100)
     db = PerfDB(path)
     assert db.find("attention", "b") == []

@@ -27,6 +27,7 @@ from layerzero.selection.world import World
 from layerzero.tuning.inputs import Call, build
 from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate, Verdict, flat
+from layerzero_tune.draws import gate as gate_of
 from layerzero_tune.timing.allocations import Places, room
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, tied, weighed, within
@@ -102,7 +103,7 @@ class Bench:
 
     def _gate(self) -> Gate:
         try:
-            return Gate(self._spec, self._ctx, self._call)
+            return gate_of(self._spec, self._ctx, self._call)
         except LayerZeroError:
             raise
         except Exception as error:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerzero.errors import CudaGraphUnsafeError, from_outside
+from layerzero.errors import CudaGraphUnsafeError, from_outside, one_line
 from layerzero.graphs.inputs import Inputs
-from layerzero.graphs.proof import objection, short
+from layerzero.graphs.proof import objection
 from layerzero.graphs.rehearsal import Seen, Watch, rehearsal
 from layerzero.graphs.report import CaptureReport
 from layerzero.graphs.streams import capture_on, initialise, new_stream, reserved
@@ -209,7 +209,7 @@ def _captured(
             raise
         if isinstance(error, RuntimeError):
             _prove(seen, stream, how.memory_limit)  # a capture that only its end finds spoilt: by whom?
-        raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=short(error)) from error
+        raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=one_line(error, 300)) from error
 
 
 def _blaming(run: Callable[[], Any], watch: Watch) -> Any:
@@ -219,5 +219,5 @@ def _blaming(run: Callable[[], Any], watch: Watch) -> Any:
     except CudaGraphUnsafeError as error:
         if error.code is not ReasonCode.GRAPH_CAPTURE_FAILED or not watch.seen:
             raise
-        why = reason("GRAPH_CAPTURE_FAILED", short(error.__cause__ or error))
+        why = reason("GRAPH_CAPTURE_FAILED", one_line(error.__cause__ or error, 300))
         raise _Refused(watch.seen[-1].bound.kernel_id, why) from error

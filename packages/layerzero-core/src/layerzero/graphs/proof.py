@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch.run import current_world
-from layerzero.errors import from_outside
+from layerzero.errors import from_outside, one_line
 from layerzero.graphs.rehearsal import Seen
 from layerzero.graphs.streams import capture_on
 from layerzero.reasons import Reason, reason
 
-__all__ = ["objection", "short"]
+__all__ = ["objection"]
 
 _RUNS = 3
 
@@ -33,7 +33,7 @@ def objection(item: Seen, stream: Any, limit: int) -> Reason | None:
             except Exception as error:
                 if from_outside(error):
                     raise
-                return reason("GRAPH_CAPTURE_FAILED", short(error))
+                return reason("GRAPH_CAPTURE_FAILED", one_line(error, 300))
             kept.append(torch.cuda.memory_allocated(stream.device) - before)
     # The least of them: another thread may allocate during one run, hardly during each.
     if min(kept) > limit:
@@ -43,7 +43,7 @@ def objection(item: Seen, stream: Any, limit: int) -> Reason | None:
     except Exception as error:
         if from_outside(error):
             raise
-        return reason("GRAPH_CAPTURE_FAILED", short(error))
+        return reason("GRAPH_CAPTURE_FAILED", one_line(error, 300))
     return None
 
 
@@ -53,9 +53,3 @@ def _own(item: Seen) -> tuple[Any, ...]:
     if spec.mutates is None or not spec.mutates(item.args):
         return item.args
     return tuple(part.clone() if isinstance(part, Tensor) else part for part in item.args)
-
-
-def short(error: BaseException) -> str:
-    """An error in one line."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= 300 else text[:297] + "..."

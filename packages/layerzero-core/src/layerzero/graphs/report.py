@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from layerzero.json_form import Plain
 from layerzero.reasons import Reason
 
 __all__ = ["CaptureReport"]
 
 
 @dataclass(frozen=True)
-class CaptureReport:
+class CaptureReport(Plain):
     """The result of `lz.validate_graph_capture`, and the `report` of a captured call.
 
     kernels       (op, kernel id) of each LayerZero call in the graph, in order
@@ -49,17 +49,3 @@ class CaptureReport:
             f"memory {self.memory_delta:+d} bytes, {self.replays} replays compared"
         )
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
-        return {
-            "ok": self.ok,
-            "kernels": [list(pair) for pair in self.kernels],
-            "refused": {kernel_id: why.to_json() for kernel_id, why in self.refused.items()},
-            "reasons": [item.to_json() for item in self.reasons],
-            "warmups": self.warmups,
-            "initialised": list(self.initialised),
-            "memory_delta": self.memory_delta,
-            "dummy": self.dummy,
-            "replays": self.replays,
-        }

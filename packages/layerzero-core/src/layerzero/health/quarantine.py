@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import locked, write_whole
+from layerzero.files import locked, user_cache, write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
 __all__ = ["SUSPECTED", "Quarantine", "QuarantineEntry", "default_file"]
@@ -62,9 +62,7 @@ def default_file(named: str | None) -> Path | None:
     """The file of this user: what LAYERZERO_QUARANTINE names, None where it says off."""
     if named is not None:
         return None if named.lower() in _OFF else Path(named)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "quarantine.json"
+    return user_cache("quarantine.json")
 
 
 class Quarantine:

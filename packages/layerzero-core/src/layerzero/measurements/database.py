@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero import companions
 from layerzero.errors import PackageMissingError
+from layerzero.files import user_cache
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
 from layerzero.selection.world import Measurements, World
@@ -33,11 +34,7 @@ def place(policy: Policy) -> Path | None:
     if not policy.setting("perfdb.enabled"):
         return None
     named = policy.setting("perfdb.path")
-    if named is not None:
-        return Path(named).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "perf.db"
+    return user_cache("perf.db") if named is None else Path(named).expanduser()
 
 
 def database(policy: Policy) -> PerfDB | None:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import CacheCorruptionError
+from layerzero.files import user_cache
 from layerzero.perfdb.measurement import Measurement, place_of
 from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, is_ours, migrate, to_row
 from layerzero.reasons import Reason, reason
 
-__all__ = ["PerfDB", "default_path"]
+__all__ = ["PerfDB"]
 
 _log = logging.getLogger("layerzero.perfdb")
 
@@ -48,13 +49,6 @@ _START = 65_536  # bytes that tell whose file it is: the header and the schema o
 
 class _ForeignFile(sqlite3.DatabaseError):
     """The path names a file of something else."""
-
-
-def default_path() -> Path:
-    """The user's database."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "perf.db"
 
 
 class PerfDB:
@@ -220,7 +214,7 @@ class PerfDB:
                 start = file.read(_START)
         except OSError:
             return False  # not there, or a matter for SQLite to speak about
-        return bool(start) and not is_ours(start) and self.path != default_path()
+        return bool(start) and not is_ours(start) and self.path != user_cache("perf.db")
 
     def _note(self, error: BaseException) -> None:
         why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}")

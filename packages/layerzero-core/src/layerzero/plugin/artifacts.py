@@ -8,6 +8,7 @@ from pathlib import Path
 
 from layerzero import env
 from layerzero.errors import ConfigurationError
+from layerzero.files import user_cache
 from layerzero.reasons import Reason, reason
 
 __all__ = ["OWN", "artifact_folder", "cache_folder", "distrust"]
@@ -18,11 +19,7 @@ OWN = "artifacts"  # what backends compile themselves, beside the folders of Tri
 def cache_folder(settings: env.Env | None = None) -> Path:
     """The folder of compiled kernels: LAYERZERO_JIT_CACHE_DIR, else one in the user's cache."""
     given = (settings or env.read()).jit_cache_dir
-    if given is not None:
-        return Path(given)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / "jit"
+    return user_cache("jit") if given is None else Path(given)
 
 
 def distrust(folder: Path) -> Reason | None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import importlib_metadata
 
@@ -21,7 +21,6 @@ from layerzero.version import __version__
 
 __all__ = [
     "BUILTINS",
-    "EntryPointLike",
     "Found",
     "discover",
     "dist_version",
@@ -47,26 +46,11 @@ BUILTINS: dict[str, str] = {
 _GROUP_BYTES = f"[{ENTRY_POINT_GROUP}]".encode()
 
 
-class EntryPointLike(Protocol):
-    """What discovery asks of an entry point; tests pass fakes."""
-
-    @property
-    def name(self) -> str:
-        """Left of the = sign."""
-
-    @property
-    def value(self) -> str:
-        """Right of the = sign."""
-
-    def load(self) -> Any:
-        """Import and return what `value` names."""
-
-
 class Found(NamedTuple):
     """One entry point with the distribution that declares it."""
 
     name: str
-    entry: EntryPointLike
+    entry: Any
     dist: str = ""
     version: str = ""
     builtin: bool = False
@@ -77,7 +61,7 @@ def normalized(name: str) -> str:
     return name.replace("_", "-").replace(".", "-").lower()
 
 
-def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Found, ...]:
+def discover(entry_points: Iterable[Any] | None = None) -> tuple[Found, ...]:
     """Every plugin that declares itself, built-ins first, then by name.
 
     With `entry_points` given, only those are looked at (the built-ins still come first).
@@ -99,7 +83,7 @@ def discover(entry_points: Iterable[EntryPointLike] | None = None) -> tuple[Foun
     return (*builtin, *sorted(found, key=lambda item: (item.name, item.dist)))
 
 
-def _declared() -> Iterator[EntryPointLike]:
+def _declared() -> Iterator[Any]:
     """Entry points of our group over all installed distributions, in the order of sys.path."""
     for dist in _speaking():
         try:

@@ -22,7 +22,7 @@ from layerzero.json_form import Plain
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.op import OperationSpec
 from layerzero.plugin import spec
-from layerzero.plugin.discovery import EntryPointLike, Found, discover, forget_versions, kept_out
+from layerzero.plugin.discovery import Found, discover, forget_versions, kept_out
 from layerzero.plugin.registrar import Registrar, check_api
 from layerzero.plugin.vendor import vendor_presence
 from layerzero.reasons import Reason, ReasonCode, reason
@@ -124,7 +124,7 @@ def _manager() -> pluggy.PluginManager:
 
 
 def load_plugins(
-    entry_points: Iterable[EntryPointLike] | None = None,
+    entry_points: Iterable[Any] | None = None,
     env: environment.Env | Mapping[str, str] | None = None,
     core_ops: Container[str] = (),
 ) -> Loaded:

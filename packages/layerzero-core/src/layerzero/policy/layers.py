@@ -81,7 +81,7 @@ class PolicyLayer:
         expires_at: float | None = None,
         **settings: Any,
     ) -> PolicyLayer:
-        """A layer from plain Python values, checked. Needs no pydantic, so scopes and calls may use it freely.
+        """A layer from plain Python values, checked.
 
         Settings are named as in the file: `strict_mode=True`, `cache={"max_entries": 100}`, `isolation="subprocess"`.
         """

@@ -14,7 +14,13 @@ _MAX_ITEMS = 4_096
 _MAX_KEPT = 512
 
 
-def list_of(item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = frozenset, unique: bool = True) -> Kind:
+def list_of(
+    item: Kind,
+    at_least: int = 0,
+    to: Callable[[list[Any]], Any] = frozenset,
+    unique: bool = True,
+    most: int = _MAX_ITEMS,
+) -> Kind:
     """A list of one kind as a collection `to`, without repetitions unless `unique` is off."""
     # Kernels of one backend name the same dtypes and layouts again and again: lists of texts found right are kept.
     right: dict[tuple[Any, ...], Any] = {}
@@ -34,9 +40,8 @@ def list_of(item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = froz
     def parse_anew(value: Any, where: Where) -> Any:
         if not isinstance(value, (list, tuple)):
             raise fail(where, f"expected a list, got {type_name(value)}", value=value)
-        if not at_least <= len(value) <= _MAX_ITEMS:
-            count = len(value)
-            raise fail(where, f"expected at least {at_least} items, got {count}", value=count, limit=at_least)
+        if not at_least <= (count := len(value)) <= most:
+            raise fail(where, f"expected {at_least} to {most} items, got {count}", value=count, limit=at_least)
         items = [item.parse(entry, (where, index)) for index, entry in enumerate(value)]
         if unique and len(set(items)) < len(items):
             index = next(i for i, entry in enumerate(items) if entry in items[:i])
@@ -44,7 +49,7 @@ def list_of(item: Kind, at_least: int = 0, to: Callable[[list[Any]], Any] = froz
         return to(items)
 
     def schema() -> dict[str, Any]:
-        found = {"type": "array", "items": item.schema(), "uniqueItems": unique, "maxItems": _MAX_ITEMS}
+        found = {"type": "array", "items": item.schema(), "uniqueItems": unique, "maxItems": most}
         return found | {"minItems": at_least} if at_least else found
 
     return Kind(parse, schema)

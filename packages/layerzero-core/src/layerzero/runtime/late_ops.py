@@ -7,7 +7,8 @@ register kernels for such an op, policies lock it, `lz.list_ops` shows it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 __all__ = ["LATE_OPS", "LateTable"]
@@ -34,32 +35,23 @@ LATE_OPS: dict[str, str] = {
 }
 
 
-class LateTable(MutableMapping[str, Value]):
+class LateTable(UserDict[str, Value]):
     """A table by op name, some of whose entries come with a module that is imported at the first look-up."""
 
-    __slots__ = ("_found", "_later")
-
     def __init__(self, later: Mapping[str, str]) -> None:
-        self._found: dict[str, Value] = {}
+        super().__init__()
         self._later = later
 
-    def __getitem__(self, name: str) -> Value:
-        found = self._found.get(name)
-        if found is None and name in self._later:
+    def __missing__(self, name: str) -> Value:
+        if name in self._later:
             importlib.import_module(self._later[name])
-        return self._found[name]
-
-    def __setitem__(self, name: str, value: Value) -> None:
-        self._found[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._found[name]
+        return self.data[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found or name in self._later
+        return name in self.data or name in self._later
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._found, **self._later})
+        return iter({**self.data, **self._later})
 
     def __len__(self) -> int:
-        return len({**self._found, **self._later})
+        return len({**self.data, **self._later})

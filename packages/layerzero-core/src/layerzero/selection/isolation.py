@@ -8,6 +8,7 @@ from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Transform
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
+from layerzero.selection.transforms import elements
 
 __all__ = ["NAME", "apart", "passage"]
 
@@ -33,16 +34,6 @@ def apart(kernel: KernelSpec) -> KernelSpec:
 
 def passage(ctx: Context) -> Transform:
     """The way there and back, as a priced step of the plan."""
-    sizes = dict(ctx.dims)
-    elements = 1
-    if "seq_len_q" in sizes and "num_heads" in sizes:
-        per_token = sizes.get("batch", 1) * sizes.get("head_dim", 1)
-        keys = 2 * sizes.get("num_kv_heads", sizes["num_heads"]) * sizes.get("seq_len_k", 1)
-        elements = per_token * (2 * sizes["num_heads"] * sizes["seq_len_q"] + keys)
-    else:
-        for value in sizes.values():
-            elements *= max(1, value)
-        elements *= 2
     platform = ctx.device.platform
     rate = _BYTES_PER_US.get(platform, _BYTES_PER_US_GPU)
-    return Transform(NAME, _TRIP_US.get(platform, _TRIP_US_GPU) + elements * element_bytes(ctx.dtype) / rate)
+    return Transform(NAME, _TRIP_US.get(platform, _TRIP_US_GPU) + 2 * elements(ctx) * element_bytes(ctx.dtype) / rate)

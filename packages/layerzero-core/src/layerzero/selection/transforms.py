@@ -6,6 +6,7 @@ wider dtype, or to the dtype of the query for mixed inputs. Autocast is not a tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from layerzero.model.context import Context, element_bytes
@@ -14,7 +15,7 @@ from layerzero.model.enums import Causal, Layout, MaskKind, Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
 
-__all__ = ["adaptations", "copy_cost_us"]
+__all__ = ["adaptations", "copy_cost_us", "elements"]
 
 # Rough prices, for ranking only: bytes per µs of a copy, and the host cost of one torch call in µs.
 _BYTES_PER_US = {Platform.CPU: 8_000.0}
@@ -33,19 +34,14 @@ def copy_cost_us(ctx: Context, count: float, calls: int = 1) -> float:
     return calls * call + 2.0 * count * element_bytes(ctx.dtype) / rate
 
 
-def _elements(ctx: Context) -> int:
+def elements(ctx: Context) -> int:
     """Elements of all main inputs together."""
     sizes = dict(ctx.dims)
     if "seq_len_q" in sizes and "num_heads" in sizes:
-        per_token = sizes.get("batch", 1) * sizes["head_dim"]
-        return int(
-            per_token
-            * (sizes["num_heads"] * sizes["seq_len_q"] + 2 * sizes["num_kv_heads"] * sizes.get("seq_len_k", 1))
-        )
-    total = 1
-    for value in sizes.values():
-        total *= max(1, value)
-    return total
+        per_token = sizes.get("batch", 1) * sizes.get("head_dim", 1)
+        keys = sizes.get("num_kv_heads", sizes["num_heads"]) * sizes.get("seq_len_k", 1)
+        return per_token * (sizes["num_heads"] * sizes["seq_len_q"] + 2 * keys)
+    return math.prod(max(1, size) for size in sizes.values())
 
 
 def _kv_elements(ctx: Context) -> int:
@@ -67,7 +63,7 @@ def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
 
 
 def _contiguous(kernel: KernelSpec, ctx: Context) -> Transform:
-    return Transform("contiguous", copy_cost_us(ctx, _elements(ctx), 3))
+    return Transform("contiguous", copy_cost_us(ctx, elements(ctx), 3))
 
 
 def _restrided(kernel: KernelSpec, ctx: Context) -> Transform | None:
@@ -78,7 +74,7 @@ def _restrided(kernel: KernelSpec, ctx: Context) -> Transform | None:
 
 
 def _aligned(kernel: KernelSpec, ctx: Context) -> Transform:
-    return Transform("aligned_copy", copy_cost_us(ctx, _elements(ctx), 3))
+    return Transform("aligned_copy", copy_cost_us(ctx, elements(ctx), 3))
 
 
 def _cast(kernel: KernelSpec, ctx: Context) -> Transform | None:
@@ -86,14 +82,14 @@ def _cast(kernel: KernelSpec, ctx: Context) -> Transform | None:
         return None  # the codes would remember the wider dtype
     for wide in _WIDER.get(ctx.dtype, ()):
         if wide in kernel.dtypes:
-            return Transform(f"cast:{ctx.dtype}->{wide}", 3 * copy_cost_us(ctx, _elements(ctx), 4))
+            return Transform(f"cast:{ctx.dtype}->{wide}", 3 * copy_cost_us(ctx, elements(ctx), 4))
     return None
 
 
 def _unify(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.dtype not in kernel.dtypes:
         return None
-    return Transform(f"cast:mixed->{ctx.dtype}", copy_cost_us(ctx, _elements(ctx), 2))
+    return Transform(f"cast:mixed->{ctx.dtype}", copy_cost_us(ctx, elements(ctx), 2))
 
 
 def _cast_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:

@@ -13,12 +13,13 @@ from typing import Any
 
 from layerzero import env
 from layerzero.device.signature import environment_signature
-from layerzero.errors import DispatchTableError
+from layerzero.errors import CapabilitiesError, DispatchTableError
 from layerzero.files import write_whole
 from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCode
+from layerzero.registry.kinds import body
 
 __all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_from_json", "table_json"]
 
@@ -99,9 +100,7 @@ def _read(name: Path) -> DispatchTable:
 
 
 def _parsed(name: Path, data: Any) -> DispatchTable:
-    from pydantic import ValidationError
-
-    from layerzero.tables.schema import SCHEMA_VERSION, TableFile
+    from layerzero.tables.schema import SCHEMA_VERSION, TABLE
 
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
@@ -109,37 +108,30 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
             name, f"schema version {found}", ReasonCode.SCHEMA_VERSION_UNKNOWN, value=found, limit=SCHEMA_VERSION
         )
     try:
-        file = TableFile.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise _bad(name, f"{place}: {first['msg']}") from None
+        file = TABLE.parse(data, "")
+    except CapabilitiesError as error:
+        raise _bad(name, body(error)) from None
     wanted = _hash({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
-    if file.content_hash != wanted:
-        raise _bad(name, f"its content hash is {wanted[:12]}, written is {file.content_hash[:12]}")
+    if file["content_hash"] != wanted:
+        raise _bad(name, f"its content hash is {wanted[:12]}, written is {file['content_hash'][:12]}")
     entries = []
-    for index, plan in enumerate(file.plans):
-        op = plan.ops[0]
-        if op.op != plan.bucket.op:
-            raise _bad(name, f"plans.{index}: the bucket is of {plan.bucket.op}, its op is {op.op}")
-        if op.kernel_id not in file.kernels:
-            raise _bad(name, f"plans.{index}: {op.kernel_id} is not among the kernels")
-        when = tuple((key, _frozen(plan.bucket.when[key])) for key in sorted(plan.bucket.when))
-        sizes = tuple(sorted(plan.bucket.sizes.items()))
-        entries.append(
-            PlanEntry(op.op, when, sizes, op.kernel_id, op.median_us, op.error, tuple(plan.jit_artifacts), op.busy)
-        )
-    buckets = {op: {axis: tuple(ends) for axis, ends in axes.items()} for op, axes in file.buckets.items()}
-    for op_id, axes in buckets.items():
+    for index, plan in enumerate(file["plans"]):
+        op, bucket = plan["ops"][0], plan["bucket"]
+        if op["op"] != bucket["op"]:
+            raise _bad(name, f"plans.{index}: the bucket is of {bucket['op']}, its op is {op['op']}")
+        if op["kernel_id"] not in file["kernels"]:
+            raise _bad(name, f"plans.{index}: {op['kernel_id']} is not among the kernels")
+        when = tuple((key, _frozen(bucket["when"][key])) for key in sorted(bucket["when"]))
+        sizes = tuple(sorted(bucket["sizes"].items()))
+        entries.append(PlanEntry(when=when, sizes=sizes, artifacts=tuple(plan["jit_artifacts"]), **op))
+    for op_id, axes in file["buckets"].items():
         for axis, ends in axes.items():
             if list(ends) != sorted(set(ends)):
                 raise _bad(name, f"buckets.{op_id}.{axis}: not ascending")
-    machine = file.hardware_signature
-    hardware = Hardware(**{**dict(machine), "backends": tuple(sorted(machine.backends.items()))})
-    return DispatchTable(
-        hardware, file.policy_hash, dict(file.kernels), buckets, tuple(entries), file.model_id, file.content_hash,
-        file.signature,
-    )  # fmt: skip
+    machine = file["hardware_signature"]
+    hardware = Hardware(**{**machine, "backends": tuple(sorted(machine["backends"].items()))})
+    words = {key: file[key] for key in ("policy_hash", "kernels", "buckets", "model_id", "content_hash", "signature")}
+    return DispatchTable(hardware=hardware, entries=tuple(entries), **words)
 
 
 def _content(table: DispatchTable) -> dict[str, Any]:

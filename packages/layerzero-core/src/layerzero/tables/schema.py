@@ -1,74 +1,73 @@
-"""The file form of a dispatch table. Imported only when a table is read or its JSON Schema is asked for."""
+"""The file form of a dispatch table, as one declarative table. Imported when a table is read."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from layerzero.registry.containers import Field, Record, either, list_of, map_of
+from layerzero.registry.kinds import FLAG, Kind, choice, number, text, whole
 
-from pydantic import BaseModel, ConfigDict, Field
-
-__all__ = ["SCHEMA_VERSION", "Bucketed", "Op", "TableFile"]
+__all__ = ["SCHEMA_VERSION", "TABLE"]
 
 SCHEMA_VERSION = "1.0"
-Edge = Annotated[int, Field(ge=0)]
+_MAX_PLANS = 1 << 20
+_TEXT, _ANY_TEXT, _HASH = text(), text(empty=True), text(r"^.{8,}\Z", "a hash")
+_ANYTHING = Kind(lambda value, where: value, dict)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+def _maybe(kind: Kind) -> Kind:
+    return either(lambda value: value is None, Kind(lambda value, where: None, lambda: {"type": "null"}), kind)
 
 
-class Machine(_Strict):
-    """Where the table was solved; `signature` decides whether it holds."""
-
-    signature: str = Field(min_length=8)
-    device: str
-    driver: str | None = None
-    torch: str | None = None
-    backends: dict[str, str] = Field(default_factory=dict)
-    threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of torch, for times on a CPU")
-
-
-class Bucketed(_Strict):
-    """Which calls a plan speaks of."""
-
-    op: str = Field(min_length=1)
-    when: dict[str, Any] = Field(default_factory=dict, description="properties of the call that are not defaults")
-    sizes: dict[str, int] = Field(description="axis → upper end of its bucket, or the exact size")
-
-
-class Op(_Strict):
-    """The kernel that serves one op of a plan."""
-
-    op: str = Field(min_length=1)
-    kernel_id: str = Field(min_length=1)
-    median_us: Annotated[float, Field(ge=0)] | None = None
-    error: Annotated[float, Field(ge=0)] | None = None
-    busy: bool = Field(False, description="others used the machine while the time was taken")
-
-
-class Plan(_Strict):
-    """One bucket and the kernels of its ops; a plan of one call has one op."""
-
-    bucket: Bucketed
-    ops: list[Op] = Field(min_length=1, max_length=1)
-    jit_artifacts: list[str] = Field(default_factory=list)
-
-
-class Fallback(_Strict):
-    """What happens to a call that no plan covers."""
-
-    mode: Literal["runtime_select"] = "runtime_select"
-
-
-class TableFile(_Strict):
-    """dispatch_table.json."""
-
-    schema_version: Literal["1.0"]
-    model_id: str = ""
-    hardware_signature: Machine
-    policy_hash: str = Field(min_length=8)
-    kernels: dict[str, str]
-    buckets: dict[str, dict[str, list[Edge]]]
-    plans: list[Plan]
-    fallback: Fallback = Fallback()
-    content_hash: str = Field(min_length=64, max_length=64)
-    signature: str | None = None
+_MACHINE = Record(
+    "machine",
+    (
+        Field("signature", _HASH, "decides whether the table holds", required=True),
+        Field("device", _ANY_TEXT, "where it was solved", required=True),
+        Field("driver", _maybe(_ANY_TEXT), "of the device"),
+        Field("torch", _maybe(_ANY_TEXT), "its version"),
+        Field("backends", map_of(_ANY_TEXT, _ANY_TEXT), "vendor libraries and their versions", default={}),
+        Field("threads", _maybe(whole(1)), "of torch, for times on a CPU"),
+    ),
+)
+_BUCKET = Record(
+    "bucket",
+    (
+        Field("op", _TEXT, "the op", required=True),
+        Field("when", map_of(_ANYTHING, _ANY_TEXT), "properties of the call that are not defaults", default={}),
+        Field("sizes", map_of(whole(), _ANY_TEXT), "axis to the end of its bucket, or the exact size", required=True),
+    ),
+)
+_OP = Record(
+    "op",
+    (
+        Field("op", _TEXT, "the op", required=True),
+        Field("kernel_id", _TEXT, "the kernel that serves it", required=True),
+        Field("median_us", _maybe(number(0.0)), "its time"),
+        Field("error", _maybe(number(0.0)), "its largest error"),
+        Field("busy", FLAG, "others used the machine while the time was taken", default=False),
+    ),
+)
+_PLAN = Record(
+    "plan",
+    (
+        Field("bucket", _BUCKET, "the calls it speaks of", required=True),
+        Field("ops", list_of(_OP, 1, to=list, unique=False, most=1), "the kernel of its op", required=True),
+        Field("jit_artifacts", list_of(_ANY_TEXT, to=list, unique=False), "what its kernel has compiled", default=()),
+    ),
+)
+_FALLBACK = Record("fallback", (Field("mode", choice(frozenset({"runtime_select"})), "calls without a plan"),))
+TABLE = Record(
+    "dispatch_table.json",
+    (
+        Field("schema_version", choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
+        Field("model_id", _ANY_TEXT, "the model it was solved for", default=""),
+        Field("hardware_signature", _MACHINE, "the machine it holds for", required=True),
+        Field("policy_hash", _HASH, "the policy it was solved under", required=True),
+        Field("kernels", map_of(_ANY_TEXT, _ANY_TEXT), "kernels and their versions", required=True),
+        Field("buckets", map_of(map_of(list_of(whole(), to=tuple, unique=False), _ANY_TEXT), _ANY_TEXT),
+              "op to axis to the ends of its buckets", required=True),
+        Field("plans", list_of(_PLAN, to=list, unique=False, most=_MAX_PLANS), "one for each bucket", required=True),
+        Field("fallback", _FALLBACK, "what happens to a call that no plan covers"),
+        Field("content_hash", text(r"^.{64}\Z", "a sha256"), "over everything else", required=True),
+        Field("signature", _maybe(_ANY_TEXT), "of the hash"),
+    ),
+)  # fmt: skip

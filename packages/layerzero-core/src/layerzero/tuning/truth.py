@@ -1,8 +1,7 @@
 """The parity gate: no kernel is timed before its result is the reference's, on the very tensors it will be timed on.
 
 A kernel that is right is returned with its largest error; one that is wrong with the reason, and it is not measured.
-Forward results are compared piece by piece in float64 (`pieces`); where a gradient is asked for, gradients too. Kernels
-that draw random numbers are held to the distribution they must draw from.
+Forward results are compared piece by piece in float64 (`pieces`); where a gradient is asked for, gradients too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.pieces import Piece, pieces
 
-__all__ = ["Gate", "Verdict", "computed", "flat", "reduction", "truth"]
+__all__ = ["UNLIKELY", "Gate", "Verdict", "chi_square", "computed", "flat", "reduction", "truth"]
+
+UNLIKELY = 1e-6  # a right kernel falls below this once in a million checks of its draws
+_LEAST_EXPECTED = 5.0
 
 # Numbers in the largest intermediate of the truth; beyond it pieces stand for the whole.
 ROOM = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -84,15 +86,9 @@ class Gate:
         self._call = call
         self._room = ROOM.get(ctx.device.device_type, ROOM["cpu"])
         given = call()
-        self._random = spec.random is not None and bool(spec.random(given.args))
         self._parts: list[tuple[Piece, list[Tensor]]] = []
         self._grads: list[Tensor] | None = None
         with full_float32(), _quiet(ctx):
-            if self._random:
-                from layerzero.tuning.draws import Draws
-
-                self._draws = Draws(spec, ctx, given)
-                return
             with torch.no_grad():
                 for piece in pieces(ctx, given.args, self._room):
                     self._parts.append((piece, flat(self._reference(piece.op, piece.args))))
@@ -104,8 +100,6 @@ class Gate:
         """Run a kernel, or None: torch's own code, on fresh inputs and compare. What it raises is an answer, too."""
         try:
             with full_float32():
-                if self._random:
-                    return self._draws.check(run)
                 return self._compared(kernel, run)
         except Exception as error:
             if from_outside(error):
@@ -223,3 +217,25 @@ def _words(report: Any) -> str:
 def _quiet(ctx: Context) -> Any:
     """The truth is computed wide, whatever autocast would make of it."""
     return torch.autocast(ctx.device.device_type, enabled=False)
+
+
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    """The chance that draws from `probs` differ from it by as much as these counts do; 0 for an impossible token.
+
+    Cells that expect fewer than five draws are taken together.
+    """
+    seen, share = counts.double().flatten().cpu(), probs.double().flatten().cpu()
+    if seen.shape != share.shape:
+        raise ValueError(f"{seen.numel()} counts for {share.numel()} probabilities")
+    if bool((seen[share == 0] > 0).any()):
+        return 0.0
+    expected = share / share.sum() * seen.sum()
+    rare = expected < _LEAST_EXPECTED
+    seen = torch.cat((seen[~rare], seen[rare].sum().reshape(1)))
+    expected = torch.cat((expected[~rare], expected[rare].sum().reshape(1)))
+    full = expected >= _LEAST_EXPECTED
+    freedom = int(full.sum()) - 1
+    if freedom < 1:
+        return 1.0
+    statistic = ((seen - expected)[full].square() / expected[full]).sum()
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))

@@ -30,6 +30,7 @@ from layerzero.selection.world import World
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate
+from layerzero_tune.draws import gate as gate_of
 from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
 from layerzero_tune.timing.clock import RULES, clock_for, graphed
 from layerzero_tune.timing.host_load import load, others
@@ -153,7 +154,7 @@ def compete(
         chosen = decide(spec, ctx, world).chosen
         wanted = set(only)
         names = [item for item in decision.ranking if not wanted or wanted & {item, item.partition(".")[0]}]
-        gate = Gate(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
+        gate = gate_of(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
         kernels, entries = _admitted(spec, decision, measuring, names, call, gate)
         calls: dict[str, Callable[[], Any]] = dict(kernels)
         given = dict(zip(spec.arguments, call.args, strict=True))

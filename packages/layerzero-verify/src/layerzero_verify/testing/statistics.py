@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.tuning.draws import UNLIKELY, chi_square
+from layerzero.tuning.truth import UNLIKELY, chi_square
 
 __all__ = ["UNLIKELY", "chi_square", "counts_of"]
 

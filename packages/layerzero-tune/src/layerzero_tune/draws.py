@@ -14,27 +14,33 @@ import torch
 from torch import Tensor
 
 from layerzero.model.context import Context
+from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
+from layerzero.numerics.precision import full_float32
 from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
-from layerzero.tuning.truth import Verdict, flat
+from layerzero.tuning.truth import UNLIKELY, Gate, Verdict, chi_square, flat
 
-__all__ = ["UNLIKELY", "Draws", "chi_square"]
+__all__ = ["Draws", "gate"]
 
-UNLIKELY = 1e-6  # a right kernel falls below this once in a million checks
 _DRAWS = 4096
 _LIKELY = 100
 _SECONDS_OF_CALLS = 400
-_LEAST_EXPECTED = 5.0
 
 
-class Draws:
+def gate(spec: OperationSpec, ctx: Context, call: Callable[[], Call]) -> Gate:
+    """What a kernel passes before it is timed for a call; `call()` makes the same inputs anew."""
+    given = call()
+    return Draws(spec, ctx, given) if spec.random is not None and spec.random(given.args) else Gate(spec, ctx, call)
+
+
+class Draws(Gate):
     """The distribution that a call draws from."""
 
     def __init__(self, spec: OperationSpec, ctx: Context, call: Call) -> None:
         self._spec, self._ctx = spec, ctx
         self._args = self._peaked(call.args)
-        with torch.no_grad():
+        with full_float32(), torch.autocast(ctx.device.device_type, enabled=False), torch.no_grad():
             self._seeded = self._draw(spec.fallback_impl, 11)
             self._probs = self._distribution()
 
@@ -79,8 +85,7 @@ class Draws:
         found: Tensor = reference(logits[:1], *one)
         return found[0].double()
 
-    def check(self, run: Callable[..., Any]) -> Verdict:
-        """The verdict on a kernel."""
+    def _compared(self, kernel: KernelSpec | None, run: Callable[..., Any]) -> Verdict:
         with torch.no_grad():
             once, again = self._draw(run, 11), self._draw(run, 11)
             if not all(torch.equal(left, right) for left, right in zip(once, again, strict=True)):
@@ -123,25 +128,3 @@ class Draws:
         if chance < UNLIKELY:
             return Verdict(False, off, f"draws from another distribution (chance {chance:.1g})")
         return Verdict(True, off)
-
-
-def chi_square(counts: Tensor, probs: Tensor) -> float:
-    """The chance that draws from `probs` differ from it by as much as these counts do; 0 for an impossible token.
-
-    Cells that expect fewer than five draws are taken together.
-    """
-    seen, share = counts.double().flatten().cpu(), probs.double().flatten().cpu()
-    if seen.shape != share.shape:
-        raise ValueError(f"{seen.numel()} counts for {share.numel()} probabilities")
-    if bool((seen[share == 0] > 0).any()):
-        return 0.0
-    expected = share / share.sum() * seen.sum()
-    rare = expected < _LEAST_EXPECTED
-    seen = torch.cat((seen[~rare], seen[rare].sum().reshape(1)))
-    expected = torch.cat((expected[~rare], expected[rare].sum().reshape(1)))
-    full = expected >= _LEAST_EXPECTED
-    freedom = int(full.sum()) - 1
-    if freedom < 1:
-        return 1.0
-    statistic = ((seen - expected)[full].square() / expected[full]).sum()
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))
