@@ -27,7 +27,7 @@ from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidIn
 from layerzero.perfdb.bucket import bucket_of, upper
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, weight
 from layerzero.perfdb.store import PerfDB
-from layerzero_tune.perfdb.exchange import export_json, import_json, merge
+from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge
 from layerzero_tune.perfdb.upkeep import prune, verify
 
 PROVE = env.read().prove
@@ -289,7 +289,7 @@ def test_every_measurement_survives_the_round_trip(tmp_path_factory, median, var
     db = PerfDB(tmp_path_factory.mktemp("trip") / "p.db")
     db.put([item])
     assert db.find("attention", bucket) == [item]
-    assert Measurement.from_json(json.loads(json.dumps(item.to_json()))) == item
+    assert from_json(json.loads(json.dumps(item.to_json()))) == item
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------

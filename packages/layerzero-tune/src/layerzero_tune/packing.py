@@ -29,6 +29,7 @@ from layerzero.jit.index import Index
 from layerzero.model.artifact import Artifact
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import Hardware
+from layerzero.registry.reading import digest as digest_of
 from layerzero.runtime.state import state
 from layerzero.startup.warm import Warmup
 from layerzero.tables.file import hardware_of
@@ -110,7 +111,7 @@ def _pack(artifacts: Collection[Artifact], device: DeviceSpec, path: Path, key: 
         ],
         "files": {name: asdict(_described(name, source, places)) for name, source in found.items()},
     }
-    digest = _hash(head)
+    digest = digest_of(head)
     signature = None if key is None else sign(digest, key, _SIGNED)
     text = json.dumps({**head, "content_hash": digest, "signature": signature}).encode()
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -206,7 +207,7 @@ def _unpacked(tar: tarfile.TarFile, folder: Path, device: DeviceSpec, key: Path 
     if first is None or first.name != _HEAD or not first.isreg() or first.size > _MAX_HEAD:
         raise _refused("PACK_INVALID", f"it does not begin with {_HEAD}")
     head = _read_head(_stream(tar, first).read())
-    digest = _hash({name: head[name] for name in ("format", "hardware", "artifacts", "files")})
+    digest = digest_of({name: head[name] for name in ("format", "hardware", "artifacts", "files")})
     if digest != head["content_hash"]:
         raise _refused("PACK_HASH_MISMATCH", _HEAD)
     if key is not None:
@@ -353,7 +354,3 @@ def _prepared() -> Path:
         if (why := jit_cache.distrust(place)) is not None:
             raise ConfigurationError(reasons=(why,))
     return folder
-
-
-def _hash(head: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(head, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

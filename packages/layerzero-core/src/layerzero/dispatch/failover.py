@@ -24,6 +24,7 @@ from layerzero.errors import (
     KernelExecutionError,
     LayerZeroError,
     from_outside,
+    one_line,
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -77,7 +78,7 @@ def fail_over(
         own = getattr(error, "reason", None)
         raise KernelExecutionError(
             f"{spec.op_id} is locked to {bound.kernel_id}, which raised",
-            value=_short(error),
+            value=one_line(error),
             reasons=(own,) if isinstance(own, Reason) else (),
         ) from error
     if spec.mutates is not None and spec.mutates(args):
@@ -85,12 +86,12 @@ def fail_over(
             state.health.kernel_failed(bound.kernel_id, error, bound.kernel.backend)
         raise KernelExecutionError(
             f"{bound.kernel_id} raised while writing in place; the inputs may be half written, so nothing was retried",
-            value=_short(error),
+            value=one_line(error),
         ) from error
     return _next_candidate(spec, ctx, bound, args, error)
 
 
-@observed("failover", lambda args, out: {"op": args[0].op_id, "kernel": args[2].kernel_id, "cause": _short(args[4])})
+@observed("failover", lambda args, out: {"op": args[0].op_id, "kernel": args[2].kernel_id, "cause": one_line(args[4])})
 def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tuple[Any, ...], error: Exception) -> Any:
     """Run the candidates of the present decision, best first: a plan's own may be long out of date."""
     world = current_world()
@@ -123,7 +124,7 @@ def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tupl
     if all(out_of_memory(item) for _, item in failures):
         raise none_leaner(spec, decision, failures, world) from error
     reasons = tuple(_reason_for(kernel_id, item) for kernel_id, item in failures)
-    lines = "".join(f"\n  {kernel_id}: {_short(item)}" for kernel_id, item in failures)
+    lines = "".join(f"\n  {kernel_id}: {one_line(item)}" for kernel_id, item in failures)
     raise KernelExecutionError(f"{spec.op_id}: every candidate raised{lines}", reasons=reasons) from error
 
 
@@ -157,13 +158,8 @@ def _reason_for(kernel_id: str, error: Exception) -> Reason:
     if isinstance(own, Reason):  # a fault of an isolated kernel knows what it is
         return own
     if out_of_memory(error):
-        return reason("OUT_OF_MEMORY", _short(error))
-    return reason("KERNEL_RAISED", f"{kernel_id}: {_short(error)}")
-
-
-def _short(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= 300 else text[:297] + "..."
+        return reason("OUT_OF_MEMORY", one_line(error))
+    return reason("KERNEL_RAISED", f"{kernel_id}: {one_line(error)}")
 
 
 def set_aside(kernel_id: str, error: BackendNotAvailableError) -> None:

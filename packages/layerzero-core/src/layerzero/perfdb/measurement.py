@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -113,39 +113,9 @@ class Measurement:
         return checksum_of(self.values())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible; `from_json` gives back an equal measurement."""
+        """JSON-compatible."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**plain, "platform": self.platform._asdict(), "surroundings": self.surroundings._asdict()}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Measurement:
-        """The inverse of `to_json`. Raises InvalidInputError naming what is wrong."""
-        try:
-            given = dict(data)
-            given["platform"] = Platform(**given["platform"])
-            given["surroundings"] = Surroundings(**given.get("surroundings", {}))
-            found = Measurement(**given)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise InvalidInputError(f"not a measurement: {error}", code="SCHEMA_INVALID", value=str(error)) from None
-        return found.typed()
-
-    def typed(self) -> Measurement:
-        """The same with numbers in their own types; raises InvalidInputError where a field has a wrong one."""
-        texts = (self.op, self.bucket, self.kernel_id, self.kernel_version, self.backend_version, self.mode,
-                 *self.platform[:-1])  # fmt: skip
-        if not all(isinstance(text, str) for text in texts) or isinstance(self.samples, bool):
-            raise InvalidInputError("a field has a wrong type", code="SCHEMA_INVALID", value="text expected")
-        threads = self.platform.threads
-        if type(threads) is not int or not 0 <= threads < 1 << 31:
-            raise InvalidInputError(
-                f"platform.threads is {threads!r}", code="SCHEMA_INVALID", value=str(threads), limit="0 or more"
-            )
-        return replace(
-            self,
-            median_us=float(self.median_us), p95_us=float(self.p95_us), p99_us=float(self.p99_us),
-            variance=float(self.variance), samples=int(self.samples), measured_at=float(self.measured_at),
-            max_error=None if self.max_error is None else float(self.max_error),
-        )  # fmt: skip
 
 
 _INNER: dict[str, Any] = {"platform": Platform, "surroundings": Surroundings}

@@ -19,15 +19,15 @@ _LEAVES = frozenset({str, int, float, bool, type(None)})
 _BOM = b"\xef\xbb\xbf"
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a file; one that is missing or too large is refused."""
     try:
         with open(path, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(most + 1)
     except OSError as error:
         raise fail("", f"cannot be read: {error.strerror}", code="CONFIG_FILE_MISSING", value=path.name) from None
-    if len(data) > MAX_BYTES:
-        raise fail("", f"larger than {MAX_BYTES} bytes", code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=MAX_BYTES)
+    if len(data) > most:
+        raise fail("", f"larger than {most} bytes", code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=most)
     return data
 
 

@@ -35,10 +35,6 @@ class Estimate(NamedTuple):
         """Both together."""
         return self.workspace + self.temporaries
 
-    def to_json(self) -> dict[str, int | bool]:
-        """JSON-compatible."""
-        return {"workspace": self.workspace, "temporaries": self.temporaries, "declared": self.declared}
-
 
 def estimate(kernel: KernelSpec, ctx: Context, transforms: Iterable[Transform] = ()) -> Estimate:
     """What this kernel would take for this call, adapted by these steps."""

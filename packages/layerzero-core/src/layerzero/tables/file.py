@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +16,9 @@ from layerzero.files import write_whole
 from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
-from layerzero.reasons import ReasonCode
+from layerzero.reasons import ReasonCategory, ReasonCode
 from layerzero.registry.kinds import body
+from layerzero.registry.reading import decoded, digest, read
 
 __all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_from_json", "table_json"]
 
@@ -49,7 +48,7 @@ def make_table(
     """A table with its content hash; equal inputs give equal hashes, in whatever order they come."""
     ordered = tuple(sorted(entries, key=lambda entry: json.dumps(_plan(entry), sort_keys=True)))
     bare = DispatchTable(hardware, policy_hash, dict(kernels), buckets, ordered, model_id)
-    return replace(bare, content_hash=_hash(_content(bare)))
+    return replace(bare, content_hash=digest(_content(bare)))
 
 
 def table_json(table: DispatchTable) -> dict[str, Any]:
@@ -87,15 +86,10 @@ def _trusted(found: DispatchTable, key: str | os.PathLike[str] | None) -> Dispat
 
 def _read(name: Path) -> DispatchTable:
     try:
-        if name.stat().st_size > _MAX_BYTES:
-            raise _bad(name, "it is too large", ReasonCode.CONFIG_FILE_TOO_LARGE, limit=f"{_MAX_BYTES} bytes")
-        data = json.loads(name.read_bytes(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-    except FileNotFoundError:
-        raise _bad(name, "no such file", ReasonCode.CONFIG_FILE_MISSING) from None
-    except OSError as error:
-        raise _bad(name, f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise _bad(name, str(error) or type(error).__name__) from None
+        data = decoded(read(name, _MAX_BYTES))
+    except CapabilitiesError as error:
+        code = error.code if error.code.category is ReasonCategory.CONFIG else ReasonCode.PLAN_FILE_INVALID
+        raise _bad(name, body(error).removeprefix(": "), code) from None
     return _parsed(name, data)
 
 
@@ -111,7 +105,7 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
         file = TABLE.parse(data, "")
     except CapabilitiesError as error:
         raise _bad(name, body(error)) from None
-    wanted = _hash({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
+    wanted = digest({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
     if file["content_hash"] != wanted:
         raise _bad(name, f"its content hash is {wanted[:12]}, written is {file['content_hash'][:12]}")
     entries = []
@@ -160,22 +154,6 @@ def _plan(entry: PlanEntry) -> dict[str, Any]:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
-def _hash(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} comes twice")
-    return found
-
-
-def _no_constants(text: str) -> None:
-    raise ValueError(f"{text} is not a number JSON knows")
 
 
 def _bad(

@@ -26,7 +26,7 @@ from layerzero.model.op import Op
 from layerzero.torch_ops import declared
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, uncounted
+from layerzero.torch_ops.opaque import OpaqueOp, bare, uncounted
 
 __all__ = ["add", "namespace", "opaque_ops", "register"]
 
@@ -125,13 +125,13 @@ def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:
     """The kernel of an op: no gradient is recorded here, so none is asked of the kernel that is selected."""
 
     def kernel(*args: Any) -> Any:
-        bare = tuple(_bare(item) for item in _fill(args, count))
-        if bare[-1] is not None:
-            bare = (*bare[:-1], present(bare[-1]))
+        given = tuple(bare(item) for item in _fill(args, count))
+        if given[-1] is not None:
+            given = (*given[:-1], present(given[-1]))
         if not torch.is_grad_enabled():
-            return _once(run, bare)
+            return _once(run, given)
         with torch.no_grad():
-            return _once(run, bare)
+            return _once(run, given)
 
     return kernel
 
@@ -162,7 +162,7 @@ def _direct(run: Callable[..., Any], count: int) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         for item in args:
             if type(item) not in _SIMPLE:
-                args = tuple(_bare(item) for item in args)
+                args = tuple(bare(item) for item in args)
                 break
         if len(args) < count:
             args = (*args, *(None,) * (count - len(args)))
@@ -171,13 +171,6 @@ def _direct(run: Callable[..., Any], count: int) -> Callable[..., Any]:
         return _once(run, args)
 
     return kernel
-
-
-def _bare(item: Any) -> Any:
-    """A subclass that reaches a kernel has nothing to say about it; as itself it would be sent here again."""
-    if isinstance(item, Tensor) and type(item) is not Tensor and type(item) is not Parameter:
-        return item.as_subclass(Tensor)
-    return item
 
 
 def _without_gradient(overload: Any) -> Callable[..., Any]:

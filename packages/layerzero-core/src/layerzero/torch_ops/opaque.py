@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-__all__ = ["OpaqueOp", "autocast_dtype", "differentiable", "place", "recorded", "uncounted"]
+__all__ = ["OpaqueOp", "autocast_dtype", "bare", "differentiable", "place", "recorded", "uncounted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,13 @@ def recorded(*args: Any) -> bool:
 def place(op: Any, *args: Any) -> Any:
     """One node of a graph: the op, or where no gradient is recorded its overload `call`, which costs less to run."""
     return op.default(*args) if recorded(*args) else op.call(*args)
+
+
+def bare(item: Any) -> Any:
+    """A subclass that reaches a kernel has nothing to say about it; as itself it would be sent here again."""
+    if isinstance(item, Tensor) and type(item) is not Tensor and type(item) is not Parameter:
+        return item.as_subclass(Tensor)
+    return item
 
 
 def uncounted() -> AbstractContextManager[Any]:

@@ -26,6 +26,7 @@ from layerzero.selection.proven import unchecked
 from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import CAUSAL, pair
+from layerzero.torch_ops.opaque import bare
 
 __all__ = ["CALL", "spelled"]
 
@@ -114,7 +115,7 @@ CALL = (_SIGNATURE, _run, _fake)
 
 def _first(site: _Site, *tensors: Any) -> Tensor:
     """A call by the public function; afterwards the kernel is kept, where the call is what its string says."""
-    query, key, value, attn_mask, alibi_slopes = (_bare(item) for item in tensors)
+    query, key, value, attn_mask, alibi_slopes = (bare(item) for item in tensors)
     backend = site.backend if site.backend is None else present(site.backend)
     causal, scale, window, softcap = site.options
     words = {"layout": site.layout, "window": window, "softcap": softcap, "backend": backend}
@@ -149,10 +150,3 @@ def _keep(site: _Site, args: tuple[Any, ...], backend: str | None, result: Tenso
 
 def _steps(decision: Any) -> tuple[str, ...]:
     return tuple(step.name for step in decision.transforms(decision.chosen)) if decision.chosen else ()
-
-
-def _bare(item: Any) -> Any:
-    """A subclass that reaches a kernel has nothing to say about it."""
-    if isinstance(item, Tensor) and not modes.plain((item,)):
-        return item.as_subclass(Tensor)
-    return item

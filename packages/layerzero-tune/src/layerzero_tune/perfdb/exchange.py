@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.files import write_whole
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import read_json
 
-__all__ = ["FORMAT", "add_newer", "export_json", "import_json", "merge"]
+__all__ = ["FORMAT", "add_newer", "export_json", "from_json", "import_json", "merge"]
 
 FORMAT = "layerzero-perfdb/2"
 _READABLE = ("layerzero-perfdb/1", FORMAT)  # 1: without the number of threads
 _MAX_BYTES = 1 << 30
+_NUMBERS = ("median_us", "p95_us", "p99_us", "variance", "measured_at")
 
 
 def export_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
@@ -44,12 +47,35 @@ def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
     items = []
     for index, entry in enumerate(data["measurements"]):
         try:
-            items.append(Measurement.from_json(entry))
+            items.append(from_json(entry))
         except (InvalidInputError, TypeError) as error:
             raise ConfigurationError(
                 f"{name.name}: measurements[{index}]: {error}", code="SCHEMA_INVALID", value=f"measurements[{index}]"
             ) from None
     return add_newer(db, items)
+
+
+def from_json(data: dict[str, Any]) -> Measurement:
+    """The inverse of `Measurement.to_json`. Raises InvalidInputError naming what is wrong."""
+    try:
+        given = dict(data)
+        given["platform"] = Platform(**given["platform"])
+        given["surroundings"] = Surroundings(**given.get("surroundings", {}))
+        found = Measurement(**given)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise InvalidInputError(f"not a measurement: {error}", code="SCHEMA_INVALID", value=str(error)) from None
+    texts = (found.op, found.bucket, found.kernel_id, found.kernel_version, found.backend_version, found.mode,
+             *found.platform[:-1])  # fmt: skip
+    if not all(isinstance(text, str) for text in texts) or isinstance(found.samples, bool):
+        raise InvalidInputError("a field has a wrong type", code="SCHEMA_INVALID", value="text expected")
+    threads = found.platform.threads
+    if type(threads) is not int or not 0 <= threads < 1 << 31:
+        raise InvalidInputError(
+            f"platform.threads is {threads!r}", code="SCHEMA_INVALID", value=str(threads), limit="0 or more"
+        )
+    numbers: dict[str, Any] = {name: float(getattr(found, name)) for name in _NUMBERS}
+    off = None if found.max_error is None else float(found.max_error)
+    return replace(found, **numbers, samples=int(found.samples), max_error=off)
 
 
 def merge(target: PerfDB, sources: Iterable[PerfDB]) -> int:
