@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models_page import models_section
 from page_accel import accel_section
 from page_cpu import cpu_section
-from page_gpu import adapters_section, diffusion_section, kits_section, tests_section
+from page_gpu import adapters_section, diffusion_section, kits_section, ops_section, tests_section
 from page_plans import blocks_section, store_section
 from page_threads import threads_section
 
@@ -160,6 +160,41 @@ def tuned_section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def untuned_section(name: str, data: dict[str, Any]) -> str:
+    """What is chosen where nobody has tuned, beside the tuned choice of the same machine where that was measured."""
+    machine = data["machine"]
+    device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
+    tuned = data["tuned"].get("figures", {}).get("random", {})
+    over = tuned.get("tuned_over_oracle", {})
+    beside = {
+        "chosen ÷ oracle, geomean": over.get("geomean"),
+        "chosen ÷ oracle, worst": over.get("worst"),
+        "× torch, geomean": tuned.get("speedup_over_torch"),
+    }
+    rows = {
+        **{figure: (item["value"], f"≤ {item['at_most']}", item["met"]) for figure, item in data["figures"].items()},
+        **{word: (data[word], "", None) for word in data if word.startswith("× torch") and data[word] is not None},
+    }
+    ranked = ", ".join(f"{word} {count}" for word, count in data.get("ranked by", {}).items())
+    lines = [
+        f"## {name}: untuned choice{data['title']}",
+        "",
+        f"{device}; Python {machine['python']}, torch {machine['torch']}; load before the run {data['load']}; commit "
+        f"`{data['commit']}`; {data['measured']}; {data['reached']} calls drawn with seed {data['seed']}, "
+        f"{data['compared with torch']} of them compared with torch's own code"
+        + (f"; ranked by: {ranked}" if ranked else "")
+        + (f". Tuned: {tuned['cases']} other sizes, after `lz tune` of the grid." if tuned else ".")
+        + f" Repeat: `{data['command']}`.",
+        "",
+        "| figure | untuned | limit | verdict | tuned |",
+        "|---|---:|---:|---|---:|",
+    ]
+    for figure, (value, limit, met) in rows.items():
+        verdict = "" if met is None else "within" if met else "over"
+        lines.append(f"| {figure} | {value} | {limit} | {verdict} | {beside.get(figure) or ''} |")
+    return "\n".join(lines) + "\n"
+
+
 def _rule(data: dict[str, Any]) -> str:
     """What counts as a time; results of before one rule held for all say what held then."""
     named = dict.fromkeys(row["rule"] for row in [*data["cases"], *data["graph"]] if "rule" in row)
@@ -205,6 +240,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "overhead.json": section,
     "tokenizers.json": tokenizers_section,
     "tuned.json": tuned_section,
+    "untuned*.json": untuned_section,
     "compiled.json": compiled_section,
     "accel.json": accel_section,
     "blocks.json": blocks_section,
@@ -214,6 +250,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "models*.json": models_section,
     "diffusion.json": diffusion_section,
     "adapters.json": adapters_section,
+    "ops_host_*.json": ops_section,
     "kits.json": kits_section,
     "tests.json": tests_section,
 }
@@ -222,11 +259,21 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
 def render(results: Path = HERE / "results") -> str:
     """The whole page."""
     found = [
-        written(path.parent.name, json.loads(path.read_text()))
+        written(path.parent.name, _read(path))
         for files, written in SECTIONS.items()
         for path in sorted(results.glob(f"*/{files}"))
     ]
     return "\n".join([INTRO, *found])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file says; one about untuned choices has the tuned ones of its machine beside it."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    if path.stem.startswith("untuned"):
+        data["title"] = path.stem.removeprefix("untuned").replace("_", ", ")
+        beside = path.with_name("tuned.json")
+        data["tuned"] = json.loads(beside.read_text()) if beside.exists() else {}
+    return data
 
 
 def main() -> int:

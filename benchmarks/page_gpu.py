@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["adapters_section", "diffusion_section", "kits_section", "tests_section"]
+__all__ = ["adapters_section", "diffusion_section", "kits_section", "ops_section", "tests_section"]
 
 
 def _where(data: dict[str, Any]) -> str:
@@ -41,6 +41,23 @@ def adapters_section(name: str, data: dict[str, Any]) -> str:
     ]
     head = "library | call | vendor µs: | ours: | vendor's host µs: | ours: | verdict"
     return _section(f"{name}: adapters beside the libraries they call", about, head, pairs)
+
+
+def ops_section(name: str, data: dict[str, Any]) -> str:
+    """A line for each public op and the torch code in its place."""
+    about = (
+        f"{_where(data)} Tiny tensors, in turns; medians, and what an op takes more than torch's own lines, by the "
+        f"medians or the least, whichever is less. {data['host_within']} of {len(data['ops'])} are within "
+        f"{data['limit']['us']:.0f} µs."
+    )
+    keys = ("torch_us", "op_us", "more_us")
+    rows = [
+        (op, *(f"{row[key]:.1f}" for key in keys), "within" if row["host_within"] else "over")
+        for op, row in data["ops"].items()
+        if "more_us" in row
+    ]
+    title = f"{name}: host time of every op on {data['device']}"
+    return _section(title, about, "op | torch µs: | ours: | more: | verdict", rows)
 
 
 _TIMES = ("vendor_us", "ours_us", "vendor_host_us", "ours_host_us")

@@ -24,6 +24,23 @@ def test_the_page_is_rendered_from_the_kept_files():
     assert (BENCHMARKS / "README.md").read_text() == load("page").render()
 
 
+def test_the_page_shows_untuned_choices_beside_the_tuned_ones():
+    page = load("page")
+    parts = {part.partition("\n")[0]: part for part in page.render().split("## ")}
+    kept = sorted(BENCHMARKS.glob("results/*/untuned.json"))
+    assert kept
+    for path in kept:
+        shown, data = parts[f"{path.parent.name}: untuned choice"], json.loads(path.read_text())
+        tuned = path.with_name("tuned.json")
+        beside = json.loads(tuned.read_text())["figures"]["random"] if tuned.exists() else None
+        for figure, place in (("chosen ÷ oracle, geomean", "geomean"), ("chosen ÷ oracle, worst", "worst")):
+            item = data["figures"][figure]
+            after = "" if beside is None else beside["tuned_over_oracle"][place]
+            verdict = "within" if item["met"] else "over"
+            assert f"| {figure} | {item['value']} | ≤ {item['at_most']} | {verdict} | {after} |" in shown
+        assert f"seed {data['seed']}" in shown
+
+
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
 def test_a_kept_file_names_its_commit_machine_and_command(path):
     data = json.loads(path.read_text())
