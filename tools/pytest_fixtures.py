@@ -22,7 +22,9 @@ from layerzero._ops.signature import public_op
 from layerzero.dispatch.bind import resolve
 from layerzero.model.enums import Layout, Platform
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
 from layerzero.plugin.manager import load_plugins
+from layerzero.plugin.registrar import Registrar
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.runtime.state import state
 
@@ -83,6 +85,7 @@ class Lab:
     def __init__(self) -> None:
         self.builtin = builtin_registry()
         self.registry = self.builtin
+        self.ops: dict[str, OperationSpec] = {}
         self.calls: list[tuple[str, int]] = []
         self.tries: list[str] = []
         self.faults: dict[str, BaseException] = {}
@@ -150,7 +153,15 @@ class Lab:
         lz.reset()
         if settings:
             lz.configure(**settings)
-        state.use(self.registry)
+        state.use(self.registry, self.ops)
+
+    def bring(self, plugin: Any) -> None:
+        """Add the ops and kernels of a plugin module to the built-ins."""
+        registrar = Registrar(plugin.__name__)
+        plugin.layerzero_register(registrar)
+        self.builtin = self.builtin.add(registrar.all_kernels())
+        self.ops |= registrar.ops
+        self.use()
 
     # -- what happened ---------------------------------------------------------------------------
     def ran(self, thread: int | None = None) -> list[str]:

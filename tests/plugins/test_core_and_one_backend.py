@@ -50,7 +50,13 @@ def test_doctor_and_list_of_the_readme_run_and_know_the_backend(place: Fresh):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("tune", "tune"), ("verify", "verify"), ("patch", "models"), ("tokenize", "tokenizers")]
+    ("name", "package"),
+    [
+        ("tune", "tune"),
+        ("verify", "verify"),
+        ("tokenize", "tokenizers"),
+        *((name, "models") for name in ("patch", "kv_cache", "rope_tables", "sample_speculative", "tree_mask")),
+    ],
 )
 def test_a_name_of_a_missing_package_says_which_one_it_needs(place: Fresh, name: str, package: str):
     assert f"layerzero-{package}" in {found.name for found in packages()}

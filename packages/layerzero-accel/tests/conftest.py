@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import layerzero as lz
-from layerzero._ops.accelerated import KINDS
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.accel import accelerator
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
+from layerzero_accel.functions import KINDS
 
 
 @pytest.fixture

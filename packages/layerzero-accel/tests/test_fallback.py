@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 import layerzero as lz
-from layerzero._ops.accelerated import KINDS
 from layerzero._ops.signature import PUBLIC
 from layerzero.errors import LayerZeroError
+from layerzero_accel.functions import KINDS
 
 X, W = torch.randn(2, 8), torch.ones(8)
 Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)

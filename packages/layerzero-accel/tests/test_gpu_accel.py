@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero._ops.accelerated import attention_key
 from layerzero.errors import InvalidInputError
 from layerzero.runtime.state import state
+from layerzero_accel.functions import attention_key
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero._ops.accelerated import attention_key, rms_norm_key
 from layerzero._ops.near import near_key
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import generic_key
+from layerzero_accel.functions import attention_key, rms_norm_key
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 EDGES = (0, 1, 2, 3, 4, 6, 8, 13, 16, 32, 64)
@@ -179,7 +179,7 @@ def test_a_rank_beyond_eight_has_no_key(native: Any) -> None:
 
 
 def test_each_accelerated_op_has_a_parameter_letter_for_each_parameter(native: Any) -> None:
-    from layerzero._ops.accelerated import KINDS
+    from layerzero_accel.functions import KINDS
 
     for name, kinds in KINDS.items():
         assert len(PUBLIC[name].signature.parameters) == len(kinds), name

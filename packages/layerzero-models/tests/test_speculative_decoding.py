@@ -13,6 +13,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.model.kernel import Limit
+from layerzero_models import plugin
 from layerzero_models.speculative import SpeculativeConfig, SpeculativeDecoder, decode
 from layerzero_models.speculative.stats import compare
 from layerzero_models.speculative.tree import TreeDecoder, tree_of
@@ -258,6 +259,13 @@ def test_a_target_without_a_distribution_is_refused_by_name():
 
 
 # -- selection ---------------------------------------------------------------------------------------
+@pytest.fixture
+def lab(lab):
+    """The laboratory, with the ops of this package."""
+    lab.bring(plugin)
+    return lab
+
+
 class Watched:
     """A model that notes which kernels ran while it did."""
 

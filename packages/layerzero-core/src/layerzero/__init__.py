@@ -49,12 +49,7 @@ if TYPE_CHECKING:
     from layerzero._ops.moe import grouped_gemm as grouped_gemm, moe as moe, topk_gate as topk_gate
     from layerzero._ops.packing import pack_weight as pack_weight
     from layerzero._ops.rotary import xpos as xpos
-    from layerzero._ops.speculative import (
-        sample_speculative as sample_speculative,
-        sample_tree as sample_tree,
-        sampling_probs as sampling_probs,
-    )
-    from layerzero._ops.trees import tree_mask as tree_mask, tree_positions as tree_positions
+    from layerzero._ops.sampling_probs import sampling_probs as sampling_probs
     from layerzero._ops.varlen import varlen_attention
     from layerzero.distributed.agreement import agree as agree
     from layerzero.graphs.checks import (
@@ -62,11 +57,9 @@ if TYPE_CHECKING:
         is_graph_safe as is_graph_safe,
         validate_graph_capture as validate_graph_capture,
     )
-    from layerzero.model.bias import relative_bias as relative_bias
     from layerzero.model.context import Context as Context
     from layerzero.model.device import DeviceSpec as DeviceSpec
     from layerzero.model.masks import block_mask as block_mask, chunk_mask as chunk_mask
-    from layerzero.model.rope_tables import rope_tables as rope_tables
     from layerzero.public.checks import doctor, readiness_check as readiness_check
     from layerzero.public.control import (
         configure,
@@ -95,8 +88,12 @@ if TYPE_CHECKING:
     from layerzero.public.traffic import record as record
     from layerzero.public.warming import warmup as warmup
     from layerzero.runtime.observation import metrics as metrics, observe as observe, structured_logs as structured_logs
+    from layerzero_models.drafts.ops import sample_speculative as sample_speculative, sample_tree as sample_tree
+    from layerzero_models.drafts.trees import tree_mask as tree_mask, tree_positions as tree_positions
     from layerzero_models.kv_cache import kv_cache as kv_cache
     from layerzero_models.patching import patch, patched as patched, unpatch as unpatch
+    from layerzero_models.relative_bias import relative_bias as relative_bias
+    from layerzero_models.rope_tables import rope_tables as rope_tables
     from layerzero_models.tensor_parallel import (
         column_linear as column_linear,
         row_linear as row_linear,
@@ -116,9 +113,8 @@ with _collector_paused():
         importlib.import_module(_name)
     _accelerator = importlib.import_module("layerzero.dispatch.accel").accelerator
     if _accelerator.native is not None:  # layerzero-accel: the same functions, their hot path in C
-        _fast = importlib.import_module("layerzero._ops.accelerated")
-        globals().update(_functions.accelerate(_fast.accelerated(_accelerator.native)))
-        _fast.put_in_place(_functions.accelerated)
+        globals().update(_functions.accelerate(_accelerator.functions.accelerated(_accelerator.native)))
+        _accelerator.functions.put_in_place(_functions.accelerated)
 _install(_PUBLIC, paged_batch, alibi_slopes)  # torch.compile, torch.export and tensor subclasses; loads nothing yet
 
 # What a newcomer meets; every other name of `_LAZY`, of `lz.ops` and of installed packages is an attribute, too.
@@ -154,14 +150,11 @@ __all__ = [
 _LAZY_NAMES = {
     "_ops.grouped": "grouped_batch",
     "_ops.packing": "pack_weight",
-    "_ops.trees": "tree_mask tree_positions",
     "distributed.agreement": "agree",
     "graphs.checks": "capture_graph is_graph_safe validate_graph_capture",
-    "model.bias": "relative_bias",
     "model.context": "Context",
     "model.device": "DeviceSpec",
     "model.masks": "block_mask chunk_mask",
-    "model.rope_tables": "rope_tables",
     "public.checks": "doctor readiness_check",
     "public.control": "configure disabled get_config get_locks load_config lock prefer reload_config reset scoped"
     " unlock use_table",

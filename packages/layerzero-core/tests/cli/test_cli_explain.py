@@ -141,8 +141,6 @@ _CALLS = {
     "sample_topk": ["--shape", "2,1000"],
     "sample_topp": ["--shape", "2,1000"],
     "sampling_probs": ["--shape", "2,1000", "--top-k", "50"],
-    "sample_speculative": ["--shape", "2,4,1000"],
-    "sample_tree": ["--shape", "2,4,1000"],
     "quantize": ["--shape", "4,128", "--format", "fp8_e4m3", "--granularity", "channel"],
     "dequantize": ["--shape", "4,128", "--format", "nvfp4"],
 }

@@ -33,8 +33,6 @@ SIZES: dict[str, dict[str, int]] = {
     "cross_entropy": {"rows": 8, "vocab": 97},
     "rope": {**ATTENTION, "seq_len_q": 16, "rotary_dim": 64},
     "xpos": {**ATTENTION, "seq_len_q": 16, "rotary_dim": 64},
-    "sample_speculative": {**VOCAB, "draft_len": 3},
-    "sample_tree": {**VOCAB, "draft_len": 3},
     "topk_gate": {"tokens": 8, "experts": 16, "top_k": 2, "groups": 1},
     "grouped_gemm": {"tokens": 8, "experts": 4, "n": 48, "k": 64},
     "moe": {"tokens": 8, "experts": 4, "top_k": 2, "hidden": 64, "inner": 32},

@@ -58,7 +58,9 @@ class TinyTransformer:
         ]  # fmt: skip
         self.norm = torch.ones(hidden)
         self.head = weight(vocab, hidden)
-        self.cos, self.sin = lz.rope_tables(self.head_dim, length)
+        rates = 10000.0 ** (torch.arange(0, self.head_dim, 2) / -self.head_dim)
+        angles = torch.arange(length)[:, None] * rates
+        self.cos, self.sin = angles.cos(), angles.sin()
 
     def start(self) -> list[tuple[Tensor, Tensor]]:
         """An empty KV cache."""

@@ -13,6 +13,9 @@ import pytest
 from layerzero.plugin.discovery import BUILTINS
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
+# The backends that need no compiler, and the ops that layerzero-models brings with their references.
+PLUGINS = {name: module for name, module in BUILTINS.items() if name != "inductor"}
+PLUGINS["models"] = "layerzero_models.plugin"
 
 
 # Runs the kit once for each module named, in one process: loading torch takes longer than most of the kit.
@@ -30,11 +33,10 @@ _OPTIONS = ("-q", "-rf", "--tb=short", "-p", "no:cacheprovider", "-p", "layerzer
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
-    """How the kit ended for each built-in backend that needs no compiler, and what it said."""
+    """How the kit ended for each of these plugins, and what it said."""
     folder = _suite(tmp_path_factory.mktemp("kit"))
-    names = {name: module for name, module in BUILTINS.items() if name != "inductor"}
     done = subprocess.run(
-        [sys.executable, "-c", _DRIVER, json.dumps(names), *_OPTIONS, str(folder)],
+        [sys.executable, "-c", _DRIVER, json.dumps(PLUGINS), *_OPTIONS, str(folder)],
         cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -43,7 +45,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
 
 
 @pytest.mark.timeout(520)
-@pytest.mark.parametrize("name", sorted(set(BUILTINS) - {"inductor"}))
+@pytest.mark.parametrize("name", sorted(PLUGINS))
 def test_a_built_in_backend_passes_the_kit(name: str, kit: tuple[dict[str, int], str]) -> None:
     codes, said = kit
     assert codes[name] == 0, said.partition(f"--- {name}\n")[2].partition("\n--- ")[0][-4000:]

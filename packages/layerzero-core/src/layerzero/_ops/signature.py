@@ -61,11 +61,9 @@ def _from_plugin(name: str) -> Op | None:
 
         known = _made[name] = declared, public_form(declared)
         adopt(known[1])
-        native = sys.modules["layerzero.dispatch.accel"].accelerator.native
-        if native is not None:
-            from layerzero._ops.accelerated import of_plugin
-
-            found = of_plugin(native, known[1])
+        accelerator = sys.modules["layerzero.dispatch.accel"].accelerator
+        if accelerator.native is not None:
+            found = accelerator.functions.of_plugin(accelerator.native, known[1])
             functions.accelerate({} if found is None else {name: found})
     return known[1]
 

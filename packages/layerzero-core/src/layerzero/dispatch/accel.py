@@ -44,6 +44,11 @@ class Accelerator:
     why: Reason | None = None
     wanted: bool | None = None
 
+    @property
+    def functions(self) -> Any:
+        """Its half in Python: which public functions have a C form, and what that must know of them."""
+        return importlib.import_module("layerzero_accel.functions")
+
 
 def look() -> Accelerator:
     """Load and set up the library. Raises only where LAYERZERO_ACCEL=on and it cannot be used."""

@@ -21,6 +21,7 @@ __all__ = [
     "expect_rank",
     "expect_shape",
     "expect_tensor",
+    "expect_vocabulary",
     "simple_context",
 ]
 
@@ -55,6 +56,12 @@ def expect_index(tensor: Tensor, name: str) -> str:
     if word not in ("int32", "int64"):
         raise invalid("DTYPE_UNSUPPORTED", f"{name} {word}", "int32, int64", f"{name} must be int32 or int64")
     return word
+
+
+def expect_vocabulary(tensor: Tensor, name: str) -> None:
+    """Refuse logits or probabilities over no token."""
+    if tensor.shape[-1] == 0:
+        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), "[…, V >= 1]", f"{name} have no vocabulary")
 
 
 def expect_heads(query: Tensor, key: Tensor, value: Tensor) -> None:

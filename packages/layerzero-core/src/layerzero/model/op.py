@@ -125,6 +125,8 @@ class Op(OperationSpec):
     example     (Draw) -> canonical arguments of a call like `draw.ctx`; tuning, verification, the conformance kit,
                 warm-up, `lz explain --shape` and `lz bench` make their calls with it; a function or "module:name"
     cost        (Context) -> bytes moved and operations made: a `Roofline`, or any such function
+    workspace   bytes of scratch memory of the reference: a formula of the op's sizes
+    tp_invariant  the reference's result does not depend on the tensor-parallel size
     fake        the function's arguments in order -> empty tensors like the result's (`model.shapes`): torch.compile and
                 torch.export follow from it. A batch that only the device knows is None there
     plain       what is traced where a gradient is needed, on canonical arguments. Default: the reference
@@ -140,8 +142,8 @@ class Op(OperationSpec):
     tolerance   row of the tolerance table: attention, norm, gemm, positional; "" for that of the dtype, "exact"
     baseline    what a torch user writes today, on canonical arguments; itself a kernel of the op on every device
     row_wise    places of the arguments whose rows make the rows of the result: a large call is checked by some of them
-    keyed       how each parameter enters the key of layerzero-accel, one letter each (`_ops.accelerated`), where that
-                does not follow from its kind
+    keyed       how each parameter enters the key of layerzero-accel, one letter each (`layerzero_accel.functions`),
+                where that does not follow from its kind
     fusable     moves memory more than it computes: a compiler had better see its formula than one launch
     """
 
@@ -160,6 +162,8 @@ class Op(OperationSpec):
     keywords: Callable[[tuple[Any, ...]], dict[str, Any]] | None = field(default=None, compare=False)
     example: Callable[[Any], tuple[Any, ...]] | str | None = field(default=None, compare=False)
     cost: Callable[[Context], Cost] | None = field(default=None, compare=False)
+    workspace: str = ""
+    tp_invariant: bool = False
     fake: Callable[..., Any] | None = field(default=None, compare=False)
     plain: Callable[..., Any] | str | None = field(default=None, compare=False)
     lowered: Mapping[str, str] = field(default_factory=dict, compare=False)

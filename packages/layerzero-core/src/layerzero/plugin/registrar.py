@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import PluginError
-from layerzero.model.enums import Platform
+from layerzero.model.enums import OpKind, Platform
+from layerzero.model.formula import Formula
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
 from layerzero.numerics.tolerances import classify
@@ -53,12 +54,14 @@ def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
             version=version or "0",
             platforms=frozenset(Platform),
             dtypes=_FLOATS,
-            features=frozenset({*op.features, "backward", "mixed_weight"}),
+            features=frozenset({*op.features, "mixed_weight", *(("backward",) if op.op_kind is OpKind.TENSOR else ())}),
             priority=priority,
             mixed_dtypes=True,
             graph_safe=True,
             deterministic=True,
             grid_layout="library",
+            workspace=Formula(op.workspace) if op.workspace and variant == "plain" else None,
+            tp_invariant=op.tp_invariant and variant == "plain",
         )
 
 

@@ -29,9 +29,7 @@ LATE_OPS: dict[str, str] = {
     "topk_gate": "layerzero._ops.moe",
     "mla_paged_attention": "layerzero._ops.mla",
     "varlen_attention": "layerzero._ops.varlen",
-    "sample_speculative": "layerzero._ops.speculative",
-    "sample_tree": "layerzero._ops.speculative",
-    "sampling_probs": "layerzero._ops.speculative",
+    "sampling_probs": "layerzero._ops.sampling_probs",
 }
 
 

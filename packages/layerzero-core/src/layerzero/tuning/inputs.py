@@ -102,10 +102,14 @@ class Draw:
         """
         found = self.normal(*shape, dtype=self.dtype(place), scale=self.choice("magnitude", 1.0))
         if odd or self.ctx.strides.order == "swapped" or self.ctx.strides.last != 1:
-            found = lay(found, self.ctx.strides, axis)
+            found = self.laid(found, axis)
         if not self.ctx.aligned_pointers:
             found = _shifted(found)
         return self.leaf(found)
+
+    def laid(self, tensor: Tensor, axis: int = -2) -> Tensor:
+        """The same numbers in the context's stride class."""
+        return lay(tensor, self.ctx.strides, axis)
 
     def rows_of(self, rows: str, width: str) -> tuple[int, ...]:
         """A shape of the recorded rank, from the names of two sizes: all rows on the axis before the last."""

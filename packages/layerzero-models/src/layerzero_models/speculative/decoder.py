@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from layerzero import explain, sample, sample_speculative, sampling_probs
+import layerzero as lz
+from layerzero import explain, sample, sampling_probs
 from layerzero._ops.sampling import check_filters, check_param
 from layerzero.errors import invalid
 from layerzero_models.speculative.roles import Role
@@ -182,8 +183,8 @@ class SpeculativeDecoder:
             logits = self.target(torch.cat((last_tokens(ids, known, 1), candidates.clamp(min=0)), dim=1), known - 1)
         with clock.phase("verify"), self.scope("verify"):
             if config.greedy:
-                return sample_speculative(candidates, None, logits, greedy=True)
-            return sample_speculative(candidates, torch.cat(probs, dim=1), config.probs(logits), generator=generator)
+                return lz.sample_speculative(candidates, None, logits, greedy=True)
+            return lz.sample_speculative(candidates, torch.cat(probs, dim=1), config.probs(logits), generator=generator)
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerzero import sample, sample_tree
+import layerzero as lz
+from layerzero import sample
 from layerzero.errors import InvalidInputError
 from layerzero_models.speculative.decoder import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
 from layerzero_models.speculative.stats import Clock
@@ -77,10 +78,10 @@ class TreeDecoder(SpeculativeDecoder):
             logits = self.target.tree(fed, known - 1, _below(1, parents))
         with clock.phase("verify"), self.scope("verify"):
             if self.config.greedy:
-                tokens, kept, path = sample_tree(nodes, None, logits, parents, greedy=True)
+                tokens, kept, path = lz.sample_tree(nodes, None, logits, parents, greedy=True)
             else:
                 target = self.config.probs(logits)
-                tokens, kept, path = sample_tree(nodes, probs, target, parents, generator=generator)
+                tokens, kept, path = lz.sample_tree(nodes, probs, target, parents, generator=generator)
             # What the draft did not see of the path (its last node) is fed again at the next round.
             self.target.keep(known, path)
             self.draft.keep(known, path)

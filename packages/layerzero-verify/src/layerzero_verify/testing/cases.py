@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from layerzero._ops.signature import PUBLIC
+from layerzero._ops.signature import public_op
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import Op
@@ -79,7 +79,7 @@ _FIELDS = {item.name for item in fields(Context) if item.init}
 
 def drawn(op: Op | str, spec: KernelSpec, dtype: str, device: torch.device, seed: str, **given: Any) -> tuple[Any, ...]:
     """Canonical arguments from the op's own example; sizes move to what the kernel's limits allow."""
-    found = PUBLIC[op] if isinstance(op, str) else op
+    found = public_op(op) if isinstance(op, str) else op
     assert callable(found.example)
     sizes = {name: fit(spec, name, n) for name, n in given.items() if type(n) is int and name not in _FIELDS}
     told: dict[str, Any] = {"dtype": dtype, "rank": len(sizes)} | {

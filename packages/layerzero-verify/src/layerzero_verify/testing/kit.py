@@ -11,7 +11,7 @@ from typing import Any
 import importlib_metadata
 import torch
 
-from layerzero.errors import LayerZeroError
+from layerzero.errors import LayerZeroError, UnknownNameError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
@@ -36,11 +36,14 @@ def import_string(path: str) -> Any:
 
 
 def operation(op: str) -> OperationSpec | None:
-    """A built-in op by name."""
+    """An op by name, of the core or of a package that is installed."""
     import layerzero.ops  # noqa: F401 (importing it is what registers the built-in ops)
-    from layerzero._ops.signature import PUBLIC
+    from layerzero._ops.signature import public_op
 
-    return PUBLIC.get(op)
+    try:
+        return public_op(op)
+    except UnknownNameError:
+        return None
 
 
 def uncompiled(error: BaseException | None) -> str | None:

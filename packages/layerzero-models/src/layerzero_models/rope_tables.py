@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import invalid
-from layerzero.model.rope_scaling import RopeScaling
+from layerzero_models.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     import torch

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.backends.reference.speculative import judge_chain, judge_tree
+from layerzero._ops.signature import public_op
+from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError
+from layerzero.model.context import Context
+from layerzero.tuning.inputs import build
+from layerzero_models.drafts.kernels import judge_chain, judge_tree
 from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
@@ -473,3 +479,31 @@ def test_a_call_that_means_nothing_is_refused(name):
     with pytest.raises(InvalidInputError) as caught:
         call(*chain())
     assert caught.value.code == code
+
+
+# -- what is derived from the declarations -----------------------------------------------------------
+OPS = ("sample_speculative", "sample_tree")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_moves_its_tensors_and_its_result_at_least_and_not_much_more(op):
+    spec = public_op(op)
+    ctx = Context(op, dims=(("batch", 4), ("vocab", 97), ("draft_len", 3)), rank=2)
+    args = build(ctx, seed=1).args
+    given, result = (
+        sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
+        for items in (args, spec.fallback_impl(*args))
+    )
+    cost = spec.cost(ctx)
+    assert given < cost.bytes <= 2 * (given + result) and cost.flops > 0
+    assert spec.cost(ctx.with_dims(vocab=194)).flops == 2 * cost.flops
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_each_op_can_be_asked_about_and_has_its_reference(op, device):
+    result = CliRunner().invoke(cli, ["explain", op, "--shape", "2,4,1000", "--device", device, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["chosen"] == f"reference.{op}.plain"
+    (kernel,) = lz.list_kernels(op)
+    assert kernel.tp_invariant and kernel.workspace is not None

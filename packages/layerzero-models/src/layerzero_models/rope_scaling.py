@@ -1,7 +1,7 @@
 """How a model stretches its rotary embedding to longer contexts, in the words of its configuration.
 
 `RopeScaling` is the `rope_parameters` (or, in older files, `rope_scaling`) entry of a transformers configuration as a
-checked value. `layerzero.model.rope_tables` turns it into tables.
+checked value. `layerzero_models.rope_tables` turns it into tables.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def test_opcheck(name):
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     if name in ("sample_speculative", "sample_tree"):
         utils = utils[:3]  # the last runs the op twice and expects equal numbers; these draw
-    torch.library.opcheck(getattr(torch.ops.layerzero, name.split()[0]).default, SAMPLES[name], test_utils=utils)
+    op = name.split()[0]
+    assert getattr(lz, op) is getattr(lz.ops, op)  # an op of a package is known to torch once it was looked up
+    torch.library.opcheck(getattr(torch.ops.layerzero, op).default, SAMPLES[name], test_utils=utils)
 
 
 CALLS = {

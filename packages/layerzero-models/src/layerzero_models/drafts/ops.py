@@ -1,49 +1,32 @@
-"""`lz.sample_speculative`, `lz.sample_tree`: which drafted tokens a target model keeps. `lz.sampling_probs`: what
-`lz.sample` draws from, which is what they are judged by."""
+"""`lz.sample_speculative`, `lz.sample_tree`: which drafted tokens a target model keeps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero._ops.sampling import Number, check_filters, check_generator, check_param
-from layerzero._ops.signature import dispatch, register
-from layerzero._ops.trees import checked_parents
+from layerzero._ops.sampling import check_generator
+from layerzero._ops.signature import dispatch
 from layerzero.errors import invalid
-from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.model.checks import (
+    expect_index,
+    expect_rank,
+    expect_shape,
+    expect_tensor,
+    expect_vocabulary,
+    simple_context,
+)
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_floating
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
+from layerzero_models.drafts.trees import checked_parents
 
-__all__ = ["sample_speculative", "sample_tree", "sampling_probs"]
-
-
-def sampling_probs(
-    logits: Tensor,
-    *,
-    top_k: int | Tensor | None = None,
-    top_p: Number | None = None,
-    min_p: Number | None = None,
-    temperature: Number = 1.0,
-    backend: str | None = None,
-) -> Tensor:
-    """The probabilities `lz.sample` draws with, for logits [..., V]: filtered and renormalised, in the logits' shape.
-
-    A parameter tensor has one value for each row, or one for each entry of the first axis. Temperature 0 puts all on
-    the likeliest token. A row with a NaN, or with nothing but -inf, has no distribution and gives zeros. float64 for
-    float64 logits, else float32; differentiable, the choice of the kept tokens aside.
-    """
-    check_filters(top_k, top_p, min_p)
-    check_param(temperature, "temperature", 0.0, math.inf)
-    args = _rows(logits, top_k, top_p, min_p, temperature)
-    out: Tensor = dispatch(SAMPLING_PROBS, args, backend=backend)
-    return out if logits.ndim == 2 else out.reshape(logits.shape)
+__all__ = ["SAMPLE_SPECULATIVE", "SAMPLE_TREE", "sample_speculative", "sample_tree"]
 
 
 def sample_speculative(
@@ -96,27 +79,6 @@ def sample_tree(
     return dispatch(SAMPLE_TREE, args, backend=backend)  # type: ignore[no-any-return]
 
 
-# -- canonical arguments ---------------------------------------------------------------------------
-def _rows(logits: Any, *params: Any) -> tuple[Any, ...]:
-    """Logits as [rows, V], and parameter tensors of the first axis repeated for its rows."""
-    if not isinstance(logits, Tensor) or logits.ndim <= 2:
-        return (logits, *params)
-    lead = tuple(logits.shape[:-1])
-
-    def spread(item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        if tuple(item.shape) == lead:
-            return item.reshape(-1)
-        if tuple(item.shape) == lead[:1]:
-            return item.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead).reshape(-1)
-        raise invalid(
-            "SHAPE_INVALID", str(tuple(item.shape)), f"{lead} or {lead[:1]}", "a parameter does not fit the logits"
-        )
-
-    return (logits.reshape(-1, logits.shape[-1]), *(spread(item) for item in params))
-
-
 def _on_device(parents: Any, like: Any) -> Any:
     if not isinstance(like, Tensor):
         return parents
@@ -125,24 +87,7 @@ def _on_device(parents: Any, like: Any) -> Any:
     return parents.to(like.device)
 
 
-# -- descriptions ----------------------------------------------------------------------------------
-def _describe_probs(call: Call) -> Context:
-    logits = expect_tensor(call.args[0], "logits")
-    expect_rank(logits, "logits", (2,))
-    rows, vocab = logits.shape
-    _expect_vocabulary(logits, "logits")
-    names = ("top_k", "top_p", "min_p", "temperature")
-    params = {name: item for name, item in zip(names, call.args[1:], strict=True) if isinstance(item, Tensor)}
-    for name, item in params.items():
-        expect_shape(item, name, (rows,))
-    needs = {f"sample_{name}" for name, item in zip(names[:3], call.args[1:4], strict=True) if item is not None}
-    if params:
-        needs.add("tensor_params")
-    dims = {"batch": rows, "vocab": vocab}
-    return simple_context(call, "sampling_probs", logits, dict(params), dims, needs, mixed=True)
-
-
-def _describe_judged(op: str) -> Any:
+def _describer(op: str) -> Callable[[Call], Context]:
     def describe(call: Call) -> Context:
         draft_ids, draft_probs, target = call.args[0], call.args[1], call.args[2]
         parents = call.args[3] if op == "sample_tree" else None
@@ -152,7 +97,7 @@ def _describe_judged(op: str) -> Any:
         batch, length = ids.shape
         expect_rank(expect_tensor(target, "target_probs"), "target_probs", (3,))
         vocab = target.shape[-1]
-        _expect_vocabulary(target, "target_probs")
+        expect_vocabulary(target, "target_probs")
         expect_shape(target, "target_probs", (batch, length + 1, vocab))
         expect_shape(draft_probs, "draft_probs", (batch, length, vocab))
         if draft_probs is not None:
@@ -176,16 +121,6 @@ def _describe_judged(op: str) -> Any:
     return describe
 
 
-def _expect_vocabulary(tensor: Tensor, name: str) -> None:
-    if tensor.shape[-1] == 0:
-        raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), "[…, V >= 1]", f"{name} have no vocabulary")
-
-
-# -- shapes ----------------------------------------------------------------------------------------
-def _fake_probs(logits: Tensor, *rest: Any) -> Tensor:
-    return logits.new_empty(logits.shape, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
-
-
 def _fake_tokens(draft_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, length = draft_ids.shape
     return draft_ids.new_empty((batch, length + 1), dtype=torch.int64), draft_ids.new_empty(batch, dtype=torch.int64)
@@ -195,49 +130,33 @@ def _fake_tree(draft_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_fake_tokens(draft_ids), draft_ids.new_empty(draft_ids.shape, dtype=torch.int64)
 
 
-SAMPLING_PROBS = register(
-    Op(
-        function=sampling_probs,
-        fake=_fake_probs,
-        plain="layerzero.backends.reference.sampling:probs_of_rows",
-        describe=_describe_probs,
-        reference="layerzero.backends.reference.sampling:sampling_probs",
-        cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
-        shapes={"shape": "batch,vocab"},
-        options=("top_k", "top_p"),
-        example="layerzero._ops.examples_tokens:sampling",
-        row_wise=(0,),
-        canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
-    )
-)
-
-
-def _judged_op(function: Callable[..., Any], fake: Callable[..., Any], greedy: int, **more: Any) -> Op:
+def _op(function: Callable[..., Any], fake: Callable[..., Any], greedy: int, **more: Any) -> Op:
     """An op that keeps drafted tokens or not; `greedy` is the place of that argument."""
     name = function.__name__
-    return register(
-        Op(
-            function=function,
-            fake=fake,
-            op_kind=OpKind.SAMPLING,
-            output_kind="ids",
-            describe=_describe_judged(name),
-            reference=f"layerzero.backends.reference.speculative:{name}",
-            cost=Roofline(
-                "element_bytes * batch * vocab * (1 + draft_len * (2 - no_draft_probs)) + 24 * batch * (draft_len + 1)",
-                "3 * batch * vocab * (draft_len + 1)",
-            ),
-            shapes={"shape": "batch,draft_len,vocab"},
-            example="layerzero._ops.examples_tokens:speculative",
-            tolerance="exact",
-            random=lambda args: not args[greedy],
-            **more,
-        )
+    return Op(
+        function=function,
+        fake=fake,
+        op_kind=OpKind.SAMPLING,
+        output_kind="ids",
+        describe=_describer(name),
+        features=("generator", "greedy", "no_draft_probs"),
+        reference=f"layerzero_models.drafts.kernels:{name}",
+        cost=Roofline(
+            "element_bytes * batch * vocab * (1 + draft_len * (2 - no_draft_probs)) + 24 * batch * (draft_len + 1)",
+            "3 * batch * vocab * (draft_len + 1)",
+        ),
+        workspace="batch * (draft_len + 1) * (16 * vocab + 32)",
+        tp_invariant=True,
+        shapes={"shape": "batch,draft_len,vocab"},
+        example="layerzero_models.drafts.examples:drafted",
+        tolerance="exact",
+        random=lambda args: not args[greedy],
+        **more,
     )
 
 
-SAMPLE_SPECULATIVE = _judged_op(sample_speculative, _fake_tokens, 3)
-SAMPLE_TREE = _judged_op(
+SAMPLE_SPECULATIVE = _op(sample_speculative, _fake_tokens, 3)
+SAMPLE_TREE = _op(
     sample_tree,
     _fake_tree,
     4,
