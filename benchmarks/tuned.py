@@ -88,7 +88,7 @@ def ready(ctx: Any, compiled: str) -> frozenset[str] | None:
         return None
     from layerzero.runtime.state import state
     from layerzero.selection.engine import select
-    from layerzero.tuning.measurement_settings import measurement_settings
+    from layerzero.selection.world import measurement_settings
 
     now = set(select(ctx, measurement_settings(state.world, jit="off")).ranking)
     may = set(compiled.split(","))

@@ -21,8 +21,8 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.recording.traffic import Recorded, Traffic
 from layerzero.runtime.state import state
+from layerzero.selection.world import measurement_settings
 from layerzero.tuning.inputs import build
-from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero_tune import candidates as bench_module
 from layerzero_tune import drift as drift_module
 from layerzero_tune import tuning_run

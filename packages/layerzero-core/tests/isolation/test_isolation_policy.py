@@ -23,7 +23,7 @@ from layerzero.policy.load import from_bytes, from_mapping, load_discovered
 from layerzero.reasons import reason
 from layerzero.registry.capabilities import load_capabilities
 from layerzero.runtime.isolated_backends import enclosed
-from layerzero.selection.isolation import apart
+from layerzero.selection.transforms import apart
 
 ENTRY = {"mode": "subprocess", "path": ["/srv/xf"], "env": {"A": "b"}, "hide": ["flash_attn"], "deadline_s": 5.0}
 

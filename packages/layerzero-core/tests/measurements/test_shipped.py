@@ -18,7 +18,7 @@ from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import load, shipped_by, standing
 from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED
 from layerzero.model.kernel import BackendSpec
-from layerzero.public.check_shipped import shipped as doctor_looks
+from layerzero.public.check_machine import shipped as doctor_looks
 from layerzero.public.situation import look
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.registry.proofs import sealed

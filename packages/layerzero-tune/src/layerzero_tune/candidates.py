@@ -23,9 +23,8 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
-from layerzero.selection.world import World
+from layerzero.selection.world import World, measurement_settings
 from layerzero.tuning.inputs import Call, build
-from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate, Verdict, flat
 from layerzero_tune.draws import gate as gate_of
 from layerzero_tune.timing.allocations import Places, room

@@ -28,10 +28,9 @@ from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.proof_registry import proof_registry
 from layerzero.runtime.state import state
-from layerzero.selection.world import World
+from layerzero.selection.world import World, measurement_settings
 from layerzero.telemetry.events import observed
 from layerzero.tuning.inputs import ArgumentStrides, Call, build, buildable, conditions
-from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero_tune.candidates import Bench
 from layerzero_tune.rows import refused_row, row, surroundings, torch_row
 from layerzero_tune.timing.baselines import TORCH_DEFAULT

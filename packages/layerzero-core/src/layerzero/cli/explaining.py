@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+import layerzero as lz
 from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
 from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.cli.words import ShapeType, complete_device, complete_kernel, complete_op
+from layerzero.dispatch.run import current_world
 from layerzero.model.decision import Candidate
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.telemetry.report import SelectionReport
@@ -73,7 +75,6 @@ def explain(op: str, **options: Any) -> Answer:
 
     The device need not be here. Exit code 1 when nothing may run.
     """
-    import layerzero as lz
     from layerzero.cli.calls import context
 
     report = lz.explain(op, context(op, options))
@@ -85,7 +86,6 @@ def explain(op: str, **options: Any) -> Answer:
 @call_options
 def which(op: str, **options: Any) -> Answer:
     """Print the kernel id that a call would run."""
-    import layerzero as lz
     from layerzero.cli.calls import context
 
     kernel_id = lz.which(op, context(op, options))
@@ -100,9 +100,7 @@ def validate(kernel_id: str, **options: Any) -> Answer:
 
     Every reason against it is listed; exit code 1 when there is one.
     """
-    import layerzero as lz
     from layerzero.cli.calls import context
-    from layerzero.dispatch.run import current_world
 
     kernel = current_world().registry.get(kernel_id)
     reasons = lz.validate(kernel_id, context(kernel.op, options))

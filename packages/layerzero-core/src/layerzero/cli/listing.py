@@ -6,10 +6,12 @@ from typing import Any
 
 import click
 
+import layerzero as lz
 from layerzero.cli.output import STYLES, Answer, Cell, Line, Table
 from layerzero.cli.root import cli
 from layerzero.cli.verbs import verb
 from layerzero.cli.words import backends, complete_op
+from layerzero.dispatch.run import current_world
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason
 
@@ -21,8 +23,6 @@ from layerzero.reasons import Reason
 @click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
 def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
     """List kernels: op, platforms, dtypes, and whether usable here."""
-    import layerzero as lz
-
     if page:
         from layerzero.cli import op_page
 
@@ -57,7 +57,6 @@ def list_(op: str | None, backend: str | None, available: bool | None, page: boo
 def _against(kernel: KernelSpec) -> list[Reason]:
     """Why a kernel cannot be used on any device of this machine, before any call is looked at."""
     from layerzero.device.probe import probe_devices
-    from layerzero.dispatch.run import current_world
     from layerzero.plugin.vendor import hardware_reasons
 
     world = current_world()

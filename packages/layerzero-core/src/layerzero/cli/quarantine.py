@@ -13,6 +13,7 @@ from layerzero.cli.root import cli
 from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero.errors import ConfigurationError
 from layerzero.health.quarantine import Quarantine, QuarantineEntry
+from layerzero.runtime.crashes import place
 
 
 @cli.group("quarantine")
@@ -61,8 +62,6 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
 
 
 def _quarantine() -> Quarantine:
-    from layerzero.runtime.crashes import place
-
     file: Path | None = place()
     if file is None:
         message = "LAYERZERO_QUARANTINE switches the quarantine off"

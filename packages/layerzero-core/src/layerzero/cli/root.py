@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+import torch
 
-from layerzero import companions
+from layerzero import __version__, companions
 from layerzero.cli.verbs import OK, USAGE, failed
 
 __all__ = ["cli"]
@@ -122,10 +123,6 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        import torch
-
-        from layerzero import __version__
-
         click.echo(f"layerzero {__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
         ctx.exit()
 

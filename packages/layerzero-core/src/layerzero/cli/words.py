@@ -10,6 +10,7 @@ import click
 
 from layerzero.device.catalogue import device_names, named_device
 from layerzero.device.probe import probe_device, probe_devices
+from layerzero.dispatch.run import current_world
 from layerzero.errors import InvalidInputError, UnknownNameError, did_you_mean
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
@@ -75,8 +76,6 @@ def is_here(spec: DeviceSpec) -> bool:
 
 def backends(name: str) -> None:
     """Raise, naming the nearest, unless a backend bears this name."""
-    from layerzero.dispatch.run import current_world
-
     registry = current_world().registry
     known = set(registry.backends) | {kernel.backend for kernel in registry.kernels.values()}
     if name not in known:
@@ -99,8 +98,6 @@ def _completing(known: Callable[[], Iterable[str]]) -> Completion:
 
 
 def _kernels() -> list[str]:
-    from layerzero.dispatch.run import current_world
-
     return sorted(current_world().registry.kernels)
 
 

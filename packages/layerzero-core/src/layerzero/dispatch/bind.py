@@ -27,7 +27,7 @@ from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
-from layerzero.selection.isolation import apart
+from layerzero.selection.transforms import apart
 from layerzero.selection.world import World
 
 __all__ = ["Bound", "GuardFailed", "bind", "resolve", "twice_in_place"]

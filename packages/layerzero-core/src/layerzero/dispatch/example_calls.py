@@ -14,7 +14,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
 from layerzero.model.proof import kind_of
 from layerzero.selection.engine import select
-from layerzero.selection.world import World
+from layerzero.selection.world import World, measurement_settings
 
 __all__ = ["example", "price_us"]
 
@@ -31,7 +31,6 @@ def example(
     None where none can be made: an op whose inputs nobody can draw, or a kernel that refuses every smaller call.
     """
     from layerzero.tuning.inputs import build, buildable, conditions
-    from layerzero.tuning.measurement_settings import measurement_settings
 
     if not buildable(spec.op_id):
         return None

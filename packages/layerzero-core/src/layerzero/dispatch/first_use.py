@@ -41,7 +41,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.memory import device_name, estimate
 from layerzero.selection.proven import unchecked
-from layerzero.selection.world import World
+from layerzero.selection.world import World, measurement_settings
 
 __all__ = ["BaselineFailed", "Served", "ahead", "check"]
 
@@ -140,8 +140,6 @@ class _Base(NamedTuple):
 
 def _baseline(case: _Case) -> _Base:
     """What may stand in: under no wish, lock or table, but never what the policy forbids."""
-    from layerzero.tuning.measurement_settings import measurement_settings
-
     spec, ctx, world, bound, _ = case
     measuring = measurement_settings(world, jit="off")
     decision = select(replace(ctx, backend=None), measuring)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, cast
 
+import torch
+
 from layerzero.device.memory import free_bytes
 from layerzero.device.probe import probe_device
 from layerzero.distributed.channel import Channel, RankStore
@@ -22,8 +24,6 @@ _connections: dict[str, Any] = {}
 
 def facts_of(rank: int, world: World, device: DeviceSpec | None = None) -> Facts:
     """What this process says of itself."""
-    import torch
-
     spec = probe_device() if device is None else device
     kernels = kernels_of(world)
     return Facts(
@@ -53,8 +53,6 @@ def kernels_of(world: World) -> dict[str, str]:
 
 def free_here() -> int | None:
     """Free bytes on the device this rank computes on."""
-    import torch
-
     cuda = torch.cuda.is_available() and torch.cuda.device_count()
     return free_bytes(f"cuda:{torch.cuda.current_device()}" if cuda else "cpu")
 

@@ -1,7 +1,7 @@
 """CUDA graphs: which kernels may stand in one, how to get ready for a capture, and how to prove it beforehand.
 
 `rehearsal` runs a function as if it were being captured, with one World from the first warm-up to the last replay.
-`streams` gets the device ready and captures; `proof` tries single kernels; `capture` puts it all in order.
+`streams` gets the device ready and captures; `capture` tries single kernels and puts it all in order.
 """
 
 from layerzero.graphs.checks import capture_graph, is_graph_safe, validate_graph_capture

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from layerzero.dispatch.run import current_world
 from layerzero.errors import CudaGraphUnsafeError, from_outside, one_line
 from layerzero.graphs.inputs import Inputs
-from layerzero.graphs.proof import objection
 from layerzero.graphs.rehearsal import Seen, Watch, rehearsal
 from layerzero.graphs.report import CaptureReport
 from layerzero.graphs.streams import capture_on, initialise, new_stream, reserved
@@ -184,13 +184,51 @@ def _attempt(
 def _prove(seen: tuple[Seen, ...], stream: Any, limit: int) -> None:
     """Each kernel by itself; the first that cannot stand in a graph is refused."""
     for item in _distinct(seen):
-        why = objection(item, stream, 0 if limit == 0 else min(limit, _KEPT))
+        why = _objection(item, stream, 0 if limit == 0 else min(limit, _KEPT))
         if why is not None:
             raise _Refused(item.bound.kernel_id, why)
 
 
 # Bytes one call of one kernel may keep; a thousand replays' worth of it would still be small.
 _KEPT = 512
+_RUNS = 3
+
+
+def _objection(item: Seen, stream: Any, limit: int) -> Reason | None:
+    """What speaks against this kernel inside a graph, by trying it on the arguments of its call; None: nothing.
+
+    It has run before, so what it allocates once is there already. `limit` is how many bytes it may keep a call.
+    """
+    run, args = item.bound.run, _own(item)
+    kept = []
+    with torch.cuda.stream(stream):
+        for _ in range(_RUNS):
+            before = torch.cuda.memory_allocated(stream.device)
+            try:
+                run(*args)  # the result is dropped, and its memory with it
+            except Exception as error:
+                if from_outside(error):
+                    raise
+                return reason("GRAPH_CAPTURE_FAILED", one_line(error, 300))
+            kept.append(torch.cuda.memory_allocated(stream.device) - before)
+    # The least of them: another thread may allocate during one run, hardly during each.
+    if min(kept) > limit:
+        return reason("GRAPH_MEMORY_GROWS", min(kept), limit)
+    try:
+        capture_on(stream, lambda: run(*args), torch.cuda.graph_pool_handle())
+    except Exception as error:
+        if from_outside(error):
+            raise
+        return reason("GRAPH_CAPTURE_FAILED", one_line(error, 300))
+    return None
+
+
+def _own(item: Seen) -> tuple[Any, ...]:
+    """The arguments, copied where the op writes into them: the caller's must not be written twice."""
+    spec = current_world().ops[item.context.op]
+    if spec.mutates is None or not spec.mutates(item.args):
+        return item.args
+    return tuple(part.clone() if isinstance(part, Tensor) else part for part in item.args)
 
 
 def _distinct(seen: tuple[Seen, ...]) -> list[Seen]:

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import importlib_metadata
+import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from layerzero.device.family import family_of
 from layerzero.errors import LayerZeroError
 from layerzero.health.quarantine import Quarantine, QuarantineEntry
+from layerzero.measurements.shipped import standing
 from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
@@ -25,7 +28,7 @@ from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.crashes import place, set_aside
 from layerzero.runtime.state import state
 
-__all__ = ["health", "libraries", "misspelt", "platform", "settings", "supported"]
+__all__ = ["health", "libraries", "misspelt", "platform", "settings", "shipped", "supported"]
 
 # The library's import name, and the distributions that may bring it.
 _LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -46,8 +49,6 @@ _FLOORS = {"python": ">=3.11", "torch": ">=2.10"}
 
 def libraries() -> dict[str, str | None]:
     """Versions of what kernels and tests stand on, from metadata; an absent one is None and never an error."""
-    import torch
-
     found: dict[str, str | None] = {"python": host.python_version()}
     for name, dists in _LIBRARIES.items():
         found[name] = next((version for version in map(_version, dists) if version), None)
@@ -83,8 +84,6 @@ def supported() -> dict[str, str]:
 
 def platform(now: Situation) -> list[Check]:
     """Python, torch, and every device."""
-    import torch
-
     ranges = supported()
     return [
         _in_range("python", host.python_version(), ranges["python"], f"install Python {ranges['python']}"),
@@ -119,6 +118,29 @@ def _device(spec: DeviceSpec) -> Check:
     if spec.platform is Platform.CPU:
         parts.append(" ".join(sorted(spec.cpu_features)) or "no vector features known")
     return Check("platform", f"device {name}", Status.OK, ", ".join(parts))
+
+
+# -- measurements that came with packages ---------------------------------------------------------------------------
+_SHIPPED = "shipped measurements"
+
+
+def shipped(now: Situation, only: str | None = None) -> list[Check]:
+    """One check for each available backend and family of devices that its file has something to say of."""
+    if not now.world.policy.setting("perfdb.shipped"):
+        return [Check(_SHIPPED, "perfdb.shipped", Status.OK, "off: kernels without times here are ranked by priority")]
+    found = []
+    for name, backend in sorted(now.world.registry.backends.items()):
+        if only not in (None, name) or not backend.available:
+            continue
+        for family in sorted({family_of(device) for device in now.devices}):
+            own, why = standing(backend, family)
+            if why is not None:
+                # Rates of other devices still count, which is as it should be; nothing else of a refused file does.
+                found.append(Check.because(_SHIPPED, name, Status.WARN if own is None else Status.OK, why))
+            elif own is not None:
+                words = f"{own.calls} calls on {family}: {own.device}, commit {own.commit}, torch {own.torch}"
+                found.append(Check(_SHIPPED, name, Status.OK, words))
+    return found
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

@@ -165,9 +165,8 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     """
     from layerzero.public.check_backends import clashes, plugins, unknown, vendors
     from layerzero.public.check_first_use import first_use
-    from layerzero.public.check_machine import health, libraries, platform, settings
+    from layerzero.public.check_machine import health, libraries, platform, settings, shipped
     from layerzero.public.check_policy import table
-    from layerzero.public.check_shipped import shipped
     from layerzero.public.situation import look
 
     now = look()

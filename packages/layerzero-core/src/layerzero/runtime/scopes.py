@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from layerzero.policy.layers import PolicyLayer
+from layerzero.runtime.pressure import pressure
 from layerzero.runtime.state import scope, state
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ class Scope:
 
             derived = with_enclosures(derived)
         if derived.policy.memory_headroom_mb is not None:
-            from layerzero.runtime.pressure import pressure
-
             derived = pressure.with_memory(derived)
         self._derived = (base, derived)
         return derived

@@ -23,9 +23,9 @@ from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
-from layerzero.selection.isolation import NAME as ISOLATED
 from layerzero.selection.memory import estimate
 from layerzero.selection.score import UNMEASURED_STEP, Expected, by_expectation, measured_part, rank, score
+from layerzero.selection.transforms import ISOLATED
 from layerzero.selection.world import Proofs, World
 
 __all__ = ["VALUES", "refuse", "select"]

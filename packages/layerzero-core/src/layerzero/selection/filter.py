@@ -15,11 +15,10 @@ from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
 from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
 from layerzero.reasons import Reason, ReasonCode, reason
-from layerzero.selection.isolation import apart, passage
 from layerzero.selection.memory import objection
 from layerzero.selection.proven import closed
 from layerzero.selection.proven import objection as unchecked
-from layerzero.selection.transforms import adaptations
+from layerzero.selection.transforms import adaptations, apart, passage
 from layerzero.selection.world import World
 
 __all__ = ["Filtered", "artifact_for", "examine", "is_empty"]

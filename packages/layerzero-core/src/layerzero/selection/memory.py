@@ -15,7 +15,7 @@ from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, reason
-from layerzero.selection.isolation import NAME as ISOLATED
+from layerzero.selection.transforms import ISOLATED
 from layerzero.selection.world import World
 
 __all__ = ["Estimate", "device_name", "estimate", "free_on", "leaner", "objection", "room"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Transform
@@ -15,7 +16,7 @@ from layerzero.model.enums import Causal, Layout, MaskKind, Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
 
-__all__ = ["adaptations", "copy_cost_us", "elements"]
+__all__ = ["ISOLATED", "adaptations", "apart", "copy_cost_us", "elements", "passage"]
 
 # Rough prices, for ranking only: bytes per µs of a copy, and the host cost of one torch call in µs.
 _BYTES_PER_US = {Platform.CPU: 8_000.0}
@@ -169,3 +170,33 @@ def adaptations(kernel: KernelSpec, ctx: Context, reasons: list[Reason]) -> tupl
             return reasons, ()  # what comes out of the folding is a float mask, which this kernel does not take
         steps["mask:float"] = Transform("mask:float", 0.0)
     return standing, tuple(steps[name] for name in sorted(steps))
+
+
+# -- a process of its own: what a kernel may no longer promise there, and what the way costs ------------------------
+ISOLATED = "isolated"
+
+# Gradients, writes into the caller's tensors, generators and masks with a meaning do not cross a process boundary.
+_STAYS_HOME = frozenset({
+    "backward", "lse_backward", "mask_grad", "inplace", "dropout", "generator", "block_mask", "chunk_mask", "paged",
+    "nested",
+})  # fmt: skip
+
+# Rough prices, for ranking only: one round trip with its synchronisation, and bytes per µs of the copies.
+_TRIP_US = {Platform.CPU: 150.0}
+_TRIP_US_GPU = 200.0
+_TRIP_BYTES_PER_US = {Platform.CPU: 4_000.0}
+_TRIP_BYTES_PER_US_GPU = 1_000_000.0
+
+
+def apart(kernel: KernelSpec) -> KernelSpec:
+    """The kernel as its own process can serve it: never part of a graph, without a backward."""
+    return replace(kernel, features=kernel.features - _STAYS_HOME, graph_safe=False)
+
+
+def passage(ctx: Context) -> Transform:
+    """The way there and back, as a priced step of the plan."""
+    platform = ctx.device.platform
+    rate = _TRIP_BYTES_PER_US.get(platform, _TRIP_BYTES_PER_US_GPU)
+    return Transform(
+        ISOLATED, _TRIP_US.get(platform, _TRIP_US_GPU) + 2 * elements(ctx) * element_bytes(ctx.dtype) / rate
+    )

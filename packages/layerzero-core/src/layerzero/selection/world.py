@@ -26,7 +26,7 @@ from layerzero.registry.kernels import KernelRegistry
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
 
-__all__ = ["Measurements", "World"]
+__all__ = ["Measurements", "Proofs", "World", "measurement_settings"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -118,3 +118,21 @@ class World:
         """A new World with some parts replaced and an empty hot table."""
         tally = new.get("tally", self.tally)
         return replace(self, **new, hot={} if tally is None else tally.table(), memo={})
+
+
+def measurement_settings(world: World, *, jit: str = "block") -> World:
+    """The World to measure in: what may not run may not, but no wish, lock, table or earlier time has a say.
+
+    With `jit="off"` kernels that are not compiled yet stay out.
+    """
+    before = world.policy
+    policy = Policy(
+        allow=before.allow,
+        deny=before.deny,
+        rules=tuple(replace(rule, prefer=(), avoid=(), boosts=(), lock=None) for rule in before.rules),
+        strict_mode=before.strict_mode,
+        allow_adaptation=before.allow_adaptation,
+        backend_isolation=before.backend_isolation,
+        jit=jit,
+    )
+    return world.changed(policy=policy, measurements=Measurements(), table=None, tally=None)

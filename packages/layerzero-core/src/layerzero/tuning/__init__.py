@@ -1,1 +1,1 @@
-"""Measuring kernels, and letting selection see what was measured."""
+"""Made-up calls of an op, and what a right kernel answers to them."""

@@ -31,6 +31,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.op import Op, OperationSpec
 from layerzero.runtime.current import builtin_ops
+from layerzero.runtime.state import state
 
 __all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named"]
 
@@ -180,8 +181,6 @@ def op_named(op: str) -> OperationSpec | None:
     """The op of this name, or the built-in one whose arguments it takes."""
     if op in builtin_ops:
         return builtin_ops[op]
-    from layerzero.runtime.state import state
-
     spec = state.world.ops.get(op)
     return spec if spec is None or not spec.stands_for else builtin_ops[spec.stands_for]
 

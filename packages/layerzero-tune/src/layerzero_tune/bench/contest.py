@@ -26,9 +26,8 @@ from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
 from layerzero.selection.engine import select
-from layerzero.selection.world import World
+from layerzero.selection.world import World, measurement_settings
 from layerzero.tuning.inputs import Call, build, conditions
-from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero.tuning.truth import Gate
 from layerzero_tune.draws import gate as gate_of
 from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
