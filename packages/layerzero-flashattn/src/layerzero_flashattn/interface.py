@@ -26,7 +26,7 @@ Kernel = Callable[..., Any]
 
 def dense(function: Kernel) -> Kernel:
     """An adapter over `flash_attn_func`, on [B, S, H, D]."""
-    function_lse = _with_lse(function)
+    ask = _asked(function)
 
     def attention(
         query: Tensor,
@@ -43,33 +43,20 @@ def dense(function: Kernel) -> Kernel:
         *,
         deterministic: bool = False,
     ) -> Any:
-        if scale is not None and scale <= 0.0:
-            query, scale = upright(query, scale)
-        run = function_lse if return_lse else function
+        options: dict[str, Any] = {"deterministic": deterministic}
         if dropout_p or alibi_slopes is not None:
-            run = functools.partial(run, dropout_p=dropout_p, alibi_slopes=_float32(alibi_slopes))
-        found = run(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=bool(is_causal),
-            window_size=window or NO_WINDOW,
-            softcap=softcap or 0.0,
-            deterministic=deterministic,
-        )
-        if not return_lse:
-            return found[0] if type(found) is tuple else found
-        out, lse = _pair(found)
-        dead = may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window)
-        return out, dead_rows(lse) if dead else lse
+            options.update(dropout_p=dropout_p, alibi_slopes=_float32(alibi_slopes))
+        found = ask(query, (key, value), (is_causal, scale, window, softcap), return_lse, **options)
+        if return_lse and may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window):
+            return found[0], dead_rows(found[1])
+        return found
 
     return attention
 
 
 def varlen(function: Kernel) -> Kernel:
     """An adapter over `flash_attn_varlen_func`, on packed tokens; the host reads no offset."""
-    function_lse = _with_lse(function)
+    ask = _asked(function)
 
     def varlen_attention(
         query: Tensor,
@@ -90,29 +77,14 @@ def varlen(function: Kernel) -> Kernel:
     ) -> Any:
         if max_seqlen_k == 0:
             return no_keys(query, value, return_lse)
-        if scale is not None and scale <= 0.0:
-            query, scale = upright(query, scale)
-        run = function_lse if return_lse else function
+        options: dict[str, Any] = {"deterministic": deterministic}
         if alibi_slopes is not None:
-            run = functools.partial(run, alibi_slopes=_float32(alibi_slopes))
-        found = run(
-            query,
-            key,
-            value,
-            cu_seqlens_q.to(torch.int32),
-            cu_seqlens_k.to(torch.int32),
-            max_seqlen_q,
-            max_seqlen_k,
-            softmax_scale=scale,
-            causal=bool(is_causal),
-            window_size=window or NO_WINDOW,
-            softcap=softcap or 0.0,
-            deterministic=deterministic,
-        )
-        if not return_lse:
-            return found[0] if type(found) is tuple else found
-        out, lse = _pair(found)  # any sequence may be without keys, and that is not known here
-        return out, dead_rows(lse).transpose(0, 1)
+            options["alibi_slopes"] = _float32(alibi_slopes)
+        starts = (cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32))
+        inputs = (key, value, *starts, max_seqlen_q, max_seqlen_k)
+        found = ask(query, inputs, (is_causal, scale, window, softcap), return_lse, **options)
+        # any sequence may be without keys, and that is not known here
+        return (found[0], dead_rows(found[1]).transpose(0, 1)) if return_lse else found
 
     return varlen_attention
 
@@ -153,11 +125,23 @@ def _float32(slopes: Tensor | None) -> Tensor | None:
     return None if slopes is None else slopes.to(torch.float32).contiguous()
 
 
-def _with_lse(function: Kernel) -> Kernel:
-    """The function, asked for its log-sum-exp in the way this build knows."""
+def _asked(function: Kernel) -> Kernel:
+    """A call of the function in its own words; its log-sum-exp is asked for in the way this build knows."""
+    with_lse = function
     if "return_attn_probs" in inspect.signature(function).parameters:
-        return functools.partial(function, return_attn_probs=True)
-    return function
+        with_lse = functools.partial(function, return_attn_probs=True)
+
+    def ask(query: Tensor, rest: tuple[Any, ...], asked: tuple[Any, ...], return_lse: bool, **options: Any) -> Any:
+        is_causal, scale, window, softcap = asked
+        if scale is not None and scale <= 0.0:
+            query, scale = upright(query, scale)
+        options.update(causal=bool(is_causal), window_size=window or NO_WINDOW, softcap=softcap or 0.0)
+        found = (with_lse if return_lse else function)(query, *rest, softmax_scale=scale, **options)
+        if return_lse:
+            return _pair(found)
+        return found[0] if type(found) is tuple else found
+
+    return ask
 
 
 def _pair(found: Any) -> tuple[Tensor, Tensor]:

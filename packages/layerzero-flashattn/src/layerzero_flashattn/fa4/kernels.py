@@ -38,6 +38,9 @@ _func = quietly(_library.flash_attn_func)
 _varlen_func = quietly(_library.flash_attn_varlen_func)
 _record = quietly(record)
 
+Asked = tuple[float, bool, tuple[int, int] | None, bool]
+"""Scale, causal, window, and whether the log-sum-exp is wanted."""
+
 _grad_enabled = torch.is_grad_enabled
 # Kernel of each query shape and set of options; cleared when full, so that changing shapes cannot fill the memory.
 _recorded: dict[Any, Recorded | None] = {}
@@ -64,14 +67,14 @@ def attention(
 ) -> Any:
     """[B, S, H, D]; the cheapest way into the library that the call allows."""
     query, scale = scaled(query, scale)
-    causal = bool(is_causal)
+    asked = (scale, bool(is_causal), window, return_lse)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         options = {"deterministic": deterministic, **_softcap(softcap)}
-        out, lse = _with_gradient(_func, query, key, value, scale, causal, window, return_lse, **options)
+        out, lse = _with_gradient(_func, query, key, value, asked, **options)
     elif softcap is not None or not key.shape[1]:
-        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **_softcap(softcap))
+        out, lse = plain_forward(query, key, value, asked, **_softcap(softcap))
     else:
-        out, lse = _remembered(query, key, value, scale, causal, window, return_lse)
+        out, lse = _remembered(query, key, value, asked)
     if not return_lse:
         return out
     dead = may_have_dead_rows(query.shape[1], key.shape[1], is_causal, window)
@@ -86,16 +89,9 @@ def _is_current(tensor: Tensor) -> bool:
     return tensor.get_device() == torch._C._cuda_getDevice()
 
 
-def _remembered(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int] | None,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _remembered(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> tuple[Tensor, Tensor | None]:
     """Through the compiled kernel where the shape is known. The number of keys decides nothing in the library."""
+    scale, causal, window, return_lse = asked
     if 0 in query.stride() or 0 in key.stride() or 0 in value.stride():
         # The library compiles for expanded tensors; a copy is what a request can afford.
         query, key, value = (item.clone(memory_format=torch.contiguous_format) for item in (query, key, value))
@@ -105,22 +101,12 @@ def _remembered(
         if query.requires_grad or key.requires_grad or value.requires_grad:
             query, key, value = query.detach(), key.detach(), value.detach()
         return found.run(query, key, value, scale)
-    options = (scale, causal, window, return_lse)
     if not _REPLAYABLE or where in _recorded:
-        return plain_forward(query, key, value, *options)
+        return plain_forward(query, key, value, asked)
     left, right = sides(window)
+    options = {"causal": causal, "window_size_left": left, "window_size_right": right}
     with _on_device(query.device):
-        result, made = _record(
-            _forward,
-            query,
-            key,
-            value,
-            scale,
-            return_lse,
-            causal=causal,
-            window_size_left=left,
-            window_size_right=right,
-        )
+        result, made = _record(_forward, query, key, value, scale, return_lse, **options)
     if len(_recorded) >= _RECORDED_LIMIT:
         _recorded.clear()
     _recorded[where] = made
@@ -128,62 +114,32 @@ def _remembered(
 
         def tokens(length: int) -> object:
             q, k, v = (item.new_zeros((1, length, *item.shape[2:])) for item in (query, key, value))
-            return plain_forward(q, k, v, *options)
+            return plain_forward(q, k, v, asked)
 
         families.complete((query.shape[2:], *where[1:]), query, tokens)
     return result
 
 
 def plain_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int] | None,
-    return_lse: bool,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, asked: Asked, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The library's forward as a whole."""
+    scale, causal, window, return_lse = asked
     left, right = sides(window)
     options.pop("score_mod_bwd", None)
+    options.update(causal=causal, window_size_left=left, window_size_right=right, return_lse=return_lse)
     with _on_device(query.device):
-        out, lse, *_ = _quiet_forward(
-            query,
-            key,
-            value,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=left,
-            window_size_right=right,
-            return_lse=return_lse,
-            **options,
-        )
+        out, lse, *_ = _quiet_forward(query, key, value, softmax_scale=scale, **options)
     return out, lse
 
 
 def _with_gradient(
-    function: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int] | None,
-    return_lse: bool,
-    **options: Any,
+    function: Any, query: Tensor, key: Tensor, value: Tensor, asked: Asked, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The library's autograd function."""
-    found: tuple[Tensor, Tensor | None] = function(
-        query,
-        key,
-        value,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=sides(window),
-        return_lse=return_lse,
-        **options,
-    )
+    scale, causal, window, return_lse = asked
+    options.update(causal=causal, window_size=sides(window), return_lse=return_lse)
+    found: tuple[Tensor, Tensor | None] = function(query, key, value, softmax_scale=scale, **options)
     hush_backward(*found)
     return found
 
@@ -218,7 +174,7 @@ def attention_fp8(
     if scale <= 0.0:
         wide, scale = upright(query.to(torch.bfloat16), scale)
         query = wide.to(query.dtype)
-    out, lse = plain_forward(query, key, value, scale, bool(is_causal), window, return_lse)
+    out, lse = plain_forward(query, key, value, (scale, bool(is_causal), window, return_lse))
     out = out.to(query.dtype)
     return (out, dead_rows(lse)) if return_lse and lse is not None else out
 
@@ -251,21 +207,21 @@ def varlen_attention(
         "max_seqlen_k": max_seqlen_k,
     }
     options = _softcap(softcap)
-    causal = bool(is_causal)
+    asked = (scale, bool(is_causal), window, return_lse)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         options.update(lengths, deterministic=deterministic)
-        out, lse = _with_gradient(_varlen_func, query, key, value, scale, causal, window, return_lse, **options)
+        out, lse = _with_gradient(_varlen_func, query, key, value, asked, **options)
     else:
-        out, lse = plain_forward(query, key, value, scale, causal, window, return_lse, **lengths, **options)
+        out, lse = plain_forward(query, key, value, asked, **lengths, **options)
 
         def tokens(length: int) -> object:
             q, k, v = (item.new_zeros((length, *item.shape[1:])) for item in (query, key, value))
             ends = lengths["cu_seqlens_q"].new_tensor([0, length])
             few = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
-            return plain_forward(q, k, v, scale, causal, window, return_lse, **few, **options)
+            return plain_forward(q, k, v, asked, **few, **options)
 
         shape = (query.shape[1:], key.shape[1], value.shape[2], query.dtype, query.get_device())
-        families.complete((*shape, causal, window, return_lse, softcap is None), query, tokens)
+        families.complete((*shape, *asked[1:], softcap is None), query, tokens)
     return (out, dead_rows(lse).transpose(0, 1)) if return_lse and lse is not None else out
 
 
