@@ -8,12 +8,15 @@ import pytest
 
 import layerzero as lz
 from layerzero_tokenizers import CACHE, forget, load, small
+from tools.pytest_fixtures import module_beside
+
+kinds = module_beside(__file__, "trained_kinds")
 
 MAKERS = {
     "gpt2": small.gpt2,
-    "llama3": small.llama3,
-    "bert": small.bert,
-    "unigram": small.unigram,
+    "llama3": kinds.llama3,
+    "bert": kinds.bert,
+    "unigram": kinds.unigram,
     "cl100k": small.encoding,
     "sp_unigram": small.processor,
     "sp_bpe": lambda: small.processor("bpe"),

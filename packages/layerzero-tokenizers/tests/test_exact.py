@@ -13,6 +13,9 @@ import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero_tokenizers import small
 from layerzero_tokenizers.probe import EDGES
+from tools.pytest_fixtures import module_beside
+
+kinds = module_beside(__file__, "trained_kinds")
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 EXAMPLES = 2_600 if PROVE else 25  # for each of eight tokenizers: over 20 000 with the hand-picked ones
@@ -174,7 +177,7 @@ def test_padding_to_a_length_and_what_cannot_be_padded(opened):
 
 
 def test_a_tokenizer_that_truncates_by_itself_still_does():
-    tok = small.bert()
+    tok = kinds.bert()
     tok.enable_truncation(5)
     text = "the quick brown fox jumps over the lazy dog"
     assert lz.tokenize(text, tok) == tok.encode(text).ids and len(tok.encode(text).ids) == 5

@@ -15,6 +15,9 @@ from layerzero.model.context import Context, TokenizerIdentity
 from layerzero.model.enums import OpKind
 from layerzero_tokenizers import load, small
 from layerzero_tokenizers.identity import changes, of_hf, of_tiktoken
+from tools.pytest_fixtures import module_beside
+
+kinds = module_beside(__file__, "trained_kinds")
 
 _IN_ANOTHER_PROCESS = """
 from layerzero_tokenizers import load, small
@@ -26,7 +29,7 @@ print(load(sys.argv[2], prove=False).tokenizer_id)
 
 
 def document(tok=None):
-    return json.loads((tok or small.llama3()).to_str())
+    return json.loads((tok or kinds.llama3()).to_str())
 
 
 def changed_parts(before, after):
@@ -98,7 +101,7 @@ def test_tiktoken_and_sentencepiece_changes_are_seen_too():
         for after in (
             of_tiktoken(swapped, {"<|e|>": 600}, small.CL100K),
             of_tiktoken(ranks, {"<|e|>": 601}, small.CL100K),
-            of_tiktoken(ranks, {"<|e|>": 600}, small.LLAMA3),
+            of_tiktoken(ranks, {"<|e|>": 600}, kinds.LLAMA3),
         )
     ]
     assert parts == [{"vocab", "merges"}, {"special_tokens"}, {"pre_tokenizer"}]

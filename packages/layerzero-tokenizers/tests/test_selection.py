@@ -11,8 +11,7 @@ from layerzero.errors import LayerZeroError, LockedKernelError, NoKernelFoundErr
 from layerzero.model.config import Rule
 from layerzero.runtime.state import state
 from layerzero_tokenizers import load, small, verdicts
-from layerzero_tokenizers.candidates import compare
-from layerzero_tokenizers.measured import time_of
+from layerzero_tokenizers.candidates import compare, time_of
 
 TEXT = "The quick brown fox, don't you know?"
 HF, TIKTOKEN, OWN = "tokenizers.tokenize.fast", "tiktoken.tokenize.bpe", "own.tokenize.library"

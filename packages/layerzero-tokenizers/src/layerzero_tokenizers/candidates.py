@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "share",
     "sp_serves",
     "tiktoken_serves",
+    "time_of",
     "verdicts",
 ]
 
@@ -149,8 +151,6 @@ def compare(own: Engine, other: Engine, texts: Sequence[str], special: Sequence[
 
 def measure(handle: Tokenizer, rounds: int = 60) -> dict[str, dict[str, float]]:
     """Median µs of each engine that may serve the handle, interleaved; by op and kernel id. Selection learns them."""
-    from layerzero_tokenizers.measured import learned
-
     ids = handle.engines[handle.home].encode(_SAMPLE, True, True)
     runs: dict[str, dict[str, Callable[[], Any]]] = {"tokenize": {}, "detokenize": {}}
     for backend, engine in handle.engines.items():
@@ -166,8 +166,36 @@ def measure(handle: Tokenizer, rounds: int = 60) -> dict[str, dict[str, float]]:
                 call()
                 samples[name].append((time.perf_counter_ns() - start) / 1e3)
         times[op] = {name: statistics.median(values) for name, values in samples.items()}
-        learned(op, handle.tokenizer_id, times[op])
+        _learn(op, handle.tokenizer_id, times[op])
     return times
+
+
+# (op, tokenizer_id, kernel id) -> median µs of this process
+_times: dict[tuple[str, str, str], float] = {}
+
+
+def time_of(op: str, tokenizer_id: str, kernel_id: str) -> float | None:
+    """The measured median in µs, None for what was never measured."""
+    return _times.get((op, tokenizer_id, kernel_id))
+
+
+def _learn(op: str, tokenizer_id: str, times: Mapping[str, float]) -> None:
+    """Times by kernel id; selection weighs them from the next call on."""
+    from layerzero.runtime.state import state  # registering the ops needs none of it
+
+    _times.update({(op, tokenizer_id, kernel_id): us for kernel_id, us in times.items()})
+    before = state.world.measurements
+    inner = getattr(before.lookup, "inner", before)
+
+    def lookup(kernel_id: str, ctx: Context) -> float | None:
+        if ctx.tokenizer is not None:
+            return _times.get((ctx.op, ctx.tokenizer.tokenizer_id, kernel_id))
+        return inner.lookup(kernel_id, ctx)
+
+    lookup.inner = inner  # type: ignore[attr-defined]
+    content = hashlib.sha256(repr(sorted(_times.items())).encode()).hexdigest()[:16]
+    fingerprint = f"{inner.fingerprint}+tokenizers:{content}"
+    state.publish(measurements=replace(inner, lookup=lookup, fingerprint=fingerprint))
 
 
 # -- what selection asks -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained on the spot by the real libraries: for tests, benchmarks, demo and examples.
+"""Small tokenizers of each library, trained on the spot: for the demo, examples, benchmarks and tests.
 
 Nothing is fetched and nothing is shipped but the sentences below.
 """
@@ -10,10 +10,7 @@ import io
 import itertools
 from typing import Any
 
-__all__ = [
-    "CL100K", "CORPUS", "LLAMA3", "bert", "encoding", "gpt2", "llama3", "processor", "ranks",
-    "sp_bytes", "unigram",
-]  # fmt: skip
+__all__ = ["CL100K", "CORPUS", "byte_level", "encoding", "gpt2", "processor", "ranks", "sp_bytes"]
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Don't panic, it's fine; 123 456 numbers!",
@@ -26,19 +23,12 @@ CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
     r"\s+(?!\S)|\s"
 )
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
 
 
-def _byte_level(
-    pre: Any,
-    *,
-    special: tuple[str, ...] = ("<s>", "</s>", "<|im_start|>", "<|im_end|>"),
-    vocab: int = 700,
-    post: Any = None,
+def byte_level(
+    pre: Any, *, special: tuple[str, ...] = ("<s>", "</s>", "<|im_start|>", "<|im_end|>"), vocab: int = 700
 ) -> Any:
+    """Byte-level BPE behind this pre-tokenizer, nothing around a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tok = Tokenizer(models.BPE())
@@ -49,8 +39,6 @@ def _byte_level(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
     tok.train_from_iterator(CORPUS, trainer)
-    if post is not None:
-        tok.post_processor = post(tok)
     return tok
 
 
@@ -58,50 +46,7 @@ def gpt2(**options: Any) -> Any:
     """Byte-level BPE with GPT-2's regex, nothing around a text."""
     from tokenizers import pre_tokenizers
 
-    return _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), **options)
-
-
-def llama3() -> Any:
-    """Byte-level BPE with its own regex and a BOS before every text."""
-    from tokenizers import Regex, pre_tokenizers, processors
-
-    pre = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    return _byte_level(
-        pre, post=lambda tok: processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", tok.token_to_id("<s>"))])
-    )
-
-
-def bert() -> Any:
-    """WordPiece, lower case, [CLS] and [SEP] around a text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-    tok = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tok.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tok.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tok.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    )
-    tok.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    tok.decoder = decoders.WordPiece()
-    return tok
-
-
-def unigram() -> Any:
-    """Unigram with NFKC and Metaspace, as T5 and its like have it."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tok = Tokenizer(models.Unigram())
-    tok.normalizer = normalizers.NFKC()
-    tok.pre_tokenizer = pre_tokenizers.Metaspace()
-    tok.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tok.train_from_iterator(CORPUS, trainer)
-    return tok
+    return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), **options)
 
 
 @functools.cache
