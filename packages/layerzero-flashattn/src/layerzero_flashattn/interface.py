@@ -1,4 +1,6 @@
-"""Adapters over the functions that FlashAttention 2 and 3 both have. Causal and window: bottom right, as in both.
+"""Adapters over the functions that FlashAttention 2 and 3 both have, and what version 4 has in common with them.
+
+Causal and window: bottom right, as in all.
 
 Only version 2 knows dropout and ALiBi. Under one and the same version, 3.0.0b1, functions came to return the
 log-sum-exp always, then never, then by a flag. So the flag is given where a function takes it, and the result is
@@ -9,17 +11,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.model.attention import no_keys, upright
+from layerzero.model.attention import no_keys, offsets, upright
 from layerzero.model.kv_cache import PagedBatch
-from layerzero_flashattn.shared import NO_WINDOW, dead_rows, may_have_dead_rows
 
-__all__ = ["dense", "paged", "varlen"]
+__all__ = ["dead_rows", "dense", "may_have_dead_rows", "packed_offsets", "paged", "sides", "varlen"]
+
+NO_WINDOW = (-1, -1)
 
 Kernel = Callable[..., Any]
 
@@ -118,6 +122,33 @@ def paged(attend: Kernel, *, prefill: bool = False) -> Kernel:
         return (found[0].squeeze(1), found[1].squeeze(-1)) if return_lse else found.squeeze(1)
 
     return paged_attention
+
+
+def sides(window: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """A window in FlashAttention 4's words, where an unlimited side is None."""
+    if window is None:
+        return None, None
+    left, right = window
+    return (None if left < 0 else left), (None if right < 0 else right)
+
+
+def may_have_dead_rows(query_len: int, key_len: int, is_causal: bool | str, window: tuple[int, int] | None) -> bool:
+    """Whether some query row can be left without any key; its log-sum-exp is then not always written as -inf."""
+    return window is not None or (bool(is_causal) and query_len > key_len)
+
+
+def dead_rows(lse: Tensor) -> Tensor:
+    """-inf where a kernel wrote +inf as the log-sum-exp of a row that attends nothing."""
+    return lse.masked_fill(lse == math.inf, -math.inf)
+
+
+def packed_offsets(batch: PagedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each sequence's queries and keys begin, int32 [B + 1] each, from the lengths the host knows."""
+    found = list(offsets(batch.query_lens_host, batch.context_lens_host))
+    if device.type == "cuda":
+        found = [item.pin_memory() for item in found]  # only a copy from pinned memory does not wait
+    first, second = (item.to(device, non_blocking=True) for item in found)
+    return first, second
 
 
 def _float32(slopes: Tensor | None) -> Tensor | None:

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerzero_tokenizers.boundaries import GPT2
-from layerzero_tokenizers.engines import Engine
-from layerzero_tokenizers.hf.engine import HFEngine
-from layerzero_tokenizers.tiktoken.engine import TiktokenEngine
+from layerzero_tokenizers.engines import Engine, HFEngine, TiktokenEngine
 
 __all__ = ["NotConvertible", "byte_alphabet", "hf_to_tiktoken", "sentencepiece_to_hf", "tiktoken_to_hf"]
 

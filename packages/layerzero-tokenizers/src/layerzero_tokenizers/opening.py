@@ -13,11 +13,8 @@ from typing import Any
 from layerzero.errors import BackendNotAvailableError, invalid
 from layerzero_tokenizers import candidates, convert, identity, sp_model
 from layerzero_tokenizers.boundaries import hf_splits, sentencepiece_splits, tiktoken_splits
-from layerzero_tokenizers.engines import Engine
+from layerzero_tokenizers.engines import Engine, HFEngine, SentencePieceEngine, TiktokenEngine
 from layerzero_tokenizers.handle import Opened, Tokenizer
-from layerzero_tokenizers.hf.engine import HFEngine
-from layerzero_tokenizers.sentencepiece.engine import SentencePieceEngine
-from layerzero_tokenizers.tiktoken.engine import TiktokenEngine
 
 __all__ = ["from_name", "from_object", "from_path", "proof", "size_of", "stamp"]
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.variants import GradientVariant
-from layerzero_flashattn.interface import dense, paged, varlen
-from layerzero_flashattn.shared import packed_offsets
+from layerzero_flashattn.interface import dense, packed_offsets, paged, varlen
 
 __all__ = [
     "attention",

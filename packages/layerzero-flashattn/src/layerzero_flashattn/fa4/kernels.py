@@ -8,6 +8,7 @@ pointers or strides are not multiples of 16 bytes; the descriptor asks for such,
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor
 from layerzero.model.attention import no_keys, scaled, upright
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.compiler import library
-from layerzero_flashattn.fa4.families import Families
 from layerzero_flashattn.fa4.replay import Recorded, record, replayable
+from layerzero_flashattn.interface import dead_rows, may_have_dead_rows, sides
 from layerzero_flashattn.quiet import hush_backward, quietly
-from layerzero_flashattn.shared import dead_rows, may_have_dead_rows, sides
 
 __all__ = [
     "attention",
@@ -46,8 +46,32 @@ _grad_enabled = torch.is_grad_enabled
 _recorded: dict[Any, Recorded | None] = {}
 _RECORDED_LIMIT = 4096
 _REPLAYABLE = replayable(_forward)
-families = Families()
 _on_device = torch.cuda.device
+SHORT, LONG = 1, 256  # tokens: within one tile of queries for every GQA ratio, and beyond it
+
+
+class Families:
+    """Which sets of options have been compiled for both lengths.
+
+    Under a mask, and over packed sequences, FlashAttention 4 compiles a kernel of its own for queries that fit into one
+    tile, which selection cannot tell from the descriptor: to it, both are one artifact. So whoever compiles the one has
+    the other compiled in the same go, in the background or by a caller who said that he would wait; never a later
+    request.
+    """
+
+    def __init__(self) -> None:
+        self._complete: set[Hashable] = set()
+
+    def complete(self, family: Hashable, query: Tensor, run: Callable[[int], object]) -> None:
+        """Have `run` make a call with a query of each length, once for a family of options."""
+        if family in self._complete or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._complete.add(family)
+        for length in (SHORT, LONG):
+            run(length)
+
+
+families = Families()
 
 
 def attention(

@@ -14,8 +14,7 @@ from torch import Tensor
 from layerzero.model.attention import scaled
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero_flashattn.fa4.kernels import families, plain_forward
-from layerzero_flashattn.interface import paged
-from layerzero_flashattn.shared import packed_offsets
+from layerzero_flashattn.interface import packed_offsets, paged
 
 __all__ = ["paged_decode", "paged_prefill"]
 
@@ -39,7 +38,10 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, ret
     """Any number of new tokens a sequence."""
 
     def run(query: Tensor, batch: PagedBatch) -> Any:
-        packed = {"cu_seqlens_q": packed_offsets(batch, query.device)[0], "max_seqlen_q": batch.max_query_len}
+        packed: dict[str, Any] = {
+            "cu_seqlens_q": packed_offsets(batch, query.device)[0],
+            "max_seqlen_q": batch.max_query_len,
+        }
         return _decode(query, keys, values, batch, return_lse, **packed, **options)
 
     def tokens(length: int) -> object:

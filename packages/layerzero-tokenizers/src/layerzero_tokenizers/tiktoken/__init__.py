@@ -1,1 +1,0 @@
-"""tiktoken, and the encodings its plugins bring."""
