@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,17 @@ def dependencies(project: Path) -> list[tuple[str, int]]:
     return found
 
 
+@dataclass(frozen=True)
 class LockedLayer:
     """A layer of a locked kernel for `kernels.use_kernel_mapping`, so that `kernelize` takes the verified one.
 
     mapping = {"RMSNorm": {"cpu": LockedLayer("org/fast-norm", "RMSNorm")}}
     """
 
-    def __init__(
-        self, repo_id: str, layer_name: str, *, version: int | None = None, policy: HubPolicy | None = None
-    ) -> None:
-        self.repo_id, self.layer_name, self.version, self.policy = repo_id, layer_name, version, policy
+    repo_id: str
+    layer_name: str
+    version: int | None = field(default=None, kw_only=True)
+    policy: HubPolicy | None = field(default=None, kw_only=True, hash=False)
 
     def load(self) -> type[Any]:
         """The layer's class, from the verified kernel's `layers`."""
@@ -61,12 +63,6 @@ class LockedLayer:
         if not isinstance(layer, type):
             raise refuse("HUB_METADATA_INVALID", self.repo_id, f"no layer {self.layer_name}")
         return layer
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LockedLayer) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.repo_id, self.layer_name, self.version))
 
     def __str__(self) -> str:
         return f"locked {self.repo_id}, layer {self.layer_name}"

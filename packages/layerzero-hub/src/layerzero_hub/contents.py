@@ -19,7 +19,7 @@ from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedFile, LockedVariant
 from layerzero_hub.places import check_owner_and_mode
 
-__all__ = ["Contents", "open_build", "verify_files"]
+__all__ = ["Contents", "open_build", "read_file", "verify_files"]
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _CHUNK: Final = 2**20
@@ -43,6 +43,19 @@ class Contents:
 def verify_files(folder: Path, variant: LockedVariant) -> None:
     """Compare a folder with the lock: the same files, of the same bytes, and nothing else."""
     _read(folder, variant, None)
+
+
+def read_file(folder: Path, path: str, variant: LockedVariant) -> bytes:
+    """One file of a build, if its bytes are the locked ones; no more is read than they are long."""
+    locked = variant.files[path]
+    try:
+        with open(folder / path, "rb") as file:
+            data = file.read(locked.size + 1)
+    except OSError as error:
+        raise refuse("HUB_STORE_KIND", path, error.strerror or "not readable") from None
+    if hashlib.sha256(data).hexdigest() != locked.sha256:
+        raise refuse("HUB_STORE_TAMPERED", path, "another hash")
+    return data
 
 
 def open_build(folder: Path, variant: LockedVariant) -> Contents:

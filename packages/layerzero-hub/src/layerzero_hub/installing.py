@@ -83,7 +83,7 @@ def install(
             done.append(Finding.of(kernel, variant, ELSEWHERE))
             continue
         state = "present"
-        if not _is_right(store, variant):
+        if not store.is_right(variant):
             if connect is None:
                 if store.installed(variant):
                     store.verify(variant)  # says what is wrong with it
@@ -152,16 +152,6 @@ def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:
             fitting = ""  # a kernel for other machines only
         for variant in kernel.variants.values():
             yield kernel, variant, variant.name == fitting
-
-
-def _is_right(store: Store, variant: LockedVariant) -> bool:
-    if not store.installed(variant):
-        return False
-    try:
-        store.verify(variant)
-    except HubError:
-        return False
-    return True
 
 
 def _fetch(

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import threading
-from dataclasses import dataclass
 from types import ModuleType
 
 from layerzero_hub import fingerprint, honest, signing, source
@@ -19,20 +18,12 @@ from layerzero_hub.names import fitting
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.store import Store
 
-__all__ = ["Chosen", "check", "choose", "load", "loaded"]
+__all__ = ["check", "choose", "load"]
 
 _lock = threading.RLock()
 _loaded: dict[str, ModuleType] = {}
 _namespaces: set[str] = set()
 """Ops namespaces of the kernels loaded so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A locked kernel and the build of it that fits this machine."""
-
-    kernel: LockedKernel
-    variant: LockedVariant
 
 
 def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None = None, digest: str = "") -> ModuleType:
@@ -49,12 +40,7 @@ def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None =
         return _load(repo_id, version, policy, lock)
 
 
-def loaded() -> dict[str, ModuleType]:
-    """Digest → module, of this process."""
-    return dict(_loaded)
-
-
-def check(repo_id: str, version: int | None = None, *, policy: HubPolicy, lock: Lock | None = None) -> Chosen:
+def check(repo_id: str, version: int | None = None, *, policy: HubPolicy, lock: Lock | None = None) -> LockedVariant:
     """All checks that come before the import, on the kernel and what it depends on; the build that would be loaded."""
     lock = lock or signing.read_lock(policy)
     return _check(repo_id, version, policy, lock, "", ())
@@ -73,15 +59,14 @@ def _check(
     wanted_by: str,
     above: tuple[str, ...],
     opened: dict[str, Contents] | None = None,
-) -> Chosen:
+) -> LockedVariant:
     """The checks; with `opened`, the verified bytes of each build that is not loaded yet come with them."""
     if os.environ.get("LOCAL_KERNELS"):
         raise refuse("HUB_LOCAL_OVERRIDE")
     policy.check_allowed(repo_id, wanted_by=wanted_by)
     policy.check_endpoint(lock.endpoint)
     signing.check_signed(lock, policy)
-    kernel = lock.find(repo_id, version)
-    variant = choose(kernel)
+    variant = choose(lock.find(repo_id, version))
     policy.check_digest(variant.digest)
     store = Store(policy.store_path)
     store.check_quarantine(variant.digest)
@@ -95,14 +80,13 @@ def _check(
         check_same(parse(opened[variant.digest].files["metadata.json"], variant.name), variant)
     for needed, needed_version in variant.kernel_depends:
         _check(needed, needed_version, policy, lock, repo_id, (*above, repo_id), opened)
-    return Chosen(kernel, variant)
+    return variant
 
 
 def _load(repo_id: str, version: int | None, policy: HubPolicy, lock: Lock) -> ModuleType:
     opened: dict[str, Contents] = {}
     try:
-        chosen = _check(repo_id, version, policy, lock, "", (), opened)
-        return _load_build(chosen.variant, policy, lock, opened)
+        return _load_build(_check(repo_id, version, policy, lock, "", (), opened), policy, lock, opened)
     finally:
         for contents in opened.values():
             contents.close()

@@ -24,8 +24,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from layerzero.files import write_whole
-from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.names import check_commit, check_hash, check_module_id, check_paths, check_repo_id, check_variant
+from layerzero_hub.errors import refuse
+from layerzero_hub.names import (
+    check_commit,
+    check_hash,
+    check_module_id,
+    check_paths,
+    check_repo_id,
+    check_variant,
+    strict_json,
+)
 
 __all__ = [
     "LOCK_NAME",
@@ -192,14 +200,7 @@ def write(lock: Lock, path: Path) -> None:
 
 def parse(raw: bytes) -> Lock:
     """The lock in these bytes; only HubError is raised, whatever the bytes."""
-    if len(raw) > MAX_BYTES:
-        raise refuse("HUB_LOCK_INVALID", "file", f"larger than {MAX_BYTES} bytes")
-    try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
-    except HubError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise refuse("HUB_LOCK_INVALID", "file", f"no JSON: {type(error).__name__}") from None
+    data = strict_json(raw, "HUB_LOCK_INVALID", "file", MAX_BYTES)
     version = data.get("lock-version") if isinstance(data, dict) else None
     top = _fields(data, "file", _TOP[2] if version == 2 else _TOP[1])
     if isinstance(version, bool) or version not in _TOP:
@@ -250,19 +251,6 @@ _TOP: Final[Mapping[int, Mapping[str, Any]]] = {
         "kernels": list,
     },
 }
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise refuse("HUB_LOCK_INVALID", key, "the key stands twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise refuse("HUB_LOCK_INVALID", "file", f"{name} is no JSON")
 
 
 def _fields(data: Any, where: str, wanted: Mapping[str, Any]) -> dict[str, Any]:

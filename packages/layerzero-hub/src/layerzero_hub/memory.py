@@ -9,7 +9,6 @@ lock's `expires` is for.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import write_whole
 from layerzero_hub import lockfile
 from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
-from layerzero_hub.places import make_folders
+from layerzero_hub.places import locked, make_folders, write_json
 
 __all__ = ["Memory"]
 
@@ -121,17 +119,12 @@ class Memory:
         change(same)
         if same == self._read():
             return
-        path = self.root / _NAME
         with writing(_NAME):
             make_folders(self.root, 0o755)
-            handle = os.open(self.root / ".history.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(handle, "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self.root, "history"):
                 data = self._read()
                 change(data)
-                write_whole(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
-                # As readable as the store, and nobody else may write it, whatever the umask.
-                os.chmod(path, 0o600 | os.stat(self.root).st_mode & 0o044)
+                write_json(self.root / _NAME, data, os.stat(self.root).st_mode)
 
 
 def _is_sound(data: Any) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.machinery
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from layerzero_hub.errors import HubError, refuse
+from layerzero_hub.contents import read_file
+from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedVariant
-from layerzero_hub.names import check_module_id, check_repo_id
+from layerzero_hub.names import check_module_id, check_repo_id, strict_json
 
 __all__ = ["BuildMetadata", "check_digest", "check_id_free", "check_locked", "check_same", "parse"]
 
@@ -37,14 +37,7 @@ class BuildMetadata:
 
 def parse(raw: bytes, where: str) -> BuildMetadata:
     """The metadata in these bytes; `kernels` must be able to read them too. Only HubError is raised."""
-    if len(raw) > _MAX_BYTES:
-        raise refuse("HUB_METADATA_INVALID", where, f"larger than {_MAX_BYTES} bytes")
-    try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(pairs, where))
-    except HubError:
-        raise
-    except (ValueError, RecursionError):
-        raise refuse("HUB_METADATA_INVALID", where, "no JSON") from None
+    data = strict_json(raw, "HUB_METADATA_INVALID", where, _MAX_BYTES)
     if not isinstance(data, dict):
         raise refuse("HUB_METADATA_INVALID", where, "no mapping")
     _ask_vendor(raw, where)
@@ -75,13 +68,7 @@ def check_locked(folder: Path, variant: LockedVariant) -> None:
 
     `kernels` imports under the metadata's id and not the lock's: checks made on the other would check nothing.
     """
-    try:
-        raw = (folder / "metadata.json").read_bytes()
-    except OSError as error:
-        raise refuse("HUB_STORE_KIND", "metadata.json", error.strerror or "not readable") from None
-    if hashlib.sha256(raw).hexdigest() != variant.files["metadata.json"].sha256:
-        raise refuse("HUB_STORE_TAMPERED", "metadata.json", "another hash")
-    check_same(parse(raw, variant.name), variant)
+    check_same(parse(read_file(folder, "metadata.json", variant), variant.name), variant)
 
 
 def check_same(metadata: BuildMetadata, variant: LockedVariant) -> None:
@@ -137,10 +124,3 @@ def _dependency(data: Any, where: str) -> tuple[str, int]:
     if not isinstance(version, int) or isinstance(version, bool):
         raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
     return check_repo_id(data.get("repo-id")), version
-
-
-def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise refuse("HUB_METADATA_INVALID", where, "a key stands twice")
-    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from layerzero_hub.errors import refuse
 
@@ -18,6 +20,7 @@ __all__ = [
     "check_variant",
     "etag_hash",
     "fitting",
+    "strict_json",
 ]
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
@@ -141,6 +144,28 @@ def etag_hash(etag: object) -> str:
     if not (_COMMIT.match(text) or _SHA256.match(text)):
         raise refuse("HUB_ETAG_INVALID", etag if isinstance(etag, str) else type(etag).__name__)
     return text
+
+
+def strict_json(raw: bytes, code: str, where: str, most: int) -> Any:
+    """JSON that somebody else wrote: of bounded size, no key twice, no NaN. Only HubError is raised, with this code."""
+    if len(raw) > most:
+        raise refuse(code, where, f"larger than {most} bytes")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise refuse(code, key, "the key stands twice")
+            found[key] = value
+        return found
+
+    def no_constant(name: str) -> Any:
+        raise refuse(code, where, f"{name} is no JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise refuse(code, where, f"no JSON: {type(error).__name__}") from None
 
 
 def fitting(repo_id: str, builds: Mapping[str, object]) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import json
 import os
 import stat
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from layerzero.files import sync_folder
 from layerzero_hub.errors import refuse
 
-__all__ = ["check_above", "check_owner_and_mode", "make_folders"]
+__all__ = ["check_above", "check_owner_and_mode", "locked", "make_folders", "write_json"]
 
 
 def check_owner_and_mode(info: os.stat_result, name: str, place: Path | int) -> None:
@@ -50,6 +56,35 @@ def make_folders(folder: Path, mode: int) -> None:
     for place in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileExistsError):
             os.mkdir(place, mode & 0o755)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of this name in a folder of the store."""
+    lock = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def write_json(path: Path, data: dict[str, Any], readers: int) -> None:
+    """Replace a file of the store's memory in one step; whatever the umask, only its owner may write it."""
+    temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fchmod(file.fileno(), 0o600 | readers & 0o044)
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def _others_may_write(info: os.stat_result, place: Path | int) -> bool:

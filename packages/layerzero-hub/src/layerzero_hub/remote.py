@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import os
 import re
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from layerzero_hub.errors import refuse
@@ -87,15 +90,11 @@ class Remote:
         if commit in refs.values():
             return
         for name in sorted(refs, key=lambda one: (one != f"v{version}", one != "main", one))[:_HISTORY_PAGES]:
-            path: str | None = f"/api/kernels/{repo_id}/commits/{urllib.parse.quote(name, safe='')}"
-            for _ in range(_HISTORY_PAGES):
-                data, answer = self.web.json(path or "")
+            path = f"/api/kernels/{repo_id}/commits/{urllib.parse.quote(name, safe='')}"
+            for data in islice(self._pages(path), _HISTORY_PAGES):
                 listed = data if isinstance(data, list) else ()
                 if any(isinstance(entry, dict) and entry.get("id") == commit for entry in listed):
                     return
-                path = self._next_page(answer)
-                if path is None:
-                    break
         raise refuse("HUB_COMMIT_UNREACHABLE", commit, repo_id)
 
     def _refs(self, repo_id: str, kinds: tuple[str, ...]) -> dict[str, str]:
@@ -123,18 +122,15 @@ class Remote:
         """Every file of a commit, as the hub lists it; paths are not yet judged."""
         path = f"/api/kernels/{repo_id}/tree/{commit}?recursive=true&expand=false"
         found: list[RemoteFile] = []
-        for _ in range(_PAGES):
-            data, answer = self.web.json(path)
+        for number, data in enumerate(self._pages(path)):
+            if number == _PAGES:
+                raise refuse("HUB_TOO_LARGE", f"more than {_PAGES} pages of files", f"{_PAGES} pages")
             if not isinstance(data, list):
                 raise refuse("HUB_UNREACHABLE", "the tree is no list")
             found += [_file(entry) for entry in data if isinstance(entry, dict) and entry.get("type") == "file"]
             if len(found) > _FILES:
                 raise refuse("HUB_TOO_LARGE", f"{len(found)} files", f"{_FILES} files")
-            following = self._next_page(answer)
-            if following is None:
-                return tuple(found)
-            path = following
-        raise refuse("HUB_TOO_LARGE", f"more than {_PAGES} pages of files", f"{_PAGES} pages")
+        return tuple(found)
 
     def fetch(
         self, repo_id: str, commit: str, file: RemoteFile, sink: Sink, progress: Callable[[int], None] | None = None
@@ -171,14 +167,18 @@ class Remote:
         if size is not None and size != str(file.size):
             raise refuse("HUB_SIZE_MISMATCH", size, file.size, detail=file.path)
 
-    def _next_page(self, answer: Answer) -> str | None:
-        link = answer.get("link") or ""
-        if 'rel="next"' not in link:
-            return None
-        target = link.split(";")[0].strip().strip("<>")
-        if not target.startswith(self.web.endpoint + "/"):
-            raise refuse("HUB_ENDPOINT_REFUSED", target, self.web.endpoint)
-        return target.removeprefix(self.web.endpoint)
+    def _pages(self, path: str) -> Iterator[Any]:
+        """The answers of a path, page after page; each is asked for when it is wanted."""
+        while True:
+            data, answer = self.web.json(path)
+            yield data
+            link = answer.get("link") or ""
+            if 'rel="next"' not in link:
+                return
+            target = link.split(";")[0].strip().strip("<>")
+            if not target.startswith(self.web.endpoint + "/"):
+                raise refuse("HUB_ENDPOINT_REFUSED", target, self.web.endpoint)
+            path = target.removeprefix(self.web.endpoint)
 
 
 def _file(entry: dict[str, Any]) -> RemoteFile:
@@ -193,16 +193,12 @@ def _file(entry: dict[str, Any]) -> RemoteFile:
 
 def connect(policy: HubPolicy, endpoint: str | None = None) -> Remote:
     """A Remote for the endpoint in force (HF_ENDPOINT, else the policy's first), refused unless the policy knows it."""
-    import os
-
-    from layerzero_hub.version import VERSION
-
     if policy.offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise refuse("HUB_UNREACHABLE", "offline mode is on")
     chosen = endpoint or os.environ.get("HF_ENDPOINT") or policy.endpoints[0]
     plain = policy.check_endpoint(chosen)
     # An empty user agent breaks the hub's own client when telemetry is off; ours says only who we are.
-    headers = {"User-Agent": f"layerzero-hub/{VERSION}"}
+    headers = {"User-Agent": f"layerzero-hub/{importlib.metadata.version('layerzero-hub')}"}
     # A token belongs to one endpoint, and is never sent where the network could read it.
     if plain == policy.token_endpoint.rstrip("/") and plain.startswith("https://"):
         token = _token()

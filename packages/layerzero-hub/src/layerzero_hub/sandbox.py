@@ -5,12 +5,13 @@ Linux gives them to any user, where it is set up so; what it refuses is returned
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pwd
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 __all__ = ["close_others", "confine", "set_dumpable", "unshare"]
@@ -90,26 +91,27 @@ def close_others(kept: Iterable[int]) -> None:
 def _masks(hidden: Sequence[str]) -> list[str]:
     """Folders to hide, outermost first; never the root itself."""
     homes = [os.path.expanduser("~")]
-    try:
+    with contextlib.suppress(KeyError):
         homes.append(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        pass
-    found: list[str] = []
-    for path in sorted({os.path.realpath(one) for one in (*HIDDEN, *homes, *hidden)}):
-        inside = any(path.startswith(f"{one}/") for one in found)
-        if path != "/" and os.path.isdir(path) and not inside:
-            found.append(path)
-    return found
+    return _outermost((*HIDDEN, *homes, *hidden), lambda path: path != "/" and os.path.isdir(path))
 
 
 def _below(visible: Iterable[str], masks: Sequence[str]) -> list[str]:
     """What must be shown again because it lies below a hidden folder, outermost first; never the folder itself."""
+    return _outermost(filter(None, visible), lambda path: os.path.exists(path) and _is_below(path, masks))
+
+
+def _outermost(paths: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
+    """The paths that fit, as they really lie; none below another."""
     found: list[str] = []
-    for path in sorted({os.path.realpath(one) for one in visible if one}):
-        hidden = any(path.startswith(f"{mask}/") for mask in masks)
-        if hidden and os.path.exists(path) and not any(path.startswith(f"{one}/") for one in found):
+    for path in sorted({os.path.realpath(one) for one in paths}):
+        if fits(path) and not _is_below(path, found):
             found.append(path)
     return found
+
+
+def _is_below(path: str, folders: Sequence[str]) -> bool:
+    return any(path.startswith(f"{one}/") for one in folders)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str) -> int:

@@ -106,13 +106,9 @@ def sign_lock(policy: HubPolicy, private_key: Path, *, raw: bytes | None = None,
         raw = lockfile.read_bytes(path)
     lock = checked_for_signing(lockfile.parse(raw), policy)
     vendor = _vendor()
-    try:
-        key = password.encode() if password else None
-        config = vendor.signing.Config().use_elliptic_key_signer(private_key=private_key, password=key)
-    except FileNotFoundError:
-        raise refuse("HUB_KEY_INVALID", private_key.name, "there is no such file") from None
-    except (TypeError, ValueError, AttributeError, OSError) as error:
-        raise refuse("HUB_KEY_INVALID", private_key.name, _words(error)) from None
+    secret = password.encode() if password else None
+    with _key(private_key):
+        config = vendor.signing.Config().use_elliptic_key_signer(private_key=private_key, password=secret)
     target = signature_path(path)
     with writing(target.name), _private_copy(path.name, raw, b"") as (copy, made):
         config.set_hashing_config(_hashing(vendor, copy)).sign(copy, made)
@@ -151,12 +147,8 @@ def _private_copy(name: str, raw: bytes, signature: bytes) -> Iterator[tuple[Pat
 
 def _verify(vendor: Any, lock: Path, signature: Path, key: Path) -> str:
     """Empty when the signature holds, else why not."""
-    try:
+    with _key(key):
         config = vendor.verifying.Config().use_elliptic_key_verifier(public_key=key)
-    except FileNotFoundError:
-        raise refuse("HUB_KEY_INVALID", key.name, "there is no such file") from None
-    except (TypeError, ValueError, AttributeError, OSError) as error:
-        raise refuse("HUB_KEY_INVALID", key.name, _words(error)) from None
     try:
         config.set_hashing_config(_hashing(vendor, lock)).verify(lock, signature)
     except Exception as error:  # the library raises many kinds; all mean: not verified
@@ -164,10 +156,18 @@ def _verify(vendor: Any, lock: Path, signature: Path, key: Path) -> str:
     return ""
 
 
-def _words(error: Exception) -> str:
-    if "assword" in str(error):
-        return "it is encrypted: give --password-file, or a key without a password"
-    return f"no EC key in PEM form ({type(error).__name__})"
+@contextmanager
+def _key(path: Path) -> Iterator[None]:
+    """What goes wrong while a key is read, as HUB_KEY_INVALID."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise refuse("HUB_KEY_INVALID", path.name, "there is no such file") from None
+    except (TypeError, ValueError, AttributeError, OSError) as error:
+        why = f"no EC key in PEM form ({type(error).__name__})"
+        if "assword" in str(error):
+            why = "it is encrypted: give --password-file, or a key without a password"
+        raise refuse("HUB_KEY_INVALID", path.name, why) from None
 
 
 def _hashing(vendor: Any, lock: Path) -> Any:

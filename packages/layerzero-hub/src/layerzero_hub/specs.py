@@ -7,8 +7,6 @@ predicate that refuses it, with its reason, as long as it may not load.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +16,12 @@ from layerzero.errors import CapabilitiesError
 from layerzero.plugin import load_capabilities
 from layerzero.reasons import Reason, reason
 from layerzero_hub import signing
+from layerzero_hub.contents import read_file
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.loading import choose
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.mapping import KernelMapping, parse_descriptor
+from layerzero_hub.names import strict_json
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.store import Store
 
@@ -147,23 +147,13 @@ def _mappings(
     )
     if said or "layerzero.json" not in variant.files:
         return said, ()
-    locked = variant.files["layerzero.json"]
-    if locked.size > _DESCRIPTOR_BYTES:
+    if variant.files["layerzero.json"].size > _DESCRIPTOR_BYTES:
         raise refuse("HUB_DESCRIPTOR_INVALID", kernel.repo_id, f"larger than {_DESCRIPTOR_BYTES} bytes")
-    try:
-        with open(store.variant_path(variant) / "layerzero.json", "rb") as file:
-            raw = file.read(locked.size + 1)
-    except FileNotFoundError:
-        return (), ()  # not installed: the kernel has nothing to say yet
-    except OSError as error:
-        raise refuse("HUB_STORE_KIND", "layerzero.json", error.strerror or "not readable") from None
+    if not store.installed(variant):
+        return (), ()  # the kernel has nothing to say yet
     # What it says decides which functions are called for which op: it is read like code, against its hash.
-    if hashlib.sha256(raw).hexdigest() != locked.sha256:
-        raise refuse("HUB_STORE_TAMPERED", "layerzero.json", "another hash")
-    try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise refuse("HUB_DESCRIPTOR_INVALID", kernel.repo_id, "no JSON") from None
+    raw = read_file(store.variant_path(variant), "layerzero.json", variant)
+    data = strict_json(raw, "HUB_DESCRIPTOR_INVALID", kernel.repo_id, _DESCRIPTOR_BYTES)
     found, wrong = parse_descriptor(data, kernel.repo_id)
     return tuple(replace(mapping, version=kernel.version) for mapping in found), wrong
 

@@ -26,7 +26,7 @@ from layerzero.files import sync_folder
 from layerzero_hub.contents import Contents, open_build, verify_files
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import LockedVariant
-from layerzero_hub.places import check_above, check_owner_and_mode, make_folders
+from layerzero_hub.places import check_above, check_owner_and_mode, locked, make_folders, write_json
 
 __all__ = ["Staging", "Store"]
 
@@ -85,6 +85,14 @@ class Store:
         """Hash every byte again. Raises for a link, another owner or mode, an extra, missing or changed file."""
         verify_files(self._checked(variant), variant)
 
+    def is_right(self, variant: LockedVariant) -> bool:
+        """Whether `verify` finds nothing wrong."""
+        try:
+            self.verify(variant)
+        except HubError:
+            return False
+        return True
+
     def open(self, variant: LockedVariant) -> Contents:
         """`verify`, and the very bytes that were verified: what is run is taken from them."""
         return open_build(self._checked(variant), variant)
@@ -140,18 +148,16 @@ class Store:
                 os.chmod(os.path.join(folder, name), 0o600 | readers & 0o044)
             os.chmod(folder, 0o700 | readers)
             sync_folder(Path(folder))
-        with _locked(self.root, f"build-{variant.digest.replace(':', '-')}"):
+        with locked(self.root, f"build-{variant.digest.replace(':', '-')}"):
             final = self.build_path(variant.digest)
+            if self.is_right(variant):
+                return
             if os.path.lexists(final):
-                try:
-                    self.verify(variant)
-                    return
-                except HubError:
-                    # Damaged or planted: set aside and removed, never repaired in place.
-                    aside = self.root / f"damaged-{uuid.uuid4().hex}"
-                    os.rename(final, aside)
-                    with contextlib.suppress(OSError):
-                        _remove(aside)
+                # Damaged or planted: set aside and removed, never repaired in place.
+                aside = self.root / f"damaged-{uuid.uuid4().hex}"
+                os.rename(final, aside)
+                with contextlib.suppress(OSError):
+                    _remove(aside)
             os.rename(staging.folder, final)
             sync_folder(self.root)
 
@@ -203,7 +209,7 @@ class Store:
         for path in self._quarantines():
             try:
                 make_folders(path.parent, 0o700)
-                with _locked(path.parent, "quarantine"):
+                with locked(path.parent, "quarantine"):
                     self._write(path, {**_read_quarantine(path), digest: why[:500]})
                 return
             except (OSError, HubError):
@@ -214,7 +220,7 @@ class Store:
         found = _harmful.pop(digest, None) is not None
         for path in self._quarantines():
             if digest in _read_quarantine(path):
-                with _locked(path.parent, "quarantine"):
+                with locked(path.parent, "quarantine"):
                     self._write(path, {one: why for one, why in _read_quarantine(path).items() if one != digest})
                 found = True
         return found
@@ -226,32 +232,8 @@ class Store:
         return self.root / "quarantine.json", own / "hub-quarantine.json"
 
     def _write(self, path: Path, data: dict[str, Any]) -> None:
-        """Replace a file of the store's memory in one step; as readable as the store, whatever the umask."""
-        readers = os.stat(self.root).st_mode & 0o044 if path.parent == self.root else 0
-        temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=1, sort_keys=True)
-                file.write("\n")
-                file.flush()
-                os.fchmod(file.fileno(), 0o600 | readers)
-                os.fsync(file.fileno())
-            os.replace(temp, path)
-        except BaseException:
-            temp.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    lock = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+        """As readable as the store, or for this user alone."""
+        write_json(path, data, os.stat(self.root).st_mode if path.parent == self.root else 0)
 
 
 def _listed(folder: Path) -> list[str]:
