@@ -240,10 +240,10 @@ def test_a_backend_that_compiles_all_at_once_does_so_before_its_kernels_and_besi
 
 
 def test_the_last_of_several_warm_ups_gives_the_interpreter_its_turns_back() -> None:
-    from layerzero.startup.warm import _short_turns
+    from layerzero.dispatch.compiling import short_turns
 
     usual = sys.getswitchinterval()
-    one, two = _short_turns(), _short_turns()
+    one, two = short_turns(), short_turns()
     one.__enter__()
     two.__enter__()
     one.__exit__(None, None, None)

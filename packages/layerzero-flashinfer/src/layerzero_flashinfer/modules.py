@@ -7,7 +7,7 @@ called, one after another; handed all at once to ninja they keep every core busy
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from layerzero_flashinfer.vendor import lib
 
-__all__ = ["compile_for", "shape_of", "specs_for"]
+__all__ = ["compile_for", "shape_of", "specs_for", "specs_of"]
 
 _WIDTHS = (64, 128, 256)  # head_dims of the templates
 
@@ -26,8 +26,8 @@ _SIMPLE = {
 }  # fmt: skip
 
 
-def specs_for(shape: Mapping[str, Any]) -> list[Any]:
-    """FlashInfer's build specifications for one kind of call.
+def specs_for(shape: Mapping[str, Any], only: Sequence[str] | None = None) -> list[Any]:
+    """FlashInfer's build specifications for one kind of call; `only` names templates, "decode" is one.
 
     `shape` names the op, and for attention the dtype, head_dim, batch, seq_len_q, kv_cache_dtype, and whether window
     and softcap are used; what is left out means the plain case.
@@ -42,10 +42,18 @@ def specs_for(shape: Mapping[str, Any]) -> list[Any]:
     if op == "mla_paged_attention":
         dtype = _dtype(shape.get("dtype"))
         make = _generator("attention", "gen_batch_mla_module")
-        return [make(name, dtype, dtype, dtype, torch.int32, 512, 64, False) for name in _templates(dtype)]
+        return [make(name, dtype, dtype, dtype, torch.int32, 512, 64, False) for name in only or _templates(dtype)]
     if op in ("attention", "varlen_attention", "paged_attention"):
-        return list(_attention(op, shape))
+        return list(_attention(op, shape, only))
     return []
+
+
+def specs_of(function: str, shape: Mapping[str, Any]) -> list[Any]:
+    """The same for one kernel, told by its adapter: the modules that this one loads, whatever device is here."""
+    name = function.partition(":")[2]
+    if name == "grouped_attention":  # packed keys on Hopper's template
+        return specs_for({**shape, "op": "varlen_attention"}, ("fa3",))
+    return specs_for(shape, ("fa3",) if name.endswith("fa3") else ("decode",) if name == "decode" else ("fa2",))
 
 
 def shape_of(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +101,7 @@ def _hand_over(spec: Any) -> None:
                 part.replace(alone)
 
 
-def _attention(op: str, shape: Mapping[str, Any]) -> Iterator[Any]:
+def _attention(op: str, shape: Mapping[str, Any], only: Sequence[str] | None) -> Iterator[Any]:
     dtype, width = _dtype(shape.get("dtype")), int(shape.get("head_dim", 128))
     cache = _dtype(shape.get("kv_cache_dtype") or shape.get("dtype"))
     if dtype.itemsize != 2 or width not in _WIDTHS:
@@ -101,13 +109,16 @@ def _attention(op: str, shape: Mapping[str, Any]) -> Iterator[Any]:
     flags = bool(shape.get("window")), bool(shape.get("softcap"))
     sizes = (width, width, 0, *flags)
     alone = op == "attention" and int(shape.get("batch", 1)) == 1
-    for template in _templates(cache):
+    for template in _templates(cache) if only is None else only:
+        if template == "decode":
+            continue
         if alone:
             yield _generator("attention", "gen_single_prefill_module")(template, dtype, dtype, dtype, *sizes, False)
         else:
             make = _generator("attention", "gen_batch_prefill_module")
             yield make(template, dtype, cache, dtype, torch.int32, *sizes, False)
-    if op == "varlen_attention" or int(shape.get("seq_len_q", 1)) > 1:
+    one_query = op != "varlen_attention" and int(shape.get("seq_len_q", 1)) == 1
+    if "decode" not in (only or (("decode",) if one_query else ())):
         return
     if alone:
         yield _generator("attention", "gen_single_decode_module")(dtype, dtype, dtype, *sizes)

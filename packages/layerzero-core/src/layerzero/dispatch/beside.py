@@ -2,17 +2,23 @@
 
 A kernel's `compiler` names a function that compiles for a device given by value. Its order holds what the adapter
 would be called with, as metadata; the process that follows it sees no device (`layerzero.isolation.compilers`). This
-process only loads the artifact, in a thread of the queue, at most one a second. Kernels without a `compiler` compile in
-that thread; "device" leaves a kernel to `lz warmup`.
+process only loads the artifact, in a thread of the queue, at most one a second. What a load holds the interpreter for
+is done before it: adapters are imported when a model is patched (`import_adapters`) or else ahead of the load, and
+shared libraries are mapped by the C library. Kernels without a `compiler` compile in that thread; "device" leaves a
+kernel to `lz warmup`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
+import os
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,14 +35,18 @@ from layerzero.dispatch.compiling import (
     not_ready,
     one_compiler,
     put_failure,
+    put_unbindable,
     queue,
+    short_turns,
 )
+from layerzero.errors import BackendNotAvailableError
 from layerzero.isolation.faults import ChildError, ChildOutOfMemory, IsolationFault
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.inputs import likeness
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
+from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.reasons import Reason, reason
@@ -47,7 +57,7 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
-__all__ = ["compile_beside", "compile_elsewhere", "compiles_elsewhere"]
+__all__ = ["compile_beside", "compile_elsewhere", "compiles_elsewhere", "import_adapters"]
 
 _log = logging.getLogger("layerzero.jit")
 _APART_S = 1.0  # loads beside requests are at least so far apart
@@ -112,16 +122,71 @@ def compile_elsewhere(
         return _failed(artifact, error, began)
     finally:
         timers.after("compilers", IDLE_S, _end_idle)
+    if "needs_device" in said and said["in_thread"]:
+        return compile_now(spec, ctx, kernel_id, args, began)
     if "needs_device" in said:
         why = reason("JIT_NEEDS_DEVICE", said["needs_device"])
         put_failure(artifact, why, began)
         return why
+    missing = _at_hand(kernel, said["libraries"], began)
+    if missing is not None:
+        return missing
     with _loads.turn(paced):
         token = made.set(Made(float(said["seconds"]), jit_cache.new_entries(before)))
         try:
             return compile_now(spec, ctx, kernel_id, args, began)
         finally:
             made.reset(token)
+
+
+def import_adapters(device: DeviceSpec) -> tuple[str, ...]:
+    """Import what kernels of this device would be loaded with later, beside requests; the modules that were imported.
+
+    For the start of a server. Nothing is done where kernels are not compiled in the background.
+    """
+    with state.changing():
+        began, world = state.generation, state.world
+    if world.policy.jit != "background" or device.device_type != "cuda":
+        return ()
+    homes: dict[str, KernelSpec] = {}
+    for kernel in world.registry.kernels.values():
+        backend = world.registry.backends.get(kernel.backend)
+        usable = backend is not None and backend.available and kernel.backend not in world.enclosed
+        if usable and compiles_elsewhere(kernel) and _is_for(kernel, device):
+            homes.setdefault(kernel.function.partition(":")[0], kernel)
+    missing = {home: kernel for home, kernel in homes.items() if home not in sys.modules}
+    return tuple(home for home, kernel in missing.items() if _imported(kernel, began) is None)
+
+
+def _is_for(kernel: KernelSpec, device: DeviceSpec) -> bool:
+    sm = device.sm_version or 0
+    return device.platform in kernel.platforms and (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm)
+
+
+def _imported(kernel: KernelSpec, began: int) -> Reason | None:
+    """Import a kernel's adapter while other threads get their turns; the reason when it cannot be."""
+    from layerzero.dispatch.bind import resolve
+
+    jit_cache.prepare()  # some vendors read where their cache is when they are imported
+    started = time.monotonic()
+    try:
+        with short_turns():
+            resolve(kernel)
+    except BackendNotAvailableError as error:
+        put_unbindable(kernel.kernel_id, error.reasons[0], began)
+        return error.reasons[0]
+    _log.info("importing %s took %.1f s", kernel.function.partition(":")[0], time.monotonic() - started)
+    return None
+
+
+def _at_hand(kernel: KernelSpec, libraries: Sequence[str], began: int) -> Reason | None:
+    """What a load needs and can be had without holding the interpreter: the adapter, and the libraries mapped."""
+    if kernel.function.partition(":")[0] not in sys.modules and (why := _imported(kernel, began)) is not None:
+        return why
+    c = ctypes.CDLL(None)  # calls through it release the interpreter, which Python's own dlopen does not
+    for path in libraries:
+        c.dlopen(os.fsencode(path), os.RTLD_NOW)  # stays: whoever opens it next finds it mapped
+    return None
 
 
 def _order(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple[Any, ...], world: World) -> str | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,11 +44,12 @@ from layerzero.telemetry.events import events
 
 __all__ = [
     "Made", "blocking", "compile_now", "compiling", "forget_failures", "made", "not_ready", "one_compiler",
-    "publish", "put_failure", "queue",
+    "publish", "put_failure", "put_unbindable", "queue", "short_turns",
 ]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
 LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
+_TURN_S = 5e-4  # a thread keeps the interpreter so long while others wait for it; usually 5 ms
 _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compiling, results are published together
 
 
@@ -141,7 +143,8 @@ def put_failure(artifact: Artifact, why: Reason, began: int) -> None:
     state.publish_since(began, lambda world: {"uncompilable": with_hopeless({**world.uncompilable, artifact: why})})
 
 
-def _put_unbindable(kernel_id: str, why: Reason, began: int) -> None:
+def put_unbindable(kernel_id: str, why: Reason, began: int) -> None:
+    """Leave a kernel alone whose adapter cannot be imported."""
     state.publish_since(began, lambda world: {"unbindable": MappingProxyType({**world.unbindable, kernel_id: why})})
 
 
@@ -178,7 +181,7 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
                 out = run(*args)
                 _settle(ctx)
         except BackendNotAvailableError as error:  # no compiler here: nothing to remember beyond this process
-            _put_unbindable(kernel.kernel_id, error.reasons[0], began)
+            put_unbindable(kernel.kernel_id, error.reasons[0], began)
             raise RuntimeError(str(error)) from error
         except Exception as error:
             if not _innocent(error):
@@ -243,7 +246,7 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
     try:
         exercise(bind(spec, decision, world).run, args, ctx)
     except BackendNotAvailableError as error:
-        _put_unbindable(kernel_id, error.reasons[0], began)
+        put_unbindable(kernel_id, error.reasons[0], began)
         return error.reasons[0]
     except Exception as error:
         if from_outside(error):
@@ -252,6 +255,30 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
         known = state.world.uncompilable if began == state.generation else {}
         return known.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
     return None
+
+
+_turns = threading.Lock()
+_before: list[float] = []  # the interpreter's turns when each one under way began
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Let waiting threads have the interpreter sooner.
+
+    Some compilers are Python and compute for seconds. A thread that imports a library beside them gives the interpreter
+    away at every file and would wait the usual turn to get it back, thousands of times.
+    """
+    with _turns:
+        _before.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_before[-1], _TURN_S))
+    try:
+        yield
+    finally:
+        with _turns:
+            usual = _before[0]
+            _before.pop()
+            if not _before:  # the last one to end
+                sys.setswitchinterval(usual)
 
 
 # -- beside the requests -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Final
@@ -26,11 +26,20 @@ from layerzero.isolation.values import Placed, pack, span, tensors_in, unpack
 from layerzero.isolation.worker import Worker
 from layerzero.model.compile_order import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec
+from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.kv_cache import PagedBatch
 
 __all__ = ["Compilers", "compilers", "follow", "order_text"]
 
 IDLE_S: Final = 20.0  # a compiler that nobody asks for so long is ended
+# Batches are sent as what they are made of.
+_BATCHES: Final[dict[type, tuple[str, ...]]] = {
+    PagedBatch: ("block_tables", "context_lens", "query_lens", "context_lens_host", "query_lens_host"),
+    GroupedBatch: (
+        "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "cu_seqlens_q_host", "cu_seqlens_k_host", "kv_lens_host",
+    ),
+}  # fmt: skip
 _NO_GPU: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -38,17 +47,35 @@ def order_text(
     kernel: KernelSpec, args: tuple[Any, ...], kwargs: dict[str, Any], context: dict[str, Any], needs_grad: bool
 ) -> str:
     """An order for a compiler. Raises Unsendable for arguments that have no form outside this process."""
-    given = [*args, *kwargs.values()]
+    given = [part for item in (*args, *kwargs.values()) for part in _parts(item)]
     return json.dumps({
         "compiler": kernel.compiler,
         "kernel_id": kernel.kernel_id,
         "function": kernel.function,
-        "args": [pack(item, _described) for item in args],
-        "kwargs": {name: pack(item, _described) for name, item in kwargs.items()},
+        "args": [_packed(item) for item in args],
+        "kwargs": {name: _packed(item) for name, item in kwargs.items()},
         "grads": [item.requires_grad for item in tensors_in(given)],
         "context": context,
         "needs_grad": needs_grad,
     })  # fmt: skip
+
+
+def _parts(item: Any) -> tuple[Any, ...]:
+    """What a batch is made of; anything else is itself."""
+    names = _BATCHES.get(type(item))
+    return (item,) if names is None else tuple(getattr(item, name) for name in names)
+
+
+def _packed(item: Any) -> Any:
+    packed = [pack(part, _described) for part in _parts(item)]
+    return {"batch": type(item).__name__, "parts": packed} if type(item) in _BATCHES else packed[0]
+
+
+def _unpacked(data: Any, made: Callable[[Placed], Tensor]) -> Any:
+    if not isinstance(data, dict) or "batch" not in data:
+        return unpack(data, made)
+    (kind,) = (kind for kind in _BATCHES if kind.__name__ == data["batch"])
+    return kind(*(unpack(part, made) for part in data["parts"]))
 
 
 def _described(item: Tensor) -> Placed:
@@ -65,21 +92,21 @@ def follow(text: str) -> str:
         found = torch.empty_strided(placed.shape, placed.strides, dtype=placed.dtype, device="meta")
         return found.requires_grad_() if next(grads) else found
 
-    compiler: Callable[[CompileOrder], object] = resolve_name(order["compiler"])
+    compiler: Callable[[CompileOrder], Sequence[str] | None] = resolve_name(order["compiler"])
     given = CompileOrder(
         order["kernel_id"],
         order["function"],
-        tuple([unpack(item, made) for item in order["args"]]),
-        {name: unpack(item, made) for name, item in order["kwargs"].items()},
+        tuple([_unpacked(item, made) for item in order["args"]]),
+        {name: _unpacked(item, made) for name, item in order["kwargs"].items()},
         order["context"],
         DeviceSpec.from_json(order["context"]["device"]),
         order["needs_grad"],
     )
     try:
-        compiler(given)
+        libraries = compiler(given)
     except NeedsDevice as error:
-        return json.dumps({"needs_device": str(error)[:300]})
-    return json.dumps({"seconds": time.monotonic() - started})
+        return json.dumps({"needs_device": str(error)[:300], "in_thread": error.in_thread})
+    return json.dumps({"seconds": time.monotonic() - started, "libraries": list(libraries or ())})
 
 
 class Compilers:

@@ -13,12 +13,23 @@ __all__ = ["CompileOrder", "NeedsDevice"]
 
 
 class NeedsDevice(RuntimeError):
-    """Raised by a backend's `compiler`: this kernel is compiled only where the device is, since it is tuned there."""
+    """Raised by a backend's `compiler`: this kernel is compiled only where the device is, since it is tuned there.
+
+    It is left to `lz.warmup` then; with `in_thread` it is compiled by a thread of the process that has the device, as
+    kernels without a `compiler` are.
+    """
+
+    def __init__(self, text: str, *, in_thread: bool = False) -> None:
+        super().__init__(text)
+        self.in_thread = in_thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompileOrder:
     """One kernel to compile for one call.
+
+    A `compiler` that leaves shared libraries returns their paths: the process that serves maps them before the adapter
+    loads them, without holding its interpreter.
 
     function  the kernel's adapter, "module:name"
     args      what the adapter would be called with, `kwargs` too: tensors are on torch's meta device

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +35,6 @@ __all__ = ["Outcome", "Warmup", "warm"]
 
 _log = logging.getLogger("layerzero.jit")
 _ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
-_TURN_S = 5e-4  # a thread keeps the interpreter so long while others wait for it; usually 5 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +112,6 @@ class Warmup:
 Told = Callable[[int, int], None]
 
 
-_turns = threading.Lock()
-_before: list[float] = []  # the interpreter's turns when each warm-up under way began
-
-
 def warm(
     items: Sequence[Item],
     *,
@@ -132,28 +125,8 @@ def warm(
     `kernels` names others to compile as well (globs over ids and backends), for a tuning that follows; without it
     those that selection would choose. `told(done, all)` hears of progress, from any thread.
     """
-    with _short_turns():
+    with jit.short_turns():
         return _warm(items, kernels, timeout_s, workers, told)
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Let waiting threads have the interpreter sooner.
-
-    Some compilers are Python and compute for seconds. A thread that imports a library beside them gives the interpreter
-    away at every file and would wait the usual turn to get it back, thousands of times.
-    """
-    with _turns:
-        _before.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_before[-1], _TURN_S))
-    try:
-        yield
-    finally:
-        with _turns:
-            usual = _before[0]
-            _before.pop()
-            if not _before:  # the last one to end
-                sys.setswitchinterval(usual)
 
 
 def _warm(
