@@ -235,8 +235,8 @@ def test_a_graph_unsafe_kernel_is_out_under_graph_strict_mode(alone: Path) -> No
 @pytest.mark.parametrize("harm", ["zeros", "truncated", "text", "missing"])
 def test_a_broken_perfdb_is_set_aside_and_calls_go_on(alone: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     from layerzero.perfdb.store import PerfDB
+    from layerzero_tune.perfdb.exchange import verify
     from layerzero_tune.perfdb.flashinfer import put_tactics
-    from layerzero_tune.perfdb.upkeep import verify
 
     path = alone / "times.db"
     if harm != "missing":

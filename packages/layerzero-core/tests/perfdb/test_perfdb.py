@@ -27,8 +27,7 @@ from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidIn
 from layerzero.perfdb.bucket import bucket_of, upper
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, weight
 from layerzero.perfdb.store import PerfDB
-from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge
-from layerzero_tune.perfdb.upkeep import prune, verify
+from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge, prune, verify
 
 PROVE = env.read().prove
 HERE = Platform("cpu-1234", "cpu-neon", "", "", "2.13.0")

@@ -21,8 +21,8 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero_tune import ranks as ranks_module
+from layerzero_tune.perfdb.exchange import prune
 from layerzero_tune.perfdb.flashinfer import Tactic, is_autotune_cache, read_autotune_cache, tactics
-from layerzero_tune.perfdb.upkeep import prune
 from layerzero_tune.trial import trial
 
 FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"

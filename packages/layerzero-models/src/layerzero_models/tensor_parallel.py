@@ -9,7 +9,7 @@ A weight is split as evenly as it goes: of `size` rows over `world` ranks the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from layerzero import linear
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_shape, expect_tensor
 
-__all__ = ["column_linear", "place_of", "row_linear", "shard_weight"]
+__all__ = ["column_linear", "differentiable", "place_of", "row_linear", "shard_weight"]
+
+Collective = Callable[[Tensor], Tensor]
 
 
 def column_linear(
@@ -47,8 +49,12 @@ def column_linear(
         raise invalid("SHAPE_INVALID", width, f"{widths[rank]} rows, as lz.shard_weight cuts them", message)
     if world == 1:
         return linear(x, weight, bias, activation, backend=backend)
-    part = linear(_apply(_Copied, x, group), weight, bias, activation, backend=backend)
-    return _apply(_Gathered, part, group, widths, rank) if gather_output else part
+    # The same tensor on every rank: its gradient is the sum of what each rank finds.
+    same = differentiable(x, lambda x: x.view_as(x), lambda grad: _sum(grad, group, None))
+    part = linear(same, weight, bias, activation, backend=backend)
+    if not gather_output:
+        return part
+    return differentiable(part, lambda x: _gather(x, group, widths), lambda grad: _part(grad, widths, rank))
 
 
 def row_linear(
@@ -72,8 +78,10 @@ def row_linear(
     if world == 1:
         return linear(x, weight, bias, backend=backend)
     if split_input:
-        x = _apply(_Split, x, group, _widths(expect_tensor(x, "x").shape[-1], world, "the last axis of x"), rank)
-    total = _apply(_Summed, linear(x, weight, backend=backend), group, reduce_dtype)
+        widths = _widths(expect_tensor(x, "x").shape[-1], world, "the last axis of x")
+        x = differentiable(x, lambda x: _part(x, widths, rank), lambda grad: _gather(grad, group, widths))
+    product = linear(x, weight, backend=backend)
+    total = differentiable(product, lambda x: _sum(x, group, reduce_dtype), lambda grad: grad)
     return total if bias is None else total + bias.to(total.dtype)
 
 
@@ -130,8 +138,22 @@ def place_of(group: Any) -> tuple[int, int]:
 
 
 # -- collectives with a gradient -----------------------------------------------------------------------
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    return function.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+class _Differentiable(torch.autograd.Function):
+    """A collective, and what its gradient goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad), None, None
+
+
+def differentiable(x: Tensor, there: Collective, back: Collective) -> Tensor:
+    """`there(x)`, whose gradient is `back` of the gradient that reaches it."""
+    return _Differentiable.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _sum(x: Tensor, group: Any, dtype: torch.dtype | None) -> Tensor:
@@ -153,54 +175,3 @@ def _gather(x: Tensor, group: Any, widths: Sequence[int]) -> Tensor:
 
 def _part(x: Tensor, widths: Sequence[int], rank: int) -> Tensor:
     return torch.split(x, list(widths), dim=-1)[rank].contiguous()
-
-
-class _Copied(torch.autograd.Function):
-    """The same tensor on every rank; its gradient is the sum of what each rank finds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _sum(grad, ctx.group, None), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks, the same everywhere; each addend's gradient is the sum's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, dtype: torch.dtype | None) -> Tensor:
-        return _sum(x, group, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All parts on every rank; each part's gradient is its own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, widths: list[int], rank: int) -> Tensor:
-        ctx.widths, ctx.rank = widths, rank
-        return _gather(x, group, widths)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _part(grad, ctx.widths, ctx.rank), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    """This rank's part of what is whole everywhere; the whole's gradient is gathered from all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, widths: list[int], rank: int) -> Tensor:
-        ctx.group, ctx.widths = group, widths
-        return _part(x, widths, rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather(grad, ctx.group, ctx.widths), None, None, None

@@ -26,7 +26,7 @@ from torch import Tensor
 from layerzero import grouped_attention, varlen_attention
 from layerzero.errors import invalid
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
-from layerzero_models.tensor_parallel import place_of
+from layerzero_models.tensor_parallel import differentiable, place_of
 
 __all__ = ["ZigzagPlan", "zigzag_attention", "zigzag_attention_gathered", "zigzag_plan"]
 
@@ -227,28 +227,23 @@ def zigzag_attention_gathered(
 
 
 # -- between the ranks -----------------------------------------------------------------------------
-def _gathered(local: Tensor, world: int, group: Any) -> Tensor:
-    return local if world == 1 else _Gathered.apply(local, world, group)  # type: ignore[no-untyped-call]
-
-
 # torch 2.13 renamed the two and warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
-class _Gathered(torch.autograd.Function):
+def _gathered(local: Tensor, world: int, group: Any) -> Tensor:
     """The rows of all ranks, one after the other; each rank's gradient is the sum of what all ranks find for it."""
 
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, world: int, group: Any) -> Tensor:
-        ctx.world, ctx.group = world, group
+    def gather(local: Tensor) -> Tensor:
         whole = local.new_empty((world * local.shape[0], *local.shape[1:]))
         _all_gather(whole, local.contiguous(), group=group)
         return whole
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def scatter(grad: Tensor) -> Tensor:
         wide = torch.float32 if grad.dtype in (torch.float16, torch.bfloat16) else grad.dtype
-        local = grad.new_empty((grad.shape[0] // ctx.world, *grad.shape[1:]), dtype=wide)
-        _reduce_scatter(local, grad.to(wide).contiguous(), group=ctx.group)
-        return local.to(grad.dtype), None, None
+        own = grad.new_empty((grad.shape[0] // world, *grad.shape[1:]), dtype=wide)
+        _reduce_scatter(own, grad.to(wide).contiguous(), group=group)
+        return own.to(grad.dtype)
+
+    return local if world == 1 else differentiable(local, gather, scatter)

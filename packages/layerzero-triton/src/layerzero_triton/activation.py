@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from layerzero_triton.config import ActivationConfig, activation_config, next_power, unit_of
+from layerzero_triton.config import activation_config, next_power, unit_of
 from layerzero_triton.kernels import activation as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 from layerzero_triton.norm import rows_of
@@ -41,10 +41,10 @@ def _gated(x: Tensor, kind: str) -> Tensor:
     return gated(x, kind)
 
 
-def gated(x: Tensor, kind: str, config: ActivationConfig | None = None) -> Tensor:
-    """One launch; `config` is for measuring."""
+def gated(x: Tensor, kind: str) -> Tensor:
+    """One launch."""
     width = x.shape[-1] // 2
-    key = (x.shape, x.dtype, x.get_device(), kind) if config is None and x.is_contiguous() else None
+    key = (x.shape, x.dtype, x.get_device(), kind) if x.is_contiguous() else None
     out = x.new_empty((*x.shape[:-1], width))
     plan = _plans.get(key)
     if plan is not None:
@@ -54,15 +54,11 @@ def gated(x: Tensor, kind: str, config: ActivationConfig | None = None) -> Tenso
     rows = out.numel() // width if width else 0
     if rows == 0:
         return out
-    chosen = config or activation_config(width)
+    block, warps = activation_config(width)
     unit = unit_of(step, width)
-    blocks = -(-width // chosen.block)
-    plan = Plan(
-        (rows * blocks, 1, 1),
-        (width // unit, step // unit, blocks),
-        (chosen.block, width % chosen.block == 0, unit, kind),
-        chosen.warps,
-    )
+    blocks = -(-width // block)
+    numbers = (width // unit, step // unit, blocks)
+    plan = Plan((rows * blocks, 1, 1), numbers, (block, width % block == 0, unit, kind), warps)
     if key is not None:
         remember(_plans, key, plan)
     _forward.go(plan, (flat, out))

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 __all__ = [
     "SHORTLISTS",
-    "ActivationConfig",
     "LinearConfig",
     "NormConfig",
     "PagedConfig",
-    "RopeConfig",
     "ShortlistConfig",
     "activation_config",
     "linear_config",
@@ -77,38 +75,26 @@ def norm_config(rows: int, width: int, added: bool, twice: bool = False) -> Norm
     return NormConfig(1, warps, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationConfig:
-    """`block` columns a program, by `warps` warps."""
+def activation_config(width: int) -> tuple[int, int]:
+    """Columns a program, and its warps.
 
-    block: int
-    warps: int
-
-
-def activation_config(width: int) -> ActivationConfig:
-    """Eight elements a thread: measured, wide rows want it, cut or whole. Padding beyond a row's end is idle work."""
+    Eight elements a thread: measured, wide rows want it, cut or whole. Padding beyond a row's end is idle work.
+    """
     block = min(4096, next_power(width))
-    return ActivationConfig(block, 16 if block >= 4096 else 8 if block >= 2048 else 4)
+    return block, 16 if block >= 4096 else 8 if block >= 2048 else 4
 
 
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """`tokens` tokens of `heads` heads at once, by `warps` warps."""
+def rope_config(dim: int, layout: str, tokens: int, full: bool) -> tuple[int, int, int]:
+    """Tokens and heads turned at once, and the warps that do it.
 
-    tokens: int
-    heads: int
-    warps: int
-
-
-def rope_config(dim: int, layout: str, tokens: int = 1, full: bool = False) -> RopeConfig:
-    """One warp a tile of eight rows, along the axis that is next in memory; rows beyond 128 wide get two.
+    One warp a tile of eight rows, along the axis that is next in memory; rows beyond 128 wide get two.
 
     Many tokens whose tables hold every angle twice (`full`) are turned two at a time: a tenth less, measured.
     """
     warps = 1 if dim <= 128 else 2
     if full and layout == "BSHD" and dim <= 128 and tokens >= 4096:
-        return RopeConfig(2, 8, warps)
-    return RopeConfig(1, 8, warps) if layout == "BSHD" else RopeConfig(8, 1, warps)
+        return 2, 8, warps
+    return (1, 8, warps) if layout == "BSHD" else (8, 1, warps)
 
 
 @dataclass(frozen=True, slots=True)

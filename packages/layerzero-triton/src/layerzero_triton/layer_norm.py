@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_triton.config import NormConfig, next_power, norm_config, unit_of
+from layerzero_triton.config import next_power, norm_config, unit_of
 from layerzero_triton.kernels import layer_norm as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 from layerzero_triton.norm import rows_of
@@ -18,16 +18,14 @@ _forward = Launcher(device.forward)
 _plans: dict[Any, Plan] = {}
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, config: NormConfig | None = None
-) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once; `config` is for measuring."""
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once."""
     key: Any = None
     if weight is not None and weight.stride(0) != 1:
         weight = weight.contiguous()
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    if x.is_contiguous() and config is None:
+    if x.is_contiguous():
         key = (
             x.shape, x.dtype, x.get_device(), None if weight is None else weight.dtype,
             None if bias is None else bias.dtype,
@@ -43,7 +41,7 @@ def layer_norm(
     count = out.numel() // width if width else 0
     if count == 0:
         return out
-    chosen = config or norm_config(count, width, False)
+    chosen = norm_config(count, width, False)
     block, unit = next_power(width), unit_of(step, width)
     plan = Plan(
         (min(chosen.programs, count), 1, 1),

@@ -23,14 +23,14 @@ _plans: dict[Any, Plan] = {}
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, rounded once."""
     if _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _Norm.apply(x, weight, eps, False)  # type: ignore[no-any-return, no-untyped-call]
+        return _Norm.apply(x, None, weight, eps, False)[0]  # type: ignore[no-any-return, no-untyped-call]
     return norm(x, None, weight, eps, False)[0]
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * (1 + weight), rounded once."""
     if _grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Norm.apply(x, weight, eps, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _Norm.apply(x, None, weight, eps, True)[0]  # type: ignore[no-any-return, no-untyped-call]
     return norm(x, None, weight, eps, True)[0]
 
 
@@ -47,7 +47,7 @@ def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 def _added(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, gemma: bool) -> tuple[Tensor, Tensor]:
     wanted = x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     if wanted and _grad_enabled():
-        return _AddNorm.apply(x, residual, weight, eps, gemma)  # type: ignore[no-any-return, no-untyped-call]
+        return _Norm.apply(x, residual, weight, eps, gemma)  # type: ignore[no-any-return, no-untyped-call]
     out, stream = norm(x, residual, weight, eps, gemma)
     assert stream is not None
     return out, stream
@@ -147,34 +147,21 @@ def gradients(
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, gemma: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.gemma = eps, gemma
-        return norm(x, None, weight, eps, gemma)[0]
+    """The norm of x or, with a residual, of their sum, which is the second result."""
 
-    @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        to_x, to_weight = gradients(grad, None, x, weight, ctx.eps, ctx.gemma)
-        return to_x, to_weight, None, None
-
-
-class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, gemma: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, gemma: bool
+    ) -> tuple[Tensor, Tensor | None]:
         out, stream = norm(x, residual, weight, eps, gemma)
-        assert stream is not None
-        ctx.save_for_backward(stream, weight)
-        ctx.eps, ctx.gemma, ctx.kinds = eps, gemma, (x.dtype, residual.dtype)
+        ctx.save_for_backward(x if stream is None else stream, weight)
+        ctx.eps, ctx.gemma, ctx.kinds = eps, gemma, (x.dtype, None if residual is None else residual.dtype)
         return out, stream
 
     @staticmethod
     @once_differentiable  # type: ignore[misc, untyped-decorator]
-    def backward(ctx: Any, grad: Tensor, stream_grad: Tensor) -> tuple[Tensor | None, ...]:
-        stream, weight = ctx.saved_tensors
-        both, to_weight = gradients(grad, stream_grad, stream, weight, ctx.eps, ctx.gemma)
-        return both.to(ctx.kinds[0]), both.to(ctx.kinds[1]), to_weight, None, None
+    def backward(ctx: Any, grad: Tensor, stream_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        of_x, of_residual = ctx.kinds
+        found, to_weight = gradients(grad, stream_grad, rows, weight, ctx.eps, ctx.gemma)
+        return found.to(of_x), None if of_residual is None else found.to(of_residual), to_weight, None, None

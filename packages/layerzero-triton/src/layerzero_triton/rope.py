@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from layerzero.model.rotary import rotated
-from layerzero_triton.config import RopeConfig, next_power, rope_config, unit_of
+from layerzero_triton.config import next_power, rope_config, unit_of
 from layerzero_triton.kernels import rope as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 
@@ -49,13 +49,12 @@ def rotate(
     position_ids: Tensor | None,
     inplace: bool,
     backward: bool,
-    config: RopeConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel; `backward` turns the other way, `config` is for measuring."""
+    """Launch the kernel; `backward` turns the other way."""
     if q.stride(3) != 1 or (k is not None and k.stride(3) != 1):
         made = rotate(
             q.contiguous(), None if k is None else k.contiguous(), cos, sin, interleaved, layout, position_ids, False,
-            backward, config,
+            backward,
         )  # fmt: skip
         if not inplace:
             return made
@@ -69,11 +68,11 @@ def rotate(
         q.shape, q.stride(), q.dtype, q.get_device(), None if k is None else (k.shape, k.stride(), k.dtype), cos.shape,
         cos.stride(), cos.dtype, sin.dtype,
         None if position_ids is None else (position_ids.shape, position_ids.stride(), position_ids.dtype),
-        interleaved, layout, inplace, backward, config,
+        interleaved, layout, inplace, backward,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _planned(q, k, out_q, out_k, cos, position_ids, interleaved, layout, inplace, backward, config)
+        plan = _planned(q, k, out_q, out_k, cos, position_ids, interleaved, layout, inplace, backward)
         if plan is None:
             return out_q, out_k
         remember(_plans, key, plan)
@@ -83,7 +82,7 @@ def rotate(
 
 def _planned(
     q: Tensor, k: Tensor | None, out_q: Tensor, out_k: Tensor | None, cos: Tensor, position_ids: Tensor | None,
-    interleaved: bool, layout: str, inplace: bool, backward: bool, config: RopeConfig | None,
+    interleaved: bool, layout: str, inplace: bool, backward: bool,
 ) -> Plan | None:  # fmt: skip
     """The launch; None where there is nothing to turn."""
     head_axis, seq_axis = (1, 2) if layout == "BHSD" else (2, 1)
@@ -105,19 +104,19 @@ def _planned(
         oq[0], oq[head_axis], oq[seq_axis], ok[0], ok[head_axis], ok[seq_axis], t_batch, cos.stride(-2),
     )  # fmt: skip
     unit = unit_of(*steps)
-    chosen = config or rope_config(dim, layout, batch * seq, full)
+    tokens, together, warps = rope_config(dim, layout, batch * seq, full)
     block = next_power(rotary // 2)
     copied = not inplace and rotary < dim
-    chunks = -(-heads // chosen.heads) + -(-heads_k // chosen.heads)
+    chunks = -(-heads // together) + -(-heads_k // together)
     return Plan(
-        (-(-seq // chosen.tokens) * chunks, batch, 1),
+        (-(-seq // tokens) * chunks, batch, 1),
         (seq, heads, heads_k, cos.shape[-2], *(step // unit for step in steps), p_batch, p_step),
         (
-            dim, rotary, block, next_power(max(1, dim - rotary)) if copied else 1, chosen.tokens, chosen.heads,
+            dim, rotary, block, next_power(max(1, dim - rotary)) if copied else 1, tokens, together,
             bool(interleaved), full, position_ids is not None, k is not None, copied, unit, backward,
             seq_axis == 1,
         ),
-        chosen.warps,
+        warps,
     )  # fmt: skip
 
 

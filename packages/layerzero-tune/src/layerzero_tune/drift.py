@@ -17,6 +17,7 @@ from typing import Any
 from layerzero.dispatch.run import decide
 from layerzero.errors import LayerZeroError
 from layerzero.model.context import Context
+from layerzero.model.decision import Decision
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
@@ -72,10 +73,12 @@ def drifted(
     that would have to be compiled first.
     """
     for ctx in contexts:
-        found = _row_of(ctx, db)
-        kernel_id, ratio = _expected_of(ctx) if found is None else (found.kernel_id, None)
-        if found is None and ratio is None:
+        found, decision = _measured(ctx, db)
+        # Expected of it is a time over torch's, where times of other machines chose it.
+        expected = decision.winner.expected if decision is not None and decision.chosen else None
+        if decision is None or (found is None and expected is None):
             continue
+        kernel_id = decision.chosen
         try:
             again = trial(ctx, seconds=seconds, only=frozenset({kernel_id}), jit=jit, patient=False)
         except LayerZeroError as error:
@@ -87,7 +90,7 @@ def drifted(
             steady = before / slower <= now <= before * slower
         else:
             torch_us = now if again.torch is None else again.torch.median_us
-            before = (ratio or 1.0) * torch_us
+            before = (1.0 if expected is None else expected.ratio) * torch_us
             steady = now <= max(before * slower, torch_us)
         if steady:
             continue
@@ -98,24 +101,14 @@ def drifted(
         yield Drift(ctx, kernel_id, before, now, new)
 
 
-def _expected_of(ctx: Context) -> tuple[str, float | None]:
-    """The kernel that runs such a call now, and its expected time over torch's where other machines' times chose it."""
-    world = state.world
-    spec = world.ops.get(ctx.op)
-    decision = None if spec is None else decide(spec, ctx, world)
-    if decision is None or not decision.chosen or decision.winner.expected is None:
-        return "", None
-    return decision.chosen, decision.winner.expected.ratio
-
-
-def _row_of(ctx: Context, db: PerfDB) -> Measurement | None:
-    """The row behind the kernel that runs such a call now; None where it was not measured here."""
+def _measured(ctx: Context, db: PerfDB) -> tuple[Measurement | None, Decision | None]:
+    """The row behind the kernel that runs such a call now, None where it was not measured here; and the decision."""
     world = state.world
     spec = world.ops.get(ctx.op)
     if spec is None:
-        return None
-    chosen = decide(spec, ctx, world).chosen
-    return stored_row(world, spec, ctx, chosen, db)
+        return None, None
+    decision = decide(spec, ctx, world)
+    return stored_row(world, spec, ctx, decision.chosen, db), decision
 
 
 class Watcher:
@@ -155,7 +148,8 @@ class Watcher:
         self._turn += 1
         ctx = contexts[self._turn % len(contexts)]
         if self.auto:
-            unknown = next((item for item in contexts if item not in self._tried and _row_of(item, db) is None), None)
+            untried = (item for item in contexts if item not in self._tried)
+            unknown = next((item for item in untried if _measured(item, db)[0] is None), None)
             if unknown is not None:
                 self._tried.add(unknown)
                 least = state.world.policy.setting("perfdb.tune_samples")

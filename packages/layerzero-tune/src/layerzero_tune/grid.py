@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import operator
 import os
 import re
 import tomllib
@@ -36,6 +37,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 from layerzero.recording.traffic import Recorded
+from layerzero_tune.perfdb.exchange import read_text
 
 __all__ = ["OPTIONS", "Case", "Grid", "calls", "load", "parse"]
 
@@ -111,16 +113,7 @@ class Grid:
 
 def load(path: str | os.PathLike[str]) -> Grid:
     """Read a grid file. Raises ConfigurationError with the file, the case and the word that is wrong."""
-    file = Path(path)
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=file.name, limit=f"{_MAX_BYTES} bytes")
-        text = file.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad(file.name, f"cannot be read: {error}", value=str(error)) from None
-    return parse(text, file.name)
+    return parse(read_text(path, _MAX_BYTES), Path(path).name)
 
 
 def calls(path: str | os.PathLike[str], device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
@@ -213,12 +206,10 @@ def _range(name: str, given: Mapping[str, Any], where: str) -> list[int]:
     low, high, grows = given["from"], given["to"], given.get("times")
     if low < 1 or high < low or (grows is not None and grows < 2) or given.get("step", 1) < 1:
         raise _bad(where, f"the range of {name} does not grow", value=str(dict(given)), limit="1 <= from <= to")
-    found: list[int] = []
-    size: int = low
-    while size <= high and len(found) <= _MAX_CASES:
-        found.append(size)
-        size = size * grows if grows is not None else size + given["step"]
-    return found
+    if grows is None:
+        return list(range(low, high + 1, given["step"])[: _MAX_CASES + 1])
+    sizes = itertools.accumulate(itertools.repeat(grows), operator.mul, initial=low)
+    return list(itertools.takewhile(lambda size: size <= high, sizes))
 
 
 def _whole(value: Any) -> bool:

@@ -15,8 +15,8 @@ and leaves the target free. `decoder.explain("draft", "attention", q, k, v)` say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,9 @@ import layerzero as lz
 from layerzero import explain, sample, sampling_probs
 from layerzero._ops.sampling import check_filters, check_param
 from layerzero.errors import invalid
-from layerzero_models.speculative.roles import Role
+from layerzero.policy.layers import Level, PolicyLayer
+from layerzero.runtime.current import scope
+from layerzero.runtime.scopes import Scope
 from layerzero_models.speculative.stats import Clock, SpeculativeStats
 
 if TYPE_CHECKING:
@@ -83,20 +85,15 @@ class SpeculativeConfig:
 
     def probs(self, logits: Tensor) -> Tensor:
         """What tokens are drawn from."""
-        return sampling_probs(
-            logits, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, temperature=self.temperature
-        )
+        return sampling_probs(logits, **self._filters)
 
     def drawn(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """One token a row of logits [B, V]."""
-        return sample(
-            logits,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            temperature=self.temperature,
-            generator=generator,
-        )
+        return sample(logits, **self._filters, generator=generator)
+
+    @property
+    def _filters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "temperature")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +104,33 @@ class Generation:
     stats: SpeculativeStats
 
 
+class _Role:
+    """What `lz.scoped(**settings)` is to a block, made to be entered thousands of times.
+
+    `lz.scoped` derives a new World at each entry, with an empty hot table. A role keeps its World from entry to entry,
+    so that its calls stay hot; it has a table of its own, so that no choice made in one role is ever found in another.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self._layer = PolicyLayer.of(Level.CONTEXT, source=f"role {name}", **settings)
+        # (scope around it, own scope) in one slot: threads may share a role, and must never see half of a pair.
+        self._known: tuple[Scope | None, Scope] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make calls under this role's settings, on top of those of the scope around."""
+        outer = scope.get()
+        known = self._known
+        if known is None or known[0] is not outer:
+            known = (outer, Scope((*(outer.layers if outer is not None else ()), self._layer)))
+            self._known = known
+        token = scope.set(known[1])
+        try:
+            yield
+        finally:
+            scope.reset(token)
+
+
 class SpeculativeDecoder:
     """A draft and a target in one loop. Not for use by several threads at once: the models' caches are not."""
 
@@ -114,7 +138,7 @@ class SpeculativeDecoder:
         self.draft = draft
         self.target = target
         self.config = config if config is not None else SpeculativeConfig()
-        self._roles = {name: Role(name, getattr(self.config, name)) for name in ROLES}
+        self._roles = {name: _Role(name, getattr(self.config, name)) for name in ROLES}
 
     @property
     def width(self) -> int:

@@ -1,13 +1,17 @@
-"""Projections of one input, laid side by side in memory so that one product does the work of several.
+"""Linear layers of a patched model: several of one input in one product, and which are worth a kernel of their own.
 
-The parameters stay the same objects with the same values: their data become neighbouring rows of one matrix, which
-takes no more memory. Whoever moves or replaces them later breaks the neighbourhood; that is noticed at the next call,
-and each projection works by itself again.
+Projections of one input are laid side by side in memory: the parameters stay the same objects with the same values,
+their data become neighbouring rows of one matrix, which takes no more memory. Whoever moves or replaces them later
+breaks the neighbourhood; that is noticed at the next call, and each projection works by itself again.
+
+Decode multiplies one row a sequence with every weight, and on a CPU that is most of the time of a step. Whether
+`lz.linear` gains anything is asked of the selection once for each size and dtype, when the model is patched; which
+kernel runs is decided at every call, as for any op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as _any_hook
 
-__all__ = ["Neighbours", "unfit"]
+from layerzero import which
+from layerzero.errors import LayerZeroError
 
+__all__ = ["Linears", "Neighbours", "unfit"]
+
+_TORCH = ("torch.", "reference.")  # products that `F.linear` makes without a selection before it
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -82,3 +90,37 @@ class Neighbours:
             for own, name, place in self._places:
                 if own[name].data_ptr() == place:
                     own[name].data = own[name].data.clone()
+
+
+class Linears:
+    """What one patch asked about products, by size, dtype, device and bias."""
+
+    def __init__(self, everything: bool = False) -> None:
+        self._everything = everything
+        self._known: dict[Any, bool] = {}
+
+    def worth(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether one row times this weight would run on something else than torch's own product, or all are asked."""
+        if self._everything:
+            return True
+        if weight.device.type != "cpu":  # elsewhere a vendor's product is what torch calls too
+            return False
+        case = (weight.shape, weight.dtype, bias is None)
+        if case not in self._known:
+            x = torch.zeros((1, weight.shape[1]), dtype=weight.dtype)
+            try:
+                with torch.no_grad():
+                    kernel = which("linear", x, weight.detach(), None if bias is None else bias.detach())
+                self._known[case] = not kernel.startswith(_TORCH)
+            except LayerZeroError:  # a policy under which nothing may run, or a size no kernel takes
+                self._known[case] = False
+        return self._known[case]
+
+    def single(self, model: nn.Module, joined: Iterable[Neighbours]) -> Iterator[tuple[str, nn.Linear]]:
+        """The plain linear layers that are not computed together with others, where it is worth it."""
+        taken = {id(part) for neighbours in joined for part in neighbours.parts}
+        for name, module in model.named_modules():
+            if id(module) in taken or type(module) is not nn.Linear or unfit((module,)):
+                continue
+            if self.worth(module.weight, module.bias):
+                yield name, module

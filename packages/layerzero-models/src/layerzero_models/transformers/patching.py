@@ -11,11 +11,9 @@ from torch import nn
 
 from layerzero.errors import invalid
 from layerzero_models.record import PatchReport, Record, apply, report_of, restore
-from layerzero_models.transformers import experts, layers, parts, probes, quick, rewriting
-from layerzero_models.transformers.choosing import choose_attention, choose_experts
-from layerzero_models.transformers.enabling import NAME, enable_transformers
-from layerzero_models.transformers.linears import Linears
-from layerzero_models.transformers.neighbours import Neighbours, unfit
+from layerzero_models.transformers import experts, parts, probes, quick, rewriting
+from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
+from layerzero_models.transformers.neighbours import Linears, Neighbours, unfit
 
 __all__ = ["KINDS", "patch", "patched", "unpatch"]
 
@@ -238,7 +236,7 @@ def _projections(model: Any, record: _Record) -> None:
         if names is None:
             continue
         found = [getattr(module, part) for part in names]
-        why = unfit(found) or layers.other_inputs(type(module))
+        why = unfit(found) or rewriting.other_inputs(type(module))
         if why:
             record.leave(name, module, f"one product for {', '.join(names)}: {why}")
             continue
@@ -276,13 +274,14 @@ def _embeddings(model: Any, record: _Record) -> None:
 
 # -- the residual stream -----------------------------------------------------------------------------
 def _residual(model: Any, record: _Record) -> None:
-    for stack, after in layers.stacks(model):
+    for stack, after in rewriting.stacks(model):
         for i, layer in enumerate(stack):
             name = next(n for n, m in model.named_modules() if m is layer)
-            norms = [n for n in rewriting.residual_norms(type(layer).forward) if layers.is_rms(getattr(layer, n, None))]
+            found = rewriting.residual_norms(type(layer).forward)
+            norms = [word for word in found if rewriting.is_rms(getattr(layer, word, None))]
             if not norms or not _free(record, name, layer):
                 continue
-            following = layers.first_norm(stack[i + 1]) if i + 1 < len(stack) else after
+            following = rewriting.first_norm(stack[i + 1]) if i + 1 < len(stack) else after
             try:
                 function = rewriting.with_residuals(type(layer).forward, norms, parts.add_norm, parts.end)
             except rewriting.NotRewritable as why:

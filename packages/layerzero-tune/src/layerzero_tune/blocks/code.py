@@ -22,8 +22,7 @@ import torch
 from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.run import current_world, recover
 from layerzero.model.op import OperationSpec
-from layerzero_tune.blocks.block import Block, Ref, Step
-from layerzero_tune.blocks.run import ACTIVATIONS, heads_first, op_layout, unread
+from layerzero_tune.blocks.block import ACTIVATIONS, Block, Ref, Step, heads_first, op_layout, unread
 
 __all__ = ["Code", "Line", "written"]
 

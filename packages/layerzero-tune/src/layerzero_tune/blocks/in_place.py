@@ -18,9 +18,8 @@ import torch
 from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.modes import tensors_of
 from layerzero.errors import from_outside
-from layerzero_tune.blocks.block import Block
+from layerzero_tune.blocks.block import Block, arguments, glue, results, unread
 from layerzero_tune.blocks.cost import Meter
-from layerzero_tune.blocks.run import arguments, glue, results, unread
 from layerzero_tune.blocks.search import Path, Taken
 from layerzero_tune.timing.clock import Clock, clock_for
 

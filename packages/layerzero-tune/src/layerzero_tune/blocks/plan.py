@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from layerzero.cli.output import Line, Table, show
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError, PlanMismatchError, invalid
 from layerzero.torch_ops.imports import after_import
-from layerzero_tune.blocks.block import Block
+from layerzero_tune.blocks.block import Block, arguments, glue
 from layerzero_tune.blocks.code import written
-from layerzero_tune.blocks.run import arguments, glue
 from layerzero_tune.blocks.search import Path, Taken
 
 __all__ = ["BlockPlan", "BlockReport", "settled", "signature"]
@@ -24,14 +25,13 @@ __all__ = ["BlockPlan", "BlockReport", "settled", "signature"]
 
 def signature(block: Block, tensors: Mapping[str, Any], measure: bool) -> Any:
     """What a plan depends on besides the World: the block, and how its tensors look."""
-    found: list[Any] = []
-    for name in (*block.inputs, *block.weights):
-        item = tensors.get(name)
-        if isinstance(item, Tensor):
-            found.append((name, item.shape, item.stride(), item.dtype, item.device, item.requires_grad))
-        else:
-            found.append((name, type(item)))
-    return block, tuple(found), measure
+    return block, tuple(_look(tensors.get(name)) for name in (*block.inputs, *block.weights)), measure
+
+
+def _look(item: Any) -> tuple[Any, ...]:
+    if isinstance(item, Tensor):
+        return tuple(item.shape), item.dtype, item.stride(), item.device, item.requires_grad
+    return (type(item),)
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,30 @@ class BlockReport:
             ],
         }
 
+    def blocks(self) -> list[Line | Table]:
+        """To be read: the path with its times, and the nearest of what was rejected."""
+        found = self.to_json()
+        times = f"{found['estimated_us']:.1f} µs on this path, {found['per_op_estimated_us']:.1f} µs op by op"
+        if self.plan_us is not None:
+            times += f"; run as a whole {self.plan_us:.1f} µs, op by op {self.alone_us:.1f} µs"
+        path = [
+            (f"{row['us']:.1f}", row["way"] or row["steps"][0], row["rule"], ", ".join(row["source"]))
+            for row in found["path"]
+        ]
+        other = [
+            (f"{row['extra_us']:+.1f}", row["way"], row["rule"], " + ".join(row["steps"]))
+            for row in found["rejected"][:10]
+        ]
+        lines: list[Line | Table] = [Line(f"{self.block.name}: {times}")]
+        lines.append(Table(("time", "path", "", "from"), path, indent=2, right=frozenset({0})))
+        if other:
+            lines += [Line("rejected:"), Table(("more", "instead", "", "for"), other, indent=2, right=frozenset({0}))]
+        return [*lines, Line(self.note)] if self.note else lines
+
     def __str__(self) -> str:
-        lines = [f"{self.block.name}: {self.path.us:.1f} µs on this path, {self.alone.us:.1f} µs op by op"]
-        for edge in self.path.edges:
-            why = f"  ({edge.rule})" if edge.rule else ""
-            lines.append(f"  {edge.us:9.1f} µs  {edge.words or self.block.steps[edge.start].op}{why}")
-        rows = self.rejected()[:8]
-        if rows:
-            lines.append("rejected:")
-            lines += [
-                f"  {row['extra_us']:+9.1f} µs  {row['way']}  for {' + '.join(row['steps'])}"
-                + (f" ({row['rule']})" if row["rule"] else "")
-                for row in rows
-            ]
-        if self.note:
-            lines.append(self.note)
-        return "\n".join(lines)
+        text = io.StringIO()
+        show(self.blocks(), text)
+        return text.getvalue().rstrip()
 
 
 class BlockPlan:
@@ -222,14 +230,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _looks(block: Block, tensors: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in block.inputs:
-        item = tensors.get(name)
-        if isinstance(item, Tensor):
-            found[name] = f"{tuple(item.shape)} {item.dtype} {item.stride()} {item.device}"
-        else:
-            found[name] = type(item).__name__
-    return found
+    return {name: " ".join(map(str, _look(tensors.get(name))[:4])) for name in block.inputs}
 
 
 def _leave_alone() -> None:

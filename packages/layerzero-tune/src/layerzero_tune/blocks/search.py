@@ -22,10 +22,9 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
-from layerzero_tune.blocks.block import GLUE, Block, Step
+from layerzero_tune.blocks.block import GLUE, Block, Step, arguments, glue, heads_first, op_layout, results
 from layerzero_tune.blocks.cost import Candidate, Cost, Meter
 from layerzero_tune.blocks.rewrite import Stretch, stretches
-from layerzero_tune.blocks.run import arguments, glue, heads_first, op_layout, results
 
 __all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
 

@@ -43,10 +43,10 @@ def add(group: click.Group) -> None:
     @_database
     def verify(database: Path | None) -> Answer:
         """Check every row's checksum and the file itself. Exit code 1 when something is damaged."""
-        from layerzero_tune.perfdb import upkeep
+        from layerzero_tune.perfdb import exchange
 
         db = _opened(database)
-        good, bad, problems = upkeep.verify(db)
+        good, bad, problems = exchange.verify(db)
         data = {"path": str(db.path), "intact": good, "damaged": bad, "problems": problems}
         wrong = bool(bad or problems)
         blocks: list[Block] = [
@@ -123,11 +123,11 @@ def add(group: click.Group) -> None:
         """Remove damaged rows, and what the options name."""
         from layerzero.device.probe import probe_device
         from layerzero.measurements.believed import platform_of
-        from layerzero_tune.perfdb import upkeep
+        from layerzero_tune.perfdb import exchange
 
         db = _opened(database)
         here = platform_of(probe_device()) if foreign else None
-        count = upkeep.prune(db, platform=here, older_than_s=None if older_than is None else older_than * 86_400)
+        count = exchange.prune(db, platform=here, older_than_s=None if older_than is None else older_than * 86_400)
         return Answer({"path": str(db.path), "removed": count}, [Line(f"{count} rows removed from {db.path}")])
 
     _ = (show, verify, export, bring, join, prune)

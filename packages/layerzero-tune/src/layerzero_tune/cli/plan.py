@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import Answer, Block, Line, Table, working
+from layerzero.cli.output import Answer, working
 from layerzero.cli.verbs import verb
 from layerzero.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ def add(group: click.Group) -> None:
         block, tensors = _layer(config, batch, tokens, device)
         with working(f"planning {block.name}"):
             report = plan_block(block, tensors, measure=measure).explain()
-        return Answer(report.to_json(), _blocks(report))
+        return Answer(report.to_json(), report.blocks())
 
 
 def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:
@@ -75,25 +75,3 @@ def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[A
     }
     window = None if shape.window is None else (shape.window, 0)
     return decoder_layer(shape.heads, shape.kv_heads, activation=shape.activation, window=window), tensors
-
-
-def _blocks(report: Any) -> list[Block]:
-    found = report.to_json()
-    took = ""
-    if found["plan_us"] is not None:
-        took = f"; run as a whole {found['plan_us']:.1f} µs, op by op {found['per_op_us']:.1f} µs"
-    times = f"{found['estimated_us']:.1f} µs on this path, {found['per_op_estimated_us']:.1f} µs op by op"
-    head = f"{found['block']}: {times}{took}"
-    blocks: list[Block] = [Line(head)]
-    rows = []
-    for row in found["path"]:
-        rows.append((f"{row['us']:.1f}", row["way"] or row["steps"][0], row["rule"], ", ".join(row["source"])))
-    blocks.append(Table(("time", "path", "", "from"), rows, indent=2, right=frozenset({0})))
-    other = []
-    for row in found["rejected"][:10]:
-        other.append((f"{row['extra_us']:+.1f}", row["way"], row["rule"], " + ".join(row["steps"])))
-    if other:
-        blocks += [Line("rejected:"), Table(("more", "instead", "", "for"), other, indent=2, right=frozenset({0}))]
-    if found["note"]:
-        blocks.append(Line(found["note"]))
-    return blocks

@@ -1,9 +1,10 @@
-"""Measurements on the move: export, import, and merging several databases into one."""
+"""What people do with a database: move its measurements, merge several into one, check it and tidy up."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import read_json
 
-__all__ = ["FORMAT", "add_newer", "export_json", "from_json", "import_json", "merge"]
+__all__ = ["FORMAT", "add_newer", "export_json", "from_json", "import_json", "merge", "prune", "read_text", "verify"]
 
 FORMAT = "layerzero-perfdb/2"
 _READABLE = ("layerzero-perfdb/1", FORMAT)  # 1: without the number of threads
@@ -92,3 +93,40 @@ def add_newer(db: PerfDB, items: Iterable[Measurement]) -> int:
         if held is None or item.measured_at > held.measured_at:
             coming[item.key] = item
     return db.put(coming.values())
+
+
+def prune(db: PerfDB, *, platform: Platform | None = None, older_than_s: float | None = None) -> int:
+    """Remove rows of other platforms than this one, rows past an age, and rows whose checksum is wrong."""
+    now, gone = time.time(), []
+    for key, item in db.scan():
+        # Other numbers of threads are other times of the same machine.
+        foreign = item is not None and platform is not None and item.platform[:-1] != platform[:-1]
+        old = item is not None and older_than_s is not None and now - item.measured_at > older_than_s
+        if item is None or foreign or old:
+            gone.append((key,))
+    if gone:
+        with db.writing() as connection:
+            connection.executemany("DELETE FROM measurements WHERE rowid = ?", gone)
+    return len(gone)
+
+
+def verify(db: PerfDB) -> tuple[int, int, list[str]]:
+    """Intact rows, damaged rows, and what SQLite itself finds wrong with the file."""
+    intact = [item is not None for _, item in db.scan()]
+    problems = [str(row[0]) for row in db.rows("PRAGMA quick_check(20)") if row[0] != "ok"]
+    return sum(intact), len(intact) - sum(intact), problems
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """The text of a file of at most so many bytes. Raises ConfigurationError where it cannot be had."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > most:
+            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=file.name, limit=f"{most} bytes")
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{file.name}: cannot be read: {error}", code="SCHEMA_INVALID", value=str(error)
+        ) from None

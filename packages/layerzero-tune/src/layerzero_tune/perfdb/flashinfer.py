@@ -17,6 +17,7 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError
 from layerzero.perfdb.store import PerfDB
+from layerzero_tune.perfdb.exchange import read_text
 
 __all__ = ["Tactic", "is_autotune_cache", "put_tactics", "read_autotune_cache", "tactics"]
 
@@ -72,14 +73,7 @@ def is_autotune_cache(path: Path) -> bool:
 
 def read_autotune_cache(path: Path) -> list[Tactic]:
     """Every entry of a cache. Raises ConfigurationError for a file that is none."""
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigurationError(code="CONFIG_FILE_TOO_LARGE", value=path.name, limit=f"{_MAX_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad(path, f"cannot be read: {error}") from None
+    text = read_text(path, _MAX_BYTES)
     data = _python(path, text) if path.suffix == ".py" else _json(path, text)
     named = _DEVICE.search(path.name)
     meta = data.get("_metadata") if isinstance(data.get("_metadata"), dict) else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.json_form import Plain, plain
@@ -184,15 +184,12 @@ def _grouped(stack: Stack, chosen: dict[str, tuple[Knob, Setting]]) -> list[Sett
             done.append(setting)
         elif name == group[0]:
             parts = [chosen[item][1] for item in group]
-            done.append(
-                Setting(
-                    str(knob.group), knob.form, _text(knob.form, knob.together, setting.value), setting.value,
-                    "; ".join(f"{part.name}: {part.why}" for part in parts),
-                    tuple(case for part in parts for case in part.backed),
-                    tuple(case for part in parts for case in part.lost),
-                    tuple(case for part in parts for case in part.nameless),
-                )
-            )  # fmt: skip
+            cases: dict[str, Any] = {
+                kind: tuple(case for part in parts for case in getattr(part, kind))
+                for kind in ("backed", "lost", "nameless")
+            }
+            text, why = _text(knob.form, knob.together, setting.value), "; ".join(f"{p.name}: {p.why}" for p in parts)
+            done.append(replace(setting, name=str(knob.group), text=text, why=why, **cases))
     return done
 
 

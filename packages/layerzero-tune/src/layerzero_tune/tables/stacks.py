@@ -95,26 +95,16 @@ def stack_of(name: str) -> Stack:
 def _stacks() -> dict[str, Stack]:
     data = json.loads((files("layerzero_tune.tables") / "stacks.json").read_text(encoding="utf-8"))
     return {
-        name: Stack(
-            name, item["title"], item["version"], item["training"], item["command"],
-            tuple(_knob(knob) for knob in item["knobs"]), item.get("instead", ""),
-        )
+        name: Stack(name=name, **{**item, "knobs": tuple(_knob(knob) for knob in item["knobs"])})
         for name, item in data.items()
-    }  # fmt: skip
+    }
 
 
 def _knob(data: dict[str, Any]) -> Knob:
+    """A knob as it is written: lists are tuples, and how it is written stands under its form."""
     form = next(form for form in ("argument", "environment", "python") if form in data)
-    written = data[form]
-    return Knob(
-        name=data["name"],
-        ops=tuple(data["ops"]),
-        form=form,
-        template=(written,) if isinstance(written, str) else tuple(written),
-        values=tuple((pattern, value) for pattern, value in data["values"]),
-        otherwise=tuple(data.get("otherwise", ())),
-        phase=data.get("phase"),
-        group=data.get("group"),
-        together=tuple(data.get("together", ())),
-        under=tuple(data["under"]) if "under" in data else None,
-    )
+    given: dict[str, Any]
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != form}
+    given["values"] = tuple((pattern, value) for pattern, value in data["values"])
+    template = (data[form],) if isinstance(data[form], str) else tuple(data[form])
+    return Knob(form=form, template=template, **given)
