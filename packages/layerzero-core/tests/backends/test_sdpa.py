@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
+from layerzero.backends.reference.paged import paged_attention as paged_reference
+from layerzero.backends.sdpa import default, kernels
 from layerzero.numerics import Tolerance, assert_close, tolerance
 
 CPU_KERNELS = ("sdpa.attention.flash_cpu", "sdpa.attention.math")
@@ -20,7 +22,9 @@ CUDA_KERNELS = (
     "sdpa.attention.math",
     "sdpa.attention.default",
 )
-KERNELS = [pytest.param("cpu", name, id=f"cpu-{name}") for name in CPU_KERNELS] + [
+PLAIN = (None, 0.0, False, None, None, None, None, False)  # attention's arguments behind query, key and value
+FEW_ROWS = "sdpa.attention.by_group"  # of any device
+KERNELS = [pytest.param("cpu", name, id=f"cpu-{name}") for name in (*CPU_KERNELS, FEW_ROWS)] + [
     pytest.param("cuda", name, id=f"cuda-{name}", marks=pytest.mark.gpu) for name in CUDA_KERNELS
 ]
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -115,7 +119,9 @@ def test_a_kernel_that_accepts_a_call_computes_it_right(device, kernel, dtype):
         if options.get("return_lse"):
             assert got[1].shape == (shape[0], shape[1], shape[3]), message
             assert_close(got[1].double(), want[1].double(), tolerance("attention", dtype), path=message)
-    if not (kernel in ("sdpa.attention.flash", "sdpa.attention.cudnn") and dtype is torch.float32):
+    if kernel == FEW_ROWS and dtype is not torch.float32:
+        assert accepted == 0
+    elif not (kernel in ("sdpa.attention.flash", "sdpa.attention.cudnn") and dtype is torch.float32):
         assert accepted >= 8, f"{kernel} accepted only {accepted} calls in {dtype}"
 
 
@@ -191,7 +197,62 @@ def test_head_dim_84_and_dropout_and_gqa_run(device):
 @pytest.mark.req("R-BK-SDPA-03", "R-BK-SDPA-01")
 def test_each_backend_of_sdpa_is_a_kernel_of_its_own():
     found = {kernel.kernel_id for kernel in lz.list_kernels("attention", backend="sdpa")}
-    assert found == {*CPU_KERNELS, *CUDA_KERNELS}
+    assert found == {*CPU_KERNELS, *CUDA_KERNELS, FEW_ROWS}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("large", [False, True], ids=["copied", "part by part"])
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 2, 1, 57, 16), (5, 4, 4, 3, 9, 8), (3, 6, 1, 2, 5, 8), (1, 4, 2, 1, 0, 8)], ids=str
+)
+def test_products_by_group_give_the_reference_and_its_gradients(shape, layout, large, device, monkeypatch):
+    for name in ("_LARGE", "_LARGE_ON_CPU"):
+        monkeypatch.setattr(kernels, name, 1 if large else 1 << 60)
+    batch, heads, kv_heads, rows, cols, dim = shape
+    torch.manual_seed(0)
+    sizes = ((heads, rows, dim), (kv_heads, cols, dim), (kv_heads, cols, dim + 2))
+    made = [torch.randn(batch, *size, dtype=torch.float64, device=device) for size in sizes]
+    if layout == "BSHD":  # batch and heads are not one axis in memory
+        made = [item.transpose(1, 2).contiguous().transpose(1, 2) for item in made]
+    rest = (None, 0.0, False, -0.3, None, None, None, True)
+    results = []
+    for function in (kernels.by_group, reference):
+        given = [item.clone(memory_format=torch.preserve_format).requires_grad_() for item in made]
+        out, lse = function(*given, *rest)
+        out.square().sum().backward()
+        results.append((out, lse, *(item.grad for item in given)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_few_queries_in_float32_do_not_run_on_the_reference_on_a_gpu(layout):
+    q, k = (torch.randn(3, 1, heads, 64, device="cuda") for heads in (16, 2))
+    k = k.expand(3, 300, 2, 64).contiguous()
+    q, k = (q, k) if layout == "BSHD" else (q.transpose(1, 2), k.transpose(1, 2).contiguous())
+    verdict = lz.explain("attention", q, k, k, layout=layout).decision.candidate(FEW_ROWS)
+    assert verdict.accepted
+    want = reference(*(t if layout == "BHSD" else t.transpose(1, 2) for t in (q, k, k)), *PLAIN)
+    got = lz.attention(q, k, k, layout=layout, backend=FEW_ROWS)
+    assert_close(got if layout == "BHSD" else got.transpose(1, 2), want, tolerance("attention", torch.float32))
+
+
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 7, 23)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gathered_pages_of_grouped_heads_are_attended_without_expanding_them(lengths, dtype):
+    torch.manual_seed(0)
+    page, pages = 16, 3
+    tables = torch.randperm(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
+    batch = lz.paged_batch(tables, torch.tensor(lengths, dtype=torch.int32))
+    query = torch.randn(len(lengths), 8, 32, dtype=dtype)
+    keys, values = (torch.randn(len(lengths) * pages, page, 2, 32, dtype=dtype) for _ in range(2))
+    if min(lengths) < max(lengths):  # what lies behind the end of a sequence is not looked at
+        values[tables[1, 2].item()] = torch.nan
+    args = (query, keys, values, batch, None, None, None, None, False, "NHD")
+    found, wanted = default.pages(*args), paged_reference(*args)
+    assert_close(found, wanted, tolerance("attention", dtype))
 
 
 @pytest.mark.gpu

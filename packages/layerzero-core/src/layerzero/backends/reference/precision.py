@@ -13,8 +13,10 @@ _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu")
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:

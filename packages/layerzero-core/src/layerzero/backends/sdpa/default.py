@@ -16,6 +16,7 @@ from torch import Tensor
 from layerzero.backends.reference.paged import all_pages
 from layerzero.backends.reference.paged import one_by_one as each_paged
 from layerzero.backends.reference.varlen import one_by_one as each_packed
+from layerzero.backends.sdpa.kernels import group_attention
 from layerzero.backends.sdpa.paged import prepared
 from layerzero.backends.sdpa.varlen import mask_of
 from layerzero.model.attention import upright
@@ -156,6 +157,8 @@ class _Decode(NamedTuple):
         """Attention of [B, H, D] over gathered tokens."""
         if self.used is not None:  # NaN too may stand behind an end, and 0 times NaN is NaN
             values = torch.where(self.used.transpose(2, 3), values, 0.0)
+        if keys.shape[1] != query.shape[1] and query.dtype in (torch.float32, torch.float64):
+            return group_attention(query.unsqueeze(2), keys, values, self.used, scale).squeeze(2)
         rest = (self.used, 0.0, False, scale, None, None, None, False)
         return attention(query.unsqueeze(2), keys, values, *rest).squeeze(2)
 

@@ -18,13 +18,18 @@ from layerzero.backends.sdpa.chunked import by_chunk, lower_right
 from layerzero.model.attention import upright
 from layerzero.model.masks import ChunkMask
 
-__all__ = ["cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "fused", "math", "rows_of", "squeezed"]
+__all__ = [
+    "by_group", "cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "fused", "group_attention", "math",
+    "rows_of", "squeezed",
+]  # fmt: skip
 
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 _flash = torch._scaled_dot_product_flash_attention
 _math = torch._scaled_dot_product_attention_math
 _INF = float("inf")
 _NAN = float("nan")
+# Bytes that take as long to copy as a launch takes: of a part of a product.
+_LARGE, _LARGE_ON_CPU = 1 << 24, 1 << 16
 # With fewer keys than this, torch's kernel for AVX takes a row of nothing but NaN for one that attends nothing.
 _FORGETFUL = 16 if "AVX" in torch.backends.cpu.get_cpu_capability() else 0
 
@@ -160,6 +165,62 @@ def math(
         # `F.scaled_dot_product_attention` does this before it calls the op, which itself would add True as 1.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -_INF)
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
+
+
+def by_group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
+) -> Any:
+    """Two batched products and a softmax: the fastest for few queries in float32, where `math` expands GQA keys."""
+    scores = _scores(query, key, scale)
+    out = _of_group(torch.softmax(scores, dim=-1), query, value)
+    if not return_lse:
+        return out
+    return out, torch.logsumexp(scores, dim=-1).reshape(query.shape[:3]).to(torch.float32)
+
+
+def group_attention(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, scale: float | None) -> Tensor:
+    """The same for one query a sequence over keys of which `kept` [B, 1, 1, Sk] are there, at least one of each."""
+    scores = _scores(query, key, scale)
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -_INF)
+    return _of_group(torch.softmax(scores, dim=-1), query, value)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    """Scaled scores [B, Hkv, group * Sq, Sk]: the queries that share a KV head are the rows of one product."""
+    batch, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    factor = (width or 1) ** -0.5 if scale is None else scale
+    grouped = (query * factor).reshape(batch, kv_heads, heads // max(1, kv_heads) * rows, width)
+    return _product(grouped, key.transpose(2, 3))
+
+
+def _of_group(weights: Tensor, query: Tensor, value: Tensor) -> Tensor:
+    return _product(weights, value).reshape(*query.shape[:3], value.shape[3])
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[B, H, R, K] times [B, H, K, N].
+
+    `@` copies a matrix whose two first axes are not one in memory; a large one is multiplied part by part instead.
+    """
+    batch, heads = matrix.shape[:2]
+    merged = batch < 2 or heads < 2 or matrix.stride(0) == heads * matrix.stride(1)
+    if merged or matrix.nbytes < min(batch, heads) * (_LARGE_ON_CPU if matrix.is_cpu else _LARGE):
+        return rows @ matrix
+    axis = 0 if batch <= heads else 1
+    parts = zip(rows.unbind(axis), matrix.unbind(axis), strict=True)
+    return torch.stack([torch.bmm(one, other) for one, other in parts], dim=axis)
 
 
 def _full_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

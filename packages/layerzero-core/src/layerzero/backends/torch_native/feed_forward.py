@@ -13,7 +13,7 @@ __all__ = ["mlp", "narrow_on_cpu"]
 
 def narrow_on_cpu(x: Tensor) -> bool:
     """Whether x is of 16 bits and on a CPU, most of which multiply such numbers slower than wide ones."""
-    return x.device.type == "cpu" and x.element_size() == 2
+    return x.is_cpu and x.dtype.itemsize == 2
 
 
 def mlp(x: Tensor, *rest: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,8 @@ from torch import Tensor
 __all__ = ["cross_entropy"]
 
 _WIDE = (torch.float32, torch.float64)
-_SUM = 2  # torch's number for this reduction
+_MEAN, _SUM = 1, 2  # torch's numbers for these reductions
+_cross_entropy: Any = torch._C._nn.cross_entropy_loss  # what `F.cross_entropy` calls
 
 
 def cross_entropy(
@@ -57,10 +59,10 @@ def _mean(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     the host would wait for the device, so the sum is divided here, by the number that torch counts anyway.
     """
     hidden = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-    if logits.device.type == "cpu" and type(logits) is Tensor and not hidden:
-        loss = F.cross_entropy(logits, labels, ignore_index=ignore_index)
+    if logits.is_cpu and type(logits) is Tensor and not hidden:
+        loss = _cross_entropy(logits, labels, None, _MEAN, ignore_index, 0.0)
         if not math.isnan(loss.item()) or bool((labels != ignore_index).any()):
-            return loss
+            return loss  # type: ignore[no-any-return]
     total, count = torch.ops.aten.nll_loss_forward.default(
         torch.log_softmax(logits, dim=-1), labels, None, _SUM, ignore_index
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerzero.backends.reference import moe as reference
 from layerzero.backends.reference.feed_forward import gated
+from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
 
 __all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk_gate"]
@@ -26,9 +27,29 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 
 # -- routing -----------------------------------------------------------------------------------------
-def topk_gate(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The best of each token without a sort of all experts, where that is quicker; equal ones go by id."""
-    return reference.topk_gate(logits, *rest, best=_largest)
+def topk_gate(
+    logits: Tensor, choice: tuple[int, int, int], scoring: str, renormalize: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The best of each token without a sort of all experts, where that is quicker; equal ones go by id.
+
+    A softmax over all experts, divided by what it gives the chosen ones, is the softmax over the chosen ones.
+    """
+    if not (scoring == "softmax" and renormalize and bias is None and choice[1] == 1):
+        return reference.topk_gate(logits, choice, scoring, renormalize, bias, scale, best=_largest)
+    k, wide = choice[0], logits.to(compute_dtype(logits))
+    if _by_keys(wide):
+        ids = _largest(wide.detach(), k)
+        best = wide.gather(-1, ids)
+    else:
+        best, ids = wide.sort(dim=-1, descending=True, stable=True)
+        best, ids = best[:, :k], ids[:, :k]
+    weights = torch.softmax(best, dim=-1)
+    return weights if scale == 1.0 else weights * scale, ids
+
+
+def _by_keys(values: Tensor) -> bool:
+    """Whether `torch.topk` over keys pays: on a CPU, in float32, for more than a few rows."""
+    return values.is_cpu and values.dtype is torch.float32 and values.shape[0] >= _FEW
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -38,7 +59,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
     a float, read as an integer, order positive numbers; flipping those of negative ones orders all. The place, counted
     from the end, fills the lower half of the key.
     """
-    if values.device.type != "cpu" or values.dtype != torch.float32 or values.shape[0] < _FEW:
+    if not _by_keys(values):
         return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -64,9 +85,14 @@ def grouped_gemm_segments(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Te
 
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     """`F.grouped_mm`. Rows of no group are kept out of it both ways: it neither writes them nor their gradient."""
-    if not torch.compiler.is_compiling() and type(group_sizes) is Tensor and group_sizes.device.type == "cpu":
-        reference.check_groups(group_sizes.tolist(), x.shape[0])
     ends = group_sizes.cumsum(0, dtype=torch.int32)
+    if (
+        group_sizes.is_cpu
+        and type(group_sizes) is Tensor
+        and not torch.compiler.is_compiling()
+        and not reference.check_groups(group_sizes.tolist(), x.shape[0])
+    ):  # every row is of a group
+        return _grouped_mm(x, weights.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
     inside = torch.arange(x.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
     out = _grouped_mm(torch.where(inside, x, 0.0), weights.transpose(1, 2), offs=ends)
     return torch.where(inside, out, 0.0)
