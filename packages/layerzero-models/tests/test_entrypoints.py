@@ -12,8 +12,9 @@ import layerzero as lz
 from layerzero.errors import PackageMissingError
 
 NAMES = {
-    "column_linear", "enable_transformers", "kv_cache", "patch", "patched", "relative_bias", "rope_tables",
-    "row_linear", "sample_speculative", "sample_tree", "shard_weight", "tree_mask", "tree_positions", "unpatch",
+    "column_linear", "enable_transformers", "kv_cache", "pack_weight", "patch", "patched", "relative_bias",
+    "rope_tables", "row_linear", "sample_speculative", "sample_tree", "shard_weight", "tree_mask",
+    "tree_positions", "unpatch",
 }  # fmt: skip
 
 

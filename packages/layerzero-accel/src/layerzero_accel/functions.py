@@ -54,9 +54,11 @@ def accelerated(native: Any) -> dict[str, Callable[..., Any]]:
 
 def put_in_place(made: dict[str, Callable[..., Any]]) -> None:
     """Let `from layerzero.ops… import` find the C form too; what is registered with the op stays the one in Python."""
+    from layerzero import ops  # `import layerzero`, which calls this, has it by now
+
     for name, function in made.items():
-        for module in ("layerzero.ops", PUBLIC[name].function.__module__):
-            setattr(sys.modules[module], name, function)
+        for module in (ops, sys.modules[PUBLIC[name].function.__module__]):
+            setattr(module, name, function)
 
 
 def of_plugin(native: Any, op: Op) -> Callable[..., Any] | None:
@@ -76,7 +78,7 @@ def _function(native: Any, op: Op, kinds: str) -> Callable[..., Any]:
     shown = inspect.Signature([p.replace(annotation=p.empty) for p in given])
     made: Callable[..., Any] = native.function(
         name,
-        "layerzero" if name in PUBLIC else "layerzero.ops",  # where it is found by name, by pickle for one
+        "layerzero" if name in PUBLIC else op.function.__module__,  # where it is found by name, by pickle for one
         f"{name}{shown}\n--\n\n{inspect.getdoc(op.function)}",
         parameters,
         tuple(names.index(argument) for argument in op.arguments),

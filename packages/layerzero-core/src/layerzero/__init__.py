@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from layerzero._ops.loss import cross_entropy as cross_entropy
     from layerzero._ops.mla import mla_paged_attention as mla_paged_attention
     from layerzero._ops.moe import grouped_gemm as grouped_gemm, moe as moe, topk_gate as topk_gate
-    from layerzero._ops.packing import pack_weight as pack_weight
     from layerzero._ops.rotary import xpos as xpos
     from layerzero._ops.sampling_probs import sampling_probs as sampling_probs
     from layerzero._ops.varlen import varlen_attention
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from layerzero_models.drafts.ops import sample_speculative as sample_speculative, sample_tree as sample_tree
     from layerzero_models.drafts.trees import tree_mask as tree_mask, tree_positions as tree_positions
     from layerzero_models.kv_cache import kv_cache as kv_cache
+    from layerzero_models.packing import pack_weight as pack_weight
     from layerzero_models.patching import patch, patched as patched, unpatch as unpatch
     from layerzero_models.relative_bias import relative_bias as relative_bias
     from layerzero_models.rope_tables import rope_tables as rope_tables
@@ -149,7 +149,6 @@ __all__ = [
 # Loaded at first use: a process that only calls ops never reads a policy file's machinery or a report's.
 _LAZY_NAMES = {
     "_ops.grouped": "grouped_batch",
-    "_ops.packing": "pack_weight",
     "distributed.agreement": "agree",
     "graphs.checks": "capture_graph is_graph_safe validate_graph_capture",
     "model.context": "Context",

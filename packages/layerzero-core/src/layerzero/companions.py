@@ -37,6 +37,7 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
             "column_linear",
             "enable_transformers",
             "kv_cache",
+            "pack_weight",
             "patch",
             "patched",
             "relative_bias",

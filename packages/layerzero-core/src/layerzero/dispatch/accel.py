@@ -47,7 +47,7 @@ class Accelerator:
     @property
     def functions(self) -> Any:
         """Its half in Python: which public functions have a C form, and what that must know of them."""
-        return importlib.import_module("layerzero_accel.functions")
+        return importlib.import_module(f"{self.native.__package__}.functions")
 
 
 def look() -> Accelerator:
