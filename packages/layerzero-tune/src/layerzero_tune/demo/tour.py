@@ -22,7 +22,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.numerics import compare, tolerance
 from layerzero.runtime.state import state
 from layerzero.tuning.inputs import Call as Inputs
-from layerzero.tuning.truth import Gate, reduction
+from layerzero.tuning.truth import reduction
 from layerzero_tune.demo.block import (
     SEED,
     Call,
@@ -36,6 +36,7 @@ from layerzero_tune.demo.block import (
     sizes_for,
 )
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, DecodeStep, Station, Stop, Tour
+from layerzero_tune.draws import gate
 from layerzero_tune.timing.race import race
 
 __all__ = ["TICKS", "take"]
@@ -191,7 +192,7 @@ def _check(call: Call, ctx: Context) -> Check:
         return getattr(lz, call.op)(**named)
 
     with torch.random.fork_rng([]):
-        verdict = Gate(spec, ctx, lambda: Inputs(args, call.kwargs, layout)).check(None, run)
+        verdict = gate(spec, ctx, lambda: Inputs(args, call.kwargs, layout)).check(None, run)
     bound = tolerance(call.op, ctx.dtype, k=reduction(args))
     if call.op.startswith("sample"):
         rule = "equal seeds give the reference's tokens, or all draws its distribution"
