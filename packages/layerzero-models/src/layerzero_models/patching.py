@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any, TypeVar
 
+import torch
+
+from layerzero.dispatch.beside import import_adapters
 from layerzero.errors import InvalidInputError
 from layerzero_models.record import PatchReport
 
@@ -28,9 +31,13 @@ def patch(model: Model, **options: Any) -> Model:
         pipe = lz.patch(StableDiffusionPipeline.from_pretrained(name))
 
     Takes models of transformers and diffusers, and whole pipelines of diffusers. Weights stay what and where they are,
-    and `lz.unpatch` restores the very same objects. Patching twice changes nothing.
+    and `lz.unpatch` restores the very same objects. Patching twice changes nothing. The libraries of a GPU's kernels
+    that may be compiled while the model serves are imported here, where nobody waits for a token.
     """
     patcher_of(model).patch(model, **options)
+    where = getattr(model, "device", None)
+    if isinstance(where, torch.device) and where.type == "cuda":
+        import_adapters(where)
     return model
 
 

@@ -139,15 +139,17 @@ def compile_elsewhere(
             made.reset(token)
 
 
-def import_adapters(device: DeviceSpec) -> tuple[str, ...]:
+def import_adapters(where: torch.device) -> tuple[str, ...]:
     """Import what kernels of this device would be loaded with later, beside requests; the modules that were imported.
 
     For the start of a server. Nothing is done where kernels are not compiled in the background.
     """
-    with state.changing():
-        began, world = state.generation, state.world
-    if world.policy.jit != "background" or device.device_type != "cuda":
+    from layerzero.dispatch.run import current_world
+
+    world, began = current_world(), state.generation
+    if world.policy.jit != "background" or where.type != "cuda":
         return ()
+    device = DeviceSpec.detect(str(where))
     homes: dict[str, KernelSpec] = {}
     for kernel in world.registry.kernels.values():
         backend = world.registry.backends.get(kernel.backend)
