@@ -51,7 +51,7 @@ class Pair:
         for _ in range(4):
             self.c(*args, **kwargs)
         after = self.native.counts()
-        return after["exact"] + after["near"] - before["exact"] - before["near"]
+        return after["exact"] + after["bucketed"] - before["exact"] - before["bucketed"]
 
 
 @pytest.fixture

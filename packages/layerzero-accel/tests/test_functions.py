@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero._ops.near import bucket_ends, near_key
+from layerzero._ops.bucketed import bucket_ends, bucketed_key
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.accel import accelerator
 from layerzero.runtime.state import state
@@ -75,9 +75,9 @@ def test_the_key_told_to_c_is_the_key_attention_writes(lab: Any, case: str) -> N
     finally:
         torch.use_deterministic_algorithms(False)
     assert key in state.world.hot
-    near = near_key(state.world, key)
-    assert (near is None) == (case == "masked")
-    assert near is None or state.world.hot[near] is state.world.hot[key]
+    coarse = bucketed_key(state.world, key)
+    assert (coarse is None) == (case == "masked")
+    assert coarse is None or state.world.hot[coarse] is state.world.hot[key]
     assert bucket_ends(state.world)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero._ops.near import near_key
+from layerzero._ops.bucketed import bucketed_key
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import generic_key
 from layerzero_accel.functions import attention_key, rms_norm_key
@@ -87,7 +87,7 @@ def test_attention_is_keyed_as_in_python_exactly_and_by_bucket(native: Any, dete
             assert found is not None
             key = attention_key(canonical(values), values[7], values[-1])
             exact.append((found[0], key))
-            bucket = near_key(world, key)
+            bucket = bucketed_key(world, key)
             assert (bucket is None) == (found[1] is None)
             if bucket is not None:
                 near.append((found[1], bucket))
@@ -98,7 +98,7 @@ def test_attention_is_keyed_as_in_python_exactly_and_by_bucket(native: Any, dete
     assert len(near) > 1500 and len({key for _, key in near}) < len({key for _, key in exact}) < 3000
 
 
-def test_without_known_buckets_there_is_no_near_key(native: Any) -> None:
+def test_without_known_buckets_there_is_no_bucketed_key(native: Any) -> None:
     values = attention_call(random.Random(1))
     assert native.key("attention", values, None)[1] is None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero._ops.near import bucket_ends, near_key
+from layerzero._ops.bucketed import bucket_ends, bucketed_key
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.hot import describe_tensor, key_of, mode_key
 from layerzero.dispatch.late import recover
@@ -174,8 +174,8 @@ def _find_attention(world: World, args: tuple[Any, ...], layout: str | None, bac
     if type(world.hot) is not dict:
         return None
     key = attention_key(args, layout, backend)
-    exact, near = world.hot.get(key), near_key(world, key)
-    bucket = None if near is None else world.hot.get(near)
+    exact, coarse = world.hot.get(key), bucketed_key(world, key)
+    bucket = None if coarse is None else world.hot.get(coarse)
     bound = bucket if exact is None else exact
     if bound is None:
         return None

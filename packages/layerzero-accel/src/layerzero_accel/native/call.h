@@ -62,12 +62,12 @@ static int learn(const Op *op, Call *c, PyObject *world)
         Table *table = NULL;
         if (write_key(op, &again) && same_key(&again.key, &c->key) && (table = table_of(world, 1)) != NULL) {
             PyObject *bound = PyTuple_GetItem(found, 0), *edges = PyTuple_GetItem(found, 1);
-            Key near;
+            Key bucketed;
             table_insert(table, &c->key, bound, c->words, c->word_count);
             if (edges != Py_None) {
                 table_edges(table, edges);
-                if (write_near(op, c, table, &near))
-                    table_insert(table, &near, bound, c->words, c->word_count);
+                if (write_bucketed(op, c, table, &bucketed))
+                    table_insert(table, &bucketed, bound, c->words, c->word_count);
             }
             table->hot_size = PyDict_Size(table->hot);
             counts.learnt++;
@@ -143,20 +143,20 @@ static inline int guarded(PyObject *bound)
 }
 
 /* As core counts them; by a rare race one count may be lost, as in Python. */
-static void count_near(void)
+static void count_bucketed(void)
 {
-    PyObject *before = PyObject_GetAttr(torch.now, torch.near_hits);
+    PyObject *before = PyObject_GetAttr(torch.now, torch.bucketed_hits);
     PyObject *after = before == NULL ? NULL : PyNumber_Add(before, torch.one);
-    if (after == NULL || PyObject_SetAttr(torch.now, torch.near_hits, after) < 0)
+    if (after == NULL || PyObject_SetAttr(torch.now, torch.bucketed_hits, after) < 0)
         PyErr_Clear();
     Py_DecRef(before);
     Py_DecRef(after);
-    counts.near++;
+    counts.bucketed++;
 }
 
-static Key last_near; /* the exact key that was last found by its bucket */
+static Key last_bucketed; /* the exact key that was last found by its bucket */
 
-static PyObject *find_near(const Op *op, const Call *c, Table *table);
+static PyObject *find_bucketed(const Op *op, const Call *c, Table *table);
 
 /* The bound kernel of this call, a reference of our own; NULL when the table, which is borrowed, does not know it. */
 static inline PyObject *find_bound(const Op *op, const Call *c, Table *table)
@@ -171,25 +171,25 @@ static inline PyObject *find_bound(const Op *op, const Call *c, Table *table)
         return entry->bound;
     }
     Py_IncRef((PyObject *)table);
-    PyObject *bound = find_near(op, c, table);
+    PyObject *bound = find_bucketed(op, c, table);
     Py_DecRef((PyObject *)table);
     return bound;
 }
 
-static PyObject *find_near(const Op *op, const Call *c, Table *table)
+static PyObject *find_bucketed(const Op *op, const Call *c, Table *table)
 {
     Entry *entry;
     PyObject *bound = NULL;
-    Key near;
-    if (write_near(op, c, table, &near) && (entry = table_find(table, &near, hash_of(&near))) != NULL) {
+    Key bucketed;
+    if (write_bucketed(op, c, table, &bucketed) && (entry = table_find(table, &bucketed, hash_of(&bucketed))) != NULL) {
         bound = entry->bound;
         Py_IncRef(bound);
         /* Met twice in a row, by the next layer of the same step, the exact key is worth its place. */
-        if (same_key(&last_near, &c->key))
+        if (same_key(&last_bucketed, &c->key))
             table_insert(table, &c->key, bound, c->words, c->word_count);
         else
-            memcpy(&last_near, &c->key, offsetof(Key, words) + (size_t)c->key.length * sizeof(uint64_t));
-        count_near();
+            memcpy(&last_bucketed, &c->key, offsetof(Key, words) + (size_t)c->key.length * sizeof(uint64_t));
+        count_bucketed();
     }
     return bound;
 }

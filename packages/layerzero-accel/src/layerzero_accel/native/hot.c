@@ -6,13 +6,13 @@
  */
 #include "call.h"
 
-#define SEAM 3 /* what core and this library agree on; core refuses another number */
+#define SEAM 4 /* what core and this library agree on; core refuses another number */
 
 static PyObject *count(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "exact", counts.exact, "near", counts.near, "python", counts.python,
-                         "learnt", counts.learnt, "dropped", counts.dropped);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "exact", counts.exact, "bucketed", counts.bucketed,
+                         "python", counts.python, "learnt", counts.learnt, "dropped", counts.dropped);
 }
 
 static PyObject *forget(PyObject *module, PyObject *unused)
@@ -205,11 +205,11 @@ static PyObject *as_bytes(const Key *key)
     return PyBytes_FromStringAndSize((const char *)key->words, key->length * (Py_ssize_t)sizeof(uint64_t));
 }
 
-/* key(name, values, edges) -> None or (exact, near): for tests, which hold these against the keys in Python. */
+/* key(name, values, edges) -> None or (exact, bucketed): for tests, which hold these against the keys in Python. */
 static PyObject *key(PyObject *module, PyObject *args)
 {
     const char *name;
-    PyObject *values, *edges, *exact = NULL, *near = NULL, *result = NULL;
+    PyObject *values, *edges, *exact = NULL, *bucketed = NULL, *result = NULL;
     (void)module;
     if (!PyArg_ParseTuple(args, "sOO:key", &name, &values, &edges))
         return NULL;
@@ -229,17 +229,17 @@ static PyObject *key(PyObject *module, PyObject *args)
         Py_IncRef(Py_None);
         result = Py_None;
     } else if ((exact = as_bytes(&c.key)) != NULL) {
-        if (!write_near(op, &c, &table, &found)) {
+        if (!write_bucketed(op, &c, &table, &found)) {
             Py_IncRef(Py_None);
-            near = Py_None;
+            bucketed = Py_None;
         } else {
-            near = as_bytes(&found);
+            bucketed = as_bytes(&found);
         }
-        if (near != NULL)
-            result = Py_BuildValue("(OO)", exact, near);
+        if (bucketed != NULL)
+            result = Py_BuildValue("(OO)", exact, bucketed);
     }
     Py_DecRef(exact);
-    Py_DecRef(near);
+    Py_DecRef(bucketed);
     PyMem_Free(table.edges);
     release(&c);
     return result;

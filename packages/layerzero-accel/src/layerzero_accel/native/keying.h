@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "near.h"
+#include "bucketed.h"
 #include "ops.h"
 
 /* A call as far as it is understood. `words` are the objects whose identity is in the key; the last `owned` of them
@@ -202,7 +202,7 @@ static inline int write_key(const Op *op, Call *c)
         View *view = &c->views[i];
         if (!add_view(&c->key, c->values[i], view))
             return 0;
-        if (view->ndim == 4) { /* a copy: the shape is torch's, and may be gone when the near key is asked for */
+        if (view->ndim == 4) { /* a copy: the shape is torch's, and may be gone when the bucketed key is asked for */
             memcpy(c->sizes[i], view->shape, sizeof(c->sizes[i]));
             memcpy(c->steps[i], view->strides, sizeof(c->steps[i]));
         }
@@ -212,14 +212,14 @@ static inline int write_key(const Op *op, Call *c)
     return 1;
 }
 
-static int write_near(const Op *op, const Call *c, const Table *table, Key *out)
+static int write_bucketed(const Op *op, const Call *c, const Table *table, Key *out)
 {
     if (!op->bucketed || table->edges == NULL || c->values[3] != Py_None)
         return 0;
     PyObject *layout = c->values[op->layout];
-    return near_key(out, &c->views[0], &c->views[1], &c->views[2],
-                    layout == torch.sequence_first || PyUnicode_CompareWithASCIIString(layout, "BSHD") == 0,
-                    c->key.words, c->rest, table->edges, table->edge_count);
+    return bucketed_key(out, &c->views[0], &c->views[1], &c->views[2],
+                        layout == torch.sequence_first || PyUnicode_CompareWithASCIIString(layout, "BSHD") == 0,
+                        c->key.words, c->rest, table->edges, table->edge_count);
 }
 
 #endif

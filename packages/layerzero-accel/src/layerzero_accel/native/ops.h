@@ -83,7 +83,7 @@ static struct {
     descrgetfunc get_requires_grad;
     PyObject *now;
     Slot world, guard, run;
-    PyObject *memo, *hot, *near_hits, *accel, *sequence_first, *one;
+    PyObject *memo, *hot, *bucketed_hits, *accel, *sequence_first, *one;
     /* In the stable ABI since 3.12, exported with the same signature before: found by name, and missed by nobody. */
     PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 } torch;
@@ -126,7 +126,7 @@ static void find_shortcuts(void)
 }
 
 static struct {
-    unsigned long long exact, near, python, learnt, dropped;
+    unsigned long long exact, bucketed, python, learnt, dropped;
 } counts;
 
 static Op ops[MOST_OPS];
@@ -275,9 +275,9 @@ static PyObject *setup(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_TypeError, "forward_ad and profiler are namespaces");
         return NULL;
     }
-    static const char *names[] = {"memo", "hot", "near_hits", "accel", "BSHD", "_current_level",
+    static const char *names[] = {"memo", "hot", "bucketed_hits", "accel", "BSHD", "_current_level",
                                   "_is_profiler_enabled"};
-    PyObject **to[] = {&torch.memo,  &torch.hot, &torch.near_hits, &torch.accel, &torch.sequence_first,
+    PyObject **to[] = {&torch.memo,  &torch.hot, &torch.bucketed_hits, &torch.accel, &torch.sequence_first,
                        &torch.current_level, &torch.is_profiler_enabled};
     if (slot_setup(&torch.world, another, "world") < 0 || slot_setup(&torch.guard, bound, "guard") < 0
         || slot_setup(&torch.run, bound, "run") < 0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero._ops.near import near_key, remember_edges
+from layerzero._ops.bucketed import bucketed_key, remember_edges
 from layerzero._ops.signature import PUBLIC, fx_node, fx_proxy, register
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
@@ -156,16 +156,16 @@ def attention(
         active = _scope()
         world = now.world if active is None else active.world()
         bound = world.hot.get(hot_key)
-        if bound is None and (near := near_key(world, hot_key)) is not None:
-            bound = world.hot.get(near)
+        if bound is None and (coarse := bucketed_key(world, hot_key)) is not None:
+            bound = world.hot.get(coarse)
             if bound is not None:
-                now.near_hits += 1
+                now.bucketed_hits += 1
                 # Met twice in a row, by the next layer of the same step, the exact key is worth its place; a key
                 # that is met once, by a loop over one layer, would only fill the table.
-                if hot_key == now.last_near and len(world.hot) < HOT_LIMIT:
+                if hot_key == now.last_bucketed and len(world.hot) < HOT_LIMIT:
                     world.hot[hot_key] = bound
                 else:
-                    now.last_near = hot_key
+                    now.last_bucketed = hot_key
     # Not tensors, a mask value, an unhashable option, a nested tensor (a ragged length cannot be compared).
     except (AttributeError, TypeError, RuntimeError, ValueError):
         hot_key = bound = None
@@ -234,7 +234,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
     if hot_key is None:
         return miss(ATTENTION, world, None, args, layout, backend)
     remember_edges(world)
-    return miss(ATTENTION, world, hot_key, args, layout, backend, near_key(world, hot_key))
+    return miss(ATTENTION, world, hot_key, args, layout, backend, bucketed_key(world, hot_key))
 
 
 def _with_mask_value(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:

@@ -28,7 +28,7 @@ from layerzero.runtime.state import state
 __all__ = ["SEAM", "Accelerator", "accelerator", "look"]
 
 # What both sides agree on: the arguments of `setup` and `function`, what `modes` answers. The library carries its own.
-SEAM: Final = 3
+SEAM: Final = 4
 
 
 # The dispatch keys that are included in a thread while ops are followed: by dispatch modes, by functorch, by the tracer

@@ -33,12 +33,12 @@ class Unloaded:
 class _Now:
     """The World hot calls read. Replaced by `Runtime`, under its lock; read without one."""
 
-    __slots__ = ("last_near", "near_hits", "world")
+    __slots__ = ("bucketed_hits", "last_bucketed", "world")
 
     def __init__(self) -> None:
         self.world: Any = Unloaded
-        self.near_hits = 0  # calls found by their bucket
-        self.last_near: Any = None
+        self.bucketed_hits = 0  # calls found by their bucket
+        self.last_bucketed: Any = None
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def _calls() -> Iterator[Family]:
 
 def _cold() -> Iterator[Family]:
     numbers = state.counters.to_json()
-    yield family("layerzero_near_hits_total", numbers["near_hits"])
+    yield family("layerzero_bucketed_hits_total", numbers["bucketed_hits"])
     yield family("layerzero_world_swaps_total", numbers["swaps"])
     for name in ("misses", "selections", "followed", "binds", "failovers"):
         yield family(f"layerzero_{name}_total", numbers[name])

@@ -44,16 +44,16 @@ class Counters:
     def reset(self) -> None:
         """Set every counter to zero."""
         self.binds = self.failovers = self.followed = self.long_loads = 0
-        self.misses = self.packs = self.selections = self.swaps = now.near_hits = 0
+        self.misses = self.packs = self.selections = self.swaps = now.bucketed_hits = 0
 
     def to_json(self) -> dict[str, int]:
         """All counters by name."""
-        return {**{name: getattr(self, name) for name in self.__slots__}, "near_hits": now.near_hits}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "bucketed_hits": now.bucketed_hits}
 
     @property
-    def near_hits(self) -> int:
+    def bucketed_hits(self) -> int:
         """Calls found by their bucket; counted by the op itself."""
-        return now.near_hits
+        return now.bucketed_hits
 
 
 def _merged_policy() -> Policy:

@@ -22,7 +22,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, str]]] = {
     "layerzero_counting": ("gauge", "1 while calls are counted"),
     "layerzero_hot_hit_ratio": ("gauge", "share of counted calls that were hot"),
     "layerzero_hot_entries": ("gauge", "entries of the hot table"),
-    "layerzero_near_hits_total": ("counter", "calls found by the bucket of their sizes"),
+    "layerzero_bucketed_hits_total": ("counter", "calls found by the bucket of their sizes"),
     "layerzero_misses_total": ("counter", "calls that were not hot"),
     "layerzero_selections_total": ("counter", "decisions made by selecting"),
     "layerzero_followed_total": ("counter", "decisions taken from a dispatch table"),

@@ -1,7 +1,7 @@
 /* Near keys of attention: the key with the KV length replaced by its bucket, and the strides by their class.
  *
- * The same coarsening as layerzero/_ops/near.py, of which a test compares every case: a decode loop meets a new exact
- * key at each step, its near key stays until a bucket ends.
+ * The same coarsening as layerzero/_ops/bucketed.py, of which a test compares every case: a decode loop meets a new
+ * exact key at each step, its bucketed key stays until a bucket ends.
  */
 #ifndef LAYERZERO_NEAR_H
 #define LAYERZERO_NEAR_H
@@ -80,9 +80,9 @@ static Lies stride_class(const View *const tensors[3])
     return found;
 }
 
-/* Write the near key of q, k, v; `rest` holds the words of everything else. 0 where there is no sound one. */
-static int near_key(Key *out, const View *q, const View *k, const View *v, int sequence_first, const uint64_t *rest,
-                    int rest_length, const int64_t *edges, int64_t edge_count)
+/* Write the bucketed key of q, k, v; `rest` holds the words of everything else. 0 where there is no sound one. */
+static int bucketed_key(Key *out, const View *q, const View *k, const View *v, int sequence_first, const uint64_t *rest,
+                        int rest_length, const int64_t *edges, int64_t edge_count)
 {
     if (q->ndim != 4 || k->ndim != 4 || v->ndim != 4 || rest_length > MOST_WORDS - 24)
         return 0;

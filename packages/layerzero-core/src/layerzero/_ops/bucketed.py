@@ -1,6 +1,6 @@
-"""Near keys of attention: the hot key with the KV length replaced by its bucket.
+"""Bucketed keys of attention: the hot key with the KV length replaced by its bucket.
 
-A decode loop meets a new exact key at every step; its near key stays the same until a bucket ends. Both lead to
+A decode loop meets a new exact key at every step; its bucketed key stays the same until a bucket ends. Both lead to
 the same bound kernel, because a decision holds for the whole bucket (`layerzero.selection.buckets`).
 """
 
@@ -14,13 +14,13 @@ from layerzero.model.describe import stride_class_of
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["bucket_ends", "near_key", "remember_edges"]
+__all__ = ["bucket_ends", "bucketed_key", "remember_edges"]
 
 _EDGES = "attention edges"
 
 
 def remember_edges(world: World) -> None:
-    """Put the bucket ends of the KV length where `near_key` finds them; None when the length must be keyed exactly."""
+    """Put the bucket ends of the KV length where `bucketed_key` finds them; None where the length is keyed exactly."""
     from layerzero.selection.buckets import boundaries
 
     world.memo[_EDGES] = boundaries(world, "attention", "seq_len_k")
@@ -31,8 +31,8 @@ def bucket_ends(world: World) -> tuple[int, ...] | None:
     return world.memo.get(_EDGES)
 
 
-def near_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The near key of a hot key of `lz.attention`, or None where there is no sound one.
+def bucketed_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The bucketed key of a hot key of `lz.attention`, or None where there is no sound one.
 
     A mask's shape grows along with the keys, so its calls meet the selection cache instead.
     """
