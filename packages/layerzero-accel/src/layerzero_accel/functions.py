@@ -128,7 +128,7 @@ def _rescue(spec: OperationSpec) -> Callable[..., Any]:
         try:
             raise error  # so that what is raised below says what it was raised for
         except Exception as raised:
-            return recover(spec, world, None, bound, args, layout, backend, raised)
+            return recover(spec, world, bound, args, layout, backend, raised)
 
     return rescue
 

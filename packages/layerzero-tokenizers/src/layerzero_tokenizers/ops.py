@@ -118,7 +118,7 @@ def tokenize(
         try:
             out = bound.run(*args)
         except Exception as error:
-            out = recover(TOKENIZE, world, hot_key, bound, args, None, backend, error)
+            out = recover(TOKENIZE, world, bound, args, None, backend, error)
     else:
         if type(text) is not str and type(text) is not list:
             args = (check_text(text), *args[1:])
@@ -181,7 +181,7 @@ def detokenize(
         try:
             return bound.run(*args)  # type: ignore[no-any-return]
         except Exception as error:
-            return recover(DETOKENIZE, world, hot_key, bound, args, None, backend, error)  # type: ignore[no-any-return]
+            return recover(DETOKENIZE, world, bound, args, None, backend, error)  # type: ignore[no-any-return]
     return miss(DETOKENIZE, current_world(), hot_key, args, None, backend)  # type: ignore[no-any-return]
 
 

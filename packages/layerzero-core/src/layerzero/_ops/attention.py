@@ -190,7 +190,7 @@ def attention(
         except Exception as error:
             sides = parse_window(window)
             args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
-            return recover(ATTENTION, world, hot_key, bound, args, layout, backend, error)
+            return recover(ATTENTION, world, bound, args, layout, backend, error)
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
     return _cold(hot_key, given, layout, backend)
 
@@ -252,7 +252,7 @@ def _with_mask_value(args: tuple[Any, ...], layout: str, backend: str | None) ->
         try:
             return bound.run(*args)
         except Exception as error:
-            return recover(ATTENTION, world, key, bound, args, layout, backend, error)
+            return recover(ATTENTION, world, bound, args, layout, backend, error)
     return miss(ATTENTION, world, key, args, layout, backend)
 
 

@@ -42,7 +42,7 @@ def {name}({declared}):
         try:
             return bound.run{args}
         except Exception as error:
-            return recover(OP, world, hot_key, bound, {args}, None, backend, error)
+            return recover(OP, world, bound, {args}, None, backend, error)
     return miss(OP, current_world(), hot_key, {args}, None, backend)
 
 """

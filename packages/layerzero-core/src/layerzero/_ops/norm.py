@@ -72,7 +72,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, back
         try:
             return bound.run(x, weight, eps)  # type: ignore[no-any-return]
         except Exception as error:
-            return recover(RMS_NORM, world, hot_key, bound, (x, weight, eps), None, backend, error)  # type: ignore[no-any-return]
+            return recover(RMS_NORM, world, bound, (x, weight, eps), None, backend, error)  # type: ignore[no-any-return]
     return miss(RMS_NORM, current_world(), hot_key, (x, weight, eps), None, backend)  # type: ignore[no-any-return]
 
 

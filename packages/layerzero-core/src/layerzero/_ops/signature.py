@@ -111,7 +111,7 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         try:
             return bound.run(*args)
         except Exception as error:
-            return recover(spec, world, key, bound, args, layout, backend, error)
+            return recover(spec, world, bound, args, layout, backend, error)
     return miss(spec, current_world(), key, args, layout, backend)
 
 
@@ -139,5 +139,5 @@ def _looked_up(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, b
         try:
             return bound.run(*args)
         except Exception as error:
-            return recover(op, world, key, bound, args, layout, backend, error)
+            return recover(op, world, bound, args, layout, backend, error)
     return miss(op, world, key, args, layout, backend)

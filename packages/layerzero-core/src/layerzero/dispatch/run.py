@@ -63,7 +63,7 @@ def miss(
         try:
             served = check(spec, ctx, world, bound, args)
         except BaselineFailed as failed:
-            return recover(spec, world, None, failed.bound, args, layout, backend, failed.error)
+            return recover(spec, world, failed.bound, args, layout, backend, failed.error)
         if served is not None:
             remember(bound, served.kernel_id)
             return served.result
@@ -77,7 +77,7 @@ def miss(
         with Running(bound, world, ctx):
             return bound.run(*args)
     except Exception as error:
-        return recover(spec, world, key, bound, args, layout, backend, error)
+        return recover(spec, world, bound, args, layout, backend, error)
 
 
 def ready(spec: OperationSpec, ctx: Context, world: World, args: tuple[Any, ...]) -> Bound:
@@ -146,7 +146,6 @@ def _insert(world: World, key: Any, bucketed: Any, bound: Bound, tensors: list[T
 def recover(
     spec: OperationSpec,
     world: World,
-    key: Any,
     bound: Bound,
     args: tuple[Any, ...],
     layout: str | None,

@@ -159,7 +159,7 @@ def _attention(call: _Call) -> Any:
             return run(query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
         except Exception as error:
             args = (query, key, value, attn_mask, dropout_p, causal, scale, sides, cap, alibi_slopes, lse)
-            return recover(spec, current_world(), None, bound, args, planned_layout, planned_backend, error)
+            return recover(spec, current_world(), bound, args, planned_layout, planned_backend, error)
 
     return planned_attention
 
@@ -177,7 +177,7 @@ def _rms_norm(call: _Call) -> Any:
         try:
             return run(x, weight, eps)
         except Exception as error:
-            return recover(spec, current_world(), None, bound, (x, weight, eps), layout, planned_backend, error)
+            return recover(spec, current_world(), bound, (x, weight, eps), layout, planned_backend, error)
 
     return planned_rms_norm
 
@@ -202,7 +202,7 @@ def _general(call: _Call) -> Any:
         try:
             return run(*values)
         except Exception as error:
-            return recover(spec, current_world(), None, bound, values, layout, backend, error)
+            return recover(spec, current_world(), bound, values, layout, backend, error)
 
     return planned
 

@@ -101,7 +101,7 @@ def _run(
     try:
         out: Tensor = bound.run(*args)
     except Exception as error:
-        out = recover(world.ops["attention"], world, None, bound, args, site.layout, site.backend, error)
+        out = recover(world.ops["attention"], world, bound, args, site.layout, site.backend, error)
     return out if out.stride() == site.strides else ordered(out, query)
 
 

@@ -208,4 +208,4 @@ def _hot(spec: OperationSpec, key: tuple[Any, ...], args: tuple[Any, ...], layou
     try:
         return bound.run(*args)
     except Exception as error:
-        return recover(spec, world, key, bound, args, layout, None, error)
+        return recover(spec, world, bound, args, layout, None, error)

@@ -105,7 +105,7 @@ def _instead(step: Step, spec: OperationSpec, bound: Bound) -> Callable[..., Any
     layout = op_layout(step)
 
     def instead(error: Exception, *args: Any) -> Any:
-        return recover(spec, current_world(), None, bound, args, layout, None, error)
+        return recover(spec, current_world(), bound, args, layout, None, error)
 
     return instead
 
