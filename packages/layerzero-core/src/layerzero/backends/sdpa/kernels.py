@@ -64,7 +64,7 @@ def flash_cpu(
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
-    if key.shape[-2] < _FORGETFUL:
+    if key.shape[-2] < _FORGETFUL and _may_hold_nan(query):
         lost = query.isnan().any(dim=-1)
         out = out.masked_fill(lost.unsqueeze(-1), _NAN)
         lse = lse.masked_fill(lost, _NAN) if return_lse else lse
@@ -74,6 +74,15 @@ def flash_cpu(
     if attn_mask is not None:  # the kernel writes 0 for a row that attends nothing
         lse = lse.masked_fill((attn_mask == -_INF).all(dim=-1), -_INF)
     return out, lse
+
+
+def _may_hold_nan(query: Tensor) -> bool:
+    """Looked at where nothing follows the call: one sum takes less than what is done about a NaN."""
+    followed = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch.compiler.is_compiling() or followed or type(query) is not Tensor or torch._C._get_tracing_state():
+        return True
+    total = query.detach().sum().item()
+    return total - total != 0  # so does infinity, which is none, and costs time alone
 
 
 def flash_cuda(
