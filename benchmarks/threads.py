@@ -38,7 +38,7 @@ from layerzero.tuning.inputs import build
 from layerzero_verify.kernels import flat
 from layerzero_verify.lineup import resolve
 from layerzero_verify.testing.cases import drawn
-from layerzero_verify.testing.weights import weight_given
+from layerzero_verify.testing.cases_rows import weight_given
 
 __all__ = ["BACKENDS", "covered", "main", "run"]
 

@@ -29,7 +29,7 @@ from layerzero.runtime.state import state
 from layerzero_verify.kernels import Bench, flat
 from layerzero_verify.ladder import verify
 from layerzero_verify.lineup import resolve as under_test
-from layerzero_verify.testing import weights
+from layerzero_verify.testing import cases_rows
 from layerzero_verify.testing.cases import Case, cases_of, load_cases
 from layerzero_verify.thresholds import kernel as bound_of
 
@@ -104,11 +104,8 @@ def test_every_precision_of_the_checklist_has_cases_and_they_pass(fresh: None) -
 @pytest.mark.req("R-ENV-11")
 @pytest.mark.parametrize("dropped", ["int8", "nvfp4"])
 def test_a_precision_that_is_dropped_is_missed(fresh: None, dropped: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = weights.schemes_of
-    monkeypatch.setattr(weights, "schemes_of", lambda *a, **k: [s for s in whole(*a, **k) if s.fmt.value != dropped])
-    for module in [m for name, m in sys.modules.items() if name.startswith("layerzero_verify.testing.cases_")]:
-        if getattr(module, "schemes_of", None) is whole:
-            monkeypatch.setattr(module, "schemes_of", weights.schemes_of)
+    whole = cases_rows.schemes_of
+    monkeypatch.setattr(cases_rows, "schemes_of", lambda *a, **k: [s for s in whole(*a, **k) if s.fmt.value != dropped])
     assert not_computed(exercised(("torch",))) == {dropped.upper().replace("_", " ")}
 
 

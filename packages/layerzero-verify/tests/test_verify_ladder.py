@@ -13,22 +13,18 @@ import torch.nn.functional as F
 import layerzero as lz
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.numerics import Tolerance, assert_close
-from layerzero_verify import configs, thresholds
-from layerzero_verify.checklist import STEPS
-from layerzero_verify.configs import CONFIGS
+from layerzero_verify import thresholds
 from layerzero_verify.contracts import CONTRACTS, window
 from layerzero_verify.kernels import Bench
-from layerzero_verify.ladder import verify
-from layerzero_verify.lanes import LANES
+from layerzero_verify.ladder import named, verify
+from layerzero_verify.lanes import LANES, STEPS
 from layerzero_verify.layers import check_layer
 from layerzero_verify.lineup import LineUp, Target, resolve
-from layerzero_verify.oracles import ORACLES
-from layerzero_verify.report import Check, Level, StageDiff, Status
+from layerzero_verify.oracles import ORACLES, Truth, rope_tables
+from layerzero_verify.report import Check, Level, StageDiff, Status, judge
 from layerzero_verify.stages import STAGES, localise, red_flags
 from layerzero_verify.training import check_training, grows_exponentially
-from layerzero_verify.truth import Truth, rope_tables
-from layerzero_verify.verdict import judge
-from layerzero_verify.weights import made
+from layerzero_verify.weights import CONFIGS, made
 
 CPU = torch.device("cpu")
 SELECTED = LineUp("as selected")
@@ -56,7 +52,7 @@ def test_the_configs_are_these() -> None:
         "wide": (128, 8, 8, 2, True), "no_rope": (64, 2, 2, 2, False), "medium": (256, 4, 4, 4, True),
     }  # fmt: skip
     with pytest.raises(UnknownNameError, match="huge"):
-        configs.named("huge")
+        named(CONFIGS, "huge")
 
 
 @pytest.mark.req("R-PAR-10", "R-PAR-09")

@@ -12,13 +12,11 @@ import torch
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero_verify import models
-from layerzero_verify.caller import Caller, StageError
-from layerzero_verify.capture import Events, hooked, stage_of
 from layerzero_verify.forward import check_model, matrix, placed
-from layerzero_verify.lineup import LineUp
-from layerzero_verify.patching import applied, watched
-from layerzero_verify.report import Check, Status
-from layerzero_verify.stage_diff import check_stages
+from layerzero_verify.layers import check_stages
+from layerzero_verify.lineup import Caller, LineUp
+from layerzero_verify.patching import Events, applied, hooked, stage_of, watched
+from layerzero_verify.report import Check, StageError, Status
 
 CPU = torch.device("cpu")
 SELECTED = LineUp("as selected")

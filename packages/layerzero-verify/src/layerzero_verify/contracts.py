@@ -1,4 +1,4 @@
-"""Level 1, continued: promises that one comparison of numbers does not show.
+"""The gate before anything heavy (level 0), and promises that one comparison of numbers does not show (level 1).
 
 Inputs stay as they were; nothing is remembered from one call to the next (a packed weight that went stale); a sliding
 window hides what lies outside it; a paged cache is read in the layout that is named.
@@ -6,179 +6,221 @@ window hides what lies outside it; a paged cache is read in the layout that is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero._ops.signature import PUBLIC
+from layerzero.dispatch.bind import resolve
+from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.model.context import Context
+from layerzero.model.enums import Layout
+from layerzero.model.kernel import KernelSpec
 from layerzero.model.packed import PackedWeight
-from layerzero.numerics import Tolerance, compare
 from layerzero.reasons import ReasonCode
-from layerzero_verify.kernels import Bench, flat, guarded
-from layerzero_verify.report import Check, failed, of_error
-from layerzero_verify.testing.cases import Case, fit
+from layerzero_verify.kernels import SAME, Bench, Compared, flat, guarded
+from layerzero_verify.report import Check, Status, failed, skipped
+from layerzero_verify.testing.cases import Case, cases_of, dtypes_of, fit
 from layerzero_verify.testing.cases_attention import attention, layouts_of, paged
 from layerzero_verify.testing.kit import import_string
 
-__all__ = ["CONTRACTS", "cache_layouts", "fresh", "packed", "untouched", "window"]
-
-_SAME = Tolerance(0.0, 0.0)
+__all__ = ["CONTRACTS", "contract", "sound", "window"]
 
 
-def untouched(bench: Bench) -> Iterator[Check]:
-    """The kernel leaves its inputs bit for bit as they were."""
+# -- level 0 ---------------------------------------------------------------------------------------------
+def sound(kernel: KernelSpec) -> str:
+    """Why a kernel cannot be put on the bench at all; empty when it can."""
+    if current_world().ops.get(kernel.op) is None:
+        return f"no op {kernel.op!r} is known: register it with registrar.op, or correct the name"
+    try:
+        resolve(kernel)
+    except LayerZeroError as error:
+        return str(error)
+    return ""
+
+
+def contract(kernel: KernelSpec, device: torch.device) -> Iterator[Check]:
+    """What can be said of a kernel without comparing a number."""
+    where: dict[str, Any] = {"op": kernel.op, "kernel": kernel.kernel_id, "stage": "contract"}
+    try:
+        problem = sound(kernel) or _broken(kernel, Bench(kernel, device))
+    except LayerZeroError as error:
+        yield failed(0, "contract", error, **where)
+        return
+    if problem is None:
+        words = ", ".join(sorted(kernel.dtypes))
+        yield skipped(0, "contract", f"nothing to try it with: no case for {kernel.op} in {words}", **where)
+        return
+    yield failed(0, "contract", problem, **where) if problem else Check(0, "contract", Status.OK, **where)
+
+
+def _broken(kernel: KernelSpec, bench: Bench) -> str | None:
+    """What the kernel and its declaration disagree on, "" if nothing; None where there is no case to find out."""
+    if kernel.op == "attention" and kernel.layouts not in ({Layout.BHSD}, {Layout.BSHD}):
+        return "an attention kernel cannot see the layout: declare BHSD or BSHD"
     case = bench.plain()
     if case is None:
-        return
-    where = bench.at(case, "inputs")
+        known = kernel.op in PUBLIC and dtypes_of(kernel)
+        return f"the conformance kit has no plain case for {kernel.op}" if known else None
+    with bench.locked():
+        decision = decide(bench.op, bench.described(bench.arguments(case)), current_world())
+    if not decision.chosen:
+        text = decision.refusal.message if decision.refusal is not None else "refused"
+        return f"its own constraints refuse a plain call: {text}"
+    for group in bench.groups(declared=False):
+        # On equal lengths both causal triangles agree, so those calls are rightly accepted.
+        case = None if group.name.startswith("causal") else next(cases_of(group, kernel), None)
+        if case is not None and not kernel.check(_own_layout(bench, bench.arguments(case))):
+            missing = ", ".join(sorted(group.requires - kernel.features))
+            return f"{missing} is not declared, yet a call that needs it is accepted"
+    return ""
 
-    def check() -> Iterator[Check]:
-        args = bench.arguments(case)
-        before = [item.clone() for item in args if isinstance(item, Tensor)]
-        with torch.no_grad():
-            bench.call(args)
-        for old, new in zip(before, (item for item in args if isinstance(item, Tensor)), strict=True):
-            yield of_error(1, "inputs unchanged", compare(new, old, _SAME), detail="an input was changed", **where)
 
-    yield from guarded("inputs unchanged", where, check)
+def _own_layout(bench: Bench, args: tuple[Any, ...]) -> Context:
+    """The call as selection would describe it, in the kernel's own layout."""
+    if bench.op.op_id == "attention" and bench.spec.layouts == {Layout.BSHD}:
+        swapped = tuple(item.transpose(1, 2).contiguous() for item in args[:3])
+        return describe(bench.op, (*swapped, *args[3:]), "BSHD", None, current_world())
+    return bench.described(args)
 
 
-def fresh(bench: Bench) -> Iterator[Check]:
+# -- level 1 ---------------------------------------------------------------------------------------------
+Promise = Callable[[Bench], Iterator[Check]]
+CONTRACTS: list[Promise] = []
+
+
+def _plain(bench: Bench) -> Iterable[Case]:
+    case = bench.plain()
+    return () if case is None else (case,)
+
+
+def _promise(
+    name: str, stage: str, cases: Callable[[Bench], Iterable[Case]] = _plain
+) -> Callable[[Callable[[Bench, Case], Iterator[Compared]]], Promise]:
+    """A promise that is tried on some cases of a kernel, the plain one unless others are named."""
+
+    def register(check: Callable[[Bench, Case], Iterator[Compared]]) -> Promise:
+        def promise(bench: Bench) -> Iterator[Check]:
+            for case in cases(bench):
+                yield from guarded(name, bench.at(case, stage), check, bench, case)
+
+        CONTRACTS.append(promise)
+        return promise
+
+    return register
+
+
+@_promise("inputs unchanged", "inputs")
+def _untouched(bench: Bench, case: Case) -> Iterator[Compared]:
+    """The kernel leaves its inputs bit for bit as they were."""
+    args = bench.arguments(case)
+    before = [item.clone() if isinstance(item, Tensor) else None for item in args]
+    with torch.no_grad():
+        bench.call(args)
+    for old, new in zip(before, args, strict=True):
+        if old is not None:
+            yield new, old, SAME, "an input was changed"
+
+
+@_promise("no stale state", "weights rewritten in place")
+def _fresh(bench: Bench, case: Case) -> Iterator[Compared]:
     """The same tensors with new numbers in them, a weight after a training step, give the new result."""
-    case = bench.plain()
-    if case is None or bench.op.output_kind in ("ids", "text"):
+    if bench.op.output_kind in ("ids", "text"):
         return
-    where = bench.at(case, "weights rewritten in place")
+    args = bench.arguments(case)
+    with torch.no_grad():
+        bench.call(args)
+        for item in args:
+            if isinstance(item, Tensor) and item.is_floating_point() and item.element_size() > 1:
+                item.mul_(-0.5).add_(0.125)
+        got, want = flat(bench.call(args)), flat(bench.truth(args))
+    for left, right in zip(got, want, strict=True):
+        detail = "the result still belongs to the old numbers, or to no numbers at all"
+        yield left, right, bench.bound(case, 64), detail
 
-    def check() -> Iterator[Check]:
-        args = bench.arguments(case)
+
+@_promise("packed weight", "packed weight, source rewritten")
+def _packed(bench: Bench, case: Case) -> Iterator[Compared]:
+    """A packed weight whose source was written to is packed again, or refused; its old parts are never used."""
+    if bench.spec.packer is None or bench.spec.weight_layout is None:
+        return
+    pack = import_string(bench.spec.packer)
+    for again in (pack, None):
+        x, weight, *rest = bench.arguments(case)
+        source = weight.source
+        args = (x, PackedWeight(source, bench.spec.weight_layout, pack(source), weight.act, again), *rest)
         with torch.no_grad():
             bench.call(args)
-            for item in args:
-                if isinstance(item, Tensor) and item.is_floating_point() and item.element_size() > 1:
-                    item.mul_(-0.5).add_(0.125)
-            got, want = flat(bench.call(args)), flat(bench.truth(args))
-        bound = bench.bound(case, 64)
-        for left, right in zip(got, want, strict=True):
-            detail = "the result still belongs to the old numbers, or to no numbers at all"
-            yield of_error(1, "no stale state", compare(left, right, bound), detail=detail, **where)
-
-    yield from guarded("no stale state", where, check)
-
-
-def packed(bench: Bench) -> Iterator[Check]:
-    """A packed weight whose source was written to is packed again, or refused; its old parts are never used."""
-    case = bench.plain()
-    if case is None or bench.spec.packer is None or bench.spec.weight_layout is None:
-        return
-    where = bench.at(case, "packed weight, source rewritten")
-    pack, layout = import_string(bench.spec.packer), bench.spec.weight_layout
-
-    def check() -> Iterator[Check]:
-        for again in (pack, None):
-            x, weight, *rest = bench.arguments(case)
-            source = weight.source
-            given = PackedWeight(source, layout, pack(source), weight.act, again)
-            args = (x, given, *rest)
-            with torch.no_grad():
-                bench.call(args)
-                source.scale.mul_(-1.5)
-                try:
-                    got = flat(bench.call(args))[0]
-                except InvalidInputError as refused:
-                    if again is None and refused.code is ReasonCode.WEIGHT_PACK_STALE:
-                        continue
-                    raise
-                want = flat(bench.truth((x, source, *rest)))[0]
-            bound = bench.bound(case, x.shape[-1])
-            detail = "the parts packed before the write were used"
-            yield of_error(1, "packed weight", compare(got, want, bound), detail=detail, **where)
-
-    yield from guarded("packed weight", where, check)
+            source.scale.mul_(-1.5)
+            try:
+                got = flat(bench.call(args))[0]
+            except InvalidInputError as refused:
+                if again is None and refused.code is ReasonCode.WEIGHT_PACK_STALE:
+                    continue
+                raise
+            want = flat(bench.truth((x, source, *rest)))[0]
+        yield got, want, bench.bound(case, x.shape[-1]), "the parts packed before the write were used"
 
 
-def window(bench: Bench) -> Iterator[Check]:
-    """The sliding-window contract: what lies outside the window has no influence, what lies inside has."""
-    if bench.op.op_id not in ("attention", "paged_attention"):
-        return
-    if "window" not in bench.spec.features:
-        return
-    case = _windowed(bench, "left 5", (5, 0))
-    where = bench.at(case, "sliding window")
-    yield from guarded("sliding window", where, lambda: _influence(bench, case, where))
-    wide = _windowed(bench, "wider than the sequence", (64, 64))
-    there = bench.at(wide, "sliding window")
-    yield from guarded("sliding window", there, lambda: _wide_window(bench, wide, there))
-
-
-def _dtype(bench: Bench) -> str:
+def _drawn(bench: Bench, label: str, **given: Any) -> Case:
+    """A case of attention, dense or over pages, that belongs to no group."""
     found = bench.plain()
-    return found.dtype if found is not None else "float32"
+    dtype = found.dtype if found is not None else "float32"
+    return (paged if bench.op.op_id == "paged_attention" else attention).case(bench.spec, label, dtype, **given)
 
 
-def _windowed(bench: Bench, label: str, sides: tuple[int, int]) -> Case:
-    if bench.op.op_id == "paged_attention":
-        return paged.case(bench.spec, label, _dtype(bench), contexts=(19,), window=sides)
-    return attention.case(bench.spec, label, _dtype(bench), batch=1, num_heads=2, window=sides)
+def _windowed(bench: Bench, label: str, sides: tuple[int, int]) -> Iterator[Case]:
+    sizes: dict[str, dict[str, Any]] = {
+        "paged_attention": {"contexts": (19,)}, "attention": {"batch": 1, "num_heads": 2}
+    }  # fmt: skip
+    if bench.op.op_id in sizes and "window" in bench.spec.features:
+        yield _drawn(bench, label, window=sides, **sizes[bench.op.op_id])
 
 
-def _influence(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Check]:
+@_promise("sliding window", "sliding window", lambda bench: _windowed(bench, "left 5", (5, 0)))
+def window(bench: Bench, case: Case) -> Iterator[Compared]:
     """Rewrite the first keys and values: the last row, whose window begins later, stays; the first row changes."""
     args = bench.arguments(case)
-    paged = bench.op.op_id == "paged_attention"
+    over_pages = bench.op.op_id == "paged_attention"
     with torch.no_grad():
         before = flat(bench.call(args))[0]
-        key, value = args[1], args[2]
-        if paged:
-            page = int(args[3].block_tables[0, 0])
-            layout = args[9]
-            for cache in (key, value):
-                (cache[page][:4] if layout == "NHD" else cache[page][:, :4]).add_(3.0)
-        else:
-            key[:, :, :4].add_(3.0)
-            value[:, :, :4].add_(3.0)
+        for cache in args[1:3]:
+            rows = cache if not over_pages else cache[int(args[3].block_tables[0, 0])]
+            (rows[:4] if over_pages and args[9] == "NHD" else rows[..., :4, :]).add_(3.0)
         after = flat(bench.call(args))[0]
         want = flat(bench.truth(args))[0]
-    last, first = (slice(None), slice(None)) if paged else ((0, slice(None), -1), (0, slice(None), 0))
-    bound = bench.bound(case)
-    detail = "keys outside the window changed the result"
-    yield of_error(1, "sliding window", compare(after[last], before[last], bound), detail=detail, **where)
-    if not paged and torch.equal(after[first], before[first]):
-        yield failed(1, "sliding window", "keys inside the window have no influence", **where)
-    yield of_error(1, "sliding window", compare(after, want, bound), **where)
+    last, first = (slice(None), slice(None)) if over_pages else ((0, slice(None), -1), (0, slice(None), 0))
+    if not over_pages and torch.equal(after[first], before[first]):
+        raise ValueError("keys inside the window have no influence")
+    yield after[last], before[last], bench.bound(case), "keys outside the window changed the result"
+    yield after, want, bench.bound(case), ""
 
 
-def _wide_window(bench: Bench, case: Case, where: dict[str, str]) -> Iterator[Check]:
+@_promise("sliding window", "sliding window", lambda bench: _windowed(bench, "wider than the sequence", (64, 64)))
+def _wide_window(bench: Bench, case: Case) -> Iterator[Compared]:
     """A window wider than the sequence is no window."""
     args = bench.arguments(case)
     same = bench.arguments(replace(case, given={**case.given, "window": None}))
     with torch.no_grad():
         got, want = flat(bench.call(args))[0], flat(bench.call(same))[0]
-    bound = bench.bound(case)
-    detail = "a window wider than the sequence changed the result"
-    yield of_error(1, "sliding window", compare(got, want, bound), detail=detail, **where)
+    yield got, want, bench.bound(case), "a window wider than the sequence changed the result"
 
 
-def cache_layouts(bench: Bench) -> Iterator[Check]:
+def _square_pages(bench: Bench) -> Iterator[Case]:
+    if bench.op.op_id == "paged_attention":
+        page = fit(bench.spec, "page_size", 4)
+        sizes = {"num_heads": page, "page_size": page, "contexts": (2 * page + 1, page)}
+        for layout in layouts_of(bench.spec):
+            yield _drawn(bench, f"{layout}, square pages", kv_cache_layout=layout, **sizes)
+
+
+@_promise("KV layout", "KV layout", _square_pages)
+def _cache_layouts(bench: Bench, case: Case) -> Iterator[Compared]:
     """Pages of as many tokens as there are heads: read in the wrong layout they give numbers, not an error."""
-    if bench.op.op_id != "paged_attention":
-        return
-    page = fit(bench.spec, "page_size", 4)
-    sizes = {"num_heads": page, "page_size": page, "contexts": (2 * page + 1, page)}
-    for layout in layouts_of(bench.spec):
-        case = paged.case(bench.spec, f"{layout}, square pages", _dtype(bench), kv_cache_layout=layout, **sizes)
-        where = bench.at(case, "KV layout")
-
-        def check(case: Case = case, where: dict[str, str] = where) -> Iterator[Check]:
-            args = bench.arguments(case)
-            with torch.no_grad():
-                got, want = flat(bench.call(args))[0], flat(bench.truth(bench.arguments(case)))[0]
-            bound = bench.bound(case)
-            yield of_error(1, "KV layout", compare(got, want, bound), **where)
-
-        yield from guarded("KV layout", where, check)
-
-
-CONTRACTS = (untouched, fresh, packed, window, cache_layouts)
+    with torch.no_grad():
+        got, want = flat(bench.call(bench.arguments(case)))[0], flat(bench.truth(bench.arguments(case)))[0]
+    yield got, want, bench.bound(case), ""

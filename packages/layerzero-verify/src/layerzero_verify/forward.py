@@ -14,13 +14,11 @@ from torch import Tensor
 
 from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import models
-from layerzero_verify.caller import IDLE, Caller, StageError
-from layerzero_verify.capture import Events, hooked, ran
 from layerzero_verify.layers import own_error
-from layerzero_verify.lineup import LineUp
+from layerzero_verify.lineup import IDLE, Caller, LineUp
 from layerzero_verify.models import Model
-from layerzero_verify.patching import applied, watched
-from layerzero_verify.report import Check, StageDiff, Status, failed, of_error, skipped
+from layerzero_verify.patching import Events, applied, hooked, ran, watched
+from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
 from layerzero_verify.stages import localise, red_flags
 from layerzero_verify.thresholds import LAYER, LOGITS, limit
 
@@ -133,23 +131,38 @@ def _token_by_token(model: Model) -> Tensor:
 
 
 def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller) -> Check:
-    """A failed comparison of logits, told by the first stage inside the model that differs."""
-    rows, reports = _located(model, inputs, line_up, call)
+    """A failed comparison of logits, told by the first stage inside the model that differs: both run once more, every
+    module watched."""
+    want: Events = {}
+    got: Events = {}
+    with hooked(model.module, want) as observe, watched(model.module, observe):
+        model.logits(inputs)
+    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
+        model.logits(inputs)
+    mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
+    rows: list[StageDiff] = []
+    first: ErrorReport | None = None
+    for name in (name for name in want if name in got):
+        left, right = (
+            value if mask is None else _without_padding(value, mask.bool()) for value in (got[name], want[name])
+        )
+        report = compare(left, right, limit(LAYER, _coarse(left)))
+        first = report if first is None and not report.ok else first
+        op, kernel = ran(name, call)
+        rows.append(StageDiff(name.partition("#")[0], op, kernel, report.max_abs, report.tolerance.atol, report.ok))
     finding = localise(rows)
-    if finding is None:
+    if finding is None or first is None:
         return check
     guilty = next(row for row in rows if not row.ok)
-    spot = check.first
-    logits = "" if spot is None else f"the logits first differ at {list(spot.index)}"
-    words = (finding.rule, logits, check.detail)
+    logits = "" if check.first is None else f"the logits first differ at {list(check.first.index)}"
     return replace(
         check,
         component=finding.component,
         op=guilty.op,
         kernel=guilty.kernel,
         stage=guilty.stage,
-        first=reports[guilty.stage].first,
-        detail="; ".join(word for word in words if word),
+        first=first.first,
+        detail="; ".join(word for word in (finding.rule, logits, check.detail) if word),
         stages=tuple(rows),
         flags=red_flags(rows),
     )
@@ -188,36 +201,6 @@ def _judge(
         detail = f"top-1 differs at {len(wrong)} of {int(kept.sum())} positions, first at {wrong[0]}"
         return replace(check, detail=f"{check.detail}; {detail}".strip("; "), figures=figures)
     return replace(check, figures=figures)
-
-
-def _located(
-    model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller
-) -> tuple[list[StageDiff], dict[str, ErrorReport]]:
-    """Run both again with every module watched, and find where they part."""
-    want: Events = {}
-    got: Events = {}
-    with hooked(model.module, want) as observe, watched(model.module, observe):
-        model.logits(inputs)
-    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
-        model.logits(inputs)
-    mask = inputs.get("attention_mask")
-    kept = None if mask is None or "decoder_input_ids" in inputs else mask.bool()
-    rows: list[StageDiff] = []
-    reports: dict[str, ErrorReport] = {}
-    for name, value in want.items():
-        if name not in got:
-            continue
-        left, right = got[name], value
-        if kept is not None:
-            left, right = _without_padding(left, kept), _without_padding(right, kept)
-        report = compare(left, right, limit(LAYER, _coarse(left)))
-        op, kernel = ran(name, call)
-        stage = name.partition("#")[0]
-        reports.setdefault(stage, report)
-        if not report.ok and reports[stage].ok:  # the second time a module runs, and the first time it is wrong
-            reports[stage] = report
-        rows.append(StageDiff(stage, op, kernel, report.max_abs, report.tolerance.atol, report.ok))
-    return rows, reports
 
 
 def _coarse(value: Tensor) -> float:

@@ -7,9 +7,9 @@ formulas written apart from them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,15 +23,17 @@ from layerzero.model.op import Op, OperationSpec
 from layerzero.numerics import Tolerance, compare
 from layerzero.numerics.tolerances import dtype_name
 from layerzero.public.control import scoped
-from layerzero.tuning.truth import computed, flat, reduction, truth
+from layerzero.tuning.truth import computed, flat, gradients, reduction, truth
 from layerzero_verify.oracles import ORACLES
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
 from layerzero_verify.testing.cases import Case, Group, cases_of, declare, dtypes_of, load_cases
 from layerzero_verify.thresholds import gradient, kernel
 
-__all__ = ["Bench", "flat", "guarded"]
+__all__ = ["SAME", "Bench", "Compared", "flat", "guarded"]
 
-_SAME = Tolerance(0.0, 0.0)
+SAME = Tolerance(0.0, 0.0)
+# Result, truth, how close they have to be, and what a difference means beyond its numbers.
+Compared: TypeAlias = tuple[Tensor, Tensor, Tolerance, str]
 # Groups whose result is random: judged by what they promise, not by numbers.
 _RANDOM = frozenset({"dropout", "sampling", "speculation"})
 # Groups whose cases also run backward in every dtype, not in the most exact one alone.
@@ -63,16 +65,15 @@ class Bench:
         known = dtypes_of(spec)
         self.dtypes = tuple(item for item in known if among is None or item in among) or known
         self.where = {"op": spec.op, "kernel": spec.kernel_id}
-        self.declared = dict(spec.error_bounds)
         self.is_reference = spec.kernel_id == op.fallback_id
 
     # -- cases ---------------------------------------------------------------------------------------
-    def groups(self) -> Iterator[Group]:
-        """Groups of cases whose features the kernel declares; a stand-in's are those of the op it stands for."""
+    def groups(self, *, declared: bool = True) -> Iterator[Group]:
+        """Groups of cases whose features the kernel declares, or does not; a stand-in's are those of its op."""
         wanted = {self.op.op_id, self.op.stands_for}
         for groups in load_cases().values():
             for group in groups:
-                if group.op in wanted and group.requires <= self.spec.features:
+                if group.op in wanted and (group.requires <= self.spec.features) is declared:
                     yield group
 
     def cases(self, group: Group) -> Iterator[Case]:
@@ -84,10 +85,8 @@ class Bench:
     def plain(self) -> Case | None:
         """The first plain case, None where the kit has none."""
         found = [group for group in self.groups() if group.name not in _RANDOM]
-        for group in sorted(found, key=lambda group: group.name != "result"):
-            for case in self.cases(group):
-                return case
-        return None
+        ordered = sorted(found, key=lambda group: group.name != "result")
+        return next((case for group in ordered for case in self.cases(group)), None)
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
         """Fresh canonical arguments; another seed gives other numbers."""
@@ -123,47 +122,33 @@ class Bench:
         """Where a check of a case belongs."""
         return {**self.where, "stage": f"{group}: {case.label}", "dtype": case.dtype}
 
-    # -- checks --------------------------------------------------------------------------------------
-    def forward(self) -> Iterator[Check]:
-        """Every case against the truth."""
-        for group in self.groups():
-            for case in self.cases(group):
-                where = self.at(case, group.name)
-                check = self._random if group.name in _RANDOM else self._compared
-                yield from guarded("forward", where, lambda c=case, w=where, k=check: k(c, w))  # type: ignore[misc]
-
-    def _compared(self, case: Case, where: dict[str, str]) -> Iterator[Check]:
-        args = self.arguments(case)
-        with torch.no_grad():
-            got = flat(self.call(args))
-            want = flat(self.truth(self.arguments(case)))
-        yield from self._close("forward", got, want, where, case, args)
-
-    def _close(
-        self, name: str, got: list[Tensor], want: list[Tensor], where: dict[str, str], case: Case, args: Any
-    ) -> Iterator[Check]:
-        if len(got) != len(want):
-            yield failed(1, name, f"{len(got)} results, expected {len(want)}", **where)
-            return
-        bound = self.bound(case, reduction(args))
-        for index, (left, right) in enumerate(zip(got, want, strict=True)):
-            report = compare(left, right, bound)
-            check = of_error(1, name, report, **where)
-            if len(got) > 1 and check.status is Status.FAIL:
-                check = dataclasses.replace(check, detail=f"result {index}; {check.detail}".rstrip("; "))
-            yield check
-            if check.status is Status.FAIL:
-                return
-
     def bound(self, case: Case, k: int | None = None) -> Tolerance:
         """How close the result of a case has to be; `k` is the length of its sums."""
         return kernel(self.op.stands_for or self.op.op_id, case.dtype, k=k, declared=self.loss(case))
 
     def loss(self, case: Case) -> float:
         """The error the kernel itself declares for the dtype of a case."""
-        return self.declared.get(case.dtype, 0.0)
+        return dict(self.spec.error_bounds).get(case.dtype, 0.0)
 
-    def _random(self, case: Case, where: dict[str, str]) -> Iterator[Check]:
+    # -- checks --------------------------------------------------------------------------------------
+    def forward(self) -> Iterator[Check]:
+        """Every case against the truth; random ones by their seeds."""
+        for group in self.groups():
+            for case in self.cases(group):
+                name, check = ("seeded", self._random) if group.name in _RANDOM else ("forward", self._results)
+                yield from _first_failure(guarded(name, self.at(case, group.name), check, case))
+
+    def _results(self, case: Case) -> Iterator[Compared]:
+        args = self.arguments(case)
+        with torch.no_grad():
+            got, want = flat(self.call(args)), flat(self.truth(self.arguments(case)))
+        if len(got) != len(want):
+            raise ValueError(f"{len(got)} results, expected {len(want)}")
+        bound = self.bound(case, reduction(args))
+        for index, (left, right) in enumerate(zip(got, want, strict=True)):
+            yield left, right, bound, f"result {index}" if len(got) > 1 else ""
+
+    def _random(self, case: Case) -> Iterator[Compared]:
         """Equal seeds give equal results, other seeds others."""
         runs = []
         for turn, seed in enumerate((1, 1, 2)):
@@ -177,63 +162,55 @@ class Bench:
             )
             with torch.no_grad():
                 runs.append(flat(self.call(args))[0])
-        report = compare(runs[1], runs[0], _SAME)
-        detail = "equal seeds gave different results"
-        yield of_error(1, "seeded", report, detail=detail, **where)
-        if report.ok and torch.equal(runs[0], runs[2]):
-            yield failed(1, "seeded", "another seed gave the same result: the seed does not matter", **where)
+        if torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2]):
+            raise ValueError("another seed gave the same result: the seed does not matter")
+        yield runs[1], runs[0], SAME, "equal seeds gave different results"
 
     def backward(self) -> Iterator[Check]:
         """Gradients of all floating inputs, where backward is declared."""
         if "backward" not in self.spec.features:
             yield skipped(1, "backward", "not declared", **self.where)
             return
+        exact = dtypes_of(self.spec)[0]
         for group in self.groups():
             if group.name in _RANDOM or group.name == "quantized":
                 continue
-            exact = dtypes_of(self.spec)[0]
             for case in self.cases(group):
-                if self.dtype is None and case.dtype != exact and group.name not in _EVERY_DTYPE:
-                    continue
-                where = self.at(case, group.name)
-                yield from guarded("backward", where, lambda c=case, w=where: self._gradients(c, w))  # type: ignore[misc]
+                if self.dtype is not None or case.dtype == exact or group.name in _EVERY_DTYPE:
+                    yield from _first_failure(guarded("backward", self.at(case, group.name), self._gradients, case))
 
-    def _gradients(self, case: Case, where: dict[str, str]) -> Iterator[Check]:
+    def _gradients(self, case: Case) -> Iterator[Compared]:
         for required_only in (False, True):
-            args = self._leaves(self.arguments(case), required_only)
+            args = self._leaves(case, required_only)
             if args is not None and self._accepts(args):
                 break
         else:
             return  # a gradient of this call is not declared
         result = self.call(args)
-        kinds = [item.dtype for item in flat(result) if item.is_floating_point()]
-        if not kinds:
+        if not any(item.is_floating_point() for item in flat(result)):
             return  # whole numbers have no gradient
-        got = _backward(result, args, kinds)
-        # The truth starts from the same, already rounded numbers, and its loss weighs the outputs the same.
-        again = self._leaves(self.arguments(case), required_only)
-        assert again is not None
-        wide = tuple(_widened(item) for item in again)
-        want = _backward(self.truth(wide), wide, kinds)
-        for index, (left, right) in enumerate(zip(got, want, strict=True)):
+        # The truth starts from the same, already rounded numbers.
+        wide = self._leaves(case, required_only, torch.float64)
+        assert wide is not None
+        want = gradients(self.truth(wide), wide)
+        for index, (left, right) in enumerate(zip(gradients(result, args), want, strict=True)):
             largest = right.abs().max().item() if right.numel() else 0.0
             # A gradient is as good as the coarser of the call's dtype and its own.
             kind = max((getattr(torch, case.dtype), left.dtype), key=lambda item: torch.finfo(item).eps)
             bound = gradient(self.op.stands_for or self.op.op_id, dtype_name(kind), largest, declared=self.loss(case))
-            check = of_error(1, "backward", compare(left, right, bound), **where)
-            if check.status is Status.FAIL:
-                yield dataclasses.replace(check, detail=f"gradient {index}; {check.detail}".rstrip("; "))
-                return
-            yield check
+            yield left, right, bound, f"gradient {index}"
 
-    def _leaves(self, args: tuple[Any, ...], required_only: bool) -> tuple[Any, ...] | None:
-        """The arguments with gradients asked for: of all floating tensors, or of the required ones alone."""
-        found, any_leaf = [], False
-        for kind, item in zip(self.op.input_kinds, args, strict=True):
-            leaf = isinstance(item, Tensor) and item.is_floating_point() and not (required_only and kind != "tensor")
-            any_leaf = any_leaf or leaf
-            found.append(item.detach().clone().requires_grad_() if leaf else item)
-        return tuple(found) if any_leaf else None
+    def _leaves(self, case: Case, required_only: bool, dtype: torch.dtype | None = None) -> tuple[Any, ...] | None:
+        """Fresh arguments with gradients asked for: of all floating tensors, or of the required ones alone."""
+        args = list(self.arguments(case))
+        leaves = [
+            place
+            for place, (kind, item) in enumerate(zip(self.op.input_kinds, args, strict=True))
+            if isinstance(item, Tensor) and item.is_floating_point() and not (required_only and kind != "tensor")
+        ]
+        for place in leaves:
+            args[place] = args[place].detach().to(dtype or args[place].dtype, copy=True).requires_grad_()
+        return tuple(args) if leaves else None
 
     def _accepts(self, args: tuple[Any, ...]) -> bool:
         try:
@@ -248,43 +225,31 @@ class Bench:
             why = "not declared" if not self.spec.deterministic else "the kit has no plain case"
             yield skipped(1, "determinism", why, **self.where)
             return
-        where = self.at(case, "result")
+        yield from guarded("determinism", self.at(case, "result"), self._runs, case)
 
-        def check() -> Iterator[Check]:
-            with torch.no_grad():
-                runs = [flat(self.call(self.arguments(case))) for _ in range(3)]
-            for other in runs[1:]:
-                for left, right in zip(other, runs[0], strict=True):
-                    detail = "two runs on equal inputs differ"
-                    yield of_error(1, "determinism", compare(left, right, _SAME), detail=detail, **where)
-
-        yield from guarded("determinism", where, check)
+    def _runs(self, case: Case) -> Iterator[Compared]:
+        with torch.no_grad():
+            first, *others = (flat(self.call(self.arguments(case))) for _ in range(3))
+        for other in others:
+            for left, right in zip(other, first, strict=True):
+                yield left, right, SAME, "two runs on equal inputs differ"
 
 
-def guarded(name: str, where: dict[str, str], check: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """The checks of a function; whatever it raises is a failed check."""
+def guarded(name: str, where: dict[str, str], check: Callable[..., Iterator[Compared]], *args: Any) -> Iterator[Check]:
+    """A check of each pair that a function gives; whatever it raises is a failed check."""
     try:
-        yield from list(check())
+        for left, right, bound, detail in list(check(*args)):
+            found = of_error(1, name, compare(left, right, bound), **where)
+            if found.status is Status.FAIL:
+                found = replace(found, detail="; ".join(word for word in (detail, found.detail) if word))
+            yield found
     except Exception as error:
         yield failed(1, name, error, **where)
 
 
-def _widened(item: Any) -> Any:
-    if isinstance(item, Tensor) and item.requires_grad:
-        return item.detach().double().requires_grad_()
-    return item
-
-
-def _backward(result: Any, args: tuple[Any, ...], kinds: list[torch.dtype]) -> list[Tensor]:
-    """Gradients of the leaves; the outputs are weighed by numbers that the kernel's own dtypes hold exactly."""
-    outs, seeds = [], []
-    floating = [item for item in flat(result) if item.is_floating_point()]
-    for item, kind in zip(floating, kinds, strict=True):
-        if item.requires_grad:
-            outs.append(item)
-            weights = torch.linspace(-1, 1, item.numel(), device=item.device).reshape(item.shape)
-            seeds.append(weights.to(kind).to(item.dtype))
-    leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
-    # A result without a gradient has the gradient zero; where the truth has another one, that will show.
-    found = torch.autograd.grad(outs, leaves, seeds, allow_unused=True) if outs else (None,) * len(leaves)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+def _first_failure(checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks up to the first that failed: the other results of the same call show no more."""
+    for check in checks:
+        yield check
+        if check.status is Status.FAIL:
+            return

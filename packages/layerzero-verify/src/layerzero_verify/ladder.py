@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -17,17 +18,15 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import full_float32
 from layerzero.numerics.tolerances import dtype_name
 from layerzero.version import __version__
-from layerzero_verify import configs, layers, models, stage_diff, training
-from layerzero_verify.configs import Config
-from layerzero_verify.contracts import CONTRACTS
+from layerzero_verify import layers, models, training
+from layerzero_verify.contracts import CONTRACTS, contract, sound
 from layerzero_verify.kernels import Bench
 from layerzero_verify.lanes import LANES, Lane
-from layerzero_verify.lineup import LineUp, Target, resolve
-from layerzero_verify.preflight import contract, sound
-from layerzero_verify.report import LEVELS, Check, Level, VerifyReport, failed
-from layerzero_verify.verdict import judge
+from layerzero_verify.lineup import LineUp, Target, resolve, unknown
+from layerzero_verify.report import LEVELS, Check, Level, VerifyReport, failed, judge
+from layerzero_verify.weights import CONFIGS, Config
 
-__all__ = ["Task", "verify"]
+__all__ = ["named", "verify"]
 
 _LAYER_OPS = frozenset({"rms_norm", "linear", "rope", "attention", "add_rms_norm", "silu_and_mul", "paged_attention"})
 _MODEL_OPS = (_LAYER_OPS - {"add_rms_norm", "paged_attention"}) | {
@@ -37,17 +36,17 @@ _MODEL_OPS = (_LAYER_OPS - {"add_rms_norm", "paged_attention"}) | {
     "gemma_rms_norm",
 }
 _TRAINING_OPS = (_LAYER_OPS - {"paged_attention"}) | {"embedding", "cross_entropy"}
-_OF = {2: "a layer", 3: "a layer", 4: "these models", 5: "a training step"}
+# By level: the ops it is made of, and what that is called.
+_OPS = {
+    2: (_LAYER_OPS, "a layer"),
+    3: (_LAYER_OPS, "a layer"),
+    4: (_MODEL_OPS, "these models"),
+    5: (_TRAINING_OPS, "a training step"),
+}
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-
-
-@dataclass(frozen=True)
-class Task:
-    """A piece of a level: a label for whoever watches, and the checks it makes."""
-
-    level: int
-    label: str
-    run: Callable[[], Iterable[Check]]
+# A piece of a level: a label for whoever watches, and the checks it makes.
+Task: TypeAlias = tuple[str, Callable[[], Iterable[Check]]]
+Value = TypeVar("Value")
 
 
 def verify(
@@ -73,10 +72,11 @@ def verify(
     weights for levels 3 and 4. `progress(done, total, label)` is called before each task.
     """
     started = time.perf_counter()
-    plan = _lane(lane)
-    wanted = _levels(level)
-    word = None if dtype is None else _dtype(dtype)
-    chosen = None if config is None else configs.named(config)
+    plan, wanted = named(LANES, lane), _levels(level)
+    word = None if dtype is None else dtype_name(dtype)
+    if word not in (None, *_DTYPES):
+        raise invalid("DTYPE_UNSUPPORTED", dtype, _DTYPES, f"no dtype {dtype!r}")
+    chosen = tuple(named(CONFIGS, name) for name in (plan.configs if config is None else (config,)))
     compiles = plan.thorough or kernel is not None or backend is not None
     target = resolve(op=op, kernel=kernel, backend=backend, device=device, compiles=compiles)
     runner = _Runner(plan, target, wanted, chosen, word, model, seed)
@@ -113,10 +113,11 @@ def _calm(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _lane(name: str) -> Lane:
-    if name not in LANES:
-        raise invalid("VALUE_INVALID", name, list(LANES), f"no lane {name!r}")
-    return LANES[name]
+def named(table: Mapping[str, Value], name: str) -> Value:
+    """What stands under a name, or an error that lists them."""
+    if name not in table:
+        raise unknown(f"there is no {name!r}", name, table)
+    return table[name]
 
 
 def _levels(level: int | Iterable[int] | None) -> frozenset[int]:
@@ -125,13 +126,6 @@ def _levels(level: int | Iterable[int] | None) -> frozenset[int]:
     if not wanted or not wanted <= known:
         raise invalid("VALUE_INVALID", str(level), sorted(known), f"no such level: {level}")
     return wanted
-
-
-def _dtype(word: str) -> str:
-    name = dtype_name(word)
-    if name not in _DTYPES:
-        raise invalid("DTYPE_UNSUPPORTED", word, _DTYPES, f"no dtype {word!r}")
-    return name
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
@@ -155,30 +149,31 @@ def _notes(found: tuple[Level, ...], target: Target) -> tuple[str, ...]:
     return (f"seen at level 1 only, no layer or model here calls for them: {', '.join(alone)}",) if alone else ()
 
 
+@dataclass
 class _Runner:
-    """Makes the tasks of each level and runs them."""
+    """Makes the tasks of each level and runs them. `wrong` are kernels that take no part any more."""
 
-    def __init__(
-        self,
-        lane: Lane,
-        target: Target,
-        wanted: frozenset[int],
-        config: Config | None,
-        dtype: str | None,
-        model: str | None,
-        seed: int,
-    ) -> None:
-        self.lane = lane
-        self.target = target
-        self.wanted = wanted
-        self.configs = (config,) if config is not None else tuple(configs.CONFIGS[name] for name in lane.configs)
-        self.dtype = dtype
-        self.folder = model
-        self.seed = seed
-        unsound = frozenset(item.kernel_id for item in target.kernels if sound(item))
-        self.usable = tuple(item for item in target.kernels if item.kernel_id not in unsound)
-        self.wrong: frozenset[str] = unsound
-        self.line_ups = target.line_ups(thorough=lane.thorough, without=self.wrong)
+    lane: Lane
+    target: Target
+    wanted: frozenset[int]
+    configs: tuple[Config, ...]
+    dtype: str | None
+    folder: str | None
+    seed: int
+    wrong: frozenset[str] = frozenset()
+    line_ups: tuple[LineUp, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._leave_out(item.kernel_id for item in self.target.kernels if sound(item))
+
+    def _leave_out(self, kernels: Iterable[str]) -> None:
+        self.wrong |= frozenset(kernels)
+        self.line_ups = self.target.line_ups(thorough=self.lane.thorough, without=self.wrong)
+
+    @property
+    def usable(self) -> list[KernelSpec]:
+        """Kernels under test that nothing was found wrong with."""
+        return [item for item in self.target.kernels if item.kernel_id not in self.wrong]
 
     # -- climbing ------------------------------------------------------------------------------------
     def climb(self, progress: Callable[[int, int, str], None]) -> tuple[Level, ...]:
@@ -189,22 +184,21 @@ class _Runner:
         found: list[Level] = []
         for number, (tasks, why) in plans.items():
             start = time.perf_counter()
-            if number >= 2 and found[-1].number == 1 and found[-1].failures:
+            if number >= 2 and found[-1].number == 1:
                 # What is wrong alone is wrong in a layer too; the others are tried without it.
-                self.wrong |= {item.kernel for item in found[-1].failures if item.kernel}
-                self.line_ups = self.target.line_ups(thorough=self.lane.thorough, without=self.wrong)
+                self._leave_out(item.kernel for item in found[-1].failures if item.kernel)
             if number >= 2 and self.wrong:
                 tasks, why = self._plan(number)
             if number >= 3 and any(rung.number == 0 and rung.failures for rung in found):
                 tasks, why = [], "the preflight failed; nothing heavy is run before it passes"
             checks: list[Check] = []
-            for task in tasks:
-                progress(done, total, task.label)
+            for label, run in tasks:
+                progress(done, total, label)
                 done += 1
                 try:
-                    checks += task.run()
+                    checks += run()
                 except Exception as error:  # a check that itself breaks is a finding, not the end of the run
-                    checks.append(failed(number, task.label, error))
+                    checks.append(failed(number, label, error))
             found.append(Level(number, tuple(checks), why, time.perf_counter() - start))
         progress(total, total, "done")
         return tuple(found)
@@ -213,43 +207,37 @@ class _Runner:
         """The tasks of a level, or why it has none."""
         if not self.target.kernels:
             return [], "no kernel under test can run here"
-        if number == 0:
-            return list(self._preflight()), ""
-        if number == 1:
-            return list(self._kernels()), ""
-        if not self.line_ups:
-            return [], "every kernel under test fails alone; what it would do to a layer follows from that"
-        ops = {2: _LAYER_OPS, 3: _LAYER_OPS, 4: _MODEL_OPS, 5: _TRAINING_OPS}[number]
-        if not self._serves(ops):
-            return [], f"no kernel under test computes an op of {_OF[number]}"
-        if number == 4 and models.missing():
-            return [], models.missing()
-        if number == 5 and self.dtype not in (None, "float32"):
-            return [], "training parity is defined in float32"
-        made = {2: self._layers, 3: self._stages, 4: self._models, 5: self._training}[number]
+        if number >= 2:
+            ops, what = _OPS[number]
+            if not self.line_ups:
+                return [], "every kernel under test fails alone; what it would do to a layer follows from that"
+            if not self._serves(ops):
+                return [], f"no kernel under test computes an op of {what}"
+            if number == 4 and models.missing():
+                return [], models.missing()
+            if number == 5 and self.dtype not in (None, "float32"):
+                return [], "training parity is defined in float32"
+        made = (self._preflight, self._kernels, self._layers, self._stages, self._models, self._training)[number]
         return list(made()), ""
 
     def _serves(self, ops: frozenset[str]) -> bool:
-        if self.target.everything:
-            return True
         standing = {item for line_up in self.line_ups for item, _ in line_up.stand_ins}
-        kept = {item.op for item in self.usable if item.kernel_id not in self.wrong}
-        return bool((kept | standing) & ops)
+        return self.target.everything or bool(({item.op for item in self.usable} | standing) & ops)
 
     # -- the levels ----------------------------------------------------------------------------------
     def _preflight(self) -> Iterator[Task]:
         for item in self.target.kernels:
-            yield Task(0, item.kernel_id, partial(contract, item, self.target.device))
+            yield item.kernel_id, partial(contract, item, self.target.device)
         if self.wanted & {3, 4, 5} and not models.missing() and self._serves(_MODEL_OPS):
             from layerzero_verify.forward import matrix
 
             for line_up in self.line_ups[:1]:
-                yield Task(0, f"three models [{line_up.name}]", partial(matrix, line_up, self.target.device, self.seed))
+                yield f"three models [{line_up.name}]", partial(matrix, line_up, self.target.device, self.seed)
 
     def _kernels(self) -> Iterator[Task]:
         for item in self.usable:
             for turn in range(self.lane.seeds):
-                yield Task(1, item.kernel_id, partial(self._kernel, item, self.seed + turn))
+                yield item.kernel_id, partial(self._kernel, item, self.seed + turn)
 
     def _kernel(self, item: KernelSpec, seed: int) -> Iterator[Check]:
         among = self.lane.kernel_dtypes
@@ -266,7 +254,7 @@ class _Runner:
             for dtype in self._dtypes(line_up):
                 for config in self.configs:
                     run = partial(layers.check_layer, config, line_up, self.target.device, dtype, self.seed)
-                    yield Task(2, f"layer {config.name} [{line_up.name}]", run)
+                    yield f"layer {config.name} [{line_up.name}]", run
 
     def _dtypes(self, line_up: LineUp) -> list[str]:
         """The lane's dtypes for the first line-up, its first one for the others.
@@ -279,49 +267,41 @@ class _Runner:
         return [name for name in ((self.dtype,) if self.dtype else lane) if all(name in known for known in bound)]
 
     def _stages(self) -> Iterator[Task]:
-        dtype = self.dtype or "float32"
+        device, dtype = self.target.device, self.dtype or "float32"
         for line_up in self.line_ups:
             if models.missing():
-                run = partial(stage_diff.check_made, line_up, self.target.device, dtype, self.seed)
-                yield Task(3, f"stages [{line_up.name}]", run)
+                yield f"stages [{line_up.name}]", partial(layers.check_made, line_up, device, dtype, self.seed)
                 continue
-            for name in self._names(self.lane.stage_models):
-                yield Task(3, f"stages {name} [{line_up.name}]", partial(self._stage, name, line_up, dtype))
+            for name, model in self._made(self.lane.stage_models):
+                run = partial(_with, layers.check_stages, name, model, line_up, device, dtype)
+                yield f"stages {name} [{line_up.name}]", run
 
-    def _stage(self, name: str, line_up: LineUp, dtype: str) -> Iterator[Check]:
-        return stage_diff.check_stages(name, self._model(name), line_up, self.target.device, dtype)
-
-    def _names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return (self.folder,) if self.folder is not None else names
-
-    def _model(self, name: str) -> models.Model:
-        if name == self.folder:
-            return models.from_folder(name, self.seed, self.lane.length)
-        return models.made(name, self.seed, self.lane.length)
+    def _made(self, names: tuple[str, ...]) -> list[tuple[str, Callable[[], models.Model]]]:
+        """The models of a level by name, each with the function that makes it; a folder takes the place of all."""
+        if self.folder is not None:
+            return [(self.folder, partial(models.from_folder, self.folder, self.seed, self.lane.length))]
+        return [(name, partial(models.made, name, self.seed, self.lane.length)) for name in names]
 
     def _models(self) -> Iterator[Task]:
-        for line_up in self.line_ups:
-            for name in self._names(self.lane.models):
-                yield Task(4, f"model {name} [{line_up.name}]", partial(self._forward, name, line_up))
-
-    def _forward(self, name: str, line_up: LineUp) -> Iterator[Check]:
         from layerzero_verify.forward import check_model
 
-        return check_model(
-            name, self._model(name), line_up, self.target.device, self.dtype or "float32", cached=self.lane.cached
-        )
+        dtype, check = self.dtype or "float32", partial(check_model, cached=self.lane.cached)
+        for line_up in self.line_ups:
+            for name, model in self._made(self.lane.models):
+                run = partial(_with, check, name, model, line_up, self.target.device, dtype)
+                yield f"model {name} [{line_up.name}]", run
 
     def _training(self) -> Iterator[Task]:
+        options = {"steps": self.lane.steps, "seed": self.seed}
         for line_up in self.line_ups:
             for config in self.configs if line_up is self.line_ups[0] else self.configs[:1]:
-                if config.name not in self.lane.training and len(self.configs) > 1:
-                    continue
-                run = partial(
-                    training.check_training,
-                    config,
-                    line_up,
-                    self.target.device,
-                    steps=self.lane.steps,
-                    seed=self.seed,
-                )
-                yield Task(5, f"training {config.name} [{line_up.name}]", run)
+                if config.name in self.lane.training or len(self.configs) == 1:
+                    run = partial(training.check_training, config, line_up, self.target.device, **options)
+                    yield f"training {config.name} [{line_up.name}]", run
+
+
+def _with(
+    check: Callable[..., Iterator[Check]], name: str, model: Callable[[], models.Model], *rest: object
+) -> Iterator[Check]:
+    """A check of a model that is made no earlier than its turn comes."""
+    return check(name, model(), *rest)

@@ -1,13 +1,13 @@
-"""The three lanes: how much of each level there is time for."""
+"""The three lanes, how much of each level there is time for; and what a new model architecture has to pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from layerzero_verify.configs import CONFIGS
 from layerzero_verify.models import MODELS
+from layerzero_verify.weights import CONFIGS
 
-__all__ = ["LANES", "Lane"]
+__all__ = ["LANES", "STEPS", "Lane"]
 
 _ALL = tuple(CONFIGS)
 
@@ -21,8 +21,6 @@ class Lane:
     the stress lane runs with all of them.
     """
 
-    name: str
-    about: str
     configs: tuple[str, ...]
     dtypes: tuple[str, ...]
     models: tuple[str, ...]
@@ -37,9 +35,8 @@ class Lane:
     threads: int | None = None
 
 
+# Under a minute on two cores: what every change should pass.
 _QUICK = Lane(
-    "quick",
-    "under a minute on two cores: what every change should pass",
     configs=("tiny", "gqa"),
     dtypes=("float32",),
     models=("llama", "mistral", "qwen", "gemma", "gpt2", "t5", "vit"),
@@ -53,9 +50,8 @@ _QUICK = Lane(
     kernel_dtypes=("float32", "float16", "bfloat16"),
     threads=1,
 )
+# Under ten minutes: every config, model, dtype and backend.
 _FULL = Lane(
-    "full",
-    "under ten minutes: every config, model, dtype and backend",
     configs=_ALL,
     dtypes=("float32", "bfloat16", "float16"),
     models=MODELS,
@@ -68,13 +64,28 @@ _FULL = Lane(
     cached=True,
     threads=1,
 )
-_STRESS = replace(
-    _FULL,
-    name="stress",
-    about="as long as it takes: many seeds, long sequences, hundreds of training steps",
-    steps=200,
-    seeds=20,
-    length=96,
-    threads=None,
+# As long as it takes: many seeds, long sequences, hundreds of training steps.
+_STRESS = replace(_FULL, steps=200, seeds=20, length=96, threads=None)
+LANES: dict[str, Lane] = {"quick": _QUICK, "full": _FULL, "stress": _STRESS}
+
+# Before anybody relies on a new architecture, in this order.
+STEPS = tuple(
+    {"step": step, "command": f"lz verify {options}"}
+    for step, options in (
+        (
+            "Kernels: every op the model calls for, forward and backward; a new op or option gets its own cases",
+            "--level 1 --lane full",
+        ),
+        (
+            "Layer: all stages of one layer; one that is not RMSNorm + GQA + SwiGLU gets a test of its own",
+            "--level 2 --lane full",
+        ),
+        ("Weight conversion: the saved weights, loaded and laid out, give the same stages", "--level 3 --model FOLDER"),
+        (
+            "Forward parity: logits within 1e-3 and the same top-1 at every position",
+            "--level 4 --model FOLDER --lane full",
+        ),
+        ("Training: 5 to 20 steps of SGD, weights within 1e-3 and 1e-2", "--level 5 --lane full"),
+        ("Stress: 100 and more steps, the two loss curves together, no drift", "--level 5 --lane stress"),
+    )
 )
-LANES: dict[str, Lane] = {lane.name: lane for lane in (_QUICK, _FULL, _STRESS)}

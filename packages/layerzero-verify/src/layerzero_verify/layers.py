@@ -1,9 +1,13 @@
-"""Level 2: a full layer against the truth, all stages, forward and backward; and prefill + decode = full forward."""
+"""Levels 2 and 3: a layer against the truth.
+
+Level 2: all stages, forward and backward, with weights made here; and prefill + decode = full forward. Level 3: the
+stages with real weights, one difference each, and the component they point to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,31 +15,40 @@ from torch import Tensor
 from layerzero.dispatch.run import current_world
 from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import block
-from layerzero_verify.caller import IDLE, Caller, StageError
-from layerzero_verify.configs import Config
-from layerzero_verify.lineup import LineUp
-from layerzero_verify.report import Check, StageDiff, Status, failed, of_error, skipped
+from layerzero_verify.lineup import IDLE, Caller, LineUp
+from layerzero_verify.models import Model
+from layerzero_verify.oracles import Truth, cast, rope_tables
+from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
 from layerzero_verify.stages import CONSUMERS, OPS, bare, localise, red_flags
 from layerzero_verify.thresholds import LAYER, limit
-from layerzero_verify.truth import Truth, rope_tables
-from layerzero_verify.weights import LayerWeights, generator, made
+from layerzero_verify.weights import CONFIGS, Config, LayerWeights, from_transformers, generator, made
 
-__all__ = ["WEIGHTS", "check_layer", "diff_stages", "own_error", "references"]
+__all__ = ["WEIGHTS", "check_layer", "check_made", "check_stages", "own_error"]
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
+Named = dict[str, Tensor]
+Layers = list[LayerWeights]
+Found = TypeVar("Found")
 
 
-def references(line_up: LineUp) -> dict[str, Any]:
-    """The references of plugins' ops that stand in for built-in ones."""
+def _truth(line_up: LineUp) -> Truth:
+    """The formulas, but the references of plugins' ops that stand in for built-in ones."""
     ops = current_world().ops
-    found = {}
-    for op, name in line_up.stand_ins:
-        reference = ops[name].fallback_impl
-        if reference is not None:
-            found[op] = reference
-    return found
+    standing = {op: ops[name].fallback_impl for op, name in line_up.stand_ins}
+    return Truth({op: reference for op, reference in standing.items() if reference is not None})
 
 
+def _wide_and_own(
+    compute: Callable[[Layers, Tensor, block.Tables], Found], layers: Layers, x: Tensor, tables: block.Tables
+) -> tuple[Found, Found | None]:
+    """A truth in float64, and in a narrow dtype also in that one: what plain torch loses is no fault of a kernel."""
+    wide = [layer.to(torch.float64) for layer in layers]
+    narrow = x.dtype not in (torch.float32, torch.float64)
+    own = compute(layers, x, cast(tables, x.dtype)) if narrow else None
+    return compute(wide, x.double(), cast(tables, torch.float64)), own
+
+
+# -- level 2 ---------------------------------------------------------------------------------------------
 def check_layer(
     config: Config, line_up: LineUp, device: torch.device, dtype: str = "float32", seed: int = 0
 ) -> Iterator[Check]:
@@ -45,23 +58,10 @@ def check_layer(
     layers = [made(config, number, seed).to(kind, device) for number in range(config.layers)]
     draw = generator("input", config.name, seed)
     x = torch.randn(_BATCH, _LENGTH, config.hidden, generator=draw).to(device, kind)
-    tables = _tables(config, device) if config.rope else None
-    call = Caller(line_up)
+    tables = cast(rope_tables(_LENGTH, config.head_dim) if config.rope else None, torch.float32, device)
     with line_up.entered():
-        yield from _forward_backward(call, layers, x, tables, line_up, where)
+        yield from _forward_backward(line_up, layers, x, tables, where)
         yield from _decode(line_up, layers[0], x, tables, where)
-
-
-def _tables(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    cos, sin = rope_tables(_LENGTH, config.head_dim)
-    return cos.float().to(device), sin.float().to(device)
-
-
-def _as(tables: block.Tables, dtype: torch.dtype) -> block.Tables:
-    return None if tables is None else (tables[0].to(dtype), tables[1].to(dtype))
-
-
-Named = dict[str, Tensor]
 
 
 def _chain(layers: list[LayerWeights], x: Tensor, run: Any) -> tuple[Named, Named]:
@@ -95,37 +95,33 @@ def _gradients(stages: Named, leaves: Named) -> Named:
 
 
 def _forward_backward(
-    call: Caller, layers: list[LayerWeights], x: Tensor, tables: block.Tables, line_up: LineUp, where: dict[str, str]
+    line_up: LineUp, layers: Layers, x: Tensor, tables: block.Tables, where: dict[str, str]
 ) -> Iterator[Check]:
-    truth = Truth(references(line_up))
-    wide = [layer.to(torch.float64) for layer in layers]
-    want, want_leaves = _chain(wide, x.double(), lambda w, s, _: truth.layer(w, s, _as(tables, torch.float64)))
-    # What plain torch itself loses in a narrow dtype is no fault of a kernel.
-    own: Named = {}
-    narrow = x.dtype not in (torch.float32, torch.float64)
-    if narrow:
-        own, own_leaves = _chain(layers, x, lambda w, s, _: truth.layer(w, s, _as(tables, x.dtype)))
+    call, truth = Caller(line_up), _truth(line_up)
+
+    def compute(layers: Layers, x: Tensor, tables: block.Tables) -> tuple[Named, Named]:
+        return _chain(layers, x, lambda w, stream, _: truth.layer(w, stream, tables))
+
+    want, own = _wide_and_own(compute, layers, x, tables)
     try:
-        got, got_leaves = _chain(layers, x, lambda w, s, prefix: block.forward(call, w, s, tables, prefix))
+        got = _chain(layers, x, lambda w, stream, prefix: block.forward(call, w, stream, tables, prefix))
     except StageError as error:
         yield failed(2, "forward", error, **where)
         return
     if call.idle:
         yield skipped(2, "forward and backward", IDLE, **where)
         return
-    yield diff_stages(2, "forward", got, want, call, own, **where)
+    yield _diff_stages(2, "forward", got[0], want[0], call, own[0] if own else {}, where)
     try:
-        grads = _gradients(got, got_leaves)
+        grads = _gradients(*got)
     except RuntimeError as error:
         yield failed(2, "backward", error, **where)
         return
-    want_grads = _gradients(want, want_leaves)
-    own_grads = _gradients(own, own_leaves) if narrow else {}
-    yield _diff_gradients(grads, want_grads, call, own_grads, where)
+    yield _diff_gradients(grads, _gradients(*want), call, _gradients(*own) if own else {}, where)
 
 
-def diff_stages(
-    level: int, name: str, got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], **where: Any
+def _diff_stages(
+    level: int, name: str, got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], where: Mapping[str, str]
 ) -> Check:
     """One check over all stages: the first one that differs names op, kernel and component."""
     return _judged(level, name, {stage: stage for stage in want}, got, want, call, own, where)
@@ -205,38 +201,28 @@ def _judged(
 def _decode(
     line_up: LineUp, layer: LayerWeights, x: Tensor, tables: block.Tables, where: dict[str, str]
 ) -> Iterator[Check]:
-    truth = Truth(references(line_up))
-    want = truth.layer(layer.to(torch.float64), x.double(), _as(tables, torch.float64))["output"]
-    narrow = x.dtype not in (torch.float32, torch.float64)
-    own = own_error(truth.layer(layer, x, _as(tables, x.dtype))["output"] if narrow else None, want)
+    truth = _truth(line_up)
+    want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables)["output"], [layer], x, tables)
     for name, paged in (("contiguous", None), ("paged NHD", "NHD"), ("paged HND", "HND")):
+        label = f"prefill + decode, {name}"
         if any(op == "attention" for op, _ in line_up.stand_ins):
-            yield skipped(2, f"prefill + decode, {name}", "attention is a plugin's own op here", **where)
+            yield skipped(2, label, "attention is a plugin's own op here", **where)
             continue
         call = Caller(line_up)
         try:
             with torch.no_grad():
                 got = block.decode(call, layer, x, tables, _PROMPT, paged=paged)
         except StageError as error:
-            yield failed(2, f"prefill + decode, {name}", error, **where)
+            yield failed(2, label, error, **where)
             continue
         if call.idle:
-            yield skipped(2, f"prefill + decode, {name}", IDLE, **where)
+            yield skipped(2, label, IDLE, **where)
             continue
-        report = compare(got, want, limit(LAYER, own))
+        report = compare(got, want, limit(LAYER, own_error(own, want)))
         op = "attention" if paged is None else "paged_attention"
-        place = _place(report)
-        yield of_error(
-            2,
-            f"prefill + decode, {name}",
-            report,
-            op=op,
-            kernel=call.kernels.get(op, ""),
-            stage=place,
-            served=call.served,
-            component="" if report.ok else "KV cache or attention alignment",
-            **where,
-        )
+        component = "" if report.ok else "KV cache or attention alignment"
+        found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": _place(report), "component": component}
+        yield of_error(2, label, report, served=call.served, **found, **where)
 
 
 def _place(report: ErrorReport) -> str:
@@ -245,3 +231,75 @@ def _place(report: ErrorReport) -> str:
         return "output"
     token = report.first.index[1]
     return "prefill output" if token < _PROMPT else f"decode token {token} output"
+
+
+# -- level 3 ---------------------------------------------------------------------------------------------
+def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:
+    """First and last layer of a Llama-like model, on the hidden states that the model itself feeds them."""
+    module, config = model.module, model.module.config
+    subject = f"{name} [{line_up.name}]"
+    layers = getattr(getattr(module, "model", None), "layers", None)
+    if layers is None or not _llama_like(layers[0]):
+        yield skipped(3, "stage diff", "not of the Llama family", subject=subject)
+        return
+    hidden: dict[Any, Tensor] = {}
+
+    def keep(layer: Any, args: Any, kwargs: Any) -> None:
+        hidden[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    try:
+        model.logits(model.inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first = hidden[layers[0]]
+    cos, sin = module.model.rotary_emb(first, torch.arange(first.shape[1], device=first.device)[None])
+    half = cos.shape[-1] // 2
+    tables = cos[0, :, :half], sin[0, :, :half]
+    for number in sorted({0, len(layers) - 1}):
+        weights = from_transformers(layers[number], config)
+        x = hidden[layers[number]]
+        yield _one(f"layer {number}", weights, x, tables, line_up, device, {"subject": subject, "dtype": dtype})
+
+
+def _llama_like(layer: Any) -> bool:
+    """RMSNorm, separate projections, SwiGLU: what the ladder's own layer computes."""
+    return (
+        all(hasattr(layer, name) for name in ("self_attn", "input_layernorm", "post_attention_layernorm"))
+        and hasattr(layer.mlp, "gate_proj")
+        and "SiLU" in type(layer.mlp.act_fn).__name__
+        and not hasattr(layer.self_attn, "q_norm")
+        and not hasattr(layer, "pre_feedforward_layernorm")
+    )
+
+
+def check_made(line_up: LineUp, device: torch.device, dtype: str, seed: int) -> Iterator[Check]:
+    """The same with weights made here, for a machine without transformers."""
+    config = CONFIGS["gqa"]
+    x = torch.randn(2, 12, config.hidden, generator=generator("stages", seed))
+    where = {"subject": f"made weights [{line_up.name}]", "dtype": dtype}
+    yield _one("layer 0", made(config, 0, seed), x, rope_tables(12, config.head_dim), line_up, device, where)
+
+
+def _one(
+    label: str,
+    weights: LayerWeights,
+    x: Tensor,
+    tables: block.Tables,
+    line_up: LineUp,
+    device: torch.device,
+    where: dict[str, str],
+) -> Check:
+    kind: torch.dtype = getattr(torch, where["dtype"])
+    weights, x, tables = weights.to(kind, device), x.to(device, kind), cast(tables, torch.float32, device)
+    truth, call = _truth(line_up), Caller(line_up)
+    want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables), [weights], x, tables)
+    try:
+        with torch.no_grad(), line_up.entered():
+            got = block.forward(call, weights, x, tables)
+    except StageError as error:
+        return failed(3, "stage diff", error, **where)
+    if call.idle:
+        return skipped(3, f"stage diff, {label}", IDLE, **where)
+    return _diff_stages(3, f"stage diff, {label}", got, want, call, own or {}, where)

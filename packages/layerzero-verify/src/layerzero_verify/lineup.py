@@ -7,26 +7,32 @@ the reference's too, and the report says which kernels were used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from layerzero._ops.signature import public_op
+from layerzero._ops.signature import dispatch, public_op
 from layerzero.device.probe import probe_device
-from layerzero.dispatch.run import current_world
-from layerzero.errors import UnknownNameError, nearest
+from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.errors import LayerZeroError, UnknownNameError, nearest
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.op import OperationSpec
 from layerzero.plugin.vendor import hardware_reasons
 from layerzero.public.control import scoped
+from layerzero.public.inspection import list_kernels
+from layerzero.selection.engine import refuse
+from layerzero_verify.report import StageError
 
-__all__ = ["LineUp", "Target", "resolve"]
+__all__ = ["IDLE", "Caller", "LineUp", "Target", "resolve", "unknown"]
 
 # More than any preference, priority or measurement can say.
 _BOOST = 1e6
+_UNCOMPILED = "compiled at run time: `--lane full`, or naming it or its backend, takes it in"
+IDLE = "no kernel under test serves a call here"
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,9 @@ class Target:
 
     name: str
     device: torch.device
-    spec: DeviceSpec
     kernels: tuple[KernelSpec, ...]
     absent: tuple[tuple[str, str], ...]
     everything: bool
-
-    @property
-    def ops(self) -> frozenset[str]:
-        """Ops that have a kernel under test."""
-        return frozenset(kernel.op for kernel in self.kernels)
 
     def line_ups(self, *, thorough: bool, without: frozenset[str] = frozenset()) -> tuple[LineUp, ...]:
         """One line-up as selected, then, where asked, each backend's kernels in turn; only the latter if restricted.
@@ -98,24 +98,17 @@ def resolve(
     """
     spec = probe_device(device)
     world = current_world()
-    if op is not None and op not in world.ops:
-        public_op(op)  # raises with the nearest names
     known = world.registry.kernels
     if kernel is not None and kernel not in known:
-        raise _unknown("kernel", kernel, list(known), "KERNEL_UNKNOWN")
+        raise unknown(f"no kernel {kernel!r} is registered", kernel, known, "KERNEL_UNKNOWN")
     backends = {item.backend for item in known.values()} | set(world.registry.backends)
     if backend is not None and backend not in backends:
-        raise _unknown("backend", backend, sorted(backends), "BACKEND_UNKNOWN")
-    chosen = [
-        item
-        for item in known.values()
-        if (op is None or item.op == op)
-        and (kernel is None or item.kernel_id == kernel)
-        and (backend is None or item.backend == backend)
-    ]
+        raise unknown(f"no backend {backend!r} is registered", backend, backends, "BACKEND_UNKNOWN")
     usable, absent = [], []
-    for item in sorted(chosen, key=lambda item: (item.op, -item.priority, item.kernel_id)):
-        why = _absent(item, spec) or ("" if compiles else _uncompiled(item))
+    for item in list_kernels(op, backend=backend):
+        if kernel not in (None, item.kernel_id):
+            continue
+        why = _absent(item, spec) or ("" if compiles or not item.jit else _UNCOMPILED)
         if why:
             absent.append((item.kernel_id, why))
         else:
@@ -128,16 +121,16 @@ def resolve(
     return Target(
         ", ".join(words) or "every kernel",
         torch.device(spec.device_type, spec.index) if spec.device_type != "cpu" else torch.device("cpu"),
-        spec,
         tuple(usable),
         tuple(absent),
         everything=not words,
     )
 
 
-def _unknown(kind: str, name: str, known: list[str], code: str) -> UnknownNameError:
-    near = nearest(name, known) or sorted(known)[:8]
-    return UnknownNameError(f"no {kind} {name!r} is registered", code=code, value=name, limit=", ".join(near))
+def unknown(message: str, name: str, known: Iterable[str], code: str = "VALUE_INVALID") -> UnknownNameError:
+    """The error for a name that nobody here bears; it says which ones are near."""
+    near = ", ".join(nearest(name, known) or sorted(known)[:8]) or "nothing: there is none"
+    return UnknownNameError(message, code=code, value=name, limit=near, hint=f"there is {near}")
 
 
 def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
@@ -154,10 +147,6 @@ def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
     return found[0].message if found else ""
 
 
-def _uncompiled(kernel: KernelSpec) -> str:
-    return "compiled at run time: `--lane full`, or naming it or its backend, takes it in" if kernel.jit else ""
-
-
 def _combinations(backend: str, kernels: list[KernelSpec]) -> list[LineUp]:
     """So many line-ups that each kernel is in one: the first of every op, then the second, and so on."""
     by_op: dict[str, list[KernelSpec]] = {}
@@ -172,3 +161,53 @@ def _combinations(backend: str, kernels: list[KernelSpec]) -> list[LineUp]:
         chosen = tuple(items[min(turn, len(items) - 1)].kernel_id for items in by_op.values())
         found.append(LineUp(backend if turn == 0 else f"{backend} ({turn + 1})", chosen, stand_ins))
     return found
+
+
+@dataclass
+class Caller:
+    """Calls ops within a line-up, through the real dispatch, and remembers the kernels: by stage, the last of each op.
+
+    The kernel that selection chooses is then asked for by name, so that a kernel that raises is a finding and not a
+    quiet change to the next candidate.
+    """
+
+    line_up: LineUp
+    stages: dict[str, tuple[str, str]] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def __call__(self, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of the op on public arguments; a plugin's op that stands in for it takes its place."""
+        public = public_op(op)
+        canonical, layout, _ = public.normalize(args, kwargs)
+        standing = dict(self.line_up.stand_ins).get(op)
+        spec = public if standing is None else current_world().ops[standing]
+        kernel = ""
+        try:
+            kernel = _choose(spec, canonical, layout)
+            self.stages[stage] = (spec.op_id, kernel)
+            self.kernels[op] = kernel
+            self.used.add(kernel)
+            if standing is None:
+                return public.function(*args, **kwargs, backend=kernel)
+            return dispatch(spec, canonical, layout, kernel)
+        except LayerZeroError as error:
+            raise StageError(stage, spec.op_id, kernel, error.__cause__ or error) from error
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Every kernel that was called, by name."""
+        return tuple(sorted(self.used))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the line-up names kernels and none of them served a call."""
+        return bool(self.line_up.kernels) and not self.used & set(self.line_up.kernels)
+
+
+def _choose(spec: OperationSpec, canonical: tuple[Any, ...], layout: str | None) -> str:
+    world = current_world()
+    decision = decide(spec, describe(spec, canonical, layout, None, world), world)
+    if not decision.chosen:
+        raise refuse(decision)
+    return decision.chosen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from layerzero.errors import invalid
 from layerzero_verify.weights import generator
 
-__all__ = ["MODELS", "Model", "available", "from_folder", "made", "missing"]
+__all__ = ["MODELS", "Model", "from_folder", "made", "missing"]
 
 _VOCAB = 131
 _SMALL: dict[str, Any] = {
@@ -57,56 +56,33 @@ def missing() -> str:
     return ""
 
 
-def _llama(name: str, prefix: str, **changes: Any) -> Callable[[Any], Any]:
-    def build(transformers: Any) -> Any:
-        config = getattr(transformers, f"{prefix}Config")(**{**_SMALL, **changes})
-        return getattr(transformers, f"{prefix}ForCausalLM")(config)
-
-    return build
-
-
-def _gpt2(transformers: Any) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=_VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _t5(transformers: Any) -> Any:
-    config = transformers.T5Config(
-        vocab_size=_VOCAB, d_model=64, d_kv=16, d_ff=112, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _vit(transformers: Any) -> Any:
-    config = transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=112, image_size=32, patch_size=8,
-        num_labels=11,
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
-
-
-# A sliding window shorter than the sequences, so that it matters; Gemma with wide heads, Qwen with biases.
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
-    "llama": _llama("llama", "Llama"),
-    "mistral": _llama("mistral", "Mistral", sliding_window=5),
-    "qwen": _llama("qwen", "Qwen2"),
-    "gemma": _llama("gemma", "Gemma", head_dim=32, hidden_act="gelu_pytorch_tanh"),
-    "gpt2": _gpt2,
-    "t5": _t5,
-    "vit": _vit,
-    "gemma2": _llama("gemma2", "Gemma2", head_dim=32, sliding_window=5, query_pre_attn_scalar=32),
-    "qwen3": _llama("qwen3", "Qwen3", head_dim=16),
-}
-MODELS = tuple(_BUILDERS)
+# name -> what transformers calls its config and model, and how these differ from the small ones. A sliding window
+# shorter than the sequences, so that it matters; Gemma with wide heads, Qwen with biases.
+_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "ForCausalLM", _SMALL),
+    "mistral": ("Mistral", "ForCausalLM", {**_SMALL, "sliding_window": 5}),
+    "qwen": ("Qwen2", "ForCausalLM", _SMALL),
+    "gemma": ("Gemma", "ForCausalLM", {**_SMALL, "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
+    "gpt2": (
+        "GPT2", "LMHeadModel",
+        {"vocab_size": _VOCAB, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0,
+         "eos_token_id": 0},
+    ),
+    "t5": (
+        "T5", "ForConditionalGeneration",
+        {"vocab_size": _VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 112, "num_layers": 2, "num_heads": 4,
+         "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
+    ),
+    "vit": (
+        "ViT", "ForImageClassification",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 112,
+         "image_size": 32, "patch_size": 8, "num_labels": 11},
+    ),
+    "gemma2": ("Gemma2", "ForCausalLM", {**_SMALL, "head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 32}),
+    "qwen3": ("Qwen3", "ForCausalLM", {**_SMALL, "head_dim": 16}),
+}  # fmt: skip
+MODELS = tuple(_ARCHITECTURES)
 MATRIX = ("llama", "gpt2", "t5")  # the three of the preflight: rotary decoder, learned positions, encoder-decoder
-
-
-def available() -> tuple[str, ...]:
-    """The models that can be made here; all, or none without transformers."""
-    return () if missing() else MODELS
 
 
 @lru_cache(maxsize=32)
@@ -114,9 +90,10 @@ def made(name: str, seed: int = 0, length: int = 12) -> Model:
     """A model by name, in float32 on the CPU; the same numbers for the same seed."""
     import transformers
 
+    prefix, kind, sizes = _ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
-        module = _BUILDERS[name](transformers).eval()
+        module = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes)).eval()
     _lively(module, name, seed)
     draw = generator("tokens", name, seed)
     if name == "vit":

@@ -6,13 +6,18 @@ Each takes the canonical arguments of its op, as a rule in float64. They are mad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ORACLES"]
+from layerzero._ops.signature import public_op
+from layerzero_verify.block import Tables, forward
+from layerzero_verify.weights import LayerWeights
+
+__all__ = ["ORACLES", "Truth", "cast", "rope_tables"]
 
 
 def _visible(row: int, column: int, seq_q: int, seq_k: int, causal: Any, window: Any) -> bool:
@@ -86,18 +91,14 @@ def _paged(
 ) -> Any:
     if key_cache.dtype is not torch.float64 or any(item is not None for item in rest):
         return NotImplemented  # a cache with scales is another formula
-    page = key_cache.shape[1 if layout == "NHD" else 2]
-
-    def token(cache: Tensor, row: int, position: int) -> Tensor:
-        block = cache[int(batch.block_tables[row, position // page])]
-        return block[position % page] if layout == "NHD" else block[:, position % page]
-
+    axis = 0 if layout == "NHD" else 1  # of a page's tokens; they come after the heads here
     outs, lses, start = [], [], 0
     for row, (context, new) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
         if new == 0:
             continue
+        pages = batch.block_tables[row, : -(-context // key_cache.shape[axis + 1])].tolist()
         k, v = (
-            torch.stack([token(cache, row, position) for position in range(context)], dim=1)[None]
+            torch.cat([cache[page] for page in pages], dim=axis).narrow(axis, 0, context).movedim(axis, 1)[None]
             for cache in (key_cache, value_cache)
         )
         q = query[start : start + new].transpose(0, 1)[None]
@@ -218,3 +219,36 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
 }
+
+
+def rope_tables(length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, head_dim / 2] in float64."""
+    rates = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.arange(length, dtype=torch.float64).outer(rates)
+    return angles.cos(), angles.sin()
+
+
+def cast(tables: Tables, dtype: torch.dtype, device: torch.device | None = None) -> Tables:
+    """The tables in another dtype (and on another device)."""
+    return None if tables is None else (tables[0].to(device, dtype), tables[1].to(device, dtype))
+
+
+class Truth:
+    """Called as a `Caller` is, it runs no kernel: each op by its formula, in whatever dtype is given.
+
+    `references` replaces formulas by the reference of a plugin's op that stands in for a built-in one: whether that is
+    what a real model needs is the question of level 4.
+    """
+
+    def __init__(self, references: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self.formulas = {**ORACLES, **(references or {})}
+        self.stages: dict[str, tuple[str, str]] = defaultdict(lambda: ("", ""))
+
+    def __call__(self, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
+        """The op's result on public arguments."""
+        canonical, _, _ = public_op(op).normalize(args, kwargs)
+        return self.formulas[op](*canonical)
+
+    def layer(self, weights: LayerWeights, x: Tensor, tables: Tables) -> dict[str, Tensor]:
+        """Every stage of a causal layer on x [B, S, H], in the dtype of x."""
+        return forward(self, weights, x, tables)

@@ -1,10 +1,11 @@
-"""A transformers model under `lz.patch`, with every op it calls named and watched, for the length of a block."""
+"""A transformers model under `lz.patch`, every op it calls named and watched; and what happens inside it, by event."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero_verify.caller import Caller
+from layerzero_verify.lineup import Caller
 
-__all__ = ["applied", "watched"]
+__all__ = ["Events", "applied", "hooked", "ran", "stage_of", "watched"]
 
 _NAME = "layerzero_verify"
 # op -> the stage it computes; a norm, product or embedding is the stage of its module
@@ -94,3 +95,78 @@ def watched(model: Any, observe: Observer) -> Iterator[None]:
         model.set_attn_implementation(before)
         AttentionInterface._global_mapping.pop(_NAME, None)
         AttentionMaskInterface._global_mapping.pop(_NAME, None)
+
+
+# -- events: the outputs of modules and the inputs of attention -----------------------------------------
+Events = dict[str, Tensor]
+
+# last part of a module's name -> stage
+_MODULES = {
+    "input_layernorm": "ln1_out", "ln_1": "ln1_out", "layernorm_before": "ln1_out",
+    "post_attention_layernorm": "ln2_out", "ln_2": "ln2_out", "layernorm_after": "ln2_out",
+    "pre_feedforward_layernorm": "ln2_out",
+    "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "q": "q_proj", "k": "k_proj", "v": "v_proj",
+    "c_attn": "q_proj", "o_proj": "proj_out", "o": "proj_out", "attn.c_proj": "proj_out",
+    "gate_proj": "fc1_out", "up_proj": "fc1_out", "c_fc": "fc1_out", "fc1": "fc1_out", "wi": "fc1_out",
+    "wi_0": "fc1_out", "wi_1": "fc1_out",
+    "down_proj": "mlp_out", "mlp.c_proj": "mlp_out", "fc2": "mlp_out", "wo": "mlp_out",
+    "embed_tokens": "embedding", "wte": "embedding", "wpe": "embedding", "shared": "embedding",
+    "lm_head": "head", "classifier": "head", "score": "head",
+}  # fmt: skip
+
+
+def stage_of(name: str) -> str:
+    """The stage a module computes, by the names transformers gives; "" for modules that are none."""
+    parts = name.split(".")
+    for size in (2, 1):
+        found = _MODULES.get(".".join(parts[-size:]))
+        if found:
+            return found
+    return "norm" if parts[-1].endswith("norm") else ""
+
+
+@contextmanager
+def hooked(model: Any, events: Events) -> Iterator[Callable[[str, Tensor], None]]:
+    """Collect events while the block runs; yields the observer that attention functions tell of their tensors."""
+
+    def observe(name: str, value: Tensor) -> None:
+        key, number = name, 2
+        while key in events:  # a module that runs several times, an encoder's and a decoder's embedding
+            key, number = f"{name}#{number}", number + 1
+        events[key] = value.detach().clone()
+
+    def watch(name: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            observe(name, value)
+
+    def before(name: str, module: Any, args: Any) -> None:
+        watch(f"{name} swiglu_out", args[0] if args else None)
+
+    def after(name: str, module: Any, args: Any, output: Any) -> None:
+        watch(f"{name} {stage_of(name)}", output)
+
+    handles = []
+    for name, module in model.named_modules():
+        stage = stage_of(name)
+        if stage == "mlp_out":
+            handles.append(module.register_forward_pre_hook(partial(before, name)))
+        if stage:
+            handles.append(module.register_forward_hook(partial(after, name)))
+    try:
+        yield observe
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ran(event: str, call: Caller) -> tuple[str, str]:
+    """Op and kernel behind an event, ("", "") where the model computed it itself."""
+    name, _, stage = event.partition("#")[0].rpartition(" ")
+    keys = [f"{name} {word}" for word in ("norm", "linear", "embedding")]
+    if stage in ("q_rope", "k_rope"):
+        keys = [f"{name} q_rope"]
+    elif stage == "attn_out":
+        keys = [event.partition("#")[0]]
+    elif stage == "swiglu_out":
+        keys = [f"{name.rpartition('.')[0]} swiglu_out"]
+    return next((call.stages[key] for key in keys if key in call.stages), ("", ""))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from layerzero.json_form import Plain, plain
 from layerzero.numerics import ErrorLocation, ErrorReport
+
+if TYPE_CHECKING:
+    from layerzero_verify.lineup import Target
 
 __all__ = [
     "LEVELS",
@@ -21,20 +25,14 @@ __all__ = [
     "VerifyReport",
     "failed",
     "finite",
+    "judge",
     "of_error",
     "skipped",
 ]
 
 SCHEMA_VERSION = "1.0"
 
-LEVELS = {
-    0: "preflight",
-    1: "kernels",
-    2: "layer",
-    3: "stages",
-    4: "model",
-    5: "training",
-}
+LEVELS = dict(enumerate(("preflight", "kernels", "layer", "stages", "model", "training")))
 
 
 class Status(enum.StrEnum):
@@ -183,7 +181,7 @@ class VerifyReport:
     verdict: Verdict
     seconds: float
     versions: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -200,18 +198,10 @@ class VerifyReport:
         return {
             "schema_version": SCHEMA_VERSION,
             "ok": self.ok,
-            "lane": self.lane,
-            "target": self.target,
-            "device": self.device,
-            "dtype": self.dtype,
-            "seed": self.seed,
+            **{item.name: plain(getattr(self, item.name)) for item in fields(self)},
             "seconds": round(self.seconds, 2),
             "versions": dict(self.versions),
-            "kernels": list(self.kernels),
             "absent": [{"kernel": name, "why": why} for name, why in self.absent],
-            "verdict": self.verdict.to_json(),
-            "levels": [level.to_json() for level in self.levels],
-            "notes": list(self.notes),
         }
 
 
@@ -267,3 +257,61 @@ def failed(level: int, name: str, error: BaseException | str, **where: Any) -> C
 def skipped(level: int, name: str, why: str, **where: Any) -> Check:
     """A check that was left out, and why."""
     return Check(level, name, Status.SKIP, detail=why, **where)
+
+
+# -- the pyramid rule: where the lowest fault lies, and what it means that everything below it is sound ---------
+def judge(levels: Sequence[Level], target: Target) -> Verdict:
+    """The verdict on a run: the first failure of the lowest failing level speaks for all above it."""
+    if not target.kernels:
+        why = f" ({target.absent[0][1]})" if target.absent else ""
+        return Verdict(False, "nothing", None, f"nothing was verified: no kernel of {target.name} can run here{why}")
+    broken = next((level for level in levels if level.failures), None)
+    passed = [level for level in levels if level.status is Status.OK]
+    if broken is None:
+        count = sum(level.passed for level in levels)
+        left = [f"level {level.number} ({level.skipped})" for level in levels if level.skipped]
+        text = f"{target.name}: all {count} checks pass at levels {_numbers(passed)}"
+        return Verdict(True, "pass", None, text + (f"; left out: {'; '.join(left)}" if left else ""))
+    # Of several failures the one that shows a wrong number says more than one that only raised.
+    first = next((item for item in broken.failures if item.first is not None), broken.failures[0])
+    below = [level for level in passed if 0 < level.number < broken.number]
+    # The rule needs its premise: without the lower levels nobody knows whether the kernels are sound.
+    placed = any(level.number == 1 for level in below)
+    kind = {0: "contract", 1: "kernel"}.get(broken.number, "integration" if placed else "unplaced")
+    return Verdict(
+        False,
+        kind,
+        broken.number,
+        f"{_headline(broken.number, kind, first)}. {_meaning(broken.number, below, levels)}",
+        component=first.component or first.op,
+        op=first.op,
+        kernel=first.kernel,
+        stage=first.stage,
+    )
+
+
+def _headline(number: int, kind: str, first: Check) -> str:
+    component = f"{first.component}, " if first.component and first.component != first.op else ""
+    word = "fault" if kind == "unplaced" else f"{kind} fault"
+    where = " ".join(part for part in (first.op, first.kernel) if part) or first.name
+    place = f" at {first.stage}" if first.stage else ""
+    return f"{word} at level {number} ({LEVELS[number]}): {component}{where}{place}"
+
+
+def _meaning(number: int, below: list[Level], levels: Sequence[Level]) -> str:
+    if number == 0:
+        return "The declaration and the kernel do not fit together, so nothing heavy was run"
+    if number == 1:
+        above = [level for level in levels if level.number > 1 and level.status is not Status.SKIP]
+        more = f"; levels {_numbers(above)} were run without it" if above else ""
+        return f"The kernel alone gives another result than the reference{more}"
+    if below:
+        return (
+            f"Levels {_numbers(below)} pass: the parts are right by their own measure, "
+            "what joins them (a convention, a layout, an alignment) is not"
+        )
+    return "The levels below were not run; run them to see whether a kernel or the integration is at fault"
+
+
+def _numbers(levels: Sequence[Level]) -> str:
+    return ", ".join(str(level.number) for level in levels)

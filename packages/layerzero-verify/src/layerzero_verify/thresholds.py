@@ -7,6 +7,8 @@ the plain torch computation itself makes in that dtype, measured on the spot.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from layerzero.numerics import Tolerance, tolerance
 from layerzero.numerics.tolerances import dtype_name
 
@@ -51,7 +53,7 @@ def kernel(op: str, dtype: str, *, k: int | None = None, declared: float = 0.0) 
     rtol, atol = row.rtol, row.atol
     if dtype_name(dtype) == "float32" and not row.exact:
         rtol, atol = min(rtol, KERNEL), min(atol, KERNEL)
-    return Tolerance(max(rtol, declared), max(atol, declared), row.hit_ratio, row.mode, row.ulps)
+    return replace(row, rtol=max(rtol, declared), atol=max(atol, declared))
 
 
 def gradient(op: str, dtype: str, largest: float, *, declared: float = 0.0) -> Tolerance:
@@ -61,4 +63,4 @@ def gradient(op: str, dtype: str, largest: float, *, declared: float = 0.0) -> T
     # An op that copies has exact results, but its gradient is a sum all the same.
     base = tolerance("gradient", dtype) if row.exact else row
     rtol = max(GRADS if name == "float32" else base.rtol, declared)
-    return Tolerance(rtol, rtol * max(1.0, largest), base.hit_ratio, base.mode, base.ulps)
+    return replace(base, rtol=rtol, atol=rtol * max(1.0, largest))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.numerics import ErrorReport, compare
+from layerzero.numerics import compare
 from layerzero_verify import block
-from layerzero_verify.caller import IDLE, Caller, StageError
-from layerzero_verify.configs import Config
 from layerzero_verify.layers import WEIGHTS
-from layerzero_verify.lineup import LineUp
-from layerzero_verify.report import Check, Status, failed, of_error, skipped
-from layerzero_verify.thresholds import BUG, EMBEDDING_GRAD, GRADS, TRAINING, limit
-from layerzero_verify.truth import Truth, rope_tables
-from layerzero_verify.weights import generator, made
+from layerzero_verify.lineup import IDLE, Caller, LineUp
+from layerzero_verify.oracles import Truth, cast, rope_tables
+from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
+from layerzero_verify.stages import red_flags
+from layerzero_verify.thresholds import EMBEDDING_GRAD, GRADS, TRAINING, limit
+from layerzero_verify.weights import Config, generator, made
 
 __all__ = ["check_training", "grows_exponentially"]
 
@@ -43,8 +42,7 @@ class _Model:
             "head": torch.randn(vocab, hidden, generator=draw) / hidden**0.5,
         }
         self.others = {name: value.to(device).requires_grad_() for name, value in self.others.items() if value.numel()}
-        cos, sin = rope_tables(_LENGTH, config.head_dim)
-        self.tables = (cos.float().to(device), sin.float().to(device)) if config.rope else None
+        self.tables = cast(rope_tables(_LENGTH, config.head_dim) if config.rope else None, torch.float32, device)
 
     def parameters(self) -> Parameters:
         """All leaves by name, in the order of the forward pass."""
@@ -80,10 +78,8 @@ def check_training(
     if line_up.stand_ins:
         yield skipped(5, "training", "a plugin's own op stands in: its convention is the question of level 4", **where)
         return
-    ours, theirs = _Model(config, device, seed), _Model(config, device, seed)
     call, truth = Caller(line_up), Truth()
-    gaps: list[float] = []
-    curves: list[tuple[float, float]] = []
+    both = _Both(_Model(config, device, seed), _Model(config, device, seed), call, where)
     with line_up.entered():
         for step in range(1, steps + 1):
             # A few batches again and again, so that there is something to learn and the loss has a trend.
@@ -91,25 +87,24 @@ def check_training(
             tokens = torch.randint(config.vocab, (_BATCH, _LENGTH + 1), generator=draw).to(device)
             ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             try:
-                loss, gradients = _gradients(ours, ours.loss(call, ids, targets))
+                loss, gradients = _gradients(both.ours, both.ours.loss(call, ids, targets))
             except (StageError, RuntimeError) as error:
                 yield failed(5, f"step {step}", error, **where)
                 return
-            want_loss, want = _gradients(theirs, theirs.loss(truth, ids, targets))
+            want_loss, want = _gradients(both.theirs, both.theirs.loss(truth, ids, targets))
             if step == 1:
                 if call.idle:
                     yield skipped(5, "training", IDLE, **where)
                     return
-                yield from _first_gradients(gradients, want, call, where)
-            ours.step(gradients)
-            theirs.step(want)
-            curves.append((loss.item(), want_loss.item()))
-            gaps.append(_gap(ours, theirs))
+                yield from both.first_gradients(gradients, want)
+            both.ours.step(gradients)
+            both.theirs.step(want)
+            both.note(loss.item(), want_loss.item())
             for count, weights, losses in TRAINING:
                 if step == count:
-                    yield _at(step, ours, theirs, curves, weights, losses, gaps, call, where)
+                    yield both.after(step, weights, losses)
     if steps > TRAINING[-1][0]:
-        yield _curves(curves, gaps, where)
+        yield both.curve()
 
 
 def _gradients(model: _Model, loss: Tensor) -> tuple[Tensor, Parameters]:
@@ -121,69 +116,78 @@ def _gradients(model: _Model, loss: Tensor) -> tuple[Tensor, Parameters]:
     }
 
 
-def _gap(ours: _Model, theirs: _Model) -> float:
-    pairs = zip(ours.parameters().values(), theirs.parameters().values(), strict=True)
-    return max((left - right).abs().max().item() for left, right in pairs)
+@dataclass
+class _Both:
+    """The two models side by side: losses and the largest difference of a weight, step by step."""
 
+    ours: _Model
+    theirs: _Model
+    call: Caller
+    where: dict[str, Any]
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
 
-def _maker(name: str, call: Caller) -> tuple[str, str]:
-    """Op and kernel that a parameter belongs to."""
-    prefix, _, last = name.rpartition(" ")
-    stage = f"{prefix} {WEIGHTS.get(last, last)}".strip()
-    return call.stages.get(stage, ("", ""))
+    def note(self, loss: float, want: float) -> None:
+        """A step was made."""
+        self.losses.append((loss, want))
+        pairs = zip(self.ours.parameters().values(), self.theirs.parameters().values(), strict=True)
+        self.gaps.append(max((left - right).abs().max().item() for left, right in pairs))
 
+    def _maker(self, name: str) -> dict[str, str]:
+        """The parameter as a stage, and the op and kernel that it belongs to."""
+        prefix, _, last = name.rpartition(" ")
+        op, kernel = self.call.stages.get(f"{prefix} {WEIGHTS.get(last, last)}".strip(), ("", ""))
+        return {"stage": name, "op": op, "kernel": kernel}
 
-def _first_gradients(got: Parameters, want: Parameters, call: Caller, where: dict[str, Any]) -> Iterator[Check]:
-    """Gradients of the first step, from the head back: the first that differs is the guilty one's."""
-    for name in reversed(list(want)):
-        bound = limit(EMBEDDING_GRAD if name == "embedding" else GRADS)
-        report = compare(got[name], want[name], bound)
-        op, kernel = _maker(name, call)
-        check = of_error(5, "gradient of the first step", report, op=op, kernel=kernel, stage=name, **where)
-        yield check
-        if check.status is Status.FAIL:
-            return
+    def first_gradients(self, got: Parameters, want: Parameters) -> Iterator[Check]:
+        """Gradients of the first step, from the head back: the first that differs is the guilty one's."""
+        for name in reversed(list(want)):
+            report = compare(got[name], want[name], limit(EMBEDDING_GRAD if name == "embedding" else GRADS))
+            check = of_error(5, "gradient of the first step", report, **self._maker(name), **self.where)
+            yield check
+            if check.status is Status.FAIL:
+                return
 
+    def after(self, step: int, weights: float, losses: float) -> Check:
+        """Weights and loss after a number of steps."""
+        theirs = self.theirs.parameters()
+        reports = {name: compare(value, theirs[name], limit(weights)) for name, value in self.ours.parameters().items()}
+        worst = max(reports, key=lambda name: reports[name].max_abs)
+        guilty = next((name for name in reversed(list(reports)) if not reports[name].ok), worst)
+        check = of_error(5, f"weights after {step} steps", reports[guilty], **self._maker(guilty), **self.where)
+        loss, want = self.losses[-1]
+        off = abs(loss - want)
+        if not off < losses:
+            text = f"loss differs by {off:.3g}, limit {losses:g}"
+            check = replace(check, status=Status.FAIL, detail=f"{check.detail}; {text}".strip("; "))
+        rows = [StageDiff(name, "", "", report.max_abs, weights, report.ok) for name, report in reports.items()]
+        flags = (*red_flags(rows), *self._growth()) if check.status is Status.FAIL else ()
+        figures = (("loss", loss), ("torch_loss", want), ("loss_diff", off))
+        return replace(check, figures=figures, served=self.call.served, flags=flags)
 
-def _at(
-    step: int,
-    ours: _Model,
-    theirs: _Model,
-    curves: list[tuple[float, float]],
-    weights: float,
-    losses: float,
-    gaps: list[float],
-    call: Caller,
-    where: dict[str, Any],
-) -> Check:
-    """Weights and loss after a number of steps."""
-    reports: dict[str, ErrorReport] = {
-        name: compare(value, theirs.parameters()[name], limit(weights)) for name, value in ours.parameters().items()
-    }
-    worst = max(reports, key=lambda name: reports[name].max_abs)
-    guilty = next((name for name in reversed(list(reports)) if not reports[name].ok), worst)
-    op, kernel = _maker(guilty, call)
-    off = abs(curves[-1][0] - curves[-1][1])
-    check = of_error(5, f"weights after {step} steps", reports[guilty], op=op, kernel=kernel, stage=guilty, **where)
-    figures = (("loss", curves[-1][0]), ("torch_loss", curves[-1][1]), ("loss_diff", off))
-    flags = _flags(gaps, reports)
-    if not off < losses:
-        text = f"loss differs by {off:.3g}, limit {losses:g}"
-        check = replace(check, status=Status.FAIL, detail=f"{check.detail}; {text}".strip("; "))
-    return replace(check, figures=figures, served=call.served, flags=flags if check.status is Status.FAIL else ())
+    def _growth(self) -> tuple[str, ...]:
+        text = "the difference grows exponentially over the steps: numerical instability"
+        return (text,) if grows_exponentially(self.gaps) else ()
 
-
-def _flags(gaps: list[float], reports: dict[str, ErrorReport]) -> tuple[str, ...]:
-    found = []
-    if max(gaps) > BUG:
-        found.append(f"weights differ by {max(gaps):.3g}: above {BUG:g} is a bug, not rounding")
-    if grows_exponentially(gaps):
-        found.append("the difference grows exponentially over the steps: numerical instability")
-    sizes = sorted(report.max_abs for report in reports.values())
-    worst = max(reports, key=lambda name: reports[name].max_abs)
-    if len(sizes) >= 4 and sizes[len(sizes) // 2] > 0 and sizes[-1] > 100 * sizes[len(sizes) // 2]:
-        found.append(f"{worst} is far worse than the other weights: look there")
-    return tuple(found)
+    def curve(self) -> Check:
+        """Over many steps rounding makes the weights part; what must hold is the trend of the loss."""
+        ours, theirs = (torch.tensor(list(side), dtype=torch.float64) for side in zip(*self.losses, strict=True))
+        off = (ours - theirs).abs().max().item()
+        together = torch.corrcoef(torch.stack((ours, theirs)))[0, 1].item()
+        steps, flags, bound = len(self.losses), self._growth(), TRAINING[-1][2]
+        ok = off < bound and together > 0.99 and not flags and bool(ours.isfinite().all())
+        figures = {"steps": float(steps), "loss_diff": off, "correlation": together, "weight_diff": self.gaps[-1]}
+        return Check(
+            5,
+            f"loss curve over {steps} steps",
+            Status.OK if ok else Status.FAIL,
+            max_abs=off,
+            threshold=bound,
+            detail="" if ok else f"the curves part: largest difference {off:.3g}, correlation {together:.4f}",
+            flags=flags,
+            figures=tuple(figures.items()),
+            **self.where,
+        )
 
 
 def grows_exponentially(gaps: list[float]) -> bool:
@@ -192,25 +196,3 @@ def grows_exponentially(gaps: list[float]) -> bool:
     if len(later) < 4 or later[-1] < 1e-4:
         return False
     return math.log(later[-1] / later[0]) / (len(later) - 1) > math.log(1.5)
-
-
-def _curves(curves: list[tuple[float, float]], gaps: list[float], where: dict[str, Any]) -> Check:
-    """Over many steps rounding makes the weights part; what must hold is the trend of the loss."""
-    ours, theirs = (torch.tensor(list(side), dtype=torch.float64) for side in zip(*curves, strict=True))
-    off = (ours - theirs).abs().max().item()
-    together = torch.corrcoef(torch.stack((ours, theirs)))[0, 1].item()
-    ok = off < TRAINING[-1][2] and together > 0.99 and not grows_exponentially(gaps)
-    ok = ok and all(math.isfinite(value) for value in ours.tolist())
-    figures = (("steps", float(len(curves))), ("loss_diff", off), ("correlation", together), ("weight_diff", gaps[-1]))
-    flags = ("the difference grows exponentially over the steps: numerical instability",)
-    return Check(
-        5,
-        f"loss curve over {len(curves)} steps",
-        Status.OK if ok else Status.FAIL,
-        max_abs=off,
-        threshold=TRAINING[-1][2],
-        detail="" if ok else f"the curves part: largest difference {off:.3g}, correlation {together:.4f}",
-        flags=flags if grows_exponentially(gaps) else (),
-        figures=figures,
-        **where,
-    )

@@ -1,18 +1,52 @@
-"""Weights of a transformer layer as values: made from a seed, or taken from a transformers model."""
+"""The small models of the ladder, each there to show one kind of mistake; and the weights of a layer as values."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero_verify.configs import Config
+__all__ = ["CONFIGS", "Config", "LayerWeights", "from_transformers", "generator", "made"]
 
-__all__ = ["LayerWeights", "from_transformers", "generator", "made"]
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes of a small decoder."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    layers: int
+    rope: bool = True
+    vocab: int = 97
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def ffn(self) -> int:
+        """Width of the gated MLP."""
+        return 2 * self.hidden
+
+
+CONFIGS: dict[str, Config] = {
+    config.name: config
+    for config in (
+        Config("tiny", 64, 2, 2, 2),  # the baseline
+        Config("gqa", 128, 8, 2, 2),  # grouped query heads
+        Config("deep", 64, 2, 2, 6),  # errors that add up over layers
+        Config("wide", 128, 8, 8, 2),  # many heads
+        Config("no_rope", 64, 2, 2, 2, rope=False),  # learned positions only
+        Config("medium", 256, 4, 4, 4),  # a larger scale
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -39,20 +73,17 @@ class LayerWeights:
         """The tensors by name."""
         return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)}
 
-    def with_tensors(self, changed: Mapping[str, Tensor]) -> LayerWeights:
-        """The same layer with other tensors."""
-        given: dict[str, Any] = dict(changed)
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> LayerWeights:
+        given: dict[str, Any] = {name: change(value.detach()) for name, value in self.named().items()}
         return replace(self, **given)
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> LayerWeights:
         """The same layer in another dtype (and on another device)."""
-        return self.with_tensors({name: value.detach().to(device, dtype) for name, value in self.named().items()})
+        return self._changed(lambda value: value.to(device, dtype))
 
     def leaves(self) -> LayerWeights:
         """Fresh leaves that collect gradients."""
-        return self.with_tensors(
-            {name: value.detach().clone().requires_grad_() for name, value in self.named().items()}
-        )
+        return self._changed(lambda value: value.clone().requires_grad_())
 
 
 def generator(*words: object) -> torch.Generator:
@@ -86,22 +117,19 @@ def made(config: Config, layer: int, seed: int) -> LayerWeights:
 def from_transformers(layer: Any, config: Any) -> LayerWeights:
     """The weights of a decoder layer of the Llama family (Llama, Mistral, Qwen2)."""
     attention, mlp = layer.self_attn, layer.mlp
+    norms = {"ln1": layer.input_layernorm, "ln2": layer.post_attention_layernorm}
+    projections = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
+    tensors = {
+        "w1": torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
+        "w2": mlp.down_proj.weight,
+        **{name: part.weight for name, part in norms.items()},
+        **{f"w{name}": part.weight for name, part in projections.items()},
+        **{f"b{name}": part.bias for name, part in projections.items() if name != "o" and part.bias is not None},
+    }
     return LayerWeights(
-        ln1=layer.input_layernorm.weight.detach(),
-        wq=attention.q_proj.weight.detach(),
-        wk=attention.k_proj.weight.detach(),
-        wv=attention.v_proj.weight.detach(),
-        wo=attention.o_proj.weight.detach(),
-        ln2=layer.post_attention_layernorm.weight.detach(),
-        w1=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).detach(),
-        w2=mlp.down_proj.weight.detach(),
+        **{name: value.detach() for name, value in tensors.items()},
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         eps=config.rms_norm_eps,
-        **{
-            name: bias.detach()
-            for name, part in (("bq", attention.q_proj), ("bk", attention.k_proj), ("bv", attention.v_proj))
-            if (bias := part.bias) is not None
-        },
     )

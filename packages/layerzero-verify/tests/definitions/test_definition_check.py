@@ -31,7 +31,7 @@ from layerzero_verify.definitions import (
 )
 from layerzero_verify.definitions.adapters import ADAPTERS, adapter_for
 from layerzero_verify.definitions.adapting import Adapter, Unsupported
-from layerzero_verify.definitions.bounds import bounds
+from layerzero_verify.definitions.bench import bounds
 from layerzero_verify.definitions.check import default_device
 
 OPS = {

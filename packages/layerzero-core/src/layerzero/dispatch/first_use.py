@@ -187,10 +187,10 @@ def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
                 got = bound.run(*mine)
             wrong, error = _differs(ctx, got, out, args)
             if wrong is None and ctx.needs_grad:
-                from layerzero.tuning.truth import _gradients
+                from layerzero.tuning.truth import gradients
 
-                wanted = _gradients(base.bound(base.kernel_id).run(*theirs), theirs)
-                wrong, _ = _differs(ctx, tuple(_gradients(got, mine)), tuple(wanted), args, gradient=True)
+                wanted = gradients(base.bound(base.kernel_id).run(*theirs), theirs)
+                wrong, _ = _differs(ctx, tuple(gradients(got, mine)), tuple(wanted), args, gradient=True)
             if wrong is None:
                 wrong = _left(mine, args, written=writes)
                 return _Verdict(wrong is None, error, wrong or ""), served

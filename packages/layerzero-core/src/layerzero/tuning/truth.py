@@ -26,7 +26,7 @@ from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.pieces import Piece, pieces
 
-__all__ = ["UNLIKELY", "Gate", "Verdict", "chi_square", "computed", "flat", "reduction", "truth"]
+__all__ = ["UNLIKELY", "Gate", "Verdict", "chi_square", "computed", "flat", "gradients", "reduction", "truth"]
 
 UNLIKELY = 1e-6  # a right kernel falls below this once in a million checks of its draws
 _LEAST_EXPECTED = 5.0
@@ -94,7 +94,7 @@ class Gate:
                     self._parts.append((piece, flat(self._reference(piece.op, piece.args))))
             if ctx.needs_grad and self._affordable(given.args):
                 wide = tuple(_leaf(item) for item in given.args)
-                self._grads = _gradients(self._reference(spec.op_id, wide, wide=False), wide)
+                self._grads = gradients(self._reference(spec.op_id, wide, wide=False), wide)
 
     def check(self, kernel: KernelSpec | None, run: Run) -> Verdict:
         """Run a kernel, or None: torch's own code, on fresh inputs and compare. What it raises is an answer, too."""
@@ -141,7 +141,7 @@ class Gate:
                     return Verdict(False, worst, _words(report))
         if self._grads is None:
             return Verdict(True, worst)
-        for left, right in zip(_gradients(result, args), self._grads, strict=True):
+        for left, right in zip(gradients(result, args), self._grads, strict=True):
             largest = float(right.abs().max()) if right.numel() else 0.0
             report = compare(left, right, self._gradient_bound(kernel, left, largest))
             if not report.ok:
@@ -194,7 +194,7 @@ def reduction(args: tuple[Any, ...]) -> int:
     return max([*sizes, 1])
 
 
-def _gradients(result: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def gradients(result: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """Gradients of the leaves; the outputs are weighed by numbers that every dtype holds exactly."""
     outs, seeds = [], []
     for item in flat(result):

@@ -6,6 +6,7 @@ Every text that comes from outside this file (kernels, stages, errors) goes thro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
@@ -120,30 +121,29 @@ def _level(level: Level) -> str:
     )
 
 
+def _table(head: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
+    cells = "".join(f"<th>{word}</th>" for word in head)
+    return f"<table{kind}><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _bar(percent: float, word: str) -> str:
+    return f'<td><div class="bar"><i style="width:{min(100.0, percent):.1f}%"></i></div><small>{word}</small></td>'
+
+
 def _by_kernel(level: Level) -> str:
     found: dict[str, list[Check]] = {}
     for check in level.checks:
         found.setdefault(check.kernel or check.subject or check.name, []).append(check)
     rows = []
     for kernel, checks in found.items():
-        failed = sum(check.status is Status.FAIL for check in checks)
-        passed = sum(check.status is Status.OK for check in checks)
-        shares = [check.used for check in checks if check.used is not None]
-        share = max(shares, default=0.0)
-        state = "fail" if failed else "ok" if passed else "skip"
+        own = Level(level.number, tuple(checks))
+        share = max((check.used for check in checks if check.used is not None), default=0.0)
+        word = f"{share:.0%}" if share < 10 else f"{share:.3g} times the limit"
         rows.append(
-            f'<tr class="{state}"><td class="mono">{_name(kernel)}</td>'
-            f'<td class="num">{passed}</td><td class="num">{failed or ""}</td><td>{_bar(share)}</td></tr>'
+            f'<tr class="{own.status.value}"><td class="mono">{_name(kernel)}</td><td class="num">{own.passed}</td>'
+            f'<td class="num">{len(own.failures) or ""}</td>{_bar(100.0 * share, word)}</tr>'
         )
-    head = "<tr><th>kernel</th><th>passed</th><th>failed</th><th>largest error, of what is allowed</th></tr>"
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _bar(share: float) -> str:
-    """How much of its limit the worst check of a kernel used."""
-    width = min(100.0, 100.0 * share)
-    word = f"{share:.0%}" if share < 10 else f"{share:.3g} times the limit"
-    return f'<div class="bar"><i style="width:{width:.1f}%"></i></div><small>{word}</small>'
+    return _table(("kernel", "passed", "failed", "largest error, of what is allowed"), rows)
 
 
 def _by_subject(level: Level) -> str:
@@ -174,15 +174,12 @@ def _stages(check: Check) -> str:
     rows = []
     for row in check.stages:
         size = row.max_abs if math.isfinite(row.max_abs) and row.max_abs > 0 else (1.0 if row.max_abs else 1e-9)
-        width = max(0.0, min(100.0, 100.0 * (math.log10(size) + 9) / 9))
-        state = "ok" if row.ok else "fail"
+        percent = max(0.0, 100.0 * (math.log10(size) + 9) / 9)
         rows.append(
-            f'<tr class="{state}"><td class="mono">{_name(row.stage)}</td>'
-            f'<td><div class="bar"><i style="width:{width:.1f}%"></i></div><small>{row.max_abs:.2e}</small></td>'
-            f'<td class="mono soft">{_name(row.kernel)}</td></tr>'
+            f'<tr class="{"ok" if row.ok else "fail"}"><td class="mono">{_name(row.stage)}</td>'
+            f'{_bar(percent, f"{row.max_abs:.2e}")}<td class="mono soft">{_name(row.kernel)}</td></tr>'
         )
-    head = "<tr><th>stage</th><th>largest difference (1e-9 to 1)</th><th>kernel</th></tr>"
-    return f'<table class="stages"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    return _table(("stage", "largest difference (1e-9 to 1)", "kernel"), rows, ' class="stages"')
 
 
 def _absent(report: VerifyReport) -> str:

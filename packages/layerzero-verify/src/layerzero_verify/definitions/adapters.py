@@ -7,6 +7,7 @@ with that reason.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._ops.paged import paged_batch
 from layerzero._ops.signature import public_op
-from layerzero_verify.definitions.adapters_attention import gqa_paged, gqa_ragged, mla_paged
 from layerzero_verify.definitions.adapting import (
+    NORMED,
     Adapter,
     Inputs,
     Op,
     Unsupported,
+    block_tables,
     epsilon,
     first_of,
+    is_causal,
+    lengths_of,
     takes,
     widened,
 )
@@ -30,6 +35,7 @@ from layerzero_verify.definitions.schema import Definition
 
 __all__ = ["ADAPTERS", "adapter_for"]
 
+_PAGED = ("kv_last_page_len", "sm_scale")
 _LOGITS = ("routing_logits", "gating_output", "router_logits")
 _ROUTING = (*_LOGITS, "routing_bias", "routed_scaling_factor", "local_expert_offset", "topk_ids", "topk_weights")
 
@@ -50,7 +56,7 @@ def adapter_for(definition: Definition) -> Adapter:
 # -- norms, positions, products, draws --------------------------------------------------------
 def _norm(definition: Definition) -> Adapter:
     gemma = "gemma_" if "gemma" in definition.name else ""
-    main = first_of(definition, "hidden_states", "input", "x")
+    main = first_of(definition, *NORMED)
     takes(definition, (main, "weight"), ("residual", "eps"))
     if "residual" not in definition.inputs:
         return Adapter(f"{gemma}rms_norm", lambda op, i: op(i[main], i["weight"], epsilon(definition, i)))
@@ -99,7 +105,67 @@ def _sampling(definition: Definition) -> Adapter:
         given = {name: i[name] for name in ("top_k", "top_p", "min_p") if name in i}
         return op(i["probs"].log(), **given, generator=generator)
 
-    return Adapter("sample", call, draws=True)
+    return Adapter("sample", call)
+
+
+# -- attention: pages as tables, and the log-sum-exp in base 2 ------------------------------------
+def _paged_batch(inputs: Inputs, page_size: int) -> Any:
+    tables, tokens = block_tables(inputs, page_size)
+    queries = lengths_of(inputs["qo_indptr"]) if "qo_indptr" in inputs else None
+    return paged_batch(tables, tokens, query_lens=queries)
+
+
+def _outputs(definition: Definition, result: Any) -> Any:
+    """(out, lse), the lse in base 2 as the definitions have it, as many as the definition wants."""
+    out, lse = result
+    return (out, lse / math.log(2.0))[: len(definition.outputs)]
+
+
+def _gqa_paged(definition: Definition) -> Adapter:
+    """Paged attention with shared heads: decode without `qo_indptr`, prefill with it."""
+    takes(definition, ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices"), ("qo_indptr", *_PAGED))
+    _only_causal(definition)
+
+    def call(op: Op, i: Inputs) -> Any:
+        batch = _paged_batch(i, i["k_cache"].shape[1])
+        result = op(i["q"], i["k_cache"], i["v_cache"], batch, scale=i.get("sm_scale"), return_lse=True)
+        return _outputs(definition, result)
+
+    return Adapter("paged_attention", call)
+
+
+def _gqa_ragged(definition: Definition) -> Adapter:
+    """Attention over packed sequences."""
+    takes(definition, ("q", "k", "v", "qo_indptr", "kv_indptr"), ("sm_scale",))
+    causal = is_causal(definition)
+
+    def call(op: Op, i: Inputs) -> Any:
+        result = op(
+            i["q"], i["k"], i["v"], i["qo_indptr"], i["kv_indptr"],
+            is_causal="bottom_right" if causal else False, scale=i.get("sm_scale"), return_lse=True,
+        )  # fmt: skip
+        return _outputs(definition, result)
+
+    return Adapter("varlen_attention", call)
+
+
+def _mla_paged(definition: Definition) -> Adapter:
+    """Latent attention over pages."""
+    main = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "kv_indptr", "kv_indices", "sm_scale")
+    takes(definition, main, ("qo_indptr", *_PAGED))
+    _only_causal(definition)
+
+    def call(op: Op, i: Inputs) -> Any:
+        batch = _paged_batch(i, i["ckv_cache"].shape[1])
+        result = op(i["q_nope"], i["q_pe"], i["ckv_cache"], i["kpe_cache"], batch, scale=i["sm_scale"], return_lse=True)
+        return _outputs(definition, result)
+
+    return Adapter("mla_paged_attention", call)
+
+
+def _only_causal(definition: Definition) -> None:
+    if not is_causal(definition):
+        raise Unsupported(f"{definition.name}: paged attention is causal here", value="attention that is not causal")
 
 
 # -- experts -------------------------------------------------------------------------------------
@@ -157,10 +223,10 @@ def _count(definition: Definition, constant: str, word: str) -> int:
 ADAPTERS: Mapping[str, Callable[[Definition], Adapter]] = {
     "rmsnorm": _norm,
     "fused_add_rmsnorm": _norm,
-    "gqa_paged": gqa_paged,
-    "gqa_ragged": gqa_ragged,
-    "mla_ragged": gqa_ragged,
-    "mla_paged": mla_paged,
+    "gqa_paged": _gqa_paged,
+    "gqa_ragged": _gqa_ragged,
+    "mla_ragged": _gqa_ragged,
+    "mla_paged": _mla_paged,
     "moe": _moe,
     "gemm": _gemm,
     "sampling": _sampling,

@@ -1,7 +1,9 @@
-"""What every adapter is made of: the value itself, and how inputs are looked at."""
+"""What every adapter is made of: the value itself, and how inputs are looked at, pages and offsets among them."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +14,14 @@ from torch import Tensor
 from layerzero.errors import LayerZeroError
 from layerzero_verify.definitions.schema import Definition, torch_dtype
 
-__all__ = ["Adapter", "Inputs", "Op", "Unsupported", "epsilon", "first_of", "takes", "widened"]
+__all__ = [
+    "NORMED", "Adapter", "Inputs", "Op", "Unsupported", "block_tables", "epsilon", "first_of", "is_causal",
+    "last_page_len", "lengths_of", "takes", "widened",
+]  # fmt: skip
 
 Op = Callable[..., Any]
 Inputs = Mapping[str, Any]
+NORMED = ("hidden_states", "input", "x")  # names of what a norm takes
 
 
 class Unsupported(LayerZeroError):
@@ -28,12 +34,11 @@ class Unsupported(LayerZeroError):
 class Adapter:
     """`call(op, inputs)` calls the op on a definition's inputs and gives the outputs in the definition's order.
 
-    A sampling adapter draws: it takes `generator=` besides, and its results are judged as draws.
+    That of sampling takes `generator=` besides, and its results are judged as draws.
     """
 
     op: str
     call: Callable[..., Any]
-    draws: bool = False
 
 
 def takes(definition: Definition, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
@@ -92,3 +97,34 @@ def widened(definition: Definition, name: str, inputs: Inputs) -> Tensor:
     out = torch_dtype(next(iter(definition.outputs.values())).dtype)
     wide: Tensor = tensor.to(torch.float32) * scale.to(torch.float32)
     return wide.to(out)
+
+
+# -- attention -----------------------------------------------------------------------------------
+def lengths_of(indptr: Tensor) -> Tensor:
+    """Lengths of the sequences between offsets."""
+    return indptr[1:] - indptr[:-1]
+
+
+def last_page_len(inputs: Inputs, page_size: int) -> Tensor:
+    """Tokens in the last page of each sequence: as given, or full pages. Some definitions have a slot to spare."""
+    sequences: Tensor = inputs["kv_indptr"][1:]
+    given = inputs.get("kv_last_page_len")
+    return torch.full_like(sequences, page_size) if given is None else given[: len(sequences)]
+
+
+def block_tables(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page numbers as a padded table [B, most], and the keys of each sequence, from offsets and a list of pages."""
+    counts = lengths_of(inputs["kv_indptr"])
+    last = last_page_len(inputs, page_size)
+    tokens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
+    rows = torch.zeros((len(counts), max(1, int(counts.max()) if len(counts) else 1)), dtype=torch.int32)
+    pages = inputs["kv_indices"].cpu()
+    start = inputs["kv_indptr"].tolist()
+    for row, (first, end) in enumerate(itertools.pairwise(start)):
+        rows[row, : end - first] = pages[first:end]
+    return rows.to(counts.device), tokens.to(torch.int32)
+
+
+def is_causal(definition: Definition) -> bool:
+    """Every published prefill is causal, aligned at the end; another one says so in its name."""
+    return re.search(r"non_?causal|bidirectional", definition.name) is None

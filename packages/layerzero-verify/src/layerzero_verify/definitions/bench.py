@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import InvalidInputError, LayerZeroError, NoKernelFoundError
-from layerzero.numerics import ErrorReport, Tolerance, compare, full_float32
+from layerzero.numerics import ErrorReport, Tolerance, compare, definition_tolerance, full_float32, tolerance
 from layerzero.reasons import Reason, reason
-from layerzero_verify.definitions.bounds import bounds
 from layerzero_verify.definitions.inputs import copied
 from layerzero_verify.definitions.outcome import Options, Outcome
 from layerzero_verify.definitions.reference import in_order
 from layerzero_verify.definitions.schema import Definition, torch_dtype
 from layerzero_verify.definitions.trace import Status, Workload
 
-__all__ = ["Bench", "Outputs", "Result", "Run", "Started"]
+__all__ = ["Bench", "Outputs", "Result", "Run", "Started", "bounds"]
 
 Outputs = dict[str, Tensor]
 Run = Callable[[dict[str, Any]], Any]
 
 # A kernel whose code cannot be had at all did not compile, as far as the format's words go.
 _NOT_BUILT = frozenset({"KERNEL_FUNCTION_MISSING", "BACKEND_IMPORT_FAILED", "JIT_FAILED"})
+_LOW_BIT = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float4_e2m1": "nvfp4"}
+_PRODUCTS = frozenset({"gemm", "moe"})
 _ABOUT_OTHERS = frozenset({"NO_KERNEL", "BACKEND_NOT_REQUESTED", "POLICY_LOCKED_OUT"})
 
 
@@ -158,3 +159,26 @@ def _own_reason(error: LayerZeroError) -> Reason:
     """Of all the reasons in a refusal, the one that speaks of the kernel asked for."""
     spoken = [item for item in error.reasons if item.code.value not in _ABOUT_OTHERS]
     return (spoken or list(error.reasons))[0]
+
+
+def bounds(definition: Definition, output: str, *, rtol: float | None = None, atol: float | None = None) -> Tolerance:
+    """The bounds for one output; `rtol` and `atol` override the table's numbers, not its hit ratio.
+
+    FP8 or FP4 anywhere among the inputs means a hit ratio. A float32 output of half-precision inputs (a log-sum-exp)
+    has the general float32 bounds; float32 products grow with the length of their sum.
+    """
+    dtype = definition.outputs[output].dtype
+    tensors = [spec for spec in definition.inputs.values() if spec.floating and spec.shape is not None]
+    low = next((_LOW_BIT[spec.dtype] for spec in tensors if spec.dtype in _LOW_BIT), None)
+    found = definition_tolerance(low if low is not None and definition.outputs[output].floating else dtype)
+    if low is None and dtype == "float32":
+        if any(spec.dtype in ("float16", "bfloat16") for spec in tensors):
+            found = _wider(found, tolerance("", "float32"))
+        if definition.op_type in _PRODUCTS:
+            longest = max((definition.const_axes.get(spec.shape[-1], 1) for spec in tensors if spec.shape), default=1)
+            found = _wider(found, tolerance("gemm", "float32", k=longest))
+    return replace(found, rtol=found.rtol if rtol is None else rtol, atol=found.atol if atol is None else atol)
+
+
+def _wider(one: Tolerance, other: Tolerance) -> Tolerance:
+    return replace(one, rtol=max(one.rtol, other.rtol), atol=max(one.atol, other.atol))

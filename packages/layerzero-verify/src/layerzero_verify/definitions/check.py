@@ -16,23 +16,26 @@ from typing import Any
 import torch
 
 from layerzero._ops.signature import public_op
+from layerzero.dispatch.run import current_world
 from layerzero.errors import LayerZeroError, UnknownNameError
+from layerzero.model.enums import Platform
+from layerzero.model.kernel import KernelSpec
 from layerzero.public.control import scoped
+from layerzero.public.inspection import list_kernels
 from layerzero.reasons import Reason, reason
 from layerzero_verify.definitions import draws
 from layerzero_verify.definitions.adapters import adapter_for
 from layerzero_verify.definitions.adapting import Adapter, Unsupported
 from layerzero_verify.definitions.bench import Bench, Outputs, Started
 from layerzero_verify.definitions.inputs import copied, make_inputs
-from layerzero_verify.definitions.kernels import Kernel, kernels_for
 from layerzero_verify.definitions.outcome import REFERENCE, Options, Outcome
-from layerzero_verify.definitions.reference import CompileError, NotTrustedError, compile_reference, in_order
+from layerzero_verify.definitions.reference import CompileError, NotTrustedError, Trust, compile_reference, in_order
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.trace import Status, Workload
-from layerzero_verify.definitions.trust import Trust
 from layerzero_verify.definitions.truths import Truth, find_truths
+from layerzero_verify.lineup import unknown
 
-__all__ = ["Started", "check_workloads", "default_device"]
+__all__ = ["Started", "check_workloads", "default_device", "known_backends"]
 
 # A definition's `run`, or why there is none.
 Code = Callable[..., Any] | NotTrustedError | CompileError
@@ -44,6 +47,39 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def known_backends(names: Iterable[str]) -> None:
+    """Refuse a name that is neither a kernel nor a backend here."""
+    registry = current_world().registry
+    known = {*registry.backends, *(kernel.backend for kernel in registry.kernels.values())}
+    for name in names:
+        if name not in registry.kernels and name not in known:
+            raise unknown(f"unknown backend or kernel {name!r}", name, known, "BACKEND_UNKNOWN")
+
+
+def _kernels_for(op: str, wanted: tuple[str, ...], device: torch.device) -> tuple[list[KernelSpec], dict[str, Reason]]:
+    """The kernels of an op to try, and the reason against each of the others that were asked for.
+
+    `wanted` names kernel ids or backends; empty means all. Whether a kernel takes a call is its own matter: dispatch
+    says so when it is asked.
+    """
+    registry = current_world().registry
+    platform = Platform.ROCM.value if device.type == "cuda" and torch.version.hip else device.type
+    found = [kernel for kernel in list_kernels(op) if not wanted or {kernel.kernel_id, kernel.backend} & set(wanted)]
+    named = {name for kernel in found for name in (kernel.kernel_id, kernel.backend)}
+    reasons = {
+        name: reason("FEATURE_UNSUPPORTED", op, detail=f"{name} has no kernel of it")
+        for name in wanted
+        if name not in named
+    }
+    for kernel in found:
+        backend = registry.backends.get(kernel.backend)
+        if backend is not None and not backend.available:
+            reasons[kernel.kernel_id] = next(iter(backend.reasons), reason("BACKEND_NOT_INSTALLED", kernel.backend))
+        elif platform not in kernel.platforms:
+            reasons[kernel.kernel_id] = reason("PLATFORM_MISMATCH", platform, kernel.platforms)
+    return [kernel for kernel in found if kernel.kernel_id not in reasons], reasons
+
+
 def check_workloads(
     definition: Definition, workloads: Iterable[Workload], options: Options, root: Path | None = None
 ) -> Iterator[Started | Outcome]:
@@ -53,12 +89,11 @@ def check_workloads(
     """
     device = torch.device(options.device) if options.device else default_device()
     subject = _Subject.of(definition, options, device)
-    said = False
+    unused = subject.unused
     for workload in workloads:
         blank = Outcome(definition.name, workload, "")
-        if not said:
-            yield from (replace(blank, solution=name, reason=why) for name, why in subject.unused.items())
-            said = True
+        yield from (replace(blank, solution=name, reason=why) for name, why in unused.items())
+        unused = {}
         try:
             inputs = make_inputs(definition, workload, device, root=root)
         except LayerZeroError as error:
@@ -75,7 +110,7 @@ class _Subject:
     code: Code
     truths: list[Truth]
     adapter: Adapter | None
-    kernels: list[Kernel]
+    kernels: list[KernelSpec]
     unused: dict[str, Reason]
 
     @staticmethod
@@ -87,19 +122,19 @@ class _Subject:
         truths, missing = find_truths(definition, device) if options.truths else ([], {})
         try:
             adapter = adapter_for(definition)
-            kernels, unused = kernels_for(adapter.op, options.backends, device)
+            kernels, unused = _kernels_for(adapter.op, options.backends, device)
         except (Unsupported, UnknownNameError) as error:
             return _Subject(code, truths, None, [], {**missing, "layerzero": error.reasons[0]})
         return _Subject(code, truths, adapter, kernels, {**missing, **unused})
 
-    def op(self, kernel: Kernel) -> Callable[..., Any]:
+    def run(self, kernel: KernelSpec) -> Callable[..., Any]:
         """The op as this kernel computes it, right or wrong: the public function, asked for the kernel by name."""
         assert self.adapter is not None
-        function = public_op(self.adapter.op).function
+        call, op = self.adapter.call, functools.partial(public_op(self.adapter.op).function, backend=kernel.kernel_id)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(inputs: dict[str, Any], **seeded: Any) -> Any:
             with scoped(on_first_use="off"):  # judging it is the work of this very check
-                return function(*args, backend=kernel.kernel_id, **kwargs)
+                return call(op, inputs, **seeded)
 
         return run
 
@@ -131,8 +166,7 @@ def _check_values(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome
             yield bench.outcome(kernel.kernel_id, reason=own.reason or _unsound(own), log=own.log)
             continue
         yield bench.start(kernel.kernel_id)
-        assert subject.adapter is not None
-        found = bench.run(kernel.kernel_id, functools.partial(subject.adapter.call, subject.op(kernel)))
+        found = bench.run(kernel.kernel_id, subject.run(kernel))
         if isinstance(found, Outcome):
             yield replace(found, against=against)
             continue
@@ -165,23 +199,19 @@ def _check_draws(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]
     if "probs" not in bench.inputs:
         yield bench.outcome(REFERENCE, reason=reason("FEATURE_UNSUPPORTED", "sampling from anything but probs"))
         return
-    if isinstance(subject.code, LayerZeroError):
-        yield _not_run(bench, subject.code)
+    code = subject.code
+    tried: list[tuple[str, Draw, bool]] = [(truth.source, _unseeded(truth.run), True) for truth in subject.truths]
+    if isinstance(code, LayerZeroError):
+        yield _not_run(bench, code)
     else:
-        yield bench.start(REFERENCE)
-        run = subject.code
-        yield _judged(bench, REFERENCE, _unseeded(lambda inputs: run(**inputs)))
-    for truth in subject.truths:
-        yield bench.start(truth.source)
-        yield _judged(bench, truth.source, _unseeded(truth.run))
-    for kernel in subject.kernels:
-        yield bench.start(kernel.kernel_id)
-        assert subject.adapter is not None
-        draw = functools.partial(subject.adapter.call, subject.op(kernel))
-        yield _judged(bench, kernel.kernel_id, draw, steady=kernel.deterministic)
+        tried.insert(0, (REFERENCE, _unseeded(lambda inputs: code(**inputs)), True))
+    tried += [(kernel.kernel_id, subject.run(kernel), bool(kernel.deterministic)) for kernel in subject.kernels]
+    for solution, draw, steady in tried:
+        yield bench.start(solution)
+        yield _judged(bench, solution, draw, steady=steady)
 
 
-def _judged(bench: Bench, solution: str, draw: Draw, *, steady: bool = True) -> Outcome:
+def _judged(bench: Bench, solution: str, draw: Draw, *, steady: bool) -> Outcome:
     """Shape and dtype as for any solution, then many draws; `steady` ones have to draw the same from the same seed."""
 
     def seeded(inputs: dict[str, Any]) -> Any:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from layerzero.errors import ConfigurationError, UnknownNameError, invalid, nearest
+from layerzero.errors import ConfigurationError, invalid
 from layerzero_verify.definitions.schema import Definition, load_definition
 from layerzero_verify.definitions.trace import Trace, Workload, read_traces
+from layerzero_verify.lineup import unknown
 
 __all__ = ["Dataset", "Problem", "open_dataset"]
 
@@ -36,23 +38,20 @@ class Problem:
         return f"{self.path}: {self.error}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Lines:
-    """The lines of one file by the definition they name, and what cannot be read."""
+Lines = tuple[Mapping[str, list[Trace]], tuple[Problem, ...]]
 
-    by_name: Mapping[str, list[Trace]]
-    problems: tuple[Problem, ...]
 
-    @staticmethod
-    def read(path: Path) -> _Lines:
-        try:
-            good, bad = read_traces(path)
-        except ConfigurationError as error:
-            good, bad = [], [error]
-        by_name: dict[str, list[Trace]] = {}
-        for trace in good:
-            by_name.setdefault(trace.definition, []).append(trace)
-        return _Lines(by_name, tuple(Problem(path, error) for error in bad))
+@lru_cache(maxsize=4096)
+def _lines(path: Path, stamp: tuple[int, int]) -> Lines:
+    """The lines of a file by the definition they name, and what cannot be read; anew for another time or size."""
+    try:
+        good, bad = read_traces(path)
+    except ConfigurationError as error:
+        good, bad = [], [error]
+    by_name: dict[str, list[Trace]] = {}
+    for trace in good:
+        by_name.setdefault(trace.definition, []).append(trace)
+    return by_name, tuple(Problem(path, error) for error in bad)
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,6 @@ class Dataset:
     root: Path
     definitions: Mapping[str, Definition]
     problems: tuple[Problem, ...] = ()
-    # What was read of a file, with the time and size it had then.
-    _known: dict[Path, tuple[tuple[int, int], _Lines]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def op_types(self) -> tuple[str, ...]:
@@ -80,7 +77,7 @@ class Dataset:
         for given, known, what in ((names, self.definitions, "definition"), (op_types, self.op_types, "op_type")):
             for name in given:
                 if name not in known:
-                    raise self._unknown(name, list(known), what)
+                    raise unknown(f"{self.root} holds no {what} {name!r}", name, known)
         return [
             definition
             for _, definition in sorted(self.definitions.items())
@@ -105,10 +102,10 @@ class Dataset:
         """What belongs to no definition here: names that lines speak of, and bad lines in files of nobody's."""
         names: set[str] = set()
         problems: list[Problem] = []
-        for path, lines in (item for folder in ("workloads", "traces") for item in self._files(folder)):
-            names.update(set(lines.by_name) - set(self.definitions))
-            if path.stem not in self.definitions and not set(lines.by_name) & set(self.definitions):
-                problems += lines.problems
+        for path, by_name, bad in (item for folder in ("workloads", "traces") for item in self._files(folder)):
+            names.update(set(by_name) - set(self.definitions))
+            if path.stem not in self.definitions and not set(by_name) & set(self.definitions):
+                problems += bad
         return sorted(names), problems
 
     def tested(self, definition: Definition) -> str | None:
@@ -126,35 +123,21 @@ class Dataset:
         """The lines of a definition with their files; bad ones of a file that holds some, or that bears its name."""
         good: list[tuple[Path, Trace]] = []
         bad: list[Problem] = []
-        for path, lines in self._files(folder):
-            mine = lines.by_name.get(definition.name, [])
+        for path, by_name, problems in self._files(folder):
+            mine = by_name.get(definition.name, [])
             good += [(path, trace) for trace in mine]
             if mine or path.stem == definition.name:
-                bad += lines.problems
+                bad += problems
         return good, bad
 
-    def _files(self, folder: str) -> Iterator[tuple[Path, _Lines]]:
+    def _files(self, folder: str) -> Iterator[tuple[Path, Mapping[str, list[Trace]], tuple[Problem, ...]]]:
         """Every file of lines, read anew when it was written since."""
         for path in sorted((self.root / folder).rglob("*.jsonl")):
             try:
                 found = path.stat()
-                stamp = (found.st_mtime_ns, found.st_size)
-                known = self._known.get(path)
-                if known is None or known[0] != stamp:
-                    known = self._known[path] = stamp, _Lines.read(path)
-                yield path, known[1]
+                yield path, *_lines(path, (found.st_mtime_ns, found.st_size))
             except OSError:  # removed while we look
                 continue
-
-    def _unknown(self, name: str, known: list[str], what: str) -> UnknownNameError:
-        near = ", ".join(nearest(name, known) or sorted(known)[:8]) or "nothing: it is empty"
-        return UnknownNameError(
-            f"{self.root} holds no {what} {name!r}",
-            code="VALUE_INVALID",
-            value=name,
-            limit=near,
-            hint=f"it holds {near}",
-        )
 
 
 def open_dataset(root: str | Path | None = None) -> Dataset:

@@ -7,8 +7,7 @@ it; the other workloads go on in a fresh child.
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,19 @@ _READY = "ready"
 _START_LIMIT_S = 120.0  # importing torch and the backends is not the solution's time
 
 
-def check_isolated(timeout: float) -> Callable[..., Iterator[Started | Outcome]]:
+def check_isolated(
+    definition: Definition, workloads: Iterable[Workload], options: Options, root: Path | None = None, *, timeout: float
+) -> Iterator[Started | Outcome]:
     """`check_workloads` with a limit: every solution has `timeout` seconds for a workload."""
-
-    def check(
-        definition: Definition, workloads: Iterable[Workload], options: Options, root: Path | None = None
-    ) -> Iterator[Started | Outcome]:
-        left = list(workloads)
-        while left:
-            done = 0
-            for event in _one_child(definition, left, options, root, timeout):
-                if event == _END:
-                    done += 1
-                else:
-                    yield event
-            left = left[done:] if done else left[1:]
-
-    return check
+    left = list(workloads)
+    while left:
+        done = 0
+        for event in _one_child(definition, left, options, root, timeout):
+            if event == _END:
+                done += 1
+            else:
+                yield event
+        left = left[done:] if done else left[1:]
 
 
 def _one_child(
@@ -80,8 +75,7 @@ def _one_child(
 
 def _next(ours: Connection, child: Any, limit: float) -> Any:
     """The child's next word; a Status where there will be none."""
-    until = time.monotonic() + limit
-    ready = wait([ours, child.sentinel], timeout=max(0.0, until - time.monotonic()))
+    ready = wait([ours, child.sentinel], timeout=limit)
     if not ready:
         return Status.TIMEOUT
     if ours in ready:

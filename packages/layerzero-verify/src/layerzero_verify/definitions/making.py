@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -221,19 +221,6 @@ def _table(function: Callable[[Tensor], Tensor]) -> Callable[[Maker, str, tuple[
     return make_table
 
 
-def _positions(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    return make.whole(name, shape, 0, make.length("cos_sin_cache", "cos") or 4096)
-
-
-# -- sampling ------------------------------------------------------------------------------------
-def _probs(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    return torch.softmax(2.0 * make.normal(name, shape or (1,)), dim=-1)
-
-
-def _top_k(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    return make.whole(name, shape, 1, min(make.width("probs", "logits") or 2, 64) + 1)
-
-
 # -- experts -------------------------------------------------------------------------------------
 def _topk_ids(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
     tokens, count = shape or (0, 0)
@@ -241,10 +228,6 @@ def _topk_ids(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
     gates = make.known.get("gating_output", make.known.get("routing_logits"))
     scores = gates.float() if gates is not None else make.uniform(name, (tokens, experts), 0.0, 1.0)
     return scores.topk(count, dim=-1).indices
-
-
-def _topk_weights(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    return torch.softmax(make.normal(name, shape or (1,)), dim=-1)
 
 
 def _expert_offset(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
@@ -258,7 +241,9 @@ def _scale(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
     return make.uniform(name, shape, 0.5, 1.5) / math.sqrt(width or 1)
 
 
-_ROLES: Mapping[str, Callable[[Maker, str, tuple[int, ...] | None], Any]] = {
+# How an input of a name is made, from its name and shape.
+Role: TypeAlias = Callable[[Maker, str, tuple[int, ...] | None], Any]
+_ROLES: Mapping[str, Role] = {
     "kv_indptr": _kv_indptr,
     "qo_indptr": _qo_indptr,
     "kv_last_page_len": _last_page_len,
@@ -267,18 +252,20 @@ _ROLES: Mapping[str, Callable[[Maker, str, tuple[int, ...] | None], Any]] = {
     "cos_sin_cache": _cos_sin_cache,
     "cos": _table(torch.cos),
     "sin": _table(torch.sin),
-    "positions": _positions,
-    "position_ids": _positions,
-    "probs": _probs,
-    "top_k": _top_k,
+    **dict.fromkeys(
+        ("positions", "position_ids"),
+        lambda make, name, shape: make.whole(name, shape, 0, make.length("cos_sin_cache", "cos") or 4096),
+    ),
+    "probs": lambda make, name, shape: torch.softmax(2.0 * make.normal(name, shape or (1,)), dim=-1),
+    "top_k": lambda make, name, shape: make.whole(name, shape, 1, min(make.width("probs", "logits") or 2, 64) + 1),
     "top_p": lambda make, name, shape: make.uniform(name, shape, 0.1, 0.95),
     "min_p": lambda make, name, shape: make.uniform(name, shape, 0.01, 0.2),
     "temperature": lambda make, name, shape: make.uniform(name, shape, 0.5, 1.5),
     "topk_ids": _topk_ids,
-    "topk_weights": _topk_weights,
+    "topk_weights": lambda make, name, shape: torch.softmax(make.normal(name, shape or (1,)), dim=-1),
     "routing_bias": lambda make, name, shape: 0.1 * make.normal(name, shape or ()),
     "local_expert_offset": _expert_offset,
     "routed_scaling_factor": lambda make, name, shape: 2.5,
     "eps": lambda make, name, shape: 1e-6,
 }
-_ENDINGS: Mapping[str, Callable[[Maker, str, tuple[int, ...] | None], Any]] = {"_scale": _scale}
+_ENDINGS: Mapping[str, Role] = {"_scale": _scale}

@@ -7,6 +7,7 @@ rows are never this machine's own; on a device of the same family they rank kern
 from __future__ import annotations
 
 import datetime
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def _traces(dataset: Dataset, file: Path) -> tuple[list[Trace], list[str]]:
 
 def _row(trace: Trace, dataset: Dataset) -> Measurement | None:
     evaluation = trace.evaluation
-    if evaluation is None or trace.solution is None or evaluation.status is not Status.PASSED:
+    if evaluation is None or trace.solution is None:
         return None
-    if not evaluation.latency_ms > 0:
+    if evaluation.status is not Status.PASSED or not evaluation.latency_ms > 0:
         return None
     definition = dataset.select((trace.definition,))[0]
     ctx = _context(trace, definition, dataset.root)
@@ -100,7 +101,7 @@ def _row(trace: Trace, dataset: Dataset) -> Measurement | None:
 def _context(trace: Trace, definition: Any, root: Path) -> Context:
     adapter = adapter_for(definition)
     sizes = {**definition.const_axes, **trace.workload.axes}
-    largest = max((_elements(definition, spec, sizes) for spec in definition.inputs.values()), default=0)
+    largest = max((math.prod(definition.shape(spec, sizes) or ()) for spec in definition.inputs.values()), default=0)
     if largest > _LARGEST:
         raise LayerZeroError(
             f"the workload {trace.workload.uuid} is too large to be described here", code="SHAPE_INVALID",
@@ -118,13 +119,6 @@ def _context(trace: Trace, definition: Any, root: Path) -> Context:
     except _Described as found:
         return found.context
     raise LayerZeroError(f"{definition.name} calls no op", code="FEATURE_UNSUPPORTED", value=definition.op_type)
-
-
-def _elements(definition: Any, spec: Any, sizes: dict[str, int]) -> int:
-    count = 1
-    for size in definition.shape(spec, sizes) or ():
-        count *= size
-    return count
 
 
 def _device(hardware: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from layerzero.json_form import plain
 from layerzero.numerics import ErrorReport
 from layerzero.reasons import Reason
 from layerzero_verify.definitions.trace import Evaluation, Status, Trace, Workload
@@ -103,17 +104,11 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
+        shown = ("definition", "workload", "solution", "against", "reason", "log", "latency_ms", "reference_latency_ms")
         return {
-            "definition": self.definition,
-            "workload": self.workload.to_json(),
-            "solution": self.solution,
-            "against": self.against,
+            **{name: plain(getattr(self, name)) for name in shown},
             "status": "SKIPPED" if self.status is None else self.status.value,
-            "reason": None if self.reason is None else self.reason.to_json(),
-            "log": self.log,
             "metrics": self.metrics(),
-            "latency_ms": self.latency_ms,
-            "reference_latency_ms": self.reference_latency_ms,
         }
 
 
@@ -154,28 +149,15 @@ class Report:
         """Passed, failed and skipped by source: a kernel, a ground truth, a pair of truths, a definition's code."""
         found: dict[str, list[Outcome]] = {}
         for outcome in self.outcomes:
-            found.setdefault(_source(outcome), []).append(outcome)
-        return {source: _count(items) for source, items in sorted(found.items())}
+            source = f"{outcome.solution} against {outcome.against}" if outcome.against else outcome.solution
+            found.setdefault(source, []).append(outcome)
+        words = ("passed", "failed", "skipped")
+        return {
+            source: Counts(*(sum(getattr(outcome, word) for outcome in found[source]) for word in words))
+            for source in sorted(found)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "ok": self.ok,
-            "device": self.device,
-            "counts": {source: asdict(count) for source, count in self.counts().items()},
-            "left_out": dict(self.left_out),
-            "problems": list(self.problems),
-            "notes": list(self.notes),
-            "outcomes": [outcome.to_json() for outcome in self.outcomes],
-        }
-
-
-def _source(outcome: Outcome) -> str:
-    return f"{outcome.solution} against {outcome.against}" if outcome.against else outcome.solution
-
-
-def _count(outcomes: Iterable[Outcome]) -> Counts:
-    items = list(outcomes)
-    return Counts(
-        sum(item.passed for item in items), sum(item.failed for item in items), sum(item.skipped for item in items)
-    )
+        shown = {item.name: plain(getattr(self, item.name)) for item in fields(self)}
+        return {"ok": self.ok, **shown, "counts": {source: asdict(count) for source, count in self.counts().items()}}

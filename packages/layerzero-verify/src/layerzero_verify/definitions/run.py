@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import platform
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from layerzero.plugin.discovery import dist_version
 from layerzero_verify.definitions.bench import Started
-from layerzero_verify.definitions.check import check_workloads, default_device
+from layerzero_verify.definitions.check import check_workloads, default_device, known_backends
 from layerzero_verify.definitions.dataset import Dataset
 from layerzero_verify.definitions.isolated import check_isolated
-from layerzero_verify.definitions.kernels import known_backends
 from layerzero_verify.definitions.outcome import Options, Outcome, Report
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.sizes import DEFAULT, workloads_for
@@ -79,7 +79,7 @@ def check_definition(
 ) -> list[Outcome]:
     """Check one definition on these workloads."""
     options = options or Options()
-    run = check_workloads if timeout is None else check_isolated(timeout)
+    run = check_workloads if timeout is None else functools.partial(check_isolated, timeout=timeout)
     outcomes = []
     for event in run(definition, workloads, options, root):
         if isinstance(event, Started):
@@ -103,12 +103,7 @@ def write_traces(report: Report, out: Path) -> int:
 
 def environment(device: torch.device) -> tuple[str, dict[str, str]]:
     """The hardware by name, and the versions of the libraries that may have computed."""
-    libs = {}
-    for name in _LIBRARIES:
-        try:
-            libs[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    libs = {name: version for name in _LIBRARIES if (version := dist_version(name)) is not None}
     libs["torch"] = torch.__version__
     if torch.version.cuda:
         libs["cuda"] = torch.version.cuda

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import ConfigurationError
+from layerzero.json_form import Plain
 from layerzero_verify.definitions.files import at, json_lines, take, take_map
 
 __all__ = ["Evaluation", "InputSource", "Status", "Trace", "Workload", "append_traces", "parse_trace", "read_traces"]
@@ -44,26 +45,18 @@ class InputSource:
 
     def to_json(self) -> dict[str, Any]:
         """As in the file."""
-        match self.kind:
-            case "scalar":
-                return {"type": "scalar", "value": self.value}
-            case "safetensors":
-                return {"type": "safetensors", "path": self.path, "tensor_key": self.key}
-        return {"type": "random"}
+        if self.kind == "scalar":
+            return {"type": "scalar", "value": self.value}
+        return {"type": self.kind, **({"path": self.path, "tensor_key": self.key} if self.path else {})}
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Plain):
     """One concrete case: sizes of the variable axes and the source of each input. Random data follows from the uuid."""
 
     uuid: str
     axes: Mapping[str, int]
     inputs: Mapping[str, InputSource] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the file."""
-        inputs = {name: source.to_json() for name, source in self.inputs.items()}
-        return {"uuid": self.uuid, "axes": dict(self.axes), "inputs": inputs}
 
 
 @dataclass(frozen=True)
@@ -112,26 +105,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Plain):
     """A definition's workload, and what became of it. Without solution and evaluation it is a workload to be done."""
 
     definition: str
     workload: Workload
     solution: str | None = None
     evaluation: Evaluation | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the file."""
-        return {
-            "definition": self.definition,
-            "workload": self.workload.to_json(),
-            "solution": self.solution,
-            "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
-        }
-
-    def line(self) -> str:
-        """One line of JSONL, without the line break."""
-        return json.dumps(self.to_json(), allow_nan=False)
 
 
 def read_traces(path: Path) -> tuple[list[Trace], list[ConfigurationError]]:
@@ -150,7 +130,7 @@ def read_traces(path: Path) -> tuple[list[Trace], list[ConfigurationError]]:
 
 def append_traces(path: Path, traces: Iterable[Trace]) -> int:
     """Add lines at the end of a file in one write, so that two writers never mix their lines. Returns how many."""
-    lines = [trace.line() for trace in traces]
+    lines = [json.dumps(trace.to_json(), allow_nan=False) for trace in traces]
     if not lines:
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)

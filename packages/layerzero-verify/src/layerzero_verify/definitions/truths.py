@@ -18,14 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.reasons import Reason, reason
-from layerzero_verify.definitions.adapters_attention import block_tables, is_causal, lengths_of
-from layerzero_verify.definitions.adapting import epsilon
+from layerzero_verify.definitions.adapting import NORMED, block_tables, epsilon, first_of, is_causal, lengths_of
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.vendors import FLASHINFER, SGLANG
 
-__all__ = ["SOURCES", "Truth", "find_truths"]
+__all__ = ["Truth", "find_truths"]
 
-SOURCES = ("flashinfer", "sglang", "pytorch")
 # What has to be importable, and the distribution that brings it.
 _MODULES = {"flashinfer": ("flashinfer", "flashinfer-python"), "sglang": ("sgl_kernel", "sgl-kernel")}
 _EXPERTS = ("sglang", "sglang")
@@ -40,7 +38,6 @@ class Truth:
 
     source: str
     run: Callable[[Inputs], Any]
-    draws: bool = False
     partial: bool = False
 
 
@@ -52,7 +49,7 @@ def find_truths(definition: Definition, device: torch.device) -> tuple[list[Trut
         refused = _refusal(source, table, definition, device)
         if refused is None:
             run = functools.partial(table[definition.op_type], definition)
-            found.append(Truth(source, run, draws=definition.op_type == "sampling"))
+            found.append(Truth(source, run))
         else:
             missing[source] = refused
     plain = _PYTORCH.get(definition.op_type)
@@ -88,7 +85,7 @@ def _linear(definition: Definition, i: Inputs) -> Tensor:
 
 def _rms_norm(definition: Definition, i: Inputs) -> Any:
     weight = i["weight"].float() + (1.0 if "gemma" in definition.name else 0.0)
-    x = next(i[name] for name in ("hidden_states", "input", "x") if name in i)
+    x = i[first_of(definition, *NORMED)]
     stream = x.float() + i["residual"].float() if "residual" in i else x.float()
     out = F.rms_norm(stream, (stream.shape[-1],), weight, epsilon(definition, i)).to(x.dtype)
     return (out, stream.to(x.dtype))[: len(definition.outputs)]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_verify.definitions.adapters_attention import is_causal, last_page_len, lengths_of
-from layerzero_verify.definitions.adapting import epsilon
+from layerzero_verify.definitions.adapting import NORMED, epsilon, first_of, is_causal, last_page_len, lengths_of
 from layerzero_verify.definitions.schema import Definition
 
 __all__ = ["FLASHINFER", "SGLANG"]
@@ -26,11 +25,6 @@ _WIDTHS = (64, 128, 256)
 _ROTARY = 16
 
 
-def _main(i: Inputs) -> Tensor:
-    found: Tensor = next(i[name] for name in ("hidden_states", "input", "x") if name in i)
-    return found
-
-
 def _norm(module: str) -> Callable[[Definition, Inputs], Any]:
     """rmsnorm, fused_add_rmsnorm and their Gemma kin have one spelling in both libraries."""
 
@@ -38,8 +32,8 @@ def _norm(module: str) -> Callable[[Definition, Inputs], Any]:
         library, eps = import_module(module), epsilon(definition, i)
         kin = "gemma_" if "gemma" in definition.name else ""
         if "residual" not in i:
-            return getattr(library, f"{kin}rmsnorm")(_main(i), i["weight"], eps)
-        out, residual = _main(i).clone(), i["residual"].clone()
+            return getattr(library, f"{kin}rmsnorm")(i[first_of(definition, *NORMED)], i["weight"], eps)
+        out, residual = i[first_of(definition, *NORMED)].clone(), i["residual"].clone()
         getattr(library, f"{kin}fused_add_rmsnorm")(out, residual, i["weight"], eps)
         return (out, residual)[: len(definition.outputs)]
 

@@ -146,6 +146,13 @@ class Calls:
 
         return register
 
+    def edges(self, *names: str, **few: Any) -> None:
+        """Cases at the declared extremes of some sizes, each with what else the call has."""
+
+        @self.each("sizes")
+        def sizes(spec: KernelSpec) -> Labelled:
+            yield from ((f"{name}_{size}", {**few, name: size}) for name in names for size in edges(spec, name))
+
     def case(self, spec: KernelSpec, label: str, dtype: str, *requires: str, **given: Any) -> Case:
         """A case that belongs to no group."""
         call = {**self._common, **(self._usual(spec) if self._usual else {}), **given}

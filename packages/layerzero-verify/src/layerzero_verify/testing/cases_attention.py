@@ -87,13 +87,8 @@ def _windows_of_models(spec: KernelSpec) -> Labelled:
             yield f"left_{size}", {**few, "window": (size, 0)}
 
 
-@attention.each("sizes")
-def _sizes(spec: KernelSpec) -> Labelled:
-    few = {"batch": 1, "num_heads": 1, "seq_len_q": 4, "seq_len_k": 8}
-    for head_dim in edges(spec, "head_dim"):
-        yield f"head_dim_{head_dim}", {"batch": 1, "num_heads": 2, "seq_len_q": 7, "head_dim": head_dim}
-    for name in ("seq_len_q", "seq_len_k"):
-        yield from ((f"{name}_{length}", {**few, name: length}) for length in edges(spec, name))
+attention.edges("head_dim", batch=1, num_heads=2, seq_len_q=7)
+attention.edges("seq_len_q", "seq_len_k", batch=1, num_heads=1, seq_len_q=4, seq_len_k=8)
 
 
 # -- over pages --------------------------------------------------------------------------------------
@@ -134,10 +129,8 @@ def _prefill(spec: KernelSpec) -> Labelled:
 
 
 @paged.each("sizes")
-def _page_sizes(spec: KernelSpec) -> Labelled:
-    for page in edges(spec, "page_size"):
-        yield f"page_{page}", {"page_size": page, "contexts": (2 * page + 1, page)}
-    for page in (1, 16, 128):  # which servers use
+def _pages_of_servers(spec: KernelSpec) -> Labelled:
+    for page in (1, 16, 128):
         if fit(spec, "page_size", page) == page:
             yield f"pages_of_{page}", {"page_size": page, "contexts": (page + 1, 2)}
 
@@ -156,7 +149,8 @@ latent("sizes", "deepseek", head_dim_ckv=512, head_dim_kpe=64)
 
 
 @latent.each("sizes")
-def _latent_page_sizes(spec: KernelSpec) -> Labelled:
+@paged.each("sizes")
+def _page_sizes(spec: KernelSpec) -> Labelled:
     for page in edges(spec, "page_size"):
         yield f"page_{page}", {"page_size": page, "contexts": (2 * page + 1, page)}
 
@@ -186,12 +180,7 @@ varlen("alibi", "per_head", "alibi")
 varlen("alibi", "more_keys", "alibi", **_CROSS)
 varlen("lse", "plain", "lse")
 varlen("lse", "no_keys", "lse", **_NO_KEYS)
-
-
-@varlen.each("sizes")
-def _varlen_sizes(spec: KernelSpec) -> Labelled:
-    for head_dim in edges(spec, "head_dim"):
-        yield f"head_dim_{head_dim}", {"queries": (5, 3), "num_heads": 2, "head_dim": head_dim}
+varlen.edges("head_dim", queries=(5, 3), num_heads=2)
 
 
 # -- grouped: queries and prefixes of each group and sequence, keys of each sequence -------------------
@@ -218,9 +207,4 @@ grouped("causal_bottom_right", "more_queries", "causal_bottom_right", causal=_BO
 grouped("causal_bottom_right", "equal_lengths", "causal_bottom_right", causal=_BOTTOM_RIGHT, queries=((5, 6), (9, 13)))
 grouped("lse", "plain", "lse")
 grouped("lse", "causal", "lse", "causal_bottom_right", causal=_BOTTOM_RIGHT, queries=((8, 5), (4, 2)))
-
-
-@grouped.each("sizes")
-def _grouped_sizes(spec: KernelSpec) -> Labelled:
-    for head_dim in edges(spec, "head_dim"):
-        yield f"head_dim_{head_dim}", {"num_heads": 2, "head_dim": head_dim}
+grouped.edges("head_dim", num_heads=2)

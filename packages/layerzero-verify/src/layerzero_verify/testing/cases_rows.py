@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from layerzero.model.enums import Layout
+from layerzero.model.enums import Layout, QuantFormat
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.quant import QuantScheme
-from layerzero_verify.testing.cases import Calls, Given, Labelled, edges, fit
-from layerzero_verify.testing.weights import schemes_of, weight_given
+from layerzero.model.quant import FORMATS, QuantScheme
+from layerzero_verify.testing.cases import Calls, Given, Labelled, fit
 
-__all__: list[str] = []
+__all__ = ["schemes_of", "weight_given"]
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -31,10 +30,7 @@ def _norms(op: str) -> None:
         norm("no_weight", "plain", "no_weight", needs=())
     if op in ("rms_norm", "add_rms_norm"):
         norm("accumulation", "long_row", rows=3, hidden=2048, positive=True)
-
-    @norm.each("sizes")
-    def _widths(spec: KernelSpec) -> Labelled:
-        yield from ((f"hidden_{hidden}", {"rows": 3, "hidden": hidden}) for hidden in edges(spec, "hidden"))
+    norm.edges("hidden", rows=3)
 
 
 for _op in ("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"):
@@ -103,7 +99,43 @@ _LOSS: dict[str, dict[str, Any]] = {
 for (_label, _options), _reduction in product(_LOSS.items(), ("mean", "none")):
     loss("loss_options", f"{_label}_{_reduction}", *_options, reduction=_reduction, **_options)
 
-# -- products ----------------------------------------------------------------------------------------
+
+# -- products: a weight as it is, quantized, or packed by the kernel's own packer --------------------------
+def schemes_of(spec: KernelSpec, *, symmetric: bool = True) -> list[QuantScheme]:
+    """Every format and granularity a kernel declares, blocks of a size it takes."""
+    found = []
+    for fmt in sorted(QuantFormat(word) for word in spec.quant_formats):
+        traits = FORMATS[fmt]
+        if not symmetric and not traits.zero_point:
+            continue
+        for granularity in sorted(spec.granularities):
+            if traits.block_only and granularity != "block":
+                continue
+            block = None
+            if granularity == "block":
+                block = traits.block_size if traits.block_only else fit(spec, "block", 32)
+            found.append(QuantScheme(fmt, granularity, block, symmetric))
+    return found
+
+
+def weight_given(spec: KernelSpec, scheme: QuantScheme | None = None) -> dict[str, Any]:
+    """What a case says of a weight; without a scheme it is the first that the kernel of `linear` declares, or none."""
+    needs: tuple[str, ...] = ()
+    if scheme is None:
+        scheme = next(iter(schemes_of(spec)), None)
+        if scheme is None or "unquantized" in spec.features:
+            return {}
+        needs = () if "weight_only" in spec.features else ("act_dynamic",)
+    return {
+        "quant_format": scheme.fmt.value,
+        "granularity": scheme.granularity,
+        "weight_layout": spec.weight_layout,
+        "packer": spec.packer,
+        "needs": needs,
+        "block": scheme.block_size,
+    }
+
+
 linear = Calls("linear", weight_given, rank=2, rows=5, k=64, n=48)
 linear("result", "plain")
 linear("result", "bias", "bias")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pkgutil import resolve_name as import_string
 from typing import Any
 
 import importlib_metadata
@@ -26,15 +26,6 @@ from layerzero_verify.testing.cases import declare
 __all__ = ["Kit", "import_string", "operation", "uncompiled"]
 
 
-def import_string(path: str) -> Any:
-    """What "module:name" names."""
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split(".") if name else ():
-        found = getattr(found, part)
-    return found
-
-
 def operation(op: str) -> OperationSpec | None:
     """An op by name, of the core or of a package that is installed."""
     import layerzero.ops  # noqa: F401 (importing it is what registers the built-in ops)
@@ -53,6 +44,16 @@ def uncompiled(error: BaseException | None) -> str | None:
             return str(error).partition(".")[0][:160]
         error = error.__cause__ or error.__context__
     return None
+
+
+def _tried(step: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What a step gives, or what it raises: a plugin may raise anything."""
+    try:
+        return step(), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, error
 
 
 @dataclass
@@ -81,25 +82,13 @@ class Kit:
                 f"no entry point {target!r} in group {ENTRY_POINT_GROUP}; is the package installed?"
             )
             return kit
-        try:
-            kit.plugin = kit.entry.load()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            kit.load_error = error
+        kit.plugin, kit.load_error = _tried(kit.entry.load)
+        if kit.load_error is not None:
             return kit
-        try:
-            check_plugin(kit.plugin, target)
-        except Exception as error:
-            kit.hook_error = error
+        _, kit.hook_error = _tried(lambda: check_plugin(kit.plugin, target))
         kit.registrar = Registrar(target)
-        try:
-            # An unknown hook must not hide what else is wrong, so registration is tried all the same.
-            call_hook(kit.plugin, "layerzero_register", registrar=kit.registrar)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            kit.register_error = error
+        # An unknown hook must not hide what else is wrong, so registration is tried all the same.
+        _, kit.register_error = _tried(lambda: call_hook(kit.plugin, "layerzero_register", registrar=kit.registrar))
         for op in kit.registrar.ops.values():
             if isinstance(op, Op):
                 declare(op)

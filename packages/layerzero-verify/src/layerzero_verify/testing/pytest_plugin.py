@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from layerzero.model.kernel import KernelSpec
 from layerzero_verify.testing.cases import GROUPS, cases_of, dtypes_of, load_cases
 from layerzero_verify.testing.kit import Kit, uncompiled
 
@@ -100,12 +99,7 @@ def _cases(kit: Kit, name: str) -> Iterator[Any]:
                 words = ", ".join(sorted(missing))
                 yield _skip(f"{spec.kernel_id} does not declare {words}", f"{spec.kernel_id}-no-{words}")
                 continue
-            yield from _each(kit, spec, found)
-
-
-def _each(kit: Kit, spec: KernelSpec, found: Any) -> Iterator[Any]:
-    if not dtypes_of(spec):
-        yield _skip(f"{spec.kernel_id}: the kit draws no {', '.join(sorted(spec.dtypes))}", f"{spec.kernel_id}-dtypes")
-        return
-    for case in cases_of(found, spec):
-        yield pytest.param(case, id=case.id)
+            if not dtypes_of(spec):
+                words = ", ".join(sorted(spec.dtypes))
+                yield _skip(f"{spec.kernel_id}: the kit draws no {words}", f"{spec.kernel_id}-dtypes")
+            yield from (pytest.param(case, id=case.id) for case in cases_of(found, spec))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,7 @@ from layerzero.tuning.truth import truth
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit, import_string
 
-__all__ = ["bounds", "call", "check", "context", "expected", "kernel_layout", "place", "tensors"]
-
-
-def kernel_layout(spec: KernelSpec) -> str:
-    """The layout an attention kernel wants its tensors in."""
-    return Layout.BSHD.value if spec.layouts == {Layout.BSHD} else Layout.BHSD.value
+__all__ = ["bounds", "call", "check", "context", "expected", "place", "refusal", "tensors"]
 
 
 def place(kit: Kit, spec: KernelSpec) -> torch.device:
@@ -31,20 +27,12 @@ def place(kit: Kit, spec: KernelSpec) -> torch.device:
     return found[0]
 
 
-def _swapped(value: Any) -> Any:
-    return value.transpose(1, 2) if isinstance(value, Tensor) and value.ndim == 4 else value
-
-
-def _to_kernel(case: Case, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if case.spec.op != "attention" or kernel_layout(case.spec) == "BHSD":
-        return args
-    return (*(_swapped(item).contiguous() for item in args[:3]), *args[3:])
-
-
-def _from_kernel(case: Case, result: Any) -> Any:
-    if case.spec.op != "attention" or kernel_layout(case.spec) == "BHSD":
-        return result
-    return (_swapped(result[0]), *result[1:]) if isinstance(result, tuple) else _swapped(result)
+def _swapped(spec: KernelSpec, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of an attention kernel that wants BSHD, from BHSD or back; those of any other kernel as they are."""
+    if spec.op != "attention" or spec.layouts != {Layout.BSHD}:
+        return values
+    first = (item.transpose(1, 2) if isinstance(item, Tensor) and item.ndim == 4 else item for item in values[:3])
+    return (*first, *values[3:])
 
 
 def tensors(args: tuple[Any, ...]) -> list[Tensor]:
@@ -54,7 +42,15 @@ def tensors(args: tuple[Any, ...]) -> list[Tensor]:
 
 def call(kit: Kit, case: Case, args: tuple[Any, ...]) -> Any:
     """The kernel's result for canonical arguments in the op's own layout."""
-    return _from_kernel(case, kit.function(case.spec)(*_to_kernel(case, args)))
+    result = kit.function(case.spec)(*_to_kernel(case, args))
+    if isinstance(result, tuple):
+        return (*_swapped(case.spec, result[:1]), *result[1:])
+    return _swapped(case.spec, (result,))[0]
+
+
+def _to_kernel(case: Case, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    found = _swapped(case.spec, args)
+    return args if found is args else (*(item.contiguous() for item in found[:3]), *found[3:])
 
 
 def _op(kit: Kit, case: Case) -> OperationSpec:
@@ -74,21 +70,22 @@ def context(kit: Kit, case: Case, args: tuple[Any, ...], *, needs_grad: bool = F
     found = kit.device_for(case.spec)
     assert not isinstance(found, str), found
     assert op.describe is not None
-    layout = kernel_layout(case.spec) if case.spec.op == "attention" else _layout_of(op, args)
+    layout = args[op.arguments.index("layout")] if "layout" in op.arguments else None
+    if case.spec.op == "attention":
+        layout = Layout.BSHD.value if case.spec.layouts == {Layout.BSHD} else Layout.BHSD.value
     return op.describe(Call(_to_kernel(case, args), found[1], layout, None, needs_grad))
 
 
-def _layout_of(op: OperationSpec, args: tuple[Any, ...]) -> str | None:
-    return args[op.arguments.index("layout")] if "layout" in op.arguments else None
+def refusal(case: Case, ctx: Context) -> Any:
+    """Why the kernel's own predicate refuses a call, which says what data cannot; selection asks it too."""
+    return import_string(case.spec.predicate)(ctx) if case.spec.predicate is not None else ()
 
 
 def bounds(case: Case, factor: float = 1.0) -> Tolerance:
     """The tolerance table's bounds, or the error the kernel itself declares for the dtype where that is larger."""
     table = tolerance(case.spec.op, case.dtype, k=64)
     declared = dict(case.spec.error_bounds).get(case.dtype, 0.0)
-    return Tolerance(
-        max(table.rtol, declared) * factor, max(table.atol, declared) * factor, table.hit_ratio, table.mode, table.ulps
-    )
+    return replace(table, rtol=max(table.rtol, declared) * factor, atol=max(table.atol, declared) * factor)
 
 
 def check(kit: Kit, case: Case) -> None:
@@ -100,8 +97,7 @@ def check(kit: Kit, case: Case) -> None:
     assert not reasons, (
         f"{case.spec.kernel_id} declares this, but its constraints refuse it: {[str(r) for r in reasons]}"
     )
-    # What data cannot say, the kernel's own predicate does; selection asks it too, so such a call never comes here.
-    refused = import_string(case.spec.predicate)(ctx) if case.spec.predicate is not None else ()
+    refused = refusal(case, ctx)
     if refused:
         import pytest
 

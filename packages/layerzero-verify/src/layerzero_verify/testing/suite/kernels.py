@@ -16,9 +16,10 @@ from layerzero.model.enums import Layout, OpKind
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import assert_close, tolerance
 from layerzero.reasons import ReasonCode
+from layerzero.tuning.truth import flat, gradients
 from layerzero_verify.testing.cases import GROUPS, Case, cases_of, dtypes_of
-from layerzero_verify.testing.kit import Kit, import_string
-from layerzero_verify.testing.run import bounds, call, context, expected, place, tensors
+from layerzero_verify.testing.kit import Kit
+from layerzero_verify.testing.run import bounds, call, context, expected, place, refusal, tensors
 
 
 def _plain_case(kit: Kit, spec: KernelSpec) -> Case:
@@ -27,17 +28,9 @@ def _plain_case(kit: Kit, spec: KernelSpec) -> Case:
         for found in GROUPS["result"]:
             if found.op == spec.op and found.requires <= spec.features:
                 for case in cases_of(found, spec):
-                    if not _refused(kit, case):
+                    if not refusal(case, context(kit, case, case.arguments(place(kit, spec)))):
                         return case
     pytest.skip(f"the kit has no plain case for {spec.op} in {', '.join(sorted(spec.dtypes))}")
-
-
-def _refused(kit: Kit, case: Case) -> bool:
-    """Whether the kernel's own predicate refuses a case; selection asks it too, so such a call never comes."""
-    if case.spec.predicate is None:
-        return False
-    ctx = context(kit, case, case.arguments(place(kit, case.spec)))
-    return bool(import_string(case.spec.predicate)(ctx))
 
 
 def test_adapter_can_be_imported(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
@@ -95,14 +88,8 @@ def test_same_inputs_give_the_same_bits(lz_kit: Kit, lz_kernel: KernelSpec) -> N
     with torch.no_grad():
         runs = [call(lz_kit, case, case.arguments(device)) for _ in range(3)]
     for other in runs[1:]:
-        for left, right in zip(_flat(runs[0]), _flat(other), strict=True):
+        for left, right in zip(flat(runs[0]), flat(other), strict=True):
             assert torch.equal(left, right), "two runs on equal inputs differ"
-
-
-def _flat(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    return [item for part in result if part is not None for item in _flat(part)] if isinstance(result, tuple) else []
 
 
 def test_gradients_match_the_reference(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
@@ -112,28 +99,18 @@ def test_gradients_match_the_reference(lz_kit: Kit, lz_kernel: KernelSpec) -> No
     case = _plain_case(lz_kit, lz_kernel)
     device = place(lz_kit, lz_kernel)
 
-    def gradients(run: Any, widen: bool) -> list[Tensor]:
-        args = [
-            (item.double() if widen else item).requires_grad_()
+    def leaves(dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+        return tuple(
+            item.to(dtype or item.dtype).requires_grad_()
             if isinstance(item, Tensor) and item.is_floating_point()
             else item
             for item in case.arguments(device)
-        ]
-        outs = [item for item in _flat(run(tuple(args))) if item.is_floating_point()]
-        assert all(item.requires_grad for item in outs), "the result does not carry a gradient"
-        weights = [
-            torch.linspace(-1, 1, item.numel(), device=device).reshape(item.shape).to(item.dtype) for item in outs
-        ]
-        loss = sum(
-            ((item * weight).sum() for item, weight in zip(outs, weights, strict=True)),
-            start=torch.zeros((), device=device),
         )
-        wanted = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return [torch.zeros_like(a) if g is None else g for a, g in zip(wanted, found, strict=True)]
 
-    got = gradients(lambda args: call(lz_kit, case, args), widen=False)
-    want = gradients(lambda args: expected(lz_kit, case, args), widen=True)
+    ours, wide = leaves(), leaves(torch.float64)
+    result = call(lz_kit, case, ours)
+    assert all(item.requires_grad for item in flat(result) if item.is_floating_point()), "the result has no gradient"
+    got, want = gradients(result, ours), gradients(expected(lz_kit, case, wide), wide)
     # An op that copies has exact results, but its gradient is a sum all the same.
     limit = bounds(case, factor=20.0)
     assert_close(got, want, tolerance("gradient", case.dtype) if limit.exact else limit, path="gradient")
