@@ -20,14 +20,14 @@ from layerzero.cli.verbs import OK, PROBLEM, verb
 from layerzero_hub import lockfile, signing
 from layerzero_hub.compat import dependencies
 from layerzero_hub.errors import refuse
-from layerzero_hub.installing import Finding, audit, install, verify
+from layerzero_hub.installing import Finding, audit, install, prune, verify
 from layerzero_hub.lockfile import Lock, expiry
-from layerzero_hub.locking import Progress, lock_kernels, save
-from layerzero_hub.maintaining import Change, changes, prune, without
+from layerzero_hub.locking import Progress, lock_kernels, save, without
 from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.probe import Prober
 from layerzero_hub.remote import connect
+from layerzero_hub.signing import Change, changes
 from layerzero_hub.store import Store
 
 __all__ = ["hub"]

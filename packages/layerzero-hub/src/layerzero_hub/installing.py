@@ -1,13 +1,16 @@
-"""`lz hub install`, `verify` and `audit`: bring the store to what the lock says, look at it, compare with the hub."""
+"""`lz hub install`, `verify`, `audit` and `prune`: bring the store to what the lock says, look at it, clear it up."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from layerzero.reasons import Reason, reason
-from layerzero_hub import signing
+from layerzero_hub import lockfile, signing
 from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.loading import choose
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
@@ -19,7 +22,7 @@ from layerzero_hub.policy import HubPolicy
 from layerzero_hub.remote import Remote
 from layerzero_hub.store import Store
 
-__all__ = ["ELSEWHERE", "Finding", "audit", "install", "verify"]
+__all__ = ["ELSEWHERE", "Finding", "audit", "install", "prune", "verify"]
 
 ELSEWHERE = "for other machines"
 
@@ -141,6 +144,39 @@ def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tup
         state = "attention" if reasons else "audited"
         found.append(replace(finding, state=state, reasons=tuple(reasons)))
     return tuple(found)
+
+
+def prune(lock: Lock, *, policy: HubPolicy, store: Store, dry_run: bool = False) -> tuple[tuple[str, int], ...]:
+    """Remove the builds that no lock names any more; digest and bytes of each.
+
+    A store may serve several locks: those seen here before count as well, as long as they are there and readable.
+    """
+    named = {variant.digest for _, variant in lock.variants()}
+    for path in Memory(store.root).lock_paths():
+        if path == Path(os.path.realpath(policy.lock_path)) or not path.exists():
+            continue
+        try:
+            named |= {variant.digest for _, variant in lockfile.read(path).variants()}
+        except HubError as error:
+            raise refuse(
+                "HUB_LOCK_INVALID", path.name, f"it also uses this store, and cannot be read: {error}"
+            ) from None
+    found = []
+    for entry in sorted(os.scandir(store.root), key=lambda entry: entry.name) if store.root.is_dir() else ():
+        digest = entry.name.replace("-", ":", 1)
+        if entry.name.startswith("sha256-") and digest not in named:
+            found.append((digest, _size(entry.path)))
+            if not dry_run:
+                with writing("the store"):
+                    # Renamed first: half a build never lies under the name of a whole one.
+                    aside = store.root / f"damaged-{entry.name}-{os.getpid()}"
+                    os.rename(entry.path, aside)
+                    shutil.rmtree(aside, ignore_errors=True)
+    return tuple(found)
+
+
+def _size(folder: str) -> int:
+    return sum(os.lstat(os.path.join(here, name)).st_size for here, _, names in os.walk(folder) for name in names)
 
 
 def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:

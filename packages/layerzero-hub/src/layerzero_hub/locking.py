@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,15 +19,14 @@ from layerzero_hub import elf, fingerprint, lockfile
 from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
 from layerzero_hub.memory import Memory
-from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, parse
+from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, check_publisher_signature, parse
 from layerzero_hub.names import check_paths, check_variant, fitting
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.probe import Need, Prober
-from layerzero_hub.publisher import check_publisher_signature
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.store import Staging, Store
 
-__all__ = ["Progress", "fetch_build", "lock_kernels", "renewed", "save"]
+__all__ = ["Progress", "fetch_build", "lock_kernels", "save", "without"]
 
 _BUILD: Final = "build/"
 Progress = Callable[[str, int, int], None]
@@ -72,10 +71,10 @@ def lock_kernels(
             _lock(work, repo_id, version, "", ())
     kept = {**kept, **work.done}
     _check_apart(kept.values())
-    return renewed(known, remote.web.endpoint, tuple(kept[key] for key in sorted(kept)), policy, expires)
+    return _renewed(known, remote.web.endpoint, tuple(kept[key] for key in sorted(kept)), policy, expires)
 
 
-def renewed(
+def _renewed(
     known: Lock | None, endpoint: str, kernels: tuple[LockedKernel, ...], policy: HubPolicy, expires: str | None = None
 ) -> Lock:
     """A lock of these kernels that is newer than all seen before; the known one when nothing changed."""
@@ -92,6 +91,24 @@ def renewed(
     seen = Memory(policy.store_path).newest(policy.lock_path, lock_id)
     serial = max(int(time.time()), seen + 1, known.serial + 1 if known else 1)
     return Lock(endpoint, kernels, serial, expires, lock_id)
+
+
+def without(lock: Lock, wanted: Sequence[tuple[str, int | None]], policy: HubPolicy) -> Lock:
+    """The lock without these kernels (version None: all versions); refused while another one needs them."""
+    gone: set[tuple[str, int]] = set()
+    for repo_id, version in wanted:
+        named = {(kernel.repo_id, kernel.version) for kernel in lock.kernels}
+        found = {one for one in named if one[0] == repo_id and version in (None, one[1])}
+        if not found:
+            raise refuse("HUB_NOT_LOCKED", repo_id if version is None else f"{repo_id}@{version}")
+        gone |= found
+    kept = tuple(kernel for kernel in lock.kernels if (kernel.repo_id, kernel.version) not in gone)
+    for kernel in kept:
+        for variant in kernel.variants.values():
+            for needed in variant.kernel_depends:
+                if needed in gone:
+                    raise refuse("HUB_STILL_NEEDED", f"{needed[0]}@{needed[1]}", f"{kernel.repo_id}@{kernel.version}")
+    return _renewed(lock, lock.endpoint, kept, policy)
 
 
 def save(lock: Lock, policy: HubPolicy) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from layerzero.reasons import Reason, reason
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.names import check_repo_id
+from layerzero_hub.names import check_repo_id, reader
 
 __all__ = ["KernelMapping", "parse_descriptor", "parse_mappings", "resolve"]
 
@@ -33,6 +33,20 @@ _KEYS: Final = frozenset(
 )
 
 _OURS: Final = ("kernel_id", "function", "predicate", "traceable")
+
+_table = reader(Mapping, "a table")
+_op = reader(str, "the name of an op", _OP.match)
+_function = reader(str, "a function of the kernel", _FUNCTION.match)
+_version = reader(int, "a number")
+_variant = reader(str, "lower-case letters, digits and _", re.compile(r"[a-z0-9_]{0,40}\Z").match)
+_capabilities = reader(Mapping, "a table as in capabilities.json")
+_out = reader(bool, "true or false")
+_named = reader(Mapping, "a table: the function's keyword = the op's argument")
+_names = reader(
+    (list, tuple),
+    "a list of argument names",
+    lambda names: all(isinstance(one, str) and one.isidentifier() for one in names),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +86,8 @@ def parse_descriptor(data: object, repo: str) -> tuple[tuple[KernelMapping, ...]
     for index, item in enumerate(data["kernels"][:1000]):
         try:
             entry = _entry(item, f"kernels[{index}]", repo)
-            packer = entry.capabilities.get("packer")
-            if packer is not None and (not isinstance(packer, str) or not _FUNCTION.match(packer)):
-                raise refuse("HUB_POLICY_INVALID", f"kernels[{index}].capabilities.packer", "a function of the kernel")
+            if entry.capabilities.get("packer") is not None:
+                _function(f"kernels[{index}].capabilities.packer", entry.capabilities["packer"])
             found.append(entry)
         except HubError as error:
             cause = error.reasons[0]
@@ -105,59 +118,27 @@ def _is_inside(value: object, identity: str) -> bool:
     return name in (identity, f"torch.ops.{identity}") or name.startswith(f"{identity}.")
 
 
-def _entry(data: object, where: str, repo: str | None) -> KernelMapping:
-    if not isinstance(data, Mapping):
-        raise refuse("HUB_POLICY_INVALID", where, "a table")
+def _entry(value: object, where: str, repo: str | None) -> KernelMapping:
+    data: Mapping[str, Any] = _table(where, value)
     for key in data:
         if key not in _KEYS or (key == "repo" and repo is not None):
             raise refuse("HUB_POLICY_INVALID", f"{where}.{key}", f"unknown key; known: {', '.join(sorted(_KEYS))}")
-    op, function = data.get("op"), data.get("function")
-    if not isinstance(op, str) or not _OP.match(op):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.op", "the name of an op")
-    if not isinstance(function, str) or not _FUNCTION.match(function):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.function", "a function of the kernel")
-    version = data.get("version")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.version", "a number")
-    capabilities = data.get("capabilities", {})
-    if not isinstance(capabilities, Mapping):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.capabilities", "a table as in capabilities.json")
+    capabilities = _capabilities(f"{where}.capabilities", data.get("capabilities", {}))
     for key in _OURS:
         if key in capabilities:
             raise refuse("HUB_POLICY_INVALID", f"{where}.capabilities.{key}", "follows from the entry, and is not said")
-    out = data.get("out", False)
-    if not isinstance(out, bool):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.out", "true or false")
+    keywords = _named(f"{where}.keywords", data.get("keywords", {}))
+    for names in (list(keywords), list(keywords.values())):
+        _names(f"{where}.keywords", names)
+    version = data.get("version")
     return KernelMapping(
         repo=check_repo_id(repo if repo is not None else data.get("repo")),
-        op=op,
-        function=function,
-        version=version,
-        variant=_variant(data.get("variant", ""), where),
-        arguments=_names(data.get("arguments", ()), f"{where}.arguments"),
-        keywords=_keywords(data.get("keywords", {}), f"{where}.keywords"),
-        out=out,
+        op=_op(f"{where}.op", data.get("op")),
+        function=_function(f"{where}.function", data.get("function")),
+        version=None if version is None else _version(f"{where}.version", version),
+        variant=_variant(f"{where}.variant", data.get("variant", "")),
+        arguments=tuple(_names(f"{where}.arguments", data.get("arguments", ()))),
+        keywords=tuple(sorted(keywords.items())),
+        out=_out(f"{where}.out", data.get("out", False)),
         capabilities=dict(capabilities),
     )
-
-
-def _variant(value: object, where: str) -> str:
-    if value == "":
-        return ""
-    if not isinstance(value, str) or not re.match(r"[a-z0-9_]{1,40}\Z", value):
-        raise refuse("HUB_POLICY_INVALID", f"{where}.variant", "lower-case letters, digits and _")
-    return value
-
-
-def _names(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one.isidentifier() for one in value):
-        raise refuse("HUB_POLICY_INVALID", where, "a list of argument names")
-    return tuple(value)
-
-
-def _keywords(value: object, where: str) -> tuple[tuple[str, str], ...]:
-    if not isinstance(value, Mapping):
-        raise refuse("HUB_POLICY_INVALID", where, "a table: the function's keyword = the op's argument")
-    _names(list(value), where)
-    _names(list(value.values()), where)
-    return tuple(sorted(value.items()))

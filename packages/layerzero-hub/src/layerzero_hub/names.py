@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from layerzero_hub.errors import refuse
@@ -20,6 +20,7 @@ __all__ = [
     "check_variant",
     "etag_hash",
     "fitting",
+    "reader",
     "strict_json",
 ]
 
@@ -144,6 +145,18 @@ def etag_hash(etag: object) -> str:
     if not (_COMMIT.match(text) or _SHA256.match(text)):
         raise refuse("HUB_ETAG_INVALID", etag if isinstance(etag, str) else type(etag).__name__)
     return text
+
+
+def reader(kind: Any, words: str, fits: Callable[[Any], Any] = lambda value: True) -> Callable[[str, object], Any]:
+    """What takes a key and its value, and gives the value back or says in these words what it has to be."""
+
+    def read(key: str, value: object) -> Any:
+        wrong_bool = isinstance(value, bool) and kind is not bool
+        if wrong_bool or not isinstance(value, kind) or not fits(value):
+            raise refuse("HUB_POLICY_INVALID", key, words)
+        return value
+
+    return read
 
 
 def strict_json(raw: bytes, code: str, where: str, most: int) -> Any:

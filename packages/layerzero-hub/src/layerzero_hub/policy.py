@@ -19,8 +19,8 @@ from layerzero import env
 from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LOCK_NAME
 from layerzero_hub.mapping import KernelMapping, parse_mappings
-from layerzero_hub.names import check_repo_id
-from layerzero_hub.publisher import WORKFLOW
+from layerzero_hub.metadata import WORKFLOW
+from layerzero_hub.names import check_repo_id, reader
 
 __all__ = ["DEFAULT_ENDPOINT", "HubPolicy", "discovered", "from_mapping"]
 
@@ -146,22 +146,15 @@ def from_mapping(data: Mapping[str, Any], *, base: Path | None = None) -> HubPol
     return HubPolicy(**values)
 
 
-def _bool(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise refuse("HUB_POLICY_INVALID", key, "true or false")
-    return value
-
-
-def _text(key: str, value: object) -> str:
-    if not isinstance(value, str) or not value or "\0" in value or len(value) > 4096:
-        raise refuse("HUB_POLICY_INVALID", key, "a text")
-    return value
+_bool = reader(bool, "true or false")
+_text = reader(str, "a text", lambda text: text and "\0" not in text and len(text) <= 4096)
+_list = reader((list, tuple), "a list of texts")
+_bytes = reader(int, "a number of bytes above 0", lambda count: 0 < count < 2**48)
+_seconds = reader((int, float), "seconds above 0", lambda count: 0 < count <= 86400)
 
 
 def _texts(key: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise refuse("HUB_POLICY_INVALID", key, "a list of texts")
-    return tuple(_text(key, item) for item in value)
+    return tuple(_text(key, item) for item in _list(key, value))
 
 
 def _set(key: str, value: object) -> frozenset[str]:
@@ -190,7 +183,7 @@ def _endpoints(key: str, value: object) -> tuple[str, ...]:
 
 def _endpoint(key: str, value: object) -> str:
     """`https://host[:port][/path]`, or http to this machine. A user name is refused: it makes one host look another."""
-    text = _text(key, value)
+    text: str = _text(key, value)
     try:
         split = urllib.parse.urlsplit(text)
         host, _ = split.hostname, split.port
@@ -220,22 +213,6 @@ def _token_endpoint(key: str, value: object) -> str:
     return text
 
 
-def _bytes(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**48:
-        raise refuse("HUB_POLICY_INVALID", key, "a number of bytes above 0")
-    return value
-
-
-def _seconds(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 86400:
-        raise refuse("HUB_POLICY_INVALID", key, "seconds above 0")
-    return float(value)
-
-
-def _kernels(key: str, value: object) -> tuple[KernelMapping, ...]:
-    return parse_mappings(value)
-
-
 _READ: Final[Mapping[str, Any]] = {
     "enabled": _bool,
     "offline": _bool,
@@ -252,5 +229,5 @@ _READ: Final[Mapping[str, Any]] = {
     "store": _text,
     "max_bytes": _bytes,
     "timeout": _seconds,
-    "kernels": _kernels,
+    "kernels": lambda key, value: parse_mappings(value),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,16 @@ from layerzero_hub.lockfile import Lock
 from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy
 
-__all__ = ["check_signed", "checked_for_signing", "read_known", "read_lock", "sign_lock", "signature_path"]
+__all__ = [
+    "Change",
+    "changes",
+    "check_signed",
+    "checked_for_signing",
+    "read_known",
+    "read_lock",
+    "sign_lock",
+    "signature_path",
+]
 
 
 def signature_path(lock: Path) -> Path:
@@ -130,6 +139,41 @@ def checked_for_signing(lock: Lock, policy: HubPolicy) -> Lock:
         policy.check_digest(variant.digest)
     Memory(policy.store_path).check(lock, policy.lock_path)
     return lock
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference between two locks; `before` or `after` is empty where there is nothing."""
+
+    what: str
+    before: str
+    after: str
+
+
+def changes(old: Lock | None, new: Lock) -> tuple[Change, ...]:
+    """What is different in `new`: endpoint, serial, expiry, commits, builds; every build when there is no old lock."""
+    before, after = (_facts(old) if old else {}), _facts(new)
+    found = []
+    for what in sorted({*before, *after}):
+        one, two = before.get(what, ""), after.get(what, "")
+        if one != two:
+            found.append(Change(what, one, two))
+    return tuple(found)
+
+
+def _facts(lock: Lock) -> dict[str, str]:
+    facts = {"endpoint": lock.endpoint, "serial": str(lock.serial), "expires": lock.expires or "never"}
+    for kernel in lock.kernels:
+        name = f"{kernel.repo_id}@{kernel.version}"
+        facts[f"{name} commit"] = kernel.commit
+        for variant in kernel.variants.values():
+            facts[f"{name} {variant.name}"] = variant.digest
+            facts[f"{name} {variant.name} module"] = variant.id
+            facts[f"{name} {variant.name} ops"] = ", ".join(variant.ops_namespaces) or "none"
+            needs = ", ".join(f"{repo}@{number}" for repo, number in variant.kernel_depends)
+            if needs:
+                facts[f"{name} {variant.name} depends on"] = needs
+    return facts
 
 
 # -- details --------------------------------------------------------------------------------------------------------

@@ -203,10 +203,10 @@ def _serves(backend: str) -> Callable[[Context], list[Reason]]:
     def serves(ctx: Context) -> list[Reason]:
         assert ctx.tokenizer is not None
         home, table = _known.get(ctx.tokenizer.tokenizer_id, ("", {}))
-        if backend == home:
-            return []
         if home == "":
             return [reason("TOKENIZER_NOT_PROVEN", backend, "a tokenizer that was never loaded")]
+        if backend in (home, "own"):  # its own library serves whatever was loaded
+            return []
         if "live_tokenizer" in ctx.needs:
             return [reason("TOKENIZER_LIVE", backend, home)]
         verdict = table.get(backend)
@@ -218,12 +218,5 @@ def _serves(backend: str) -> Callable[[Context], list[Reason]]:
     return serves
 
 
-def own_serves(ctx: Context) -> list[Reason]:
-    """The tokenizer's own library serves whatever was loaded."""
-    assert ctx.tokenizer is not None
-    if ctx.tokenizer.tokenizer_id in _known:
-        return []
-    return [reason("TOKENIZER_NOT_PROVEN", "own", "a tokenizer that was never loaded")]
-
-
 hf_serves, tiktoken_serves, sp_serves = _serves("tokenizers"), _serves("tiktoken"), _serves("sentencepiece")
+own_serves = _serves("own")
