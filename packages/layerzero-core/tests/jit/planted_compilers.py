@@ -112,5 +112,22 @@ def refuse(order: CompileOrder) -> None:
     raise ValueError("no such instruction")
 
 
+def declined(order: CompileOrder) -> None:
+    raise NeedsDevice("its backward pass is compiled by running it", in_thread=True)
+
+
+kept: list[CompileOrder] = []
+
+
+def keep(order: CompileOrder) -> None:
+    kept.append(order)
+
+
+def library(order: CompileOrder) -> list[str]:
+    """Compiles, and names what the process that serves is to map."""
+    good(order)
+    return [str(_library(order.args[0].shape[-1]))]
+
+
 def tuned(order: CompileOrder) -> None:
     raise NeedsDevice("it is autotuned over 12 configurations")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,12 @@ import layerzero as lz
 from layerzero.dispatch import beside
 from layerzero.dispatch import compiling as jit
 from layerzero.isolation import process
-from layerzero.isolation.compilers import compilers
+from layerzero.isolation.compilers import compilers, follow, order_text
 from layerzero.jit.index import Index
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Platform
+from layerzero.model.grouped import make_grouped_batch
+from layerzero.model.kv_cache import make_paged_batch
 from layerzero.runtime.process_metrics import families
 from layerzero.runtime.state import state
 from layerzero.telemetry.events import events
@@ -84,7 +90,7 @@ def test_a_kernel_compiles_in_a_process_that_sees_no_gpu_and_goes_last(
     seen = json.loads(told.read_text())
     ctx = lz.explain("rms_norm", X, W).decision.context
     assert seen["pid"] != os.getpid() and seen["parent"] == os.getpid()
-    assert seen["nice"] == 19 and seen["policy"] == os.SCHED_IDLE and seen["memory"] == 16 << 30 and seen["gpus"] == ""
+    assert seen["nice"] == 19 and seen["policy"] == os.SCHED_BATCH and seen["memory"] == 16 << 30 and seen["gpus"] == ""
     assert seen["x"] == ["meta", [3, 8], [8, 1], "torch.float32"]
     assert (seen["kernel"], seen["device"], seen["hidden"]) == (KERNEL, ctx.device.signature, 8)
     by = (cache / "triton" / "compiled_by.log").read_text().split()
@@ -175,6 +181,74 @@ def test_what_must_be_tuned_on_the_device_is_left_to_warm_up_and_explain_says_so
     assert jit.queue().busy == 0
     result = lz.warmup([lz.explain("rms_norm", X, W).decision.context], background=False)
     assert result.ok and ready() and lz.explain("rms_norm", X, W).chosen == KERNEL
+
+
+def test_what_a_compiler_declines_is_compiled_by_a_thread_here(planted: Any, cache: Path) -> None:
+    planted("declined")
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(ready)
+    assert (cache / "triton" / "compiled_by.log").read_text().split() == [str(os.getpid())]
+
+
+def test_libraries_are_mapped_before_the_turn_to_load_comes(
+    planted: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the C library, which does not hold the interpreter; the adapter then finds them mapped."""
+    mapped: list[bool] = []
+    turn = beside._loads.turn
+
+    def looked(paced: bool) -> Any:
+        mapped.append("scale_8.so" in Path("/proc/self/maps").read_text())
+        return turn(paced)
+
+    monkeypatch.setattr(beside._loads, "turn", looked)
+    planted("library")
+    lz.rms_norm(X, W, 1e-6)
+    wait_until(ready)
+    assert mapped == [True]
+
+
+def test_adapters_are_imported_at_the_start_and_only_once(
+    lab: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_adapter.py").write_text("def rms_norm(x, weight, eps):\n    return x\n")
+    (tmp_path / "broken_adapter.py").write_text("raise ImportError('no such library')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(beside.DeviceSpec, "detect", lambda word: DeviceSpec.for_sm(90))
+    fields: dict[str, Any] = {
+        "platforms": frozenset({Platform.CUDA}), "grid_layout": "library", "compiler": "planted_compilers:good",
+    }  # fmt: skip
+    spec = _shared.spec_of(**fields)
+    lab.use(
+        replace(spec, kernel_id="cc.rms_norm.k0", function="late_adapter:rms_norm"),
+        replace(spec, kernel_id="cc.rms_norm.k1", function="broken_adapter:rms_norm"),
+    )
+    gpu = torch.device("cuda")
+    assert beside.import_adapters(torch.device("cpu")) == ()
+    with lz.scoped(jit="off"):
+        assert beside.import_adapters(gpu) == ()
+    found = beside.import_adapters(gpu)
+    assert "late_adapter" in found and "late_adapter" in sys.modules and "broken_adapter" not in found
+    assert state.world.unbindable["cc.rms_norm.k1"].code == "BACKEND_IMPORT_FAILED"
+    assert "late_adapter" not in beside.import_adapters(gpu)
+
+
+def test_batches_reach_a_compiler_as_what_they_are_made_of(planted: Any) -> None:
+    lens = torch.tensor([3, 5], dtype=torch.int32)
+    paged = make_paged_batch(torch.zeros(2, 4, dtype=torch.int32), lens)
+    grouped = make_grouped_batch(
+        torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32),
+        torch.tensor([[2], [4]], dtype=torch.int32),
+    )  # fmt: skip
+    spec = _shared.spec_of(compiler="planted_compilers:keep")
+    weight = torch.ones(8, requires_grad=True)
+    context = {"device": DeviceSpec.detect("cpu").to_json()}
+    assert "seconds" in follow(order_text(spec, (paged, grouped, weight), {}, context, True))
+    one, two, three = importlib.import_module("planted_compilers").kept.pop().args
+    assert one.context_lens_host == (3, 5) and one.query_lens is None and one.is_decode
+    assert one.block_tables.device.type == "meta" and one.block_tables.shape == (2, 4)
+    assert two.kv_lens_host == grouped.kv_lens_host and two.kv_lens.shape == (2, 1)
+    assert three.requires_grad and not one.context_lens.requires_grad
 
 
 def test_a_kernel_that_declares_the_device_is_not_begun_beside_requests(planted: Any) -> None:

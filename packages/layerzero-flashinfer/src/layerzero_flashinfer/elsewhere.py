@@ -18,7 +18,7 @@ __all__ = ["compile_order"]
 def compile_order(order: CompileOrder) -> tuple[str, ...]:
     """Build the modules one kernel needs for one call, each in its own folder; their libraries."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", _arch(order.device))
-    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 4)))  # of nvcc, beside requests
+    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 2)))  # of nvcc, beside requests
     from layerzero_flashinfer.modules import shape_of, specs_of  # FlashInfer reads both when it is imported
 
     specs = specs_of(order.function, shape_of(order.context))
