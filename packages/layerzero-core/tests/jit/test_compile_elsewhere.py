@@ -262,7 +262,7 @@ def test_an_order_that_metadata_cannot_describe_is_compiled_in_the_thread_as_bef
     planted: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted("good")
-    monkeypatch.setattr(beside, "_order", lambda *given: None)
+    monkeypatch.setattr(beside, "order_for", lambda *given: None)
     lz.rms_norm(X, W, 1e-6)
     wait_until(ready)
     assert (cache / "triton" / "compiled_by.log").read_text().split() == [str(os.getpid())]

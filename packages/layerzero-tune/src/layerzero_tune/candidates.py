@@ -8,7 +8,7 @@ launches, on a CPU over several seconds, and on both at other sizes of the bucke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,12 +58,13 @@ class Bench:
         self.plain_error: float | None = None  # of torch's own code, where that takes part
         self._layout: str | None = None
         self._plain: Make | None = None
+        self._gate: Gate | None = None
 
-    def admit(self, only: frozenset[str] | None) -> None:
-        """Hold every kernel against the reference. Kernels that compile do it here."""
-        gate: Gate | None = None
+    def admit(self, only: frozenset[str] | None, without: Collection[str] = ()) -> None:
+        """Hold every kernel against the reference that was not yet. Kernels that compile do it here."""
+        done = {*self.errors, *self.wrong, *self.absent}
         for kernel_id in self._decision.ranking:
-            if only is not None and kernel_id not in only:
+            if (only is not None and kernel_id not in only) or kernel_id in without or kernel_id in done:
                 continue
             kernel = self._world.registry.kernels[kernel_id]
             try:
@@ -71,17 +72,17 @@ class Bench:
             except BackendNotAvailableError as error:
                 self.absent[kernel_id] = str(error)
                 continue
-            if gate is None:
-                gate = self._gate()
-            verdict = gate.check(kernel, run)
+            if self._gate is None:
+                self._gate = self._made_gate()
+            verdict = self._gate.check(kernel, run)
             if verdict.ok:
                 self.errors[kernel_id] = verdict.max_error
             elif "OutOfMemory" in verdict.why or "can't allocate memory" in verdict.why:
                 self.absent[kernel_id] = verdict.why  # a matter of the moment, not of the kernel
             else:
                 self.wrong[kernel_id] = verdict
-        if gate is not None and self.errors:
-            self._admit_torch(gate)
+        if self._gate is not None and self.errors and self._plain is None:
+            self._admit_torch(self._gate)
         if not self.errors:
             reasons = self.absent | {name: verdict.why for name, verdict in self.wrong.items()}
             raise TuningError(
@@ -100,7 +101,7 @@ class Bench:
         if verdict.ok:
             self._plain, self.plain_error = plain, verdict.max_error
 
-    def _gate(self) -> Gate:
+    def _made_gate(self) -> Gate:
         try:
             return gate_of(self._spec, self._ctx, self._call)
         except LayerZeroError:

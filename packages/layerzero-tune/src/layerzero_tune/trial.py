@@ -24,6 +24,7 @@ from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
 from layerzero.measurements.believed import NOISE, believed, platform_of, versions_of
 from layerzero.model.context import Context
+from layerzero.model.expectation import Expectation
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.proof_registry import proof_registry
@@ -33,6 +34,7 @@ from layerzero.telemetry.events import observed
 from layerzero.tuning.inputs import ArgumentStrides, Call, build, buildable, conditions
 from layerzero_tune.candidates import Bench
 from layerzero_tune.rows import refused_row, row, surroundings, torch_row
+from layerzero_tune.ruled_out import chosen_now, margin, ruled_out, slower
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.host_load import load, others
 from layerzero_tune.timing.race import Times, leader, winner_of
@@ -56,6 +58,8 @@ class Trial:
     torch    what torch's own code for the call took in the same rounds; None where it has none
     choice   the kernel that selection takes from these times; `lost`: it is slower than torch's code, so that `rows`
              hold no times
+    before   the kernel that was chosen before
+    ruled_out  kernels that did not race, with what is expected of them
     """
 
     context: Context
@@ -71,6 +75,13 @@ class Trial:
     torch: Times | None = None
     choice: str = ""
     lost: bool = False
+    before: str = ""
+    ruled_out: Mapping[str, Expectation] = field(default_factory=dict)
+
+    @property
+    def now(self) -> str:
+        """The kernel that is chosen after this: what was chosen before, where no time was kept."""
+        return self.before if self.lost and self.before in self.times else self.choice
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
@@ -85,6 +96,7 @@ class Trial:
             "busy": round(self.busy, 4),
             "torch_us": None if self.torch is None else round(self.torch.median_us, 3),
             "choice": self.choice,
+            "before": self.before,
             "stored": not self.lost,
             "kernels": {
                 name: {
@@ -95,6 +107,10 @@ class Trial:
                 for name, found in sorted(self.times.items(), key=lambda item: item[1].median_us)
             },
             "refused": dict(self.refused),
+            "ruled_out": {
+                name: {**expected.to_json(), "margin": round(margin(expected), 3), "why": str(expected)}
+                for name, expected in sorted(self.ruled_out.items())
+            },
         }  # fmt: skip
 
 
@@ -111,12 +127,13 @@ def trial(
     jit: str = "block",
     world: World | None = None,
     patient: bool = True,
+    thorough: bool = True,
 ) -> Trial:
     """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
     `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
-    served others meanwhile.
+    served others meanwhile. One that is not `thorough` leaves out kernels that `layerzero_tune.ruled_out` rules out.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -133,12 +150,17 @@ def trial(
         ctx = describe(spec, first.args, first.layout, None, measuring)
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
         bench = Bench(spec, ctx, call, measuring)
-        bench.admit(only)
+        out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()
-        for tries in range(_TRIES if patient else 1, 0, -1):
-            found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
-            if not found.lost or tries == 1:
+        while True:
+            for tries in range(_TRIES if patient else 1, 0, -1):
+                found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
+                if not found.lost or tries == 1:
+                    break
+            kept = _still_out(out, found)
+            if len(kept) == len(out):
                 break
+            out = _admitted(bench, only, kept)  # others may be the fastest after all: the race is run again with them
         busy = others(before, load())
     if not ctx.needs_grad and here.registry is state.world.registry:
         proof_registry.tuned(state, ctx, bench.errors)
@@ -147,9 +169,30 @@ def trial(
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
     made = [] if found.lost else _rows(here, bench, spec, ctx, found, around)
     return replace(
-        found, refused=refused, seconds=time.monotonic() - begin, busy=busy,
-        rows=(*made, *(item for item in wrong if item is not None)),
+        found, refused=refused, seconds=time.monotonic() - begin, busy=busy, before=chosen_now(ctx, here),
+        ruled_out=out, rows=(*made, *(item for item in wrong if item is not None)),
     )  # fmt: skip
+
+
+def _admitted(bench: Bench, only: frozenset[str] | None, out: Mapping[str, Expectation]) -> Mapping[str, Expectation]:
+    """Admit all but those that are ruled out, and those too where nobody else can run; who is out after that."""
+    try:
+        bench.admit(only, out)
+    except TuningError:
+        if not out:
+            raise
+        bench.admit(only)
+        return {}
+    return out
+
+
+def _still_out(out: Mapping[str, Expectation], found: Trial) -> Mapping[str, Expectation]:
+    """Of those that are ruled out, who is behind the fastest that raced, too; nobody where torch's code did not race:
+    what is expected is a multiple of its time."""
+    if found.torch is None:
+        return {}
+    fastest = min(found.torch.median_us, *(times.median_us for times in found.times.values()))
+    return slower(out, fastest / found.torch.median_us)
 
 
 def _timed(

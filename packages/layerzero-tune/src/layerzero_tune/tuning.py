@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerzero import env
 from layerzero.device.probe import probe_device
 from layerzero.errors import InvalidInputError, invalid
 from layerzero.measurements.database import database as policy_database
@@ -23,8 +23,6 @@ from layerzero.runtime.state import state
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable, PlanEntry
     from layerzero_tune.tuning_run import Progress, Tuned
-
-_MOST_COMPILERS = 8
 
 __all__ = ["calls_path", "database_of", "known_database", "solve", "times_in", "tune"]
 
@@ -45,6 +43,7 @@ def tune(
     check: bool = False,
     fresh: bool = False,
     compile: bool = True,
+    thorough: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
     """Measure every kernel for the calls of `source`; selection in this process sees the times at once.
@@ -55,15 +54,18 @@ def tune(
     seconds   for the timing of one; default 2, on a GPU 0.3
     check     only look at calls that were measured before, and measure those anew whose kernel has drifted
     fresh     begin anew instead of going on with a tuning run that was interrupted
-    compile   kernels that are not compiled yet are compiled and measured, too; False leaves them out
+    compile   kernels that are not compiled yet are compiled and measured, too, as many at a time as there are cores;
+              False leaves them out
+    thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`)
 
     No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
-    torchrun the calls are split over the ranks, and every rank ends with the merged result.
+    torchrun the calls are split over the ranks, and every rank ends with the merged result. Ctrl-C raises
+    `layerzero_tune.tuning_run.Interrupted`; what is done is kept.
     """
     if budget is not None and (isinstance(budget, bool) or not budget > 0):
         raise invalid("VALUE_INVALID", f"budget={budget!r}", "a positive number of seconds")
     from layerzero_tune.ranks import Ranks
-    from layerzero_tune.tuning_run import distinct, tune_calls
+    from layerzero_tune.tuning_run import Interrupted, tune_calls
 
     db = database_of(database)
     where = _device(device)
@@ -75,11 +77,14 @@ def tune(
         calls = calls_of(source, device=where)
         if check:
             return _checked(calls, db, budget, progress, jit)
-        if compile:
-            budget = _compiled_ahead(ranks.share(distinct(calls)), budget, progress)
-        found = tune_calls(
-            calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, ranks=ranks, progress=progress
-        )
+        try:
+            found = tune_calls(
+                calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, thorough=thorough,
+                ranks=ranks, progress=progress,
+            )  # fmt: skip
+        except Interrupted as error:
+            _remember(error.tuned, db)
+            raise
         if ranks.local_rank == 0:
             _remember(found, db)
         return found
@@ -90,8 +95,6 @@ def tune(
 
 def _remember(found: Tuned, db: PerfDB) -> None:
     """Keep the tuned calls beside the database, so that `lz solve` knows what was meant."""
-    from dataclasses import replace
-
     calls = tuple(
         replace(item.recorded, context=item.trial.context) for item in found.outcomes if item.trial is not None
     )
@@ -130,42 +133,6 @@ def _device_of_rank(local_rank: int) -> DeviceSpec:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return probe_device(f"cuda:{local_rank % torch.cuda.device_count()}")
     return probe_device("cpu")
-
-
-def _compiled_ahead(
-    calls: list[tuple[str, Recorded]], budget: float | None, progress: Callable[[Progress], None] | None
-) -> float | None:
-    """Compile what the calls lack, several kernels at a time, before anything is timed; what is left of the budget.
-
-    On a machine with few cores each kernel is compiled when its turn to be timed comes: one after the other takes as
-    long, and a tuning run that is interrupted has its times.
-    """
-    import time
-
-    from layerzero.dispatch import compiling as jit
-    from layerzero.startup.manifest import Item
-    from layerzero.startup.warm import warm
-    from layerzero_tune.tuning_run import Progress
-
-    workers = env.read().jit_workers or min(_MOST_COMPILERS, (os.cpu_count() or 1) // 2)
-    if workers < 2:
-        return budget
-    begin, queue = time.monotonic(), jit.queue()
-
-    def told(done: int, total: int) -> None:
-        if progress is not None:
-            progress(Progress(done, total, "compiling", None))
-
-    before, limit = queue.workers, None if budget is None else budget / 2
-    items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
-    try:
-        late = warm(items, kernels=("*",), timeout_s=limit, workers=workers, told=told).unready
-    finally:
-        queue.workers = before
-    if late:
-        queue.drop_waiting()  # nothing may compile beside a measurement
-    # A floor, so that a tuning run whose compilers took everything still says what it did not reach.
-    return None if budget is None else max(1e-3, budget - (time.monotonic() - begin))
 
 
 def _checked(
@@ -212,7 +179,8 @@ def _believe(db: PerfDB) -> None:
         return
     from layerzero.measurements.believed import measurements_from
 
-    state.publish(measurements=measurements_from(db, state.world))
+    known = measurements_from(db, state.world)
+    state.publish(measurements=replace(known, expected=state.world.measurements.expected))
 
 
 # -- solving -----------------------------------------------------------------------------------------
@@ -231,8 +199,6 @@ def solve(
     Equal inputs give equal bytes. A table is for one kind of device: `device`, else the CPU where all calls are for it,
     else this machine's accelerator; calls for others are left out. `key` names a key file to sign the table with.
     """
-    from dataclasses import replace
-
     from layerzero.measurements.believed import measurements_from
     from layerzero.tables.file import save_table
     from layerzero_tune.tables.solver import solve_table

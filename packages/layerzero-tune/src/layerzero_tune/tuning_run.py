@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, context_to_json, volume
 from layerzero.runtime.state import state
+from layerzero_tune.ahead import Ahead
 from layerzero_tune.ranks import Ranks
 from layerzero_tune.trial import Trial, trial
 
-__all__ = ["Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
+__all__ = ["Interrupted", "Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
 
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
@@ -51,12 +53,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a tuning run stands: how many calls are done of how many, what is next, and how long the rest may take."""
+    """Where a tuning run stands: how many calls are done of how many, what is next, and how long the rest may take.
+
+    compiling  kernels that are being compiled now, `to_compile` how many are not done; a `name` is empty while a run
+               waits for them
+    """
 
     done: int
     total: int
     name: str
     seconds_left: float | None
+    compiling: tuple[str, ...] = ()
+    to_compile: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,19 @@ class Tuned:
         """Calls that could not be measured, with the reason."""
         return {item.name: item.why for item in self.outcomes if item.trial is None}
 
+    @property
+    def changed(self) -> dict[str, tuple[str, str]]:
+        """Calls for which another kernel is chosen now than before: both."""
+        trials = {item.name: item.trial for item in self.outcomes if item.trial is not None}
+        return {name: (found.before, found.now) for name, found in trials.items() if found.before != found.now}
+
+    @property
+    def against_torch(self) -> float | None:
+        """How many times faster than torch's own code the choices are, in geometric mean; None where it has none."""
+        trials = [item.trial for item in self.outcomes if item.trial is not None]
+        ratios = [item.torch.median_us / item.times[item.now].median_us for item in trials if item.torch is not None]
+        return statistics.geometric_mean(ratios) if ratios else None
+
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
         return {
@@ -94,8 +115,18 @@ class Tuned:
             "rows": self.rows,
             "resumed": list(self.resumed),
             "left": list(self.left),
+            "against_torch": None if self.against_torch is None else round(self.against_torch, 3),
+            "changed": {name: list(both) for name, both in self.changed.items()},
             "calls": [item.to_json() for item in self.outcomes],
         }
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a tuning run: `tuned` holds what was done, which is kept; the same run goes on from there."""
+
+    def __init__(self, tuned: Tuned) -> None:
+        super().__init__(f"{len(tuned.outcomes)} calls are done, {len(tuned.left)} are left")
+        self.tuned = tuned
 
 
 def tune_calls(
@@ -108,6 +139,7 @@ def tune_calls(
     noise: float = NOISE,
     fresh: bool = False,
     jit: str = "block",
+    thorough: bool = True,
     ranks: Ranks | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
@@ -118,6 +150,7 @@ def tune_calls(
               events time the device alone
     fresh     forget what an interrupted tuning run has done
     jit       "off" leaves out kernels that would have to be compiled first
+    thorough  race kernels, too, that `layerzero_tune.ruled_out` rules out
     """
     begin = time.monotonic()
     group = Ranks() if ranks is None else ranks
@@ -128,25 +161,54 @@ def tune_calls(
     resumed = tuple(name for name, _ in share if name in journal.done)
     outcomes: list[Outcome] = []
     rows: list[Measurement] = []
-    for number, (name, recorded) in enumerate(todo):
-        spent = time.monotonic() - begin
-        if budget is not None and spent >= budget:
-            break
-        if progress is not None:
-            each = spent / number if number else None
-            wait = None if each is None else each * (len(todo) - number)
-            if budget is not None:
-                wait = budget - spent if wait is None else min(wait, budget - spent)
-            progress(Progress(number, len(todo), name, wait))
-        outcome = _one(name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit)
-        if outcome.trial is not None:
-            db.put(outcome.trial.rows)
-            rows.extend(outcome.trial.rows)
-        journal.add(name)
-        outcomes.append(outcome)
+    waiting, racing = list(todo), 0.0
+    ahead: Ahead | None = None
+
+    def tell(name: str = "") -> None:
+        if progress is None:
+            return
+        each = racing / len(outcomes) if outcomes else None
+        left = None if each is None else each * (len(waiting) + bool(name))
+        if ahead is not None and ahead.left:
+            left = _together(left, ahead.seconds_left, one_after_the_other=ahead.on_cpu)
+        if budget is not None:
+            rest = budget - (time.monotonic() - begin)
+            left = rest if left is None else min(left, rest)
+        under_way = ((), 0) if ahead is None else (ahead.compiling, ahead.left)
+        progress(Progress(len(outcomes), len(todo), name, left, *under_way))
+
+    try:
+        if jit == "block":
+            ahead = Ahead(todo, thorough=thorough, limit_s=None if budget is None else budget / 2)
+        while waiting:
+            number = 0 if ahead is None else ahead.next([name for name, _ in waiting], tell)
+            if budget is not None and time.monotonic() - begin >= budget:
+                break
+            name, recorded = waiting.pop(number)
+            tell(name)
+            started = time.monotonic()
+            if ahead is not None:
+                ahead.load(name, recorded)
+            outcome = _one(name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough)
+            if outcome.trial is not None:
+                db.put(outcome.trial.rows)
+                rows.extend(outcome.trial.rows)
+            journal.add(name)
+            outcomes.append(outcome)
+            racing += time.monotonic() - started
+    except KeyboardInterrupt as error:
+        done = {item.name for item in outcomes}
+        left = tuple(name for name, _ in todo if name not in done)
+        seconds_ = time.monotonic() - begin
+        raise Interrupted(
+            Tuned(str(db.path), tuple(outcomes), resumed, left, seconds_, group.size, len(rows))
+        ) from error
+    finally:
+        if ahead is not None:
+            ahead.close()
     if progress is not None:
         progress(Progress(len(outcomes), len(todo), "", 0.0))
-    left = tuple(name for name, _ in todo[len(outcomes) :])
+    left = tuple(name for name, _ in waiting)
     everything = group.gathered((outcomes, resumed, left, rows))
     if group.size > 1 and group.local_rank == 0:
         # One file for all ranks of this machine: what ranks of other machines found comes in here.
@@ -166,11 +228,23 @@ def tune_calls(
     )
 
 
-def _one(name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str) -> Outcome:
+def _together(racing: float | None, compiling: float | None, *, one_after_the_other: bool) -> float | None:
+    """How long races and compilers may take together; of races that have not begun only the compilers are known."""
+    if racing is None or compiling is None:
+        return compiling
+    return racing + compiling if one_after_the_other else max(racing, compiling)
+
+
+def _one(
+    name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool
+) -> Outcome:
     if seconds is None:
         seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU
     try:
-        found = trial(recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit)
+        found = trial(
+            recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,
+            thorough=thorough,
+        )  # fmt: skip
     except LayerZeroError as error:
         return Outcome(name, recorded, why=str(error))
     return Outcome(name, recorded, found)

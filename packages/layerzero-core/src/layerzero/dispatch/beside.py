@@ -57,7 +57,9 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
-__all__ = ["compile_beside", "compile_elsewhere", "compiles_elsewhere", "import_adapters"]
+__all__ = [
+    "compile_beside", "compile_elsewhere", "compiles_elsewhere", "have_compiled", "import_adapters", "load", "order_for",
+]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
 _APART_S = 1.0  # loads beside requests are at least so far apart
@@ -108,31 +110,46 @@ def compile_elsewhere(
             return reason("JIT_NOT_READY", None)
         world = state.world
     kernel = world.registry.kernels[kernel_id]
-    artifact, folder = artifact_for(kernel, ctx, world), jit_cache.prepare()
-    order = None if folder is None else _order(spec, ctx, kernel, args, world)
-    if order is None:  # nowhere to hand it over, or a call that metadata does not describe
+    order = order_for(spec, ctx, kernel, args, world)
+    found = None if order is None else have_compiled(order, artifact_for(kernel, ctx, world), began)
+    if found is None:
         return compile_now(spec, ctx, kernel_id, args, began)
+    return found if isinstance(found, Reason) else load(spec, ctx, kernel_id, args, began, found, paced=paced)
+
+
+def have_compiled(order: str, artifact: Artifact, began: int) -> Made | Reason | None:
+    """Wait until another process has carried out an order; what it left to load, or the reason when it could not.
+
+    None: it is to be compiled in a thread of this process.
+    """
     from layerzero.isolation.compilers import IDLE_S, compilers
 
     before = jit_cache.snapshot()
     try:
-        with one_compiler(artifact, folder):
+        with one_compiler(artifact, jit_cache.prepare()):
             said = compilers.ask(order, queue().timeout_s, jit_cache.variables())
     except IsolationFault as error:
         return _failed(artifact, error, began)
     finally:
         timers.after("compilers", IDLE_S, _end_idle)
     if "needs_device" in said and said["in_thread"]:
-        return compile_now(spec, ctx, kernel_id, args, began)
+        return None
     if "needs_device" in said:
         why = reason("JIT_NEEDS_DEVICE", said["needs_device"])
         put_failure(artifact, why, began)
         return why
-    missing = _at_hand(kernel, said["libraries"], began)
+    return Made(float(said["seconds"]), jit_cache.new_entries(before), tuple(said["libraries"]))
+
+
+def load(
+    spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...], began: int, found: Made, *, paced: bool
+) -> Reason | None:
+    """Load what another process has compiled and run it once; the reason when it cannot be."""
+    missing = _at_hand(state.world.registry.kernels[kernel_id], found.libraries, began)
     if missing is not None:
         return missing
     with _loads.turn(paced):
-        token = made.set(Made(float(said["seconds"]), jit_cache.new_entries(before)))
+        token = made.set(replace(found, begun=time.monotonic()))
         try:
             return compile_now(spec, ctx, kernel_id, args, began)
         finally:
@@ -191,8 +208,13 @@ def _at_hand(kernel: KernelSpec, libraries: Sequence[str], began: int) -> Reason
     return None
 
 
-def _order(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple[Any, ...], world: World) -> str | None:
-    """The order for a compiler: what the adapter would be called with for this call; None where that has no form."""
+def order_for(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple[Any, ...], world: World) -> str | None:
+    """The order for a compiler: what the adapter would be called with for this call.
+
+    None where that has no form, or there is nowhere to hand over what is compiled: it is compiled here then.
+    """
+    if jit_cache.prepare() is None:
+        return None
     from layerzero.dispatch.bind import own_layout
     from layerzero.isolation.compilers import order_text
     from layerzero.isolation.values import Unsendable

@@ -55,10 +55,11 @@ _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compi
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What another process has compiled and this one loads: how long that took, what it left on disk."""
+    """What another process has compiled and this one loads: how long that took, what it left on disk, what it is."""
 
     seconds: float
     evidence: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
     begun: float = field(default_factory=time.monotonic)  # the load
 
 

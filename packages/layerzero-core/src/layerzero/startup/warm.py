@@ -31,7 +31,7 @@ from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 from layerzero.startup.manifest import Item
 
-__all__ = ["Outcome", "Warmup", "warm"]
+__all__ = ["Outcome", "Warmup", "each_once", "warm"]
 
 _log = logging.getLogger("layerzero.jit")
 _ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
@@ -110,27 +110,29 @@ class Warmup:
 
 
 Told = Callable[[int, int], None]
+Kernels = Sequence[str] | Callable[[Context], list[str]]
 
 
 def warm(
     items: Sequence[Item],
     *,
-    kernels: Sequence[str] = (),
+    kernels: Kernels = (),
     timeout_s: float | None = None,
     workers: int | None = None,
     told: Told | None = None,
 ) -> Warmup:
     """Have the kernels of these calls compiled; returns when the critical ones are ready or the time is over.
 
-    `kernels` names others to compile as well (globs over ids and backends), for a tuning that follows; without it
-    those that selection would choose. `told(done, all)` hears of progress, from any thread.
+    `kernels` names others to compile as well (globs over ids and backends); without it those that selection would
+    choose. A function gives the very kernels of each call, which are then compiled and neither proven nor bound: for a
+    tuning that follows. `told(done, all)` hears of progress, from any thread.
     """
     with jit.short_turns():
         return _warm(items, kernels, timeout_s, workers, told)
 
 
 def _warm(
-    items: Sequence[Item], kernels: Sequence[str], timeout_s: float | None, workers: int | None, told: Told | None
+    items: Sequence[Item], kernels: Kernels, timeout_s: float | None, workers: int | None, told: Told | None
 ) -> Warmup:
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
@@ -146,6 +148,9 @@ def _warm(
         result.asked.update(jobs)
         # A backend that compiles all its kernels at once does so first, while the others compile theirs.
         hooks = _hooks() if turn == 0 else []
+        if callable(kernels):
+            backends = {job.kernel_id.partition(".")[0] for job in jobs.values()}
+            hooks = [impl for impl in hooks if impl.plugin_name in backends]
         own = {impl.plugin_name for impl in hooks}
         for after in (False, True):
             for artifact, job in jobs.items():
@@ -161,9 +166,10 @@ def _warm(
             late = reason("JIT_TIMEOUT", None, f"{timeout_s:g}")
             result.unready += [Outcome(artifact, True, timeout_s or 0.0, late) for artifact in sorted(left)]
             break
-    for item in items:
-        _prove(item.context)
-    result.bound = sum(_bind(item.context) for item in critical)
+    if not callable(kernels):
+        for item in items:
+            _prove(item.context)
+        result.bound = sum(_bind(item.context) for item in critical)
     result.seconds = time.monotonic() - started
     return result
 
@@ -176,7 +182,7 @@ class _Job:
     began: int = field(default_factory=lambda: state.generation)
 
 
-def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urgent: bool) -> dict[Artifact, _Job]:
+def _jobs(items: Sequence[Item], kernels: Kernels, result: Warmup, *, urgent: bool) -> dict[Artifact, _Job]:
     """The artifacts these calls lack, and those that are on disk but not yet in this process, each once.
 
     Of the calls that share an artifact the smallest is compiled on: a kernel that is the same for all lengths need
@@ -186,9 +192,9 @@ def _jobs(items: Sequence[Item], kernels: Sequence[str], result: Warmup, *, urge
     found: dict[Artifact, _Job] = {}
     done = {item.artifact for item in result.outcomes}
     for item in items:
-        wanted = _wanted(item.context, world, kernels)
+        wanted = kernels(item.context) if callable(kernels) else _wanted(item.context, world, kernels)
         if not item.context.needs_grad:
-            wanted = _each_once(wanted, world)
+            wanted = each_once(wanted, world)
         for kernel_id in wanted:
             artifact = artifact_for(world.registry.kernels[kernel_id], item.context, world)
             if artifact in done:
@@ -222,7 +228,7 @@ def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
     return wanted
 
 
-def _each_once(names: list[str], world: World) -> list[str]:
+def each_once(names: list[str], world: World) -> list[str]:
     """Without those that are another of them where no gradient is asked for: what that compiles is theirs too."""
     specs = {name: world.registry.kernels[name] for name in names}
     homes = Counter(

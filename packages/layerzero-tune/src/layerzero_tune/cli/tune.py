@@ -23,6 +23,8 @@ __all__ = ["add", "measured_or", "source_options"]
 
 _PATH = click.Path(path_type=Path)
 _PLAIN_EVERY_S = 10.0
+_NAMED = 3  # of many, so many are named
+INTERRUPTED = 130
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +74,7 @@ def add(group: click.Group) -> None:
         help="Only look whether measured kernels still are as fast; re-tune those that are not.",
     )
     @click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
+    @click.option("--thorough", is_flag=True, help="Race kernels, too, that are expected to be far behind.")
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(
         source: Path | None,
@@ -82,6 +85,7 @@ def add(group: click.Group) -> None:
         seed: int,
         drift: bool,
         no_compile: bool,
+        thorough: bool,
         fresh: bool,
     ) -> Answer:
         """Measure every kernel for the calls that matter; selection uses the times from then on.
@@ -92,17 +96,23 @@ def add(group: click.Group) -> None:
         lz tune --grid benchmarks/grid.toml --budget 600
         lz tune --drift                          are the times of before still true?
 
-        No kernel is timed before its result is the reference's. A tuning run that was interrupted goes on where it
-        stopped. Under torchrun the calls are split over the ranks. Exit code 1 when a call could not be measured.
+        No kernel is timed before its result is the reference's. Kernels that shipped measurements or the roofline
+        expect to be far behind are left out, and named; --thorough races them all. A tuning run that was interrupted
+        (Ctrl-C, exit code 130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over
+        the ranks. Exit code 1 when a call could not be measured.
         """
         import layerzero as lz
+        from layerzero_tune.tuning_run import Interrupted
 
         chosen = measured_or(source, database, "say what to tune: a traffic file, --config or --grid")
-        with _watched() as progress:
-            found = lz.tune(
-                chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
-                fresh=fresh, compile=not no_compile, progress=progress,
-            )  # fmt: skip
+        try:
+            with _watched() as progress:
+                found = lz.tune(
+                    chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
+                    fresh=fresh, compile=not no_compile, thorough=thorough, progress=progress,
+                )  # fmt: skip
+        except Interrupted as error:
+            return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
         return Answer(found.to_json(), _blocks(found, drift), PROBLEM if found.skipped and not drift else OK)
 
     _ = tune
@@ -127,7 +137,7 @@ def _watched() -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             bar.update(
-                task, completed=progress.done, total=progress.total, description=progress.name[:80],
+                task, completed=progress.done, total=progress.total, description=_doing(progress)[:100],
                 left=_left(progress.seconds_left),
             )  # fmt: skip
 
@@ -140,10 +150,18 @@ class _Lines:
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._last >= _PLAIN_EVERY_S and progress.name:
+        if now - self._last >= _PLAIN_EVERY_S and (doing := _doing(progress)):
             self._last = now
             left = f", {_left(progress.seconds_left)}" if progress.seconds_left is not None else ""
-            click.echo(f"{progress.done} of {progress.total}{left}: {progress.name}", err=True)
+            click.echo(f"{progress.done} of {progress.total}{left}: {doing}", err=True)
+
+
+def _doing(progress: Progress) -> str:
+    """What is being raced, and what is being compiled."""
+    if not progress.to_compile:
+        return progress.name
+    compiling = f"compiling {_some(progress.compiling) or '...'} ({progress.to_compile} left)"
+    return f"{progress.name}; {compiling}" if progress.name else compiling
 
 
 def _left(seconds: float | None) -> str:
@@ -153,7 +171,7 @@ def _left(seconds: float | None) -> str:
     return f"{minutes}:{rest:02d} left"
 
 
-def _blocks(found: Tuned, drift: bool) -> list[Block]:
+def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") -> list[Block]:
     timed = [item for item in found.outcomes if item.trial is not None]
     what = "drifted" if drift else "tuned"
     head = f"{len(timed)} calls {what} in {found.seconds:.1f} s, {found.rows} times written to {found.path}"
@@ -166,16 +184,50 @@ def _blocks(found: Tuned, drift: bool) -> list[Block]:
         rows = [_row(item.name, item.trial) for item in timed]
         columns = ("call", "fastest", "µs", "×torch", "next", "refused")
         blocks.append(Table(columns, rows, indent=2, right=frozenset({2, 3})))
+    for line in _ruled_out(timed):
+        blocks.append(Line(line, "dim", indent=2, hang=2))
     for line in (*_lost(timed), _stolen(timed), _busy(timed)):
         if line:
             blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
         blocks.append(Line(f"{name}: {why}", STYLES["warn"], indent=2, hang=2))
     if found.left:
-        blocks.append(
-            Line(f"{len(found.left)} calls are left: the budget is spent; run it again", STYLES["warn"], indent=2)
-        )
+        blocks.append(Line(f"{len(found.left)} calls are left: {why_left}; run it again", STYLES["warn"], indent=2))
+    if timed and not drift:
+        blocks.append(Line(_won(found, len(timed)), "bold"))
     return blocks
+
+
+def _won(found: Tuned, calls: int) -> str:
+    """What the tuning run has brought."""
+    torch = "" if found.against_torch is None else f"{found.against_torch:.2g}× torch, "
+    return f"{_count(calls, 'call')}: {torch}{_count(len(found.changed), 'choice')} changed"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _ruled_out(timed: Sequence[Outcome]) -> list[str]:
+    """Kernels that did not race, with the calls and what is expected of them."""
+    calls: dict[str, list[tuple[float, str, str]]] = {}
+    for item in timed:
+        for name, expected in () if item.trial is None else item.trial.ruled_out.items():
+            calls.setdefault(name, []).append((expected.ratio, item.name, f"{expected.source} of {expected.machine}"))
+    lines = []
+    for name, found in sorted(calls.items()):
+        low, high = min(found)[0], max(found)[0]
+        ratio = f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+        which = _some([call for _, call, _ in found])
+        sources = ", ".join(sorted({source for *_, source in found}))
+        lines.append(f"{name} was not raced for {which}: {ratio} × torch is expected ({sources}); --thorough races it")
+    return lines
 
 
 def _stolen(timed: Sequence[Outcome]) -> str:
@@ -208,10 +260,8 @@ def _meanwhile(shares: Mapping[str, float], calls: int, what: str) -> str:
     """What went on beside the calls that had to share the machine, the worst first."""
     if not shares:
         return ""
-    names = sorted(shares, key=lambda name: -shares[name])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    told = f"{what.format(max(shares.values()))}: {', '.join(names[:3])}{more}"
-    return f"{len(names)} of {calls} calls were timed while {told}; tune again when the machine is quiet"
+    told = f"{what.format(max(shares.values()))}: {_some(sorted(shares, key=lambda name: -shares[name]))}"
+    return f"{len(shares)} of {calls} calls were timed while {told}; tune again when the machine is quiet"
 
 
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:

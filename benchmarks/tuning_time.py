@@ -1,0 +1,148 @@
+"""How long `lz tune` takes for the recorded traffic of a Qwen3-class model: from an empty cache, and with artifacts.
+
+    python benchmarks/tuning_time.py [--device cuda|cpu] [--json FILE] [--limits 140 40] [-- OPTIONS OF lz tune]
+
+The model is made from its configuration, with random weights, and run once under `lz.record`: a prompt of 500 tokens,
+and decode steps of one and of 24 sequences. Its calls are tuned twice, each time by a process of its own and into a new
+database: with no compiled kernel anywhere, and with all that the first has left. A run that takes longer than its limit
+is interrupted as Ctrl-C does, and what it has done is kept. The goals, of an H200, stand beside the seconds. On a CPU
+the model is a small one, and there are no goals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import commit, machine, write_json
+
+GOALS_S = {"empty cache": 120.0, "with artifacts": 20.0}
+STEPS = 4
+BATCH = 24
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 14,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = {
+    **QWEN3, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+
+
+def record(file: Path, device: str) -> None:
+    """Write the calls of the model: in a process of its own, in which nothing is compiled."""
+    import torch
+    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+    import layerzero as lz
+
+    config = Qwen3Config(**(QWEN3 if device == "cuda" else SMALL), attn_implementation="sdpa")
+    length = 500 if device == "cuda" else 50
+    torch.manual_seed(0)
+    with torch.device(device), torch.no_grad():
+        made = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+        model = lz.patch(made)
+        for batch in (1, BATCH):
+            cache = DynamicCache()
+            ids = torch.randint(0, config.vocab_size, (batch, length))
+            if batch > 1:  # only its decode steps are recorded
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            with lz.record(file):
+                if batch == 1:
+                    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                for _ in range(STEPS):
+                    model(ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def tuned(traffic: Path, folder: Path, name: str, device: str, limit_s: float, options: list[str]) -> dict[str, Any]:
+    """One run of `lz tune`: its wall seconds, and what it says."""
+    from layerzero.jit.cache import DEEP_FOLDERS, VENDOR_FOLDERS
+
+    given = {key: value for key, value in os.environ.items() if key not in {**VENDOR_FOLDERS, **DEEP_FOLDERS}}
+    command = [sys.executable, "-m", "layerzero.cli", "tune", str(traffic), "--json", "--device", device,
+               "--database", str(folder / f"{name.replace(' ', '_')}.db"), *options]  # fmt: skip
+    began = time.monotonic()
+    child = subprocess.Popen(
+        command, env={**given, "LAYERZERO_JIT_CACHE_DIR": str(folder / "jit")}, stdout=subprocess.PIPE, text=True
+    )
+    interrupted = False
+    try:
+        out, _ = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        interrupted = True
+        child.send_signal(signal.SIGINT)
+        try:
+            out, _ = child.communicate(timeout=20.0)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, _ = child.communicate()
+    seconds = time.monotonic() - began
+    told = json.loads(out) if out.strip().startswith("{") else {}
+    calls = told.get("calls", [])
+    return {
+        "seconds": round(seconds, 1), "interrupted": interrupted, "exit_code": child.returncode,
+        "calls": len(calls), "left": len(told.get("left", [])), "against_torch": told.get("against_torch"),
+        "changed": len(told.get("changed", {})),
+        "raced": sum(len(item.get("kernels", {})) for item in calls),
+        "ruled_out": sum(len(item.get("ruled_out", {})) for item in calls),
+        "refused": {item["name"]: item["refused"] for item in calls if item.get("refused")},
+        "skipped": {item["name"]: item["skipped"] for item in calls if "skipped" in item},
+        "seconds_of_calls": {item["name"]: item["seconds"] for item in calls if "seconds" in item},
+        "choices": {item["name"]: item["choice"] for item in calls if "choice" in item},
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--json", type=Path, default=Path("build/tuning_time.json"))
+    parser.add_argument("--limits", type=float, nargs=2, default=(140.0, 40.0), help="seconds of each run, at most")
+    parser.add_argument("--record", type=Path, help="only write the calls of the model to this file")
+    parser.add_argument("options", nargs="*", help="given to lz tune, after --")
+    given = parser.parse_args()
+    import torch
+
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given.record is not None:
+        record(given.record, device)
+        return 0
+    began = time.monotonic()
+    data: dict[str, Any] = {
+        "machine": machine(), "device": device, "commit": commit(), "command": shlex.join(sys.argv),
+        "model": QWEN3 if device == "cuda" else SMALL, "runs": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="tuning-time-") as place:
+        folder, traffic = Path(place), Path(place) / "traffic.json"
+        again = [sys.executable, __file__, "--record", str(traffic), "--device", device]
+        subprocess.run(again, check=True, env={**os.environ, "LAYERZERO_JIT": "off", "LAYERZERO_PERFDB": "off"})
+        data["recorded_s"] = round(time.monotonic() - began, 1)
+        for (name, goal), limit in zip(GOALS_S.items(), given.limits, strict=True):
+            found = tuned(traffic, folder, name, device, limit, given.options)
+            if device == "cuda":
+                found |= {"goal_s": goal, "met": not found["interrupted"] and found["seconds"] <= goal}
+            data["runs"][name] = found | {"compiled": compiled(folder / "jit")}
+            print(f"{name}: {json.dumps(found, ensure_ascii=False)}", flush=True)
+            data["seconds"] = round(time.monotonic() - began, 1)
+            write_json(given.json, data)
+    return 0
+
+
+def compiled(folder: Path) -> dict[str, float]:
+    """Seconds that compiling took so far, by kernel and what it was compiled for."""
+    from layerzero.jit.index import Index
+
+    return {f"{item.kernel_id} {' '.join(item.values[2:])}": item.seconds for item in Index(folder).entries()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
