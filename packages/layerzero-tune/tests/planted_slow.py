@@ -109,7 +109,9 @@ def main() -> None:
     from layerzero.isolation import process
     from layerzero.jit import cache
     from layerzero.runtime.state import state
+    from layerzero_tune.timing import torch_default
 
+    torch_default.CALLING_US = 1e12  # how fast the kernels are is no matter here
     process._step_back = lambda pid: None
     cache.prepare()
     torch.set_num_threads(1)

@@ -117,7 +117,7 @@ def test_the_command_names_them_and_says_what_was_won(told, tmp_path):
 
 def test_the_present_choice_races_whatever_is_said_of_it(told, tmp_path):
     found = tuned(told({"prefer": [FAR]}, fast=(0.5, 0.5), far=(9.0, 9.0)), tmp_path / "p.db")
-    assert not found.ruled_out and FAR in found.times and found.before == FAR and found.now == FAST
+    assert not found.ruled_out and FAR in found.times and found.before == FAR and found.choice == FAST
 
 
 # -- what is promised ----------------------------------------------------------------------------------

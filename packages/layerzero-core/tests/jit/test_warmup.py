@@ -269,8 +269,8 @@ def test_what_differs_in_its_gradient_alone_is_compiled_once(monkeypatch: pytest
         ),
         enclosed={},
     )
-    assert module._each_once(list(names), world) == ["lab.plain", "lab.far"]
-    assert module._each_once(["lab.careful", "lab.far"], world) == ["lab.careful", "lab.far"]
+    assert module.each_once(list(names), world) == ["lab.plain", "lab.far"]
+    assert module.each_once(["lab.careful", "lab.far"], world) == ["lab.careful", "lab.far"]
 
 
 def test_adapters_are_looked_through_after_their_vendors_were_told_where_to_keep_kernels(
@@ -293,7 +293,7 @@ def test_adapters_are_looked_through_after_their_vendors_were_told_where_to_keep
         for name in ("run", "other")
     }
     world: Any = SimpleNamespace(registry=SimpleNamespace(kernels=kernels), enclosed={"apart": object()})
-    assert module._each_once(list(kernels), world) == list(kernels)
+    assert module.each_once(list(kernels), world) == list(kernels)
     assert Path(sys.modules["lab_that_looks"].found).parent == cache  # type: ignore[attr-defined]
     assert "lab_apart" not in sys.modules
     monkeypatch.delitem(sys.modules, "lab_that_looks")

@@ -27,10 +27,10 @@ from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for
+from layerzero.selection.world import measurement_settings
 from layerzero.startup.manifest import Item
 from layerzero.startup.warm import each_once, warm
 from layerzero.tuning.inputs import build
-from layerzero.tuning.measurement_settings import measurement_settings
 from layerzero_tune.ruled_out import ruled_out
 
 __all__ = ["Ahead"]

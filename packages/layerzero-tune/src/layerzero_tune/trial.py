@@ -78,11 +78,6 @@ class Trial:
     before: str = ""
     ruled_out: Mapping[str, Expectation] = field(default_factory=dict)
 
-    @property
-    def now(self) -> str:
-        """The kernel that is chosen after this: what was chosen before, where no time was kept."""
-        return self.before if self.lost and self.before in self.times else self.choice
-
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
         return {

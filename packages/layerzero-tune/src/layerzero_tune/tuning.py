@@ -70,7 +70,7 @@ def tune(
     db = database_of(database)
     where = _device(device)
     ranks = Ranks.of_process()
-    jit = "block" if compile else "off"
+    jit, stopped = "block" if compile else "off", False
     try:
         if where is None and ranks.size > 1:
             where = _device_of_rank(ranks.local_rank)
@@ -83,14 +83,24 @@ def tune(
                 ranks=ranks, progress=progress,
             )  # fmt: skip
         except Interrupted as error:
-            _remember(error.tuned, db)
-            raise
+            found, stopped = error.tuned, True
         if ranks.local_rank == 0:
             _remember(found, db)
-        return found
     finally:
         ranks.close()
         _believe(db)
+    found = _with_choices(found)
+    if stopped:
+        raise Interrupted(found)
+    return found
+
+
+def _with_choices(found: Tuned) -> Tuned:
+    """The result with what selection makes of it."""
+    from layerzero_tune.ruled_out import chosen_now
+
+    contexts = {item.name: item.trial.context for item in found.outcomes if item.trial is not None}
+    return replace(found, chosen={name: chosen_now(ctx, state.world) for name, ctx in contexts.items()})
 
 
 def _remember(found: Tuned, db: PerfDB) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Tuned:
 
     outcomes  every call that was looked at, `resumed` those an earlier, interrupted tuning run had done,
     left      those the budget did not reach
+    chosen    the kernel that each call has now, by its name
     """
 
     path: str
@@ -82,6 +83,7 @@ class Tuned:
     seconds: float = 0.0
     ranks: int = 1
     rows: int = field(default=0)
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def winners(self) -> dict[str, str]:
@@ -96,14 +98,17 @@ class Tuned:
     @property
     def changed(self) -> dict[str, tuple[str, str]]:
         """Calls for which another kernel is chosen now than before: both."""
-        trials = {item.name: item.trial for item in self.outcomes if item.trial is not None}
-        return {name: (found.before, found.now) for name, found in trials.items() if found.before != found.now}
+        before = {item.name: item.trial.before for item in self.outcomes if item.trial is not None}
+        return {name: (before[name], now) for name, now in self.chosen.items() if before[name] != now}
 
     @property
     def against_torch(self) -> float | None:
         """How many times faster than torch's own code the choices are, in geometric mean; None where it has none."""
-        trials = [item.trial for item in self.outcomes if item.trial is not None]
-        ratios = [item.torch.median_us / item.times[item.now].median_us for item in trials if item.torch is not None]
+        ratios = []
+        for item in self.outcomes:
+            if item.trial is not None and item.trial.torch is not None:
+                times = item.trial.times.get(self.chosen.get(item.name, "")) or item.trial.times[item.trial.choice]
+                ratios.append(item.trial.torch.median_us / times.median_us)
         return statistics.geometric_mean(ratios) if ratios else None
 
     def to_json(self) -> dict[str, Any]:

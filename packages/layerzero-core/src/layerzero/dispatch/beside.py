@@ -58,7 +58,8 @@ from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
 __all__ = [
-    "compile_beside", "compile_elsewhere", "compiles_elsewhere", "have_compiled", "import_adapters", "load", "order_for",
+    "compile_beside", "compile_elsewhere", "compiles_elsewhere", "have_compiled", "import_adapters", "load",
+    "order_for",
 ]  # fmt: skip
 
 _log = logging.getLogger("layerzero.jit")
