@@ -14,7 +14,7 @@ from layerzero.model.describe import stride_class_of
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["bucket_ends", "bucketed_key", "remember_edges"]
+__all__ = ["bucket_ends", "bucketed_key", "buckets_of", "remember_edges"]
 
 _EDGES = "attention edges"
 
@@ -29,6 +29,18 @@ def remember_edges(world: World) -> None:
 def bucket_ends(world: World) -> tuple[int, ...] | None:
     """What `remember_edges` has put there; None before it did."""
     return world.memo.get(_EDGES)
+
+
+def buckets_of(world: World, op: str, sizes: tuple[int, ...], *axes: str) -> tuple[int, ...]:
+    """The number of the bucket of each size; the size itself on an axis that is keyed exactly."""
+    found = world.memo.get((op, axes))
+    if found is None:
+        from layerzero.selection.buckets import boundaries
+
+        found = world.memo[op, axes] = [boundaries(world, op, axis) for axis in axes]
+    return tuple(
+        [size if edges is None else bisect_left(edges, size) for edges, size in zip(found, sizes, strict=True)]
+    )
 
 
 def bucketed_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import invalid
@@ -112,16 +112,13 @@ def _planned(batch: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Tensors by metadata; lengths enter as buckets, since a decision holds for a whole bucket."""
-    from layerzero.selection.buckets import boundaries
-
     query, key, value, batch, causal, _, return_lse = args
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return None
     # The key stands for a call that was checked: these two depend on lengths, which are not in it.
     if query.shape[0] != batch.total_q or key.shape[0] != batch.total_k or not isinstance(causal, bool):
         return None
-    edges_q = boundaries(world, "grouped_attention", "seq_len_q")
-    edges_k = boundaries(world, "grouped_attention", "seq_len_k")
+    lengths = (batch.max_query_len, batch.max_kv_len)
     grad = _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         "grouped_attention",
@@ -129,8 +126,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
         describe_tensor(key),
         describe_tensor(value),
         batch.hot_key(),
-        batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
-        batch.max_kv_len if edges_k is None else bisect_left(edges_k, batch.max_kv_len),
+        buckets_of(world, "grouped_attention", lengths, "seq_len_q", "seq_len_k"),
         causal,
         return_lse,
         backend,

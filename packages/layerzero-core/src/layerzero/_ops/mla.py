@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.paged import check_pages
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch.hot import describe_tensor, mode_key
@@ -81,23 +81,19 @@ def _expect_batch(batch: Any) -> None:
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
-    from layerzero.selection.buckets import boundaries
-
     tensors, batch, scale, return_lse = args[:4], *args[4:]
     _expect_batch(batch)
     check_pages(args[2], batch, 3, 1)
     if scale is None or not all(isinstance(item, Tensor) for item in tensors):
         return None
-    edges_q = boundaries(world, "mla_paged_attention", "seq_len_q")
-    edges_k = boundaries(world, "mla_paged_attention", "seq_len_k")
+    lengths = (batch.max_query_len, batch.max_context_len)
     grad = _grad_enabled() and any(item.requires_grad for item in tensors)
     return (
         "mla_paged_attention",
         *(describe_tensor(item) for item in tensors),
         batch.hot_key(),
         batch.total_q,
-        batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
-        batch.max_context_len if edges_k is None else bisect_left(edges_k, batch.max_context_len),
+        buckets_of(world, "mla_paged_attention", lengths, "seq_len_q", "seq_len_k"),
         return_lse,
         backend,
         mode_key(grad),

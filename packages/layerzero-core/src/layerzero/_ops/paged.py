@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
@@ -150,16 +150,12 @@ def _check_index_dtypes(batch: PagedBatch) -> None:
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
-    from layerzero.selection.buckets import boundaries
-
     query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, layout = args
     _check_index_dtypes(batch)
     check_pages(key_cache, batch, 4, _TOKENS.get(layout))
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
         return None
-    edges = boundaries(world, "paged_attention", "seq_len_k")
-    edges_q = boundaries(world, "paged_attention", "seq_len_q")
-    longest = batch.max_context_len
+    lengths = (batch.max_query_len, batch.max_context_len)
     grad = _grad_enabled() and (
         query.requires_grad
         or key_cache.requires_grad
@@ -173,8 +169,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
         describe_tensor(value_cache),
         batch.hot_key(),
         batch.total_q,
-        longest if edges is None else bisect_left(edges, longest),
-        batch.max_query_len if edges_q is None else bisect_left(edges_q, batch.max_query_len),
+        buckets_of(world, "paged_attention", lengths, "seq_len_q", "seq_len_k"),
         window,
         softcap is None,
         None if slopes is None else describe_tensor(slopes),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key
@@ -165,16 +165,10 @@ def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -
 
 def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths and token counts enter as buckets, so that changing batches stay hot."""
-    from layerzero.selection.buckets import boundaries
-
     query, key, value, cu_q, cu_k, max_q, max_k, is_causal, _, window, softcap, slopes, return_lse = args
     if max_q is None or max_k is None:
         return None
     sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
-    places: list[int] = []
-    for axis, size in zip(_GROWING, sizes, strict=True):
-        edges = boundaries(world, "varlen_attention", axis)
-        places.append(size if edges is None else bisect_left(edges, size))
     grad = _grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (slopes is not None and slopes.requires_grad)
     )
@@ -185,7 +179,7 @@ def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) ->
         value.shape[0] == key.shape[0],
         *((type(t), t.dtype, t.ndim, t.is_cpu or ~t.get_device(), t.is_contiguous()) for t in (cu_q, cu_k)),
         cu_q.shape == cu_k.shape,
-        tuple(places),
+        buckets_of(world, "varlen_attention", sizes, *_GROWING),
         equal,
         # 1 == True, but only True itself is a flag; anything else is checked on the cold path.
         is_causal is True or (is_causal is not False and (is_causal,)),
