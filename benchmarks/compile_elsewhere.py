@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def prove(kernel_id: str, folder: Path) -> dict[str, Any]:
     """What became of one kernel's order and of its load; `ok` when all of it is as it should be."""
     from layerzero.cli.calls import context
-    from layerzero.dispatch.beside import _at_hand, _order
+    from layerzero.dispatch.beside import _at_hand, order_for
     from layerzero.dispatch.compiling import compile_now
     from layerzero.dispatch.run import current_world
     from layerzero.isolation.compilers import compilers
@@ -74,7 +74,7 @@ def prove(kernel_id: str, folder: Path) -> dict[str, Any]:
     kernel = world.registry.kernels[kernel_id]
     ctx = context(kernel.op, {**_options(kernel_id, kernel.op), "device": "cuda", "backend": kernel_id})
     args, spec = build(ctx, device="cuda", seed=0).args, world.ops[kernel.op]
-    order = _order(spec, ctx, kernel, args, world)
+    order = order_for(spec, ctx, kernel, args, world)
     found: dict[str, Any] = {"kernel": kernel_id, "ok": False}
     if order is None:
         return {**found, "why": "this call has no order: the kernel is not eligible, or its arguments cannot be sent"}
@@ -88,7 +88,7 @@ def prove(kernel_id: str, folder: Path) -> dict[str, Any]:
     if "needs_device" in said:
         return {**found, "why": "the compiler says that it needs the device"}
     made = _files(folder)
-    why = _at_hand(kernel, said["libraries"], state.generation)
+    why = _at_hand(kernel, said["libraries"], world, state.generation)
     began = time.monotonic()
     why = why or compile_now(spec, ctx, kernel_id, args, state.generation)
     found |= {"load_ms": round((time.monotonic() - began) * 1e3, 1), "made": len(made)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.dispatch.beside import _order
+from layerzero.dispatch.beside import order_for
 from layerzero.dispatch.run import describe
 from layerzero.isolation.compilers import compilers, order_text
 from layerzero.jit.cache import variables
@@ -58,7 +58,7 @@ def _text(op: str, kernel: KernelSpec) -> str | None:
     backends = {name: replace(item, available=True, reasons=()) for name, item in world.registry.backends.items()}
     world = world.changed(registry=replace(world.registry, backends=backends))
     ctx = describe(world.ops[op], CALLS[op], None, None, world, H200)
-    return _order(world.ops[op], ctx, kernel, CALLS[op], world)
+    return order_for(world.ops[op], ctx, kernel, CALLS[op], world)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -144,7 +144,7 @@ def test_this_process_loads_what_another_compiled_and_compiles_nothing(cache: Pa
     world = current_world()
     (kernel,) = [item for item in _declared("rms_norm") if item.backend == "triton"]
     ctx = describe(world.ops["rms_norm"], (x, w, 1e-6), None, None, world, DeviceSpec.detect("cuda"))
-    text = _order(world.ops["rms_norm"], ctx, kernel, (x, w, 1e-6), world)
+    text = order_for(world.ops["rms_norm"], ctx, kernel, (x, w, 1e-6), world)
     assert text is not None
     compilers.ask(text, 300.0, variables())
     files = set(cache.rglob("*"))

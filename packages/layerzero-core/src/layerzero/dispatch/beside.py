@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -146,7 +147,8 @@ def load(
     spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[Any, ...], began: int, found: Made, *, paced: bool
 ) -> Reason | None:
     """Load what another process has compiled and run it once; the reason when it cannot be."""
-    missing = _at_hand(state.world.registry.kernels[kernel_id], found.libraries, began)
+    world = state.world
+    missing = _at_hand(world.registry.kernels[kernel_id], found.libraries, world, began)
     if missing is not None:
         return missing
     with _loads.turn(paced):
@@ -174,8 +176,15 @@ def import_adapters(where: torch.device) -> tuple[str, ...]:
         usable = (backend is None or backend.available) and kernel.backend not in world.enclosed
         if usable and compiles_elsewhere(kernel) and _is_for(kernel, device):
             homes.setdefault(kernel.function.partition(":")[0], kernel)
-    missing = {home: kernel for home, kernel in homes.items() if home not in sys.modules}
-    return tuple(home for home, kernel in missing.items() if _imported(kernel, began) is None)
+    missing = {home: kernel for home, kernel in homes.items() if not _modules(kernel, world) <= sys.modules.keys()}
+    return tuple(home for home, kernel in missing.items() if _imported(kernel, world, began) is None)
+
+
+def _modules(kernel: KernelSpec, world: World) -> set[str]:
+    """What a kernel's first call imports: the adapter, and the vendor, which some adapters import late."""
+    backend = world.registry.backends.get(kernel.backend)
+    vendor = "" if backend is None else backend.vendor_module
+    return {kernel.function.partition(":")[0], *filter(None, (vendor,))}
 
 
 def _is_for(kernel: KernelSpec, device: DeviceSpec) -> bool:
@@ -183,7 +192,7 @@ def _is_for(kernel: KernelSpec, device: DeviceSpec) -> bool:
     return device.platform in kernel.platforms and (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm)
 
 
-def _imported(kernel: KernelSpec, began: int) -> Reason | None:
+def _imported(kernel: KernelSpec, world: World, began: int) -> Reason | None:
     """Import a kernel's adapter while other threads get their turns; the reason when it cannot be."""
     from layerzero.dispatch.bind import resolve
 
@@ -192,6 +201,9 @@ def _imported(kernel: KernelSpec, began: int) -> Reason | None:
     try:
         with short_turns():
             resolve(kernel)
+            for name in _modules(kernel, world):
+                with contextlib.suppress(Exception):  # who cannot be imported says so when it is called
+                    importlib.import_module(name)
     except BackendNotAvailableError as error:
         put_unbindable(kernel.kernel_id, error.reasons[0], began)
         return error.reasons[0]
@@ -199,9 +211,10 @@ def _imported(kernel: KernelSpec, began: int) -> Reason | None:
     return None
 
 
-def _at_hand(kernel: KernelSpec, libraries: Sequence[str], began: int) -> Reason | None:
+def _at_hand(kernel: KernelSpec, libraries: Sequence[str], world: World, began: int) -> Reason | None:
     """What a load needs and can be had without holding the interpreter: the adapter, and the libraries mapped."""
-    if kernel.function.partition(":")[0] not in sys.modules and (why := _imported(kernel, began)) is not None:
+    known = _modules(kernel, world) <= sys.modules.keys()
+    if not known and (why := _imported(kernel, world, began)) is not None:
         return why
     c = ctypes.CDLL(None)  # calls through it release the interpreter, which Python's own dlopen does not
     for path in libraries:

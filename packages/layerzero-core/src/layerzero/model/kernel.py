@@ -448,6 +448,8 @@ class BackendSpec(Plain):
     proofs: str = ""
     # The file with times of its kernels beside torch's own code, taken on other machines; empty: there is none.
     measurements: str = ""
+    # The module of the vendor, which some adapters import only when they are called.
+    vendor_module: str = ""
 
     def sees(self, device: DeviceSpec) -> DeviceSpec:
         """The device in the words of this backend's own generation map."""

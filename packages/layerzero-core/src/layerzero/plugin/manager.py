@@ -252,6 +252,7 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         isolation=capabilities.isolation,
         proofs=_beside(capabilities, "proofs"),
         measurements=_beside(capabilities, "measurements"),
+        vendor_module=(capabilities.vendor.module or "") if capabilities.vendor else "",
     )
     return made, fix
 
