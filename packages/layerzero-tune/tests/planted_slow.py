@@ -7,6 +7,7 @@ on without them. Where a file GATE exists it waits until that is gone.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def main() -> None:
     from layerzero.runtime.state import state
     from layerzero_tune.timing import torch_default
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as in a job of the background
     torch_default.CALLING_US = 1e12  # how fast the kernels are is no matter here
     process._step_back = lambda pid: None
     cache.prepare()

@@ -42,7 +42,7 @@ def agree(got: Any, want: Tensor) -> bool:
 
 
 def _draw(*shape: int, like: Tensor) -> Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(7), device="cpu")
     return made.to(device=like.device, dtype=like.dtype)
 
 

@@ -78,8 +78,10 @@ def flash_cpu(
 
 def _may_hold_nan(query: Tensor) -> bool:
     """Looked at where nothing follows the call: one sum takes less than what is done about a NaN."""
+    if torch.compiler.is_compiling():
+        return True
     followed = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-    if torch.compiler.is_compiling() or followed or type(query) is not Tensor or torch._C._get_tracing_state():
+    if followed or type(query) is not Tensor or torch._C._get_tracing_state():
         return True
     total = query.detach().sum().item()
     return total - total != 0  # so does infinity, which is none, and costs time alone
