@@ -140,6 +140,14 @@ def test_each_kind_of_part_can_be_left_out(kind: str) -> None:
     assert close(zoo.logits(model, zoo.inputs(model)), want)
 
 
+def test_the_callers_default_device_does_not_matter() -> None:
+    model = zoo.made("llama")
+    want = lz.patched(lz.patch(copy.deepcopy(model)))
+    with torch.device("meta"):
+        found = lz.patched(lz.patch(model))
+    assert found is not None and want is not None and found.to_json() == want.to_json()
+
+
 def test_patching_twice_and_unpatching_what_is_not_patched_change_nothing() -> None:
     model = zoo.made("llama")
     before = zoo.traces(model)

@@ -163,6 +163,7 @@ def test_loads_beside_requests_are_a_second_apart_and_long_ones_are_counted(
             lz.rms_norm(torch.ones(3, hidden), torch.ones(hidden), 1e-6)
         wait_until(lambda: len(state.world.ready) == 2)
         wait_until(lambda: len(at) == 2)
+        assert not jit.queue().wait(timeout_s=60)  # the line of the log is written after that of the event
     finally:
         stop()
     assert at[1] - at[0] >= 0.9
