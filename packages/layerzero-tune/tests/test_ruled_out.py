@@ -194,3 +194,10 @@ def test_of_calls_left_out_one_by_one_no_fastest_kernel_is_missed(machine, noise
             assert all(point.ratios[name] >= fastest for name in without), found[index]["name"]
             out, every = out + len(without), every + len(names)
     assert least < out / every < 0.6 and math.isfinite(out)
+
+
+def test_measurements_that_ship_are_still_known_after_tuning_into_a_database(told, tmp_path):
+    ctx = told(fast=(0.5, 0.5), far=(30.0, 30.0))
+    before = state.world.measurements.expected
+    tuned(ctx, tmp_path / "times.db")
+    assert before and state.world.measurements.expected == before

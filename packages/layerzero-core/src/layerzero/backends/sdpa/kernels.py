@@ -191,7 +191,7 @@ def by_group(
     alibi_slopes: Any,
     return_lse: bool,
 ) -> Any:
-    """Two batched products and a softmax: the fastest for few queries in float32, where `math` expands GQA keys."""
+    """Two batched products and a softmax: what `math` does, without a copy of the keys for every query head."""
     scores = _scores(query, key, scale)
     out = _of_group(torch.softmax(scores, dim=-1), query, value)
     if not return_lse:
