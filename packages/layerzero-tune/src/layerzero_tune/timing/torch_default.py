@@ -45,8 +45,6 @@ def result_of(spec: OperationSpec, layout: str | None, make: Make) -> Callable[.
 
     def run(*args: Any) -> Any:
         given, found = _given(spec, args, layout), make(args)()
-        if spec.op_id == "attention" and given.get("layout") == "BSHD":
-            return found.transpose(1, 2)
         if spec.op_id == "paged_attention":
             return found.squeeze(2)
         if spec.op_id == "add_rms_norm":
