@@ -6,6 +6,7 @@ on without them. Where a file GATE exists it waits until that is gone.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -75,6 +76,21 @@ def here(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normed("here", x, weight, eps, int(os.environ.get("MEET", "1")))
 
 
+def hijack(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compiled here, by a library that takes SIGINT for itself and ends the process then."""
+    c = ctypes.CDLL(None)
+    c.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    ends = ctypes.cast(c._exit, ctypes.c_void_p)
+    c.signal(signal.SIGINT, ends)
+    now, end = (ctypes.c_void_p * 32)(), time.monotonic() + 60.0
+    while time.monotonic() < end:  # until somebody takes it back
+        c.sigaction(signal.SIGINT, None, now)
+        if now[0] != ends.value:
+            break
+        time.sleep(0.01)
+    return _normed("hijack", x, weight, eps)
+
+
 def told(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Its compiler is asked, and says that it needs the device."""
     return _normed("told", x, weight, eps)
@@ -93,7 +109,7 @@ def kernels(*names: str) -> list[Any]:
     from layerzero.model.enums import Platform
     from layerzero.model.kernel import KernelSpec
 
-    compilers = {"here": "device", "told": "planted_slow:needs_device", "stuck": None}
+    compilers = {"here": "device", "hijack": "device", "told": "planted_slow:needs_device", "stuck": None}
     return [
         KernelSpec(
             f"lab.rms_norm.{name}", "rms_norm", "lab", f"planted_slow:{name}", jit=name != "stuck", jit_key=("hidden",),

@@ -23,7 +23,8 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, Traffic, add_to_file
 from layerzero_tune import ahead
 from layerzero_tune.cli import tune as tuning_cli
-from layerzero_tune.tuning_run import Progress
+from layerzero_tune.trial import trial
+from layerzero_tune.tuning_run import Outcome, Progress
 from tests import own_time
 
 HERE = Path(__file__).parent
@@ -144,6 +145,47 @@ def test_what_a_budget_does_not_reach_is_not_begun(lab, cache):
     assert {what for _, what, _ in told.notes()} == {"one_16", "one_32", "one_48"}
 
 
+def test_a_call_is_raced_without_what_is_not_compiled_in_time(lab, cache):
+    told = planted(lab, "one", "two")
+    gate = told.folder() / "one_32.gate"
+    gate.touch()
+    held = Recorded(context(32), 1)
+    under_way = ahead.Ahead([("held", held)], thorough=True, limit_s=1000.0)
+    under_way.on_cpu = False  # as on a GPU: compilers are not in the way of what is timed
+
+    def spent():
+        if ("end", "two_32") in [note[:2] for note in told.notes()]:
+            ahead._helpers.wait([key for key, name in under_way._elsewhere["held"].items() if "two" in name])
+            under_way._until = 0.0
+
+    assert under_way.next(["held"], spent) == 0
+    under_way.load("held", held)
+    late = under_way.late("held", held)
+    found = trial(held.context, seconds=0.02, late=late)
+    assert late == {"lab.rms_norm.one"} and found.late == ("lab.rms_norm.one",)
+    assert found.to_json()["not_compiled_in_time"] == ["lab.rms_norm.one"]
+    assert "lab.rms_norm.two" in found.times and "lab.rms_norm.one" not in {**found.times, **found.refused}
+    (line,) = tuning_cli._late([Outcome("a norm", held, found)])
+    assert line.startswith("lab.rms_norm.one was not measured for a norm: still compiling; run it again")
+    # It goes on being compiled, and who comes later finds it.
+    gate.unlink()
+    assert not ahead._helpers.wait(timeout_s=60) and not under_way.late("held", held)
+    assert ("end", "one_32") in [note[:2] for note in told.notes()]
+
+
+def test_a_thorough_run_waits_for_every_compiler(lab, cache, tmp_path, monkeypatch):
+    from layerzero_tune import tuning_run
+
+    given = []
+    monkeypatch.setattr(tuning_run, "Ahead", lambda calls, **words: given.append(words) or ahead.Ahead(calls, **words))
+    planted(lab, "one")
+    for words in ({}, {"thorough": True}, {"thorough": True, "compile_seconds": 7.0}, {"budget": 10.0}):
+        lz.tune([context(32)], database=tmp_path / "p.db", seconds=0.02, **words)
+    assert [words["limit_s"] for words in given] == [tuning_run.COMPILE_S, None, 7.0, 5.0]
+    with pytest.raises(lz.errors.InvalidInputError, match="compile_seconds=0"):
+        lz.tune([context(32)], compile_seconds=0)
+
+
 # -- what is told --------------------------------------------------------------------------------------
 def test_lines_say_what_is_compiled_how_much_is_left_and_how_long_it_may_take(capsys, monkeypatch):
     monkeypatch.setattr(tuning_cli, "_PLAIN_EVERY_S", 0.0)
@@ -161,21 +203,21 @@ def test_lines_say_what_is_compiled_how_much_is_left_and_how_long_it_may_take(ca
 
 
 # -- Ctrl-C --------------------------------------------------------------------------------------------
-def run(tmp_path, cache, names):
+def run(tmp_path, cache, names, **variables):
     """`lz tune` of two calls, as a process."""
     file = tmp_path / "traffic.json"
     if not file.exists():
         add_to_file(Traffic((Recorded(context(32), 9), Recorded(context(64), 1))), file)
     command = [sys.executable, str(HERE / "planted_slow.py"), "tune", str(file), "--json", "--seconds", "0.02",
                "--database", str(tmp_path / "p.db"), "--device", "cpu"]  # fmt: skip
-    given = {**os.environ, "PLANTED": names, "OMP_NUM_THREADS": "1"}
+    given = {**os.environ, "PLANTED": names, "OMP_NUM_THREADS": "1", **variables}
     path = os.pathsep.join([str(HERE), given.get("PYTHONPATH", "")])
     return subprocess.Popen(
         command, env={**given, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def interrupt(child, when):
+def interrupt(child, when, after=lambda: None):
     deadline = time.monotonic() + 120
     while not when():
         if child.poll() is not None or time.monotonic() > deadline:
@@ -183,6 +225,7 @@ def interrupt(child, when):
             raise AssertionError(child.communicate())
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
+    after()
     out, err = child.communicate(timeout=240)
     assert child.returncode == 130, err
     return json.loads(out), err
@@ -214,3 +257,14 @@ def test_ctrl_c_while_kernels_compile_ends_the_compilers(lab, cache, tmp_path):
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_ctrl_c_is_heard_where_a_compiler_in_this_process_has_taken_its_signal(lab, cache, tmp_path):
+    """NVRTC's handler ends the process with a code of its own."""
+    (cache / "triton").mkdir(exist_ok=True)
+    notes = cache / "triton" / "notes"
+    gate = cache / "triton" / "hijack_32.gate"
+    gate.touch()
+    child = run(tmp_path, cache, "hijack", LAYERZERO_JIT_WORKERS="2")
+    told, _ = interrupt(child, lambda: notes.exists() and "begin hijack_32" in notes.read_text(), gate.unlink)
+    assert told["calls"] == [] and len(told["left"]) == 2

@@ -3,7 +3,8 @@
 What has a `compiler` is compiled by processes of their own (`layerzero.isolation.compilers`), what can be compiled only
 where the device is by threads of this one meanwhile. A call may be raced as soon as its own kernels are ready: on a GPU
 beside the processes that go on compiling, which take only what processor time is left over; on a CPU, whose cores are
-what is timed, once they are all done. Nothing is loaded and nothing is compiled in this process beside a race.
+what is timed, once they are all done. Nothing is loaded and nothing is compiled in this process beside a race. After a
+limit calls are raced without what is not ready (`late`), which goes on being compiled until this process ends.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Ahead:
     """What the calls of a tuning run lack. `next` says which call may be raced now."""
 
     def __init__(self, calls: Sequence[tuple[str, Recorded]], *, thorough: bool, limit_s: float | None = None) -> None:
-        """Begin to compile; after `limit_s` nothing more is begun, and the rest is compiled when its turn comes."""
+        """Begin to compile; after `limit_s` nothing more is begun, and on a GPU nothing more is waited for."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         given = env.read().jit_workers
         self._until = None if limit_s is None else time.monotonic() + limit_s
@@ -62,6 +63,7 @@ class Ahead:
         self._elsewhere: dict[str, dict[Artifact, str]] = {}  # kernels by artifact, of each call
         self._found: dict[Artifact, jit.Made | Reason | None] = {}
         self._now: dict[Artifact, str] = {}
+        self._dropped: frozenset[Artifact] = frozenset()  # of those compiled here: not begun before the limit
         self.on_cpu = any(recorded.context.device.device_type == "cpu" for _, recorded in calls)
         self._counts = (0, 0)  # artifacts that are compiled here: done, all
         self._here: dict[Context, list[str]] = {}
@@ -116,6 +118,7 @@ class Ahead:
         try:
             self._found[artifact] = have_compiled(order, artifact, self._began)
         finally:
+            self._found.setdefault(artifact, None)
             del self._now[artifact]
 
     def _compile_here(self, calls: Sequence[tuple[str, Recorded]], threads: int, limit_s: float | None) -> None:
@@ -135,6 +138,8 @@ class Ahead:
             queue.workers = before
         if late:
             queue.drop_waiting()
+            queue.wait(item.artifact for item in late)  # what is begun cannot be ended, and must not disturb a race
+            self._dropped = frozenset(item.artifact for item in late) - state.world.ready
 
     @property
     def compiling(self) -> tuple[str, ...]:
@@ -157,23 +162,37 @@ class Ahead:
         took = [found.seconds for found in tuple(self._found.values()) if isinstance(found, jit.Made)]
         if not self.left:
             return 0.0
-        return sum(took) / len(took) * self.left / self._workers if took else None
+        rest = None if self._until is None else max(0.0, self._until - time.monotonic())
+        if not took:
+            return rest
+        guess = sum(took) / len(took) * self.left / self._workers
+        return guess if rest is None else min(guess, rest)
 
     def next(self, names: Sequence[str], tick: Callable[[], None]) -> int:
         """Wait until one of these calls may be raced; which, the first where several may. Its kernels are loaded."""
         while True:
-            if self._until is not None and time.monotonic() > self._until:
+            over = self._until is not None and time.monotonic() > self._until
+            if over:
                 self._queue.drop_waiting()
             left = self._under_way()
             if not self._thread.is_alive() and not (left and self.on_cpu):
                 for number, name in enumerate(names):
-                    if not left & self._elsewhere[name].keys():
+                    if over or not left & self._elsewhere[name].keys():
                         return number
             tick()
             if left:
                 self._queue.wait(left, _LOOK_S)
             else:
                 self._thread.join(_LOOK_S)
+
+    def late(self, name: str, recorded: Recorded) -> frozenset[str]:
+        """Kernels that a call is raced without: they were not compiled in time."""
+        world, ctx = state.world, recorded.context
+        here = self._here.get(ctx, []) if self._dropped else []
+        dropped = {
+            kernel for kernel in here if artifact_for(world.registry.kernels[kernel], ctx, world) in self._dropped
+        }
+        return frozenset(dropped | {kernel for key, kernel in self._elsewhere[name].items() if key not in self._found})
 
     def load(self, name: str, recorded: Recorded) -> None:
         """Load what was compiled elsewhere for a call."""

@@ -47,11 +47,16 @@ _SPREAD = 3.0  # times the seconds of a call, for such a race
 class Bench:
     """The kernels of one call: who may race, and their times."""
 
-    def __init__(self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], world: World) -> None:
+    def __init__(
+        self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], world: World,
+        late: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self._spec, self._ctx, self._call, self._world = spec, ctx, call, world
         self._decision = select(ctx, world)
         if not self._decision.chosen:
             raise TuningError(code="TUNING_IMPOSSIBLE", value=ctx.op, limit=str(self._decision.refusal))
+        same = twins({name: world.registry.kernels[name] for name in self._decision.ranking}) if late else {}
+        self.late = {name for name in self._decision.ranking if name in late or same.get(name) in late}
         self.errors: dict[str, float] = {}
         self.wrong: dict[str, Verdict] = {}
         self.absent: dict[str, str] = {}
@@ -62,7 +67,7 @@ class Bench:
 
     def admit(self, only: frozenset[str] | None, without: Collection[str] = ()) -> None:
         """Hold every kernel against the reference that was not yet. Kernels that compile do it here."""
-        done = {*self.errors, *self.wrong, *self.absent}
+        done = {*self.errors, *self.wrong, *self.absent, *self.late}
         for kernel_id in self._decision.ranking:
             if (only is not None and kernel_id not in only) or kernel_id in without or kernel_id in done:
                 continue
@@ -85,6 +90,7 @@ class Bench:
             self._admit_torch(self._gate)
         if not self.errors:
             reasons = self.absent | {name: verdict.why for name, verdict in self.wrong.items()}
+            reasons |= dict.fromkeys(sorted(self.late), "not compiled in time")
             raise TuningError(
                 code="TUNING_IMPOSSIBLE", value=self._ctx.op,
                 limit="; ".join(f"{name}: {why}" for name, why in reasons.items()) or "no kernel is asked for",

@@ -59,7 +59,7 @@ class Trial:
     choice   the kernel that selection takes from these times; `lost`: it is slower than torch's code, so that `rows`
              hold no times
     before   the kernel that was chosen before
-    ruled_out  kernels that did not race, with what is expected of them
+    ruled_out  kernels that did not race, with what is expected of them; `late` those that were not compiled in time
     """
 
     context: Context
@@ -77,6 +77,7 @@ class Trial:
     lost: bool = False
     before: str = ""
     ruled_out: Mapping[str, Expectation] = field(default_factory=dict)
+    late: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible."""
@@ -106,6 +107,7 @@ class Trial:
                 name: {**expected.to_json(), "margin": round(margin(expected), 3), "why": str(expected)}
                 for name, expected in sorted(self.ruled_out.items())
             },
+            "not_compiled_in_time": list(self.late),
         }  # fmt: skip
 
 
@@ -123,12 +125,14 @@ def trial(
     world: World | None = None,
     patient: bool = True,
     thorough: bool = True,
+    late: frozenset[str] = frozenset(),
 ) -> Trial:
     """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
     `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
     served others meanwhile. One that is not `thorough` leaves out kernels that `layerzero_tune.ruled_out` rules out.
+    Kernels that are `late` are left out, too: they are not compiled yet.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -144,7 +148,7 @@ def trial(
         measuring = measurement_settings(here, jit=jit)
         ctx = describe(spec, first.args, first.layout, None, measuring)
         ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
-        bench = Bench(spec, ctx, call, measuring)
+        bench = Bench(spec, ctx, call, measuring, late)
         out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()
         while True:
@@ -165,7 +169,7 @@ def trial(
     made = [] if found.lost else _rows(here, bench, spec, ctx, found, around)
     return replace(
         found, refused=refused, seconds=time.monotonic() - begin, busy=busy, before=chosen_now(ctx, here),
-        ruled_out=out, rows=(*made, *(item for item in wrong if item is not None)),
+        ruled_out=out, late=tuple(sorted(bench.late)), rows=(*made, *(item for item in wrong if item is not None)),
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ def tune(
     check: bool = False,
     fresh: bool = False,
     compile: bool = True,
+    compile_seconds: float | None = None,
     thorough: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
@@ -56,21 +57,27 @@ def tune(
     fresh     begin anew instead of going on with a tuning run that was interrupted
     compile   kernels that are not compiled yet are compiled and measured, too, as many at a time as there are cores;
               False leaves them out
-    thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`)
+    compile_seconds  that they may take together, default 90: calls are measured without what is not ready by then,
+              which is named and left for a later run
+    thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`), and
+              wait for all compilers where `compile_seconds` is not given
 
     No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
     torchrun the calls are split over the ranks, and every rank ends with the merged result. Ctrl-C raises
     `layerzero_tune.tuning_run.Interrupted`; what is done is kept.
     """
-    if budget is not None and (isinstance(budget, bool) or not budget > 0):
-        raise invalid("VALUE_INVALID", f"budget={budget!r}", "a positive number of seconds")
+    for name, given in (("budget", budget), ("compile_seconds", compile_seconds)):
+        if given is not None and (isinstance(given, bool) or not given > 0):
+            raise invalid("VALUE_INVALID", f"{name}={given!r}", "a positive number of seconds")
     from layerzero_tune.ranks import Ranks
-    from layerzero_tune.tuning_run import Interrupted, tune_calls
+    from layerzero_tune.tuning_run import COMPILE_S, Interrupted, tune_calls
 
     db = database_of(database)
     where = _device(device)
     ranks = Ranks.of_process()
     jit, stopped = "block" if compile else "off", False
+    if compile_seconds is None and not thorough:
+        compile_seconds = COMPILE_S
     try:
         if where is None and ranks.size > 1:
             where = _device_of_rank(ranks.local_rank)
@@ -79,8 +86,8 @@ def tune(
             return _checked(calls, db, budget, progress, jit)
         try:
             found = tune_calls(
-                calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit, thorough=thorough,
-                ranks=ranks, progress=progress,
+                calls, db, budget=budget, seconds=seconds, seed=seed, fresh=fresh, jit=jit,
+                compile_seconds=compile_seconds, thorough=thorough, ranks=ranks, progress=progress,
             )  # fmt: skip
         except Interrupted as error:
             found, stopped = error.tuned, True

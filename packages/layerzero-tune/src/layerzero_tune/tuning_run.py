@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +31,9 @@ from layerzero_tune.ahead import Ahead
 from layerzero_tune.ranks import Ranks
 from layerzero_tune.trial import Trial, trial
 
-__all__ = ["Interrupted", "Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
+__all__ = ["COMPILE_S", "Interrupted", "Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
 
+COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 
 
@@ -144,6 +147,7 @@ def tune_calls(
     noise: float = NOISE,
     fresh: bool = False,
     jit: str = "block",
+    compile_seconds: float | None = None,
     thorough: bool = True,
     ranks: Ranks | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -155,6 +159,7 @@ def tune_calls(
               events time the device alone
     fresh     forget what an interrupted tuning run has done
     jit       "off" leaves out kernels that would have to be compiled first
+    compile_seconds  that compilers may take; calls are raced without what is not ready by then, which is named
     thorough  race kernels, too, that `layerzero_tune.ruled_out` rules out
     """
     begin = time.monotonic()
@@ -170,6 +175,7 @@ def tune_calls(
     ahead: Ahead | None = None
 
     def tell(name: str = "") -> None:
+        _hear_interrupts()
         if progress is None:
             return
         each = racing / len(outcomes) if outcomes else None
@@ -184,7 +190,8 @@ def tune_calls(
 
     try:
         if jit == "block":
-            ahead = Ahead(todo, thorough=thorough, limit_s=None if budget is None else budget / 2)
+            limits = [item for item in (compile_seconds, None if budget is None else budget / 2) if item is not None]
+            ahead = Ahead(todo, thorough=thorough, limit_s=min(limits, default=None))
         while waiting:
             number = 0 if ahead is None else ahead.next([name for name, _ in waiting], tell)
             if budget is not None and time.monotonic() - begin >= budget:
@@ -192,9 +199,13 @@ def tune_calls(
             name, recorded = waiting.pop(number)
             tell(name)
             started = time.monotonic()
+            late: frozenset[str] = frozenset()
             if ahead is not None:
                 ahead.load(name, recorded)
-            outcome = _one(name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough)
+                late = ahead.late(name, recorded)
+            outcome = _one(
+                name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late
+            )
             if outcome.trial is not None:
                 db.put(outcome.trial.rows)
                 rows.extend(outcome.trial.rows)
@@ -233,6 +244,14 @@ def tune_calls(
     )
 
 
+def _hear_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt: a compiler inside this process (NVRTC, of cuDNN and others) puts a handler of
+    its own in the place of Python's, which ends the process at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
+
+
 def _together(racing: float | None, compiling: float | None, *, one_after_the_other: bool) -> float | None:
     """How long races and compilers may take together; of races that have not begun only the compilers are known."""
     if racing is None or compiling is None:
@@ -241,14 +260,15 @@ def _together(racing: float | None, compiling: float | None, *, one_after_the_ot
 
 
 def _one(
-    name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool
-) -> Outcome:
+    name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool,
+    late: frozenset[str],
+) -> Outcome:  # fmt: skip
     if seconds is None:
         seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU
     try:
         found = trial(
             recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,
-            thorough=thorough,
+            thorough=thorough, late=late,
         )  # fmt: skip
     except LayerZeroError as error:
         return Outcome(name, recorded, why=str(error))

@@ -74,6 +74,11 @@ def add(group: click.Group) -> None:
         help="Only look whether measured kernels still are as fast; re-tune those that are not.",
     )
     @click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
+    @click.option(
+        "--compile-seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds that compilers may take; default 90, with --thorough until all are done.",
+    )
     @click.option("--thorough", is_flag=True, help="Race kernels, too, that are expected to be far behind.")
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(
@@ -85,6 +90,7 @@ def add(group: click.Group) -> None:
         seed: int,
         drift: bool,
         no_compile: bool,
+        compile_seconds: float | None,
         thorough: bool,
         fresh: bool,
     ) -> Answer:
@@ -97,9 +103,10 @@ def add(group: click.Group) -> None:
         lz tune --drift                          are the times of before still true?
 
         No kernel is timed before its result is the reference's. Kernels that shipped measurements or the roofline
-        expect to be far behind are left out, and named; --thorough races them all. A tuning run that was interrupted
-        (Ctrl-C, exit code 130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over
-        the ranks. Exit code 1 when a call could not be measured.
+        expect to be far behind are left out, and named; --thorough races them all. So are those that are not compiled
+        within --compile-seconds: they are left for a later run. A tuning run that was interrupted (Ctrl-C, exit code
+        130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over the ranks. Exit
+        code 1 when a call could not be measured.
         """
         import layerzero as lz
         from layerzero_tune.tuning_run import Interrupted
@@ -109,7 +116,8 @@ def add(group: click.Group) -> None:
             with _watched() as progress:
                 found = lz.tune(
                     chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
-                    fresh=fresh, compile=not no_compile, thorough=thorough, progress=progress,
+                    fresh=fresh, compile=not no_compile, compile_seconds=compile_seconds, thorough=thorough,
+                    progress=progress,
                 )  # fmt: skip
         except Interrupted as error:
             return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
@@ -186,7 +194,7 @@ def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") ->
         blocks.append(Table(columns, rows, indent=2, right=frozenset({2, 3})))
     for line in _ruled_out(timed):
         blocks.append(Line(line, "dim", indent=2, hang=2))
-    for line in (*_lost(timed), _stolen(timed), _busy(timed)):
+    for line in (*_late(timed), *_lost(timed), _stolen(timed), _busy(timed)):
         if line:
             blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
@@ -228,6 +236,16 @@ def _ruled_out(timed: Sequence[Outcome]) -> list[str]:
         sources = ", ".join(sorted({source for *_, source in found}))
         lines.append(f"{name} was not raced for {which}: {ratio} × torch is expected ({sources}); --thorough races it")
     return lines
+
+
+def _late(timed: Sequence[Outcome]) -> list[str]:
+    """Kernels that were still compiling when the calls were raced."""
+    calls: dict[str, list[str]] = {}
+    for item in timed:
+        for name in () if item.trial is None else item.trial.late:
+            calls.setdefault(name, []).append(item.name)
+    later = "run it again, or with --thorough, which waits"
+    return [f"{name} was not measured for {_some(found)}: still compiling; {later}" for name, found in calls.items()]
 
 
 def _stolen(timed: Sequence[Outcome]) -> str:
