@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch import nn
 from layerzero.errors import BackendNotAvailableError
 from layerzero.json_form import Plain
 
-__all__ = ["Changes", "Left", "PatchReport", "Patched", "Record", "apply", "report_of", "restore", "version_of"]
+__all__ = [
+    "Changes", "GraphReport", "Left", "PatchReport", "Patched", "Record", "apply", "record_of", "report_of", "restore",
+    "version_of",
+]  # fmt: skip
 
 _RECORD = "_layerzero_patch"
 
@@ -79,6 +82,32 @@ class Left(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class GraphReport(Plain):
+    """The CUDA graphs of a model patched with `graphs=True`, as they are now.
+
+    captured  (batch size, places of the cache) of each captured step
+    steps     decode steps that ran so
+    memory    bytes kept between calls: caches, and what the graphs need
+    limit     bytes they may take
+    plain     why calls of `generate` took the plain path, and how many; none of 0 yet: every call will
+    """
+
+    captured: tuple[tuple[int, int], ...]
+    steps: int
+    memory: int
+    limit: int
+    plain: Mapping[str, int]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{batch} × {places}" for batch, places in self.captured) or "none"
+        lines = [
+            f"  graphs of batch × places: {sizes}; {self.steps} steps; {self.memory >> 20} of {self.limit >> 20} MiB"
+        ]
+        lines += [f"  {count:4} × generate on the plain path: {why}" for why, count in sorted(self.plain.items())]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
 class PatchReport(Plain):
     """All of it, with the library and its version. Printed, it is counted by kind; `to_json` names every part."""
 
@@ -87,6 +116,7 @@ class PatchReport(Plain):
     model: str
     patched: tuple[Patched, ...] = ()
     left: tuple[Left, ...] = ()
+    graphs: GraphReport | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.library} {self.version}): {len(self.patched)} parts patched"]
@@ -94,6 +124,8 @@ class PatchReport(Plain):
             lines.append(f"  {count:4} × {kind}: {op}")
         for (kind, why), count in sorted(Counter((item.kind, item.why) for item in self.left).items()):
             lines.append(f"  {count:4} × {kind} left as it is: {why}")
+        if self.graphs is not None:
+            lines.append(str(self.graphs))
         return "\n".join(lines)
 
 
@@ -133,9 +165,14 @@ def apply(model: nn.Module, record: Record, library: str, version: str, *steps: 
     return report
 
 
+def record_of(model: nn.Module) -> Record | None:
+    """The record of a patched model; None for one that is not."""
+    return vars(model).get(_RECORD)
+
+
 def report_of(model: nn.Module) -> PatchReport | None:
     """What was patched in a model; None for one that is not."""
-    record: Record | None = vars(model).get(_RECORD)
+    record = record_of(model)
     return None if record is None else record.report
 
 

@@ -64,7 +64,7 @@ def attend(
         note = None if torch.compiler.is_compiling() else noted(attention_mask)
         if note is not None and position_bias is None and s_aux is None:
             if note.used is not None:
-                out = decode(query, key, value, note.used, scaling, softcap) if dropout == 0.0 else None
+                out = decode(query, key, value, note, scaling, softcap) if dropout == 0.0 else None
                 if out is not None:
                     return out, None
             elif note.causal is not None and tuple(attention_mask.shape[-2:]) == (queries, keys):

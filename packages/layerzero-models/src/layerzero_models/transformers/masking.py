@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Note", "mask", "noted"]
+__all__ = ["Note", "mask", "noted", "with_note"]
 
 _ATTRIBUTE = "_layerzero_note"
 
@@ -29,7 +29,7 @@ class Note:
     causal  "bottom_right": nothing after the query's own place, the new tokens being the last ones
     window  (left, right) keys around it
     used    a tensor with the number of places in use, of a cache whose places are all there from the start: one new
-            token, the last of them, sees these and no others
+            token, the last of them, sees these (in its window, where there is one) and no others
     """
 
     causal: str | None = None
@@ -85,13 +85,14 @@ def mask(
         return found
     if static and not _padded(attention_mask):
         # A copy: the cache counts on in the same tensor.
-        return _with_note(found, Note(used=q_offset + 1))
+        return with_note(found, Note(used=q_offset + 1))
     if said and (causal or window is not None) and not _padded(attention_mask):
-        return _with_note(found, Note("bottom_right", window))
+        return with_note(found, Note("bottom_right", window))
     return found
 
 
-def _with_note(found: Tensor, note: Note) -> Tensor:
+def with_note(found: Tensor, note: Note) -> Tensor:
+    """The same mask, saying what it says."""
     setattr(found, _ATTRIBUTE, note)
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from layerzero.errors import invalid
-from layerzero_models.record import PatchReport, Record, apply, report_of, restore
+from layerzero_models.record import PatchReport, Record, apply, record_of, report_of, restore
 from layerzero_models.transformers import experts, parts, probes, quick, rewriting
 from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
 from layerzero_models.transformers.neighbours import Linears, Neighbours, unfit
@@ -39,21 +41,34 @@ class _Record(Record):
         super().undo()
 
 
-def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, joined: bool = True) -> PatchReport:
+def patch(
+    model: Any,
+    *,
+    skip: Collection[str] = (),
+    everything: bool = False,
+    joined: bool = True,
+    graphs: bool = False,
+    graph_memory: int | None = None,
+) -> PatchReport:
     """Let a model (or pipeline) of transformers compute with LayerZero's ops.
 
     skip        kinds of parts that are left alone, see KINDS
     everything  also linear layers and embeddings that selection would give to torch anyway
     joined      False: one op a part; no products of several layers in one, no sum together with its norm
+    graphs      decode steps of `generate` are captured as CUDA graphs; a patched model may be given to add them
+    graph_memory  bytes that caches and graphs may keep between calls, by default a quarter of the device's memory
     """
     wrong = set(skip) - set(KINDS) if not isinstance(skip, str) else {skip}
     if wrong:
         message = f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}"
         raise invalid("VALUE_INVALID", f"skip={skip}", ", ".join(KINDS), message)
     model = _model_of(model)
-    known = report_of(model)
-    if known is not None:
-        return known
+    known = record_of(model)
+    if known is not None and known.report is not None:
+        if graphs:
+            _graphs(model, known, graph_memory)
+            known.report = replace(known.report, left=tuple(known.left))
+        return known.report
     version = enable_transformers()
     steps = {
         "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
@@ -61,6 +76,8 @@ def patch(model: Any, *, skip: Collection[str] = (), everything: bool = False, j
     }  # fmt: skip
     left_out = {*skip, *(() if joined else ("projections", "residual"))}
     chosen = [step for kind, step in steps.items() if kind not in left_out]
+    if graphs:
+        chosen.append(partial(_graphs, memory=graph_memory))
     report = apply(model, _Record(everything, joined), "transformers", version, *chosen)
     if not report.patched:
         _log.warning("lz.patch found nothing to patch in %s: %s", type(model).__name__, report)
@@ -74,7 +91,9 @@ def unpatch(model: Any) -> PatchReport | None:
 
 def patched(model: Any) -> PatchReport | None:
     """What `patch` did to this model; None for one that is not patched."""
-    return report_of(_model_of(model))
+    model = _model_of(model)
+    report, stepper = report_of(model), vars(model).get(parts.STATE)
+    return report if report is None or stepper is None else replace(report, graphs=stepper.report(model))
 
 
 def _model_of(given: Any) -> Any:
@@ -289,3 +308,18 @@ def _residual(model: Any, record: _Record) -> None:
                 continue
             _forward(record, layer, function, parts.Following(following))
             record.did(name, layer, "add_rms_norm")
+
+
+# -- captured steps ------------------------------------------------------------------------------------
+def _graphs(model: Any, record: Record, memory: int | None) -> None:
+    from layerzero_models.transformers import graphs  # with its caches, which are classes of transformers
+
+    if parts.STATE in vars(model):
+        return
+    why = graphs.unfit(model)
+    if why:
+        record.leave("", model, f"graphs: {why}")
+        return
+    record.changes.set(model, parts.STATE, graphs.Stepper(memory))
+    record.changes.set(model, "forward", types.MethodType(graphs.forward_of(type(model)), model))
+    record.changes.set(model, "_prepare_cache_for_generation", types.MethodType(graphs.prepare_cache, model))

@@ -12,6 +12,7 @@ from layerzero import attention, paged_attention
 from layerzero.dispatch.late import current_world
 from layerzero.errors import BackendNotAvailableError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
+from layerzero_models.transformers.masking import Note
 
 __all__ = ["decode"]
 
@@ -22,16 +23,19 @@ _PAGES = (128, 64, 32, 16)
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, used: Tensor, scale: float | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, note: Note, scale: float | None, softcap: float | None
 ) -> Tensor | None:
-    """query [B, H, 1, D] over the first `used` places of [B, Hkv, S, D]: [B, 1, H, D], or None where a mask has to do.
+    """query [B, H, 1, D] over the places in use of [B, Hkv, S, D]: [B, 1, H, D], or None where a mask has to do.
 
     On the CPU the number can be read. On an accelerator reading it would wait for the device, so the cache is seen as
     pages, and a kernel that reads the lengths there takes them.
     """
+    used, window = note.used, note.window
+    assert used is not None
     if key.is_cpu:
         count = int(used)
-        out: Tensor = attention(query, key[:, :, :count], value[:, :, :count], scale=scale, softcap=softcap)
+        key, value = key[:, :, :count], value[:, :, :count]
+        out: Tensor = attention(query, key, value, scale=scale, window=window, softcap=softcap)
         return out.transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return None
@@ -39,14 +43,14 @@ def decode(
     same = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
     memo = current_world().memo  # what is true of one World may change in the next
     unusable = memo.setdefault("static_cache", set())
-    case = (query.shape, key.shape, query.dtype, softcap is None)
+    case = (query.shape, key.shape, query.dtype, window is None, softcap is None)
     if size is None or not same or case in unusable or _KERNEL not in current_world().registry.kernels:
         return None
     batch = _batch(used, key.shape[0], key.shape[1], key.shape[2], size, key.device)
     try:
         paged: Tensor = paged_attention(
-            query[:, :, 0], _pages(key, size), _pages(value, size), batch, scale=scale, softcap=softcap, layout="HND",
-            backend=_KERNEL,
+            query[:, :, 0], _pages(key, size), _pages(value, size), batch, scale=scale, window=window, softcap=softcap,
+            layout="HND", backend=_KERNEL,
         )  # fmt: skip
     except (NoKernelFoundError, BackendNotAvailableError):  # denied, not compiled yet, or not for these tensors
         unusable.add(case)
