@@ -60,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 def prove(kernel_id: str, folder: Path) -> dict[str, Any]:
     """What became of one kernel's order and of its load; `ok` when all of it is as it should be."""
-    from layerzero.cli.calls import context
     from layerzero.dispatch.beside import _at_hand, order_for
     from layerzero.dispatch.compiling import compile_now
     from layerzero.dispatch.run import current_world
@@ -68,6 +67,7 @@ def prove(kernel_id: str, folder: Path) -> dict[str, Any]:
     from layerzero.jit import cache
     from layerzero.runtime.state import state
     from layerzero.tuning.inputs import build
+    from layerzero_cli.calls import context
 
     cache.prepare()
     world = current_world()

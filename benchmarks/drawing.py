@@ -146,7 +146,7 @@ def _compile(seed: int, device: str, cases: int, compiled: str, part: int, parts
     """One process's share: each call is run once by every kernel that may be compiled."""
     from tuned import ready
 
-    from layerzero.cli.calls import context
+    from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
     for number, call in zip(range(cases), drawn(seed, device), strict=False):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 
 CALLS = (
     "--q 1,32,512,128 --k 1,8,512,128 --causal top_left",

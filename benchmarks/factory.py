@@ -32,8 +32,8 @@ def taken(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     """One call: sizes, kind, µs of torch's code and of every kernel that was right, and who was refused why."""
     from tuned import ready
 
-    from layerzero.cli.calls import context
     from layerzero.model.proof import kind_of
+    from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
     ctx = context(call.op, call.options)

@@ -189,7 +189,7 @@ def parcels(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> 
 
 
 def doctor(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str:
-    results, lz, told = given.work / "results", [sys.executable, "-m", "layerzero.cli"], []
+    results, lz, told = given.work / "results", [sys.executable, "-m", "layerzero_cli"], []
     for page, words in {
         "doctor.txt": [*lz, "doctor"],
         "doctor.json": [*lz, "doctor", "--json"],
@@ -230,7 +230,7 @@ def grid(given: argparse.Namespace, env: Mapping[str, str], limit: float) -> str
     code = command(words, log, env, limit)
     told = [f"exit {code}: {last_line(log)}"]
     after = {**env, "LAYERZERO_PERFDB": str(state / "first.db")}
-    lz = [sys.executable, "-m", "layerzero.cli"]
+    lz = [sys.executable, "-m", "layerzero_cli"]
     table, page = results / "dispatch_table.json", results / "report.html"
     code = command([*lz, "solve", "--grid", "benchmarks/grid.toml", "--out", str(table)], log, after, 60)
     told.append(f"solve {code}")

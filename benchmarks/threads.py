@@ -29,12 +29,12 @@ from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
 from layerzero._ops.signature import dispatch, public_op
-from layerzero.cli.calls import context
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import compare
 from layerzero.numerics.tolerances import tolerance
 from layerzero.tuning.inputs import build
+from layerzero_cli.calls import context
 from layerzero_verify.kernels import flat
 from layerzero_verify.lineup import resolve
 from layerzero_verify.testing.cases import drawn

@@ -43,7 +43,7 @@ METHOD = {
 
 
 def contexts(cases: Sequence[Any], device: str) -> dict[str, Any]:
-    from layerzero.cli.calls import context
+    from layerzero_cli.calls import context
 
     return {case.name: context(case.op, {**case.options, "device": device}) for case in cases}
 

@@ -70,7 +70,7 @@ def tuned(traffic: Path, folder: Path, name: str, device: str, limit_s: float, o
     from layerzero.jit.cache import DEEP_FOLDERS, VENDOR_FOLDERS
 
     given = {key: value for key, value in os.environ.items() if key not in {**VENDOR_FOLDERS, **DEEP_FOLDERS}}
-    command = [sys.executable, "-m", "layerzero.cli", "tune", str(traffic), "--json", "--device", device,
+    command = [sys.executable, "-m", "layerzero_cli", "tune", str(traffic), "--json", "--device", device,
                "--database", str(folder / f"{name.replace(' ', '_')}.db"), *options]  # fmt: skip
     began = time.monotonic()
     child = subprocess.Popen(

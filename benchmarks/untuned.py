@@ -43,7 +43,7 @@ def measured(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     from tuned import ready
 
     import layerzero as lz
-    from layerzero.cli.calls import context
+    from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
     ctx = context(call.op, call.options)

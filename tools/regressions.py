@@ -198,7 +198,7 @@ def fresh_report(*options: str) -> dict[str, Any]:
     """`lz verify`, quick lane, in a process of its own that knows no settings, measurements or quarantine."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     env |= {"LAYERZERO_PERFDB": "off", "LAYERZERO_QUARANTINE": "off", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "layerzero.cli", *COMMAND, *options]
+    command = [sys.executable, "-m", "layerzero_cli", *COMMAND, *options]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     try:
         report: dict[str, Any] = json.loads(done.stdout)

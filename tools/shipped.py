@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerzero.cli.calls import context
 from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import SCHEMA_VERSION
 from layerzero.registry.proofs import beside, sealed
 from layerzero.runtime.state import state
+from layerzero_cli.calls import context
 from tools.requirements_doc import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

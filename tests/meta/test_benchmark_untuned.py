@@ -14,8 +14,8 @@ from drawing import LIMITS, OPS, drawn
 from timing import RESULTS
 from untuned import judged, summary
 
-from layerzero.cli.calls import context
 from layerzero.registry.reading import digest
+from layerzero_cli.calls import context
 from tools.shipped import documents, left_out, main, records, rendered
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from layerzero_tune.bench import contest
 from layerzero_tune.timing import steady
 from layerzero_tune.timing.race import race

@@ -171,8 +171,7 @@ def test_no_module_bears_the_name_of_a_public_function():
 def test_every_hook_is_documented_and_in_the_authors_manual():
     hooks = [name for name in vars(spec) if name.startswith("layerzero_")]
     assert set(hooks) == {
-        "layerzero_capabilities", "layerzero_commands", "layerzero_decided", "layerzero_health", "layerzero_register",
-        "layerzero_warmup",
+        "layerzero_capabilities", "layerzero_decided", "layerzero_health", "layerzero_register", "layerzero_warmup",
     }  # fmt: skip
     for name in hooks:
         text = inspect.getdoc(getattr(spec, name)) or ""

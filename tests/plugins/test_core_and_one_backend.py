@@ -43,9 +43,9 @@ def test_the_sixty_seconds_of_the_readme_run(place: Fresh):
 
 
 def test_doctor_and_list_of_the_readme_run_and_know_the_backend(place: Fresh):
-    doctor = place.run("-m", "layerzero.cli", "doctor")
+    doctor = place.run("-m", "layerzero_cli", "doctor")
     assert doctor.returncode == 0, doctor.stdout[-1500:] + doctor.stderr[-1500:]
-    listed = place.run("-m", "layerzero.cli", "list")
+    listed = place.run("-m", "layerzero_cli", "list")
     assert listed.returncode == 0 and "flashinfer." in listed.stdout
 
 
@@ -68,6 +68,6 @@ def test_a_name_of_a_missing_package_says_which_one_it_needs(place: Fresh, name:
 
 @pytest.mark.parametrize(("verb", "package"), [("tune", "tune"), ("verify", "verify")])
 def test_a_verb_of_a_missing_package_says_which_one_it_needs(place: Fresh, verb: str, package: str):
-    done = place.run("-m", "layerzero.cli", verb)
+    done = place.run("-m", "layerzero_cli", verb)
     assert done.returncode != 0
     assert f"pip install layerzero-{package}" in done.stdout + done.stderr

@@ -99,16 +99,16 @@ def test_telemetry_and_lists_name_it_and_a_wrong_call_is_refused(found: dict[str
 
 
 def test_the_command_line_lists_and_explains_it(site: Path) -> None:
-    shown = _run("-m", "layerzero.cli", "list", "--op", "rms_norm_gated", site=site)
+    shown = _run("-m", "layerzero_cli", "list", "--op", "rms_norm_gated", site=site)
     assert all(kernel in shown for kernel in (FUSED, SPLIT, *OWN))
     explained = _run(
-        "-m", "layerzero.cli", "explain", "rms_norm_gated", "--shape", "8,64", "--dtype", "fp32", site=site
+        "-m", "layerzero_cli", "explain", "rms_norm_gated", "--shape", "8,64", "--dtype", "fp32", site=site
     )
     assert FUSED in explained and "rows=8  hidden=64" in explained
 
 
 def test_it_has_a_documentation_page_as_every_op_has(site: Path) -> None:
-    shown = _run("-m", "layerzero.cli", "list", "--op", "rms_norm_gated", "--page", "--json", site=site)
+    shown = _run("-m", "layerzero_cli", "list", "--op", "rms_norm_gated", "--page", "--json", site=site)
     text = json.loads(shown)["page"]
     assert text.startswith("# lz.ops.rms_norm_gated\n") and "lz explain rms_norm_gated --shape ROWS,HIDDEN" in text
     assert all(f"`{name}`" in text for name in ("x", "gate", "weight", "eps", FUSED, SPLIT, *OWN))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from layerzero.cli.calls import context
+from layerzero_cli.calls import context
 from layerzero_flashinfer import modules
 
 

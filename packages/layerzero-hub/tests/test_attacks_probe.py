@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import layerzero_hub
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from layerzero_hub.errors import HubError
 from layerzero_hub.lockfile import LockedFile, LockedVariant, digest_of
 from layerzero_hub.probe import Prober

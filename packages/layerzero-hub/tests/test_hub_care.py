@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from layerzero_hub import installing, signing
 from layerzero_hub.policy import from_mapping
 from tools.pytest_fixtures import module_beside

@@ -10,7 +10,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from tools.pytest_fixtures import module_beside
 
 _kernels = module_beside(__file__, "loopback_kernels")
@@ -115,7 +115,7 @@ def test_a_policy_in_the_working_directory_cannot_allow(tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("LAYERZERO_")}
     clean |= {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "none")}
     done = subprocess.run(
-        [sys.executable, "-m", "layerzero.cli", "hub", "lock", "org/evil@1"],
+        [sys.executable, "-m", "layerzero_cli", "hub", "lock", "org/evil@1"],
         cwd=tmp_path,
         env=clean,
         capture_output=True,
@@ -171,7 +171,7 @@ def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
     environment = {**os.environ, "NO_COLOR": "1"}
 
     def ready():
-        command = [sys.executable, "-m", "layerzero.cli", "readiness", "--json"]
+        command = [sys.executable, "-m", "layerzero_cli", "readiness", "--json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         (found,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "hub"]
         return found

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from layerzero_hub import installing, loading, lockfile, signing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
 from layerzero_hub.policy import from_mapping

@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
 from layerzero.plugin.probing import probe
+from layerzero_cli.root import cli
 from layerzero_hub.plugin import DEFAULT_LOCK, layerzero_capabilities, layerzero_health
 from layerzero_hub.policy import HubPolicy
 from layerzero_verify.testing import fakes

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero._ops.signature import public_op
-from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.tuning.inputs import build
+from layerzero_cli.root import cli
 from layerzero_models.drafts.kernels import judge_chain, judge_tree
 from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 

@@ -122,10 +122,10 @@ def kernels(*names: str) -> list[Any]:
 
 def main() -> None:
     """`lz tune` in a process that has the kernels named by PLANTED."""
-    from layerzero.cli import main as cli
     from layerzero.isolation import process
     from layerzero.jit import cache
     from layerzero.runtime.state import state
+    from layerzero_cli import main as cli
     from layerzero_tune.timing import torch_default
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as in a job of the background

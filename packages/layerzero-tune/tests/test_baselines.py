@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from layerzero._ops.signature import public_op
-from layerzero.cli.calls import context
 from layerzero.numerics import assert_close, tolerance
 from layerzero.tuning.inputs import build
+from layerzero_cli.calls import context
 from layerzero_tune.timing.baselines import torch_default
 
 CALLS = [

@@ -15,10 +15,10 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
-from layerzero.cli.calls import context
 from layerzero.errors import ConfigurationError
 from layerzero.measurements.believed import TORCH_DEFAULT
+from layerzero_cli.calls import context
+from layerzero_cli.root import cli
 from layerzero_tune.bench import contest
 from layerzero_tune.bench.contest import Entry, Outcome, compete
 from layerzero_tune.bench.plot import svg
@@ -41,6 +41,14 @@ def small(lab, *kernels) -> None:
 
 def asked(**more):
     return context("rms_norm", {"shape": (4, 64), "dtype": "fp32", "device": "cpu", **more})
+
+
+@pytest.mark.parametrize(("typed", "near"), [("cpuu", "cpu"), ("alpha.rms_norm.y", "alpha.rms_norm.x")])
+def test_a_kernel_that_nobody_has_is_an_error_that_names_the_nearest(lab, typed, near):
+    small(lab, lab.kernel("cpu.rms_norm.z"))
+    answer = run(*NORM, "--kernel", typed)
+    assert answer.exit_code == 2 and f"no kernel or backend {typed!r}" in answer.stderr
+    assert f"did you mean {near}?" in answer.stderr
 
 
 def test_rounds_can_be_spread_over_time(lab, monkeypatch):

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.errors import InvalidInputError, PlanMismatchError
 from layerzero.jit import cache as jit_cache
 from layerzero.model.enums import Layout
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
+from layerzero_cli.root import cli
 from layerzero_tune.blocks import cost as blocks_cost
 from layerzero_tune.blocks import in_place as blocks_place
 from layerzero_tune.blocks import planning as public_blocks

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli.output import show
 from layerzero.model.decision import Candidate
 from layerzero.reasons import reason
+from layerzero_cli.output import show
 from layerzero_tune.demo import show as demo
 from layerzero_tune.demo import tour as demo_tour
 from layerzero_tune.demo.block import KVCache, PlainTorch, Sizes, Weights, forward, sizes_for

@@ -13,12 +13,12 @@ import torch
 from click.testing import CliRunner, Result
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.errors import UnknownNameError
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
 from layerzero.tables.file import make_table, save_table
+from layerzero_cli.root import cli
 from layerzero_tune.cli.export_priorities import STACKS
 from layerzero_tune.tables.priorities import Export, export_priorities
 from layerzero_tune.tables.solver import times_of

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 import pytest
 
-from layerzero.cli.app import cli
-from layerzero.cli.calls import context
 from layerzero.errors import ConfigurationError
+from layerzero_cli.calls import context
+from layerzero_cli.root import cli
 from layerzero_tune.grid import OPTIONS, Grid, load, parse
 
 HEAD = 'schema_version = "1.0"\n'

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
 from layerzero.measurements.believed import REFUSED
 from layerzero.perfdb.measurement import Measurement, Platform
 from layerzero.perfdb.store import PerfDB
+from layerzero_cli.root import cli
 from layerzero_tune.report.data import FORMAT, Measured, Timed, figures, from_json, phase
 from layerzero_tune.report.maps import axes, backends, maps
 from layerzero_tune.report.page import render
@@ -364,8 +364,8 @@ def test_in_a_browser_filters_count_sorts_order_and_nothing_overflows(tmp_path: 
 
 
 def test_plain_torch_is_timed_beside_what_was_tuned(tmp_path: Path, lab):
-    from layerzero.cli.calls import context
     from layerzero.perfdb.bucket import bucket_of
+    from layerzero_cli.calls import context
     from layerzero_tune.report.perfdb import torch_beside
 
     lab.use(lab.kernel("alpha.rms_norm.x"), only=True)

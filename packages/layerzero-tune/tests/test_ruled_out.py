@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli import root
 from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
 from layerzero.measurements.between import Kind
@@ -23,6 +22,7 @@ from layerzero.recording.traffic import Recorded, Traffic, add_to_file
 from layerzero.registry.proofs import sealed
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
+from layerzero_cli import root
 from layerzero_tune.ruled_out import margin, slower
 from layerzero_tune.timing import baselines
 from tests import own_time

@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.measurements.believed import NOISE, REFUSED
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded
 from layerzero.tables.file import load_table
+from layerzero_cli.root import cli
 from layerzero_tune import trial as trial_module
 from layerzero_tune.cli.tune import _busy, _stolen
 from layerzero_tune.report.data import figures

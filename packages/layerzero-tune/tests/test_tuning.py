@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.cli.calls import context as written
 from layerzero.dispatch.run import describe
 from layerzero.errors import InvalidInputError, TuningError
 from layerzero.measurements.believed import measurements_from
@@ -23,6 +22,7 @@ from layerzero.recording.traffic import Recorded, Traffic
 from layerzero.runtime.state import state
 from layerzero.selection.world import measurement_settings
 from layerzero.tuning.inputs import build
+from layerzero_cli.calls import context as written
 from layerzero_tune import candidates as bench_module
 from layerzero_tune import drift as drift_module
 from layerzero_tune import tuning_run

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
 import layerzero as lz
 from layerzero import companions
+from layerzero_cli.root import COMMANDS, VERBS
 
 
 def test_the_name_and_the_verbs_are_found():
     from layerzero_verify.ladder import verify
 
     assert companions.names()["verify"].load() is verify is lz.verify
-    assert {"definitions", "verify"} <= set(companions.commands())
+    verbs = {name for verbs in VERBS.values() for name, home in verbs.items() if home == "layerzero-verify"}
+    dist = importlib.metadata.distribution("layerzero-verify")
+    assert verbs == {entry.name for entry in dist.entry_points if entry.group == COMMANDS}
 
 
 _ALIASES = """

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.numerics import ErrorLocation
+from layerzero_cli.root import cli
 from layerzero_verify.cli.page import render, write
 from layerzero_verify.report import Check, Level, StageDiff, Status, Verdict, VerifyReport
 

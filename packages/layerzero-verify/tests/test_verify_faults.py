@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from tools import planted_faults as planted
 
 NAMES = sorted(planted.FAULTS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerzero import companions
+from layerzero_cli.root import VERBS
 
 FOLDER = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -23,8 +24,8 @@ def asked() -> set[str]:
 def test_it_asks_for_the_core_and_for_every_package_that_brings_names_or_verbs():
     bringing = {companions.package_of(companions.NAMES, name) for name in ("tune", "verify", "patch")}
     assert asked() == {"layerzero-core", *bringing}
-    kinds = (companions.NAMES, companions.COMMANDS, companions.PARTS)
-    ours = {dist for dist, brings in companions._OURS.items() if any(brings.get(kind) for kind in kinds)}
+    verbs = {home for verbs in VERBS.values() for home in verbs.values() if home.startswith("layerzero-")}
+    ours = verbs | {dist for dist, brings in companions._OURS.items() if any(brings.values())}
     assert ours - asked() == CHOSEN_APART
 
 

@@ -1,8 +1,8 @@
-"""Public names, verbs and services that packages beside the core bring: `lz.tune`, `lz tune`, `lz.verify`, `lz.patch`.
+"""Public names and services that packages beside the core bring: `lz.tune`, `lz.verify`, `lz.patch`.
 
-A package declares them as entry points, names in the group `layerzero.names`, verbs in `layerzero.commands`; what the
-core asks for by itself, such as the conformance kit behind `layerzero.testing`, in `layerzero.parts`. Nothing of it is
-imported before it is used. Where the package is missing, the answer is what to install.
+A package declares them as entry points, names in the group `layerzero.names`; what the core asks for by itself, such as
+the conformance kit behind `layerzero.testing`, in `layerzero.parts`. Nothing of it is imported before it is used. Where
+the package is missing, the answer is what to install. Verbs of `lz` are found in the same way, by `layerzero_cli`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any, NoReturn
 from layerzero.errors import PackageMissingError
 
 __all__ = [
-    "COMMANDS",
     "NAMES",
     "PARTS",
     "Missing",
-    "commands",
     "known_names",
     "names",
     "package_of",
@@ -27,7 +25,6 @@ __all__ = [
 ]
 
 NAMES = "layerzero.names"
-COMMANDS = "layerzero.commands"
 PARTS = "layerzero.parts"
 
 # What our own packages bring, so that the core can say which one is missing.
@@ -50,12 +47,10 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
             "tree_positions",
             "unpatch",
         ),
-        COMMANDS: (),
     },
-    "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize"), COMMANDS: ()},
+    "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize")},
     "layerzero-tune": {
         NAMES: ("compile", "plan_block", "solve", "tune"),
-        COMMANDS: ("bench", "demo", "export-priorities", "perfdb", "plan", "report", "solve", "top", "trace", "tune"),
         PARTS: (
             "grid-files",
             "model-calls",
@@ -70,14 +65,13 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "layerzero-verify": {
         NAMES: ("verify",),
-        COMMANDS: ("definitions", "verify"),
         PARTS: ("layerzero.testing", "flashinfer-bench.traces"),
     },
 }
 
 
 def package_of(kind: str, name: str) -> str | None:
-    """The package of ours that brings this public name (NAMES), verb (COMMANDS) or part (PARTS), or None."""
+    """The package of ours that brings this public name (NAMES) or part (PARTS), or None."""
     return next((dist for dist, brings in _OURS.items() if name in brings.get(kind, ())), None)
 
 
@@ -89,7 +83,7 @@ def known_names() -> set[str]:
 def refuse(kind: str, name: str) -> NoReturn:
     """Say which package is missing."""
     dist = package_of(kind, name)
-    called = {NAMES: f"lz.{name}", COMMANDS: f"lz {name}"}.get(kind, name)
+    called = f"lz.{name}" if kind == NAMES else name
     raise PackageMissingError(f"{called} needs {dist}", value=dist, hint=f"pip install {dist}")
 
 
@@ -112,11 +106,6 @@ class Missing:
 def names(kind: str = NAMES) -> dict[str, importlib.metadata.EntryPoint]:
     """Every public name (or whatever else of this kind) that an installed package brings."""
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=kind)}
-
-
-def commands() -> dict[str, importlib.metadata.EntryPoint]:
-    """Every verb that an installed package brings."""
-    return names(COMMANDS)
 
 
 def public(name: str) -> Any:

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC, public_op
-from layerzero.cli import output
-from layerzero.cli.app import cli
-from layerzero.cli.output import Cell, Line, Table
+from layerzero_cli import output
+from layerzero_cli.output import Cell, Line, Table
+from layerzero_cli.root import VERBS, cli
 from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -37,20 +37,20 @@ def data(*args: str, code: int = 0) -> Any:
 def program(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The real program in its own process, piped."""
     return subprocess.run(
-        [sys.executable, "-m", "layerzero.cli", *args],
+        [sys.executable, "-m", "layerzero_cli", *args],
         capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **env},
     )  # fmt: skip
 
 
 def with_commands(site: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> None:
-    """Install a backend whose plugin brings commands."""
-    faults.install(site, "healthy", name)
-    plugin = site / f"faulty_{name}" / "plugin.py"
-    source = plugin.read_text(encoding="utf-8")
-    plugin.write_text(f"{source}\n@hookimpl\ndef layerzero_commands():\n    {body}\n", encoding="utf-8")
-    known = os.environ["LAYERZERO_PLUGINS"]
-    monkeypatch.setenv("LAYERZERO_PLUGINS", f"{known},{name}".strip(","))
-    lz.reset()
+    """Install a package whose metadata names the verb `name`, declared by a module with this text."""
+    (site / f"verbs_of_{name}.py").write_text(body, encoding="utf-8")
+    info = site / f"verbs_of_{name}-1.0.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: verbs-of-{name}\nVersion: 1.0\nSummary: Something like {name}.\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    entries = f"[layerzero.commands]\n{name} = verbs_of_{name}:command\n"
+    (info / "entry_points.txt").write_text(entries, encoding="utf-8")
 
 
 # -- the program -------------------------------------------------------------------------------------------------
@@ -84,8 +84,74 @@ def test_a_page_needs_an_op_that_exists() -> None:
     assert "rms_norm" in run("list", "--op", "rms_nrom", "--page", code=2).stderr
 
 
-def test_an_unknown_verb_is_a_usage_error() -> None:
-    assert "No such command" in run("dcotor", code=2).stderr
+def test_an_unknown_verb_is_a_usage_error_that_names_the_nearest() -> None:
+    assert "No such command 'dcotor'. Did you mean 'doctor'?" in run("dcotor", code=2).stderr
+    assert "No such command 'xyzzy'.\n" in run("xyzzy", code=2).stderr
+
+
+def test_help_groups_verbs_by_task_and_options_of_a_call_by_what_they_describe() -> None:
+    text = run("--help").stdout
+    places = [text.index(f"\n{task}:\n") for task in VERBS]
+    assert places == sorted(places)
+    for verb in ("explain", "which", "validate", "bench"):
+        shown = run(verb, "--help").stdout
+        headings = [shown.index(f"\n{heading}:\n") for heading in ("Shapes", "Attention", "Other ops", "Options")]
+        assert headings == sorted(headings) and "--json" in shown[headings[-1] :] and f"lz {verb} " in shown
+
+
+@pytest.mark.parametrize("verb", [name for verbs in VERBS.values() for name in verbs])
+def test_every_verb_says_in_whole_sentences_what_it_does(verb: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    inner = command.commands.values() if isinstance(command, click.Group) else [command]
+    for item in [command, *inner]:
+        first = (item.help or "").partition("\n\n")[0].strip()
+        assert first[:1].isupper() and first.endswith("."), f"{verb} {item.name}: {first}"
+
+
+_QUICK = [
+    ["--help"],
+    ["explain", "--help"],
+    ["tune", "--help"],
+    ["dcotor"],
+    ["policy", "chekc"],
+    ["explain", "--shpe", "1"],
+    ["bench", "rms_norm", "--shape", "four"],
+]
+
+
+@pytest.mark.parametrize("words", _QUICK, ids=" ".join)
+def test_help_and_mistakes_of_usage_import_neither_torch_nor_the_library(words: list[str]) -> None:
+    assert not _imported(words) & {"torch", "layerzero", "rich", "yaml"}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("lz ex", "explain"),
+        ("lz explain paged", "paged_attention"),
+        ("lz explain --device h1", "h100"),
+        ("lz list --backend sd", "sdpa"),
+        ("lz validate sdpa.attention.flash_c", "sdpa.attention.flash_cpu"),
+    ],
+)
+def test_completion_imports_neither_torch_nor_a_plugin(words: str, found: str) -> None:
+    env = {"_LZ_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    assert found in program(**env).stdout
+    assert not _imported([], **env) & {"torch", "pluggy"}
+
+
+def _imported(words: list[str], **env: str) -> set[str]:
+    """The modules that the program has imported when it ends."""
+    code = (
+        "import atexit, sys; from layerzero_cli import main; sys.argv = ['lz', *sys.argv[1:]]\n"
+        "atexit.register(lambda: print('modules', *sys.modules, file=sys.stderr)); main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *words],
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **env},
+    )  # fmt: skip
+    return set(done.stderr.rpartition("modules ")[2].split())
 
 
 _VERBS = [
@@ -332,29 +398,25 @@ def test_plugin_check_runs_the_kit_on_a_new_package(site: Path, monkeypatch: pyt
     assert found["ok"] and found["kit"]["failed"] == [] and "passed" in found["kit"]["summary"]
 
 
-def test_a_plugin_brings_its_own_verb(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "import click\n    return [click.Command('greet', callback=lambda: click.echo('hello'), help='Say hello.')]"
-    with_commands(site, monkeypatch, "greeter", body)
+def test_a_package_brings_its_own_verb_which_help_does_not_import(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import click\ncommand = click.Command('greet', callback=lambda: click.echo('hello'))\n"
+    with_commands(site, monkeypatch, "greet", body)
+    with_commands(site, monkeypatch, "doctor", body)
+    shown = run("--help").stdout
+    assert "Something like greet. (verbs-of-greet)" in shown and "like doctor" not in shown
+    assert "verbs_of_greet" not in sys.modules
     assert run("greet").stdout == "hello\n"
-    assert "Say hello." in run("--help").stdout
+    assert "Check machine" in run("doctor", "--help").stdout
 
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [
-        ("raise RuntimeError('no hub today')", "no hub today"),
-        ("return ['not a command']", "expected a click command"),
-        ("import click\n    return [click.Command('doctor')]", "exists already"),
-    ],
+    [("raise RuntimeError('no hub today')", "no hub today"), ("command = lambda group: None", "declares no command")],
 )
-def test_a_plugin_with_broken_verbs_costs_only_itself(
-    site: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
-) -> None:
+def test_a_broken_verb_costs_only_itself(site: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str) -> None:
     with_commands(site, monkeypatch, "clumsy", body)
-    good = "import click\n    return [click.Command('greet', callback=lambda: click.echo('hello'))]"
-    with_commands(site, monkeypatch, "greeter", good)
-    result = run("--help")
-    assert told in result.stderr and "clumsy" in result.stderr and "greet" in result.stdout
+    assert "clumsy" in run("--help").stdout
+    assert told in run("clumsy", code=1).stderr
     assert run("which", "rms_norm", "--shape", "4,8").stderr == ""
 
 
@@ -398,6 +460,6 @@ def test_an_ascii_locale_gets_plain_arrows() -> None:
 
 
 def test_importing_the_library_does_not_import_the_command_line() -> None:
-    code = "import sys, layerzero; sys.exit(bool({'click', 'rich', 'layerzero.cli'} & set(sys.modules)))"
+    code = "import sys, layerzero; sys.exit(bool({'click', 'rich', 'layerzero_cli'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
     assert isinstance(cli, click.Group)

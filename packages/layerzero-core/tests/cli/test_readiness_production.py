@@ -12,12 +12,12 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.device.probe import probe_devices
 from layerzero.health.quarantine import Quarantine
 from layerzero.public.checks import ReadinessReport
 from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
+from layerzero_cli.root import cli
 from layerzero_verify.testing.fakes import capabilities
 from tools import faulty_plugins as faults
 

@@ -221,7 +221,7 @@ def test_a_stranger_proves_his_kernels_with_the_kit(site: Path, tmp_path: Path) 
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layerzero-acme\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[layerzero.backends]\nacme = layerzero_acme.plugin\n")
-    command = [sys.executable, "-m", "layerzero.cli", "plugin", "prove", "acme", "--json"]
+    command = [sys.executable, "-m", "layerzero_cli", "plugin", "prove", "acme", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     document = json.loads((target / "src" / "layerzero_acme" / "proofs.json").read_text(encoding="utf-8"))

@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.health import crash_markers
 from layerzero.health.breaker import BreakerPhase, BreakerSettings
 from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather, here, started
@@ -33,6 +32,7 @@ from layerzero.runtime import half_open
 from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero.runtime.watchdog import watchdog
+from layerzero_cli.root import cli
 from tools import faulty_plugins as faults
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)

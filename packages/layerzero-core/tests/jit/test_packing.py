@@ -15,13 +15,13 @@ import pytest
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index
 from layerzero.public.warming import manifest as warmup_manifest
 from layerzero.runtime.state import state
 from layerzero.tables.signing import sign
+from layerzero_cli.root import cli
 from layerzero_tune import packing
 from tools.pytest_fixtures import module_beside
 

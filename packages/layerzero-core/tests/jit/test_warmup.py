@@ -14,13 +14,13 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.dispatch import compiling as jit
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.public.warming import manifest
 from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
 from layerzero.startup.manifest import Item, Manifest, mark_critical
+from layerzero_cli.root import cli
 from tools.pytest_fixtures import module_beside
 
 HERE = Path(__file__).parent

@@ -264,7 +264,7 @@ def test_they_can_be_turned_off_and_are_read_only_when_a_selection_needs_them():
         "from layerzero.runtime.state import state\n"
         "state.world\n"
         "assert 'layerzero.measurements.shipped' not in sys.modules\n"
-        "from layerzero.cli.calls import context\n"
+        "from layerzero_cli.calls import context\n"
         "ctx = context('rms_norm', {'shape': (300, 4096), 'device': 'h200'})\n"
         "lz.configure(perfdb={'shipped': False})\n"
         "off = lz.explain('rms_norm', ctx).decision\n"

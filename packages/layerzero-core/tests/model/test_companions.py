@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero import companions
-from layerzero.cli.app import cli
 from layerzero.errors import PackageMissingError
+from layerzero_cli.root import COMMANDS, cli
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "beside", module)
     entries = [
         importlib.metadata.EntryPoint("shout", "beside:shout", companions.NAMES),
-        importlib.metadata.EntryPoint("shout", "beside:add", companions.COMMANDS),
+        importlib.metadata.EntryPoint("shout", "beside:add", COMMANDS),
     ]
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [item for item in entries if item.group == group]
@@ -68,8 +68,7 @@ def test_a_name_that_nobody_brings_is_an_attribute_error():
 
 
 def test_a_verb_whose_package_is_missing_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(companions, "commands", dict)
-    monkeypatch.setattr(cli, "commands", {})
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     answer = CliRunner().invoke(cli, ["tune"])
     assert answer.exit_code == 1 and "lz tune needs layerzero-tune" in answer.output
     assert "pip install layerzero-tune" in answer.output

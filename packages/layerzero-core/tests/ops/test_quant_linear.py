@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.backends.torch_native import quant_linear
-from layerzero.cli.app import cli
 from layerzero.device.catalogue import named_device
 from layerzero.errors import InvalidInputError, NoKernelFoundError
 from layerzero.model.context import Context
@@ -27,6 +26,7 @@ from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import FORMATS, QuantScheme, native_reason
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
+from layerzero_cli.root import cli
 from tools import planted_faults
 
 NEON = "neon" in DeviceSpec.detect(torch.device("cpu")).cpu_features

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.backends.torch_native.rotary import _few_launches
-from layerzero.cli.calls import context
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
+from layerzero_cli.calls import context
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXACT64 = tolerance("rope", "float64")

@@ -15,11 +15,11 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
+from layerzero_cli.root import cli
 from layerzero_tune import ranks as ranks_module
 from layerzero_tune.perfdb.exchange import prune
 from layerzero_tune.perfdb.flashinfer import Tactic, is_autotune_cache, read_autotune_cache, tactics

@@ -88,9 +88,9 @@ def test_a_plugins_op_named_like_one_of_the_core_is_refused_by_name(name: str) -
     assert why.code == "PLUGIN_DUPLICATE" and name in why.message and why.limit == "layerzero-core"
 
 
-def test_a_plugin_with_commands_only_is_fine() -> None:
-    only = SimpleNamespace(layerzero_commands=hookimpl(lambda: []))
-    assert record(load(FakeEntryPoint("hub", only)), "hub").state == "ok"
+def test_a_plugin_that_only_observes_is_fine() -> None:
+    only = SimpleNamespace(layerzero_decided=hookimpl(lambda decision: None))
+    assert record(load(FakeEntryPoint("observer", only)), "observer").state == "ok"
 
 
 def test_a_plugin_may_bring_several_backends() -> None:

@@ -16,11 +16,11 @@ from layerzero.backends.reference.varlen import varlen_attention
 from layerzero.backends.sdpa import default
 from layerzero.backends.torch_native import norm
 from layerzero.backends.torch_native.sampling import sample_sorted
-from layerzero.cli.calls import context
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
+from layerzero_cli.calls import context
 
 DEVICES = ["a100", "h100", "rtx4090", "t4", "mi300x"]
 FLOATS = ["float16", "bfloat16", "float32"]

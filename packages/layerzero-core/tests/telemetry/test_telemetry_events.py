@@ -19,10 +19,10 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.telemetry.events import Event, Events, events, observed
 from layerzero.telemetry.redact import HIDDEN, Redactor
+from layerzero_cli.root import cli
 from layerzero_tune.cli.top import frame, summary
 from layerzero_tune.cli.trace import totals
 from layerzero_tune.telemetry.chrome import Trace

@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, show
-from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, show
+from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_hub import lockfile, signing
 from layerzero_hub.compat import dependencies
 from layerzero_hub.errors import refuse

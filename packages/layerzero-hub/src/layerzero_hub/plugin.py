@@ -104,11 +104,3 @@ def layerzero_health(backend: str) -> HealthReport:
     if bad:
         return HealthReport(backend, False, f"{bad[0].repo_id}@{bad[0].version}: {bad[0].reasons[0]}")
     return HealthReport(backend, True, f"{len(found)} locked builds verified")
-
-
-@hookimpl
-def layerzero_commands() -> list[Any]:
-    """`lz hub …`."""
-    from layerzero_hub.cli import hub
-
-    return [hub]

@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerzero.cli.calls import context
 from layerzero.device.probe import probe_device
 from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.model.device import DeviceSpec
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 from layerzero.recording.traffic import Recorded
+from layerzero_cli.calls import context
 from layerzero_tune.perfdb.exchange import read_text
 
 __all__ = ["OPTIONS", "Case", "Grid", "calls", "load", "parse"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from layerzero.cli.app import cli
+from layerzero_cli.root import cli
 from layerzero_verify.definitions import Status, read_traces
 
 pytestmark = pytest.mark.usefixtures("clean")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from layerzero.cli.app import cli
 from layerzero.errors import ConfigurationError
 from layerzero.numerics import HitMode, Tolerance, compare
+from layerzero_cli.root import cli
 from layerzero_verify.definitions import (
     Options,
     Status,

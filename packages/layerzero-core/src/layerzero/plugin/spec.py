@@ -80,9 +80,3 @@ def layerzero_warmup(shapes: list[dict[str, Any]]) -> None:
 @hookspec
 def layerzero_decided(decision: Decision) -> None:
     """Optional observer. Fires after a new decision was made (a cold call), never on a hot one."""
-
-
-@hookspec
-def layerzero_commands() -> list[Any]:
-    """Optional. Return click commands to hang under `lz`. Fires when the CLI starts."""
-    return []

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from layerzero.cli.output import Line, Table, show
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError, PlanMismatchError, invalid
 from layerzero.torch_ops.imports import after_import
+from layerzero_cli.output import Line, Table, show
 from layerzero_tune.blocks.block import Block, arguments, glue
 from layerzero_tune.blocks.code import written
 from layerzero_tune.blocks.search import Path, Taken

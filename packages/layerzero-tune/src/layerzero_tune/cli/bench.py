@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.explaining import call_options
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, working
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.cli.words import complete_kernel, complete_op
+from layerzero_cli.completion import complete_kernel, complete_op
+from layerzero_cli.explaining import call_options
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, working
+from layerzero_cli.verbs import OK, PROBLEM, verb
+from layerzero_cli.words import known_names
 
 if TYPE_CHECKING:
     from layerzero_tune.bench.contest import Entry, Outcome
@@ -74,6 +75,7 @@ def add(group: click.Group) -> None:
         from layerzero_tune.bench.contest import compete
         from layerzero_tune.bench.plot import svg
 
+        known_names(kernel, kernels=True)
         found: list[Outcome] = []
         refused: list[tuple[str, str]] = []
         with working("measuring"):
@@ -119,9 +121,9 @@ def _asked(
     op: str | None, options: dict[str, Any], grid: Path | None, tags: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
     """The calls to measure, by name."""
-    from layerzero.cli.calls import context
-    from layerzero.cli.words import device as device_of
     from layerzero.device.probe import probe_devices
+    from layerzero_cli.calls import context
+    from layerzero_cli.words import device as device_of
     from layerzero_tune.grid import load
 
     spec = device_of(options.get("device"))

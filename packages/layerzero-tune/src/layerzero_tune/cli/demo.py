@@ -21,6 +21,10 @@ def add(group: click.Group) -> None:
     def demo(ctx: click.Context, html: Path | None, device: str | None, quick: bool, as_json: bool) -> None:
         """Take a Llama-shaped block through LayerZero.
 
+        \b
+        lz demo --quick
+        lz demo --html tour.html
+
         Shows what ran and why, how fast, and whether it is right.
         """
         from layerzero_tune.demo.show import run

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
-from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import PlanEntry

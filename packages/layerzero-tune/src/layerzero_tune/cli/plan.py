@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import Answer, working
-from layerzero.cli.verbs import verb
-from layerzero.errors import ConfigurationError
+from layerzero_cli.output import Answer, working
+from layerzero_cli.verbs import verb
 
 __all__ = ["add"]
 
@@ -26,6 +25,9 @@ def add(group: click.Group) -> None:
     def plan(config: Path, batch: int, tokens: int, device: str | None, measure: bool) -> Answer:
         """Plan a decoder layer of the model in CONFIG (config.json or a model folder).
 
+        \b
+        lz plan path/to/model --batch 4 --tokens 512 --measure
+
         Norm, projections, rope, attention, add and norm, MLP, planned together: fused ops, packed projections and
         layouts are weighed by time. Shows the path, what each op alone would cost, and what was rejected.
         """
@@ -40,6 +42,7 @@ def add(group: click.Group) -> None:
 def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:
     import torch
 
+    from layerzero.errors import ConfigurationError
     from layerzero.recording.traffic import read_mapping
     from layerzero_tune.blocks.block import decoder_layer
     from layerzero_tune.model_calls import ModelShape

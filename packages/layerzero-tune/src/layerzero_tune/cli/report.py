@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.output import Answer, Block, Line, Table, working
-from layerzero.cli.verbs import verb
+from layerzero_cli.output import Answer, Block, Line, Table, working
+from layerzero_cli.verbs import verb
 from layerzero_tune.cli.bench import written
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.cli.words import complete_device
+from layerzero_cli.completion import complete_device
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_tune.cli.tune import measured_or, source_options
 
 __all__ = ["add"]

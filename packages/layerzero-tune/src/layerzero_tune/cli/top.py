@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
-from layerzero.cli.verbs import OK, verb
-from layerzero.env import read_one
-from layerzero.errors import ConfigurationError
-from layerzero_tune.telemetry.reading import Reading, difference, read
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.verbs import OK, verb
+
+if TYPE_CHECKING:
+    from layerzero_tune.telemetry.reading import Reading
 
 __all__ = ["add", "frame", "summary"]
 
@@ -29,9 +29,17 @@ def add(group: click.Group) -> None:
     def top(source: str | None, interval: float, once: bool, rows: int) -> Answer:
         """Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles.
 
+        \b
+        lz top 9464                    a process that runs with LAYERZERO_METRICS=9464
+        lz top metrics.prom --once
+
         SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
         file. Default: this shell's LAYERZERO_METRICS.
         """
+        from layerzero.env import read_one
+        from layerzero.errors import ConfigurationError
+        from layerzero_tune.telemetry.reading import read
+
         where = source or read_one("metrics")
         if not where:
             raise ConfigurationError(
@@ -50,6 +58,8 @@ def add(group: click.Group) -> None:
 
 def summary(before: Reading, after: Reading) -> dict[str, Any]:
     """Two readings as data: rates by kernel, and the numbers beside them."""
+    from layerzero_tune.telemetry.reading import difference
+
     seconds = max(after.time - before.time, 1e-3)
     kernels = [
         {**labels, "calls": value, "per_s": difference(before, after, "layerzero_kernel_calls_total", labels) / seconds}
@@ -127,7 +137,8 @@ def _live(where: str, before: Reading, interval: float, rows: int) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from layerzero.cli.output import show
+    from layerzero_cli.output import show
+    from layerzero_tune.telemetry.reading import read
 
     def drawn(old: Reading, new: Reading) -> Text:
         page = Text()

@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import Answer, Block, Line, Table
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.errors import ConfigurationError
+from layerzero_cli.output import Answer, Block, Line, Table
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 __all__ = ["add", "totals"]
 
@@ -26,8 +25,14 @@ def add(group: click.Group) -> None:
     @click.option("--out", type=click.Path(path_type=Path), default=Path("layerzero-trace.json"), show_default=True)
     @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
     def trace(out: Path, command: tuple[str, ...]) -> Answer:
-        """Run COMMAND (a Python file, or any program) and write a Chrome trace of its cold calls, selections, compiles,
-        failovers and tuning. Perfetto (ui.perfetto.dev) opens the file; the answer sums it up.
+        """Run a program and write a Chrome trace of what was not hot in it.
+
+        \b
+        lz trace serve.py --port 8000
+        lz trace --out cold.json python -m mymodel
+
+        COMMAND is a Python file or any program. The trace holds its cold calls, selections, compiles, failovers and
+        tuning. Perfetto (ui.perfetto.dev) opens the file; the answer sums it up.
         """
         out = out.resolve()
         out.unlink(missing_ok=True)
@@ -35,6 +40,8 @@ def add(group: click.Group) -> None:
         try:
             code = subprocess.run(line, env={**os.environ, "LAYERZERO_TRACE": str(out)}, check=False).returncode
         except OSError as error:
+            from layerzero.errors import ConfigurationError
+
             raise ConfigurationError(f"{line[0]} cannot be run: {error.strerror}", value=line[0]) from None
         if not out.exists():
             told = f"the program ended with {code} and left no trace: it made no call of LayerZero, or it was killed"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.cli.words import complete_device
+from layerzero_cli.completion import complete_device
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
     from layerzero_tune.tuning_run import Outcome, Progress, Tuned

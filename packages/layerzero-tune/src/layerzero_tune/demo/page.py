@@ -9,10 +9,10 @@ from importlib.resources import files
 from statistics import median
 from string import Template
 
-from layerzero.cli.html import breakable as _kernel
-from layerzero.cli.html import escaped as _e
-from layerzero.cli.html import page
 from layerzero.model.decision import Candidate
+from layerzero_cli.html import breakable as _kernel
+from layerzero_cli.html import escaped as _e
+from layerzero_cli.html import page
 from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
 from layerzero_tune.demo.text import check_word, decode_lines, duration, introduction, notes
 

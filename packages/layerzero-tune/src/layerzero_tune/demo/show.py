@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerzero.cli.output import Line, is_plain, show
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.files import write_whole
+from layerzero_cli.output import Line, is_plain, show
 
 if TYPE_CHECKING:
     from layerzero_tune.demo.stations import Tour

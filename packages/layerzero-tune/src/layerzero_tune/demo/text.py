@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layerzero.cli.output import STYLES, Block, Cell, Line, Table
+from layerzero_cli.output import STYLES, Block, Cell, Line, Table
 from layerzero_tune.demo.stations import Check, Stop, Tour, verdict
 
 __all__ = ["blocks", "check_word", "decode_lines", "duration", "introduction", "notes", "summary"]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from string import Template
 
-from layerzero.cli.html import breakable as _kernel
-from layerzero.cli.html import escaped as _e
-from layerzero.cli.html import page
+from layerzero_cli.html import breakable as _kernel
+from layerzero_cli.html import escaped as _e
+from layerzero_cli.html import page
 from layerzero_tune.bench.plot import short_time as _time
 from layerzero_tune.report.data import Figures, Measured, figures, phase
 from layerzero_tune.report.maps import Map, axes, backend, backends, maps

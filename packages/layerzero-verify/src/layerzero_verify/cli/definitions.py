@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
-from layerzero.cli.verbs import OK, PROBLEM, verb
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
     from layerzero_verify.definitions import Definition, Outcome, Report

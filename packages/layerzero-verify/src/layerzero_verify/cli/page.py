@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from layerzero.cli.html import breakable as _name
-from layerzero.cli.html import escaped as _e
-from layerzero.cli.html import page
 from layerzero.files import write_whole
+from layerzero_cli.html import breakable as _name
+from layerzero_cli.html import escaped as _e
+from layerzero_cli.html import page
 from layerzero_verify.report import Check, Level, Status, VerifyReport
 
 __all__ = ["render", "write"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.cli.words import complete_kernel, complete_op
+from layerzero_cli.completion import complete_kernel, complete_op
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
     from layerzero_verify.report import Level, VerifyReport
@@ -42,6 +42,10 @@ def add(group: click.Group) -> None:
     @click.option("--checklist", is_flag=True, help="Show what a new model has to pass, and leave.")
     def verify(checklist: bool, html: Path | None, level: tuple[int, ...], **options: Any) -> Answer:
         """Compare kernels, layers, models and training with the truth.
+
+        \b
+        lz verify --lane quick
+        lz verify --backend flashinfer --level 1 --html report.html
 
         Level 1: each kernel alone, forward and backward. 2: a whole layer, and prefill + decode. 3: its stages with
         real weights. 4: real architectures. 5: training. A level that fails while those below it pass is an

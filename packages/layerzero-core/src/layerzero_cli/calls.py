@@ -15,9 +15,6 @@ import click
 import torch
 
 from layerzero._ops.signature import public_op
-from layerzero.cli.words import device as device_of
-from layerzero.cli.words import dtype as dtype_of
-from layerzero.cli.words import is_here
 from layerzero.dispatch.run import current_world, describe
 from layerzero.model.context import Context
 from layerzero.model.enums import Causal, Layout, MaskKind
@@ -25,6 +22,9 @@ from layerzero.model.formula import Formula
 from layerzero.model.op import Op
 from layerzero.model.quant import format_traits
 from layerzero.tuning.inputs import Draw
+from layerzero_cli.words import device as device_of
+from layerzero_cli.words import dtype as dtype_of
+from layerzero_cli.words import is_here
 
 __all__ = ["context"]
 

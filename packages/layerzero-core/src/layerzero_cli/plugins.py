@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, working
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.companions import part
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, working
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 _STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
 
@@ -27,7 +26,11 @@ def plugin() -> None:
 @click.argument("name")
 @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), default=".", show_default=True)
 def new(name: str, folder: Path) -> Answer:
-    """Write a complete backend package that passes the conformance kit as it is."""
+    """Write a complete backend package that passes the conformance kit as it is.
+
+    \b
+    lz plugin new mybackend --dir ~/work
+    """
     from layerzero.plugin.scaffold import write_plugin
 
     target = write_plugin(name, folder)
@@ -86,8 +89,8 @@ def check(name: str, timeout: float | None, kit: bool) -> Answer:
 
     Exit code 1 when anything failed.
     """
-    from layerzero.cli.checks import check_blocks
     from layerzero.public.checks import doctor
+    from layerzero_cli.checks import check_blocks
 
     with working(f"probing {name} in a process of its own …"):
         report = doctor(name, timeout=timeout)
@@ -111,6 +114,8 @@ def _run_kit(name: str, *options: str) -> tuple[dict[str, Any], list[str], int]:
 
     Where it could not run, what was said stands in place of what was found.
     """
+    from layerzero.companions import part
+
     command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name, *options]
     with working("running the conformance kit …"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

@@ -8,15 +8,9 @@ from typing import Any
 
 import click
 
-import layerzero as lz
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, describe_error, error_json
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.env import read
-from layerzero.errors import LayerZeroError
-from layerzero.model.config import Policy
-from layerzero.model.context import KEYABLE, Context
-from layerzero.reasons import ReasonCode
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, describe_error, error_json
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 # Context.get knows these besides what a jit_key may name and the fields of a Context.
 _SIZES = ("batch_heads", "device", "k", "n", "num_blocks")
@@ -34,6 +28,7 @@ def check(file: Path) -> Answer:
 
     What is valid but names no kernel or context field known here is a warning. Exit code 1 for a mistake.
     """
+    from layerzero.errors import LayerZeroError
     from layerzero.policy.load import load_file
 
     try:
@@ -52,6 +47,9 @@ def check(file: Path) -> Answer:
 @verb(policy, "show")
 def show() -> Answer:
     """Show the policy in force and the files it comes from."""
+    import layerzero as lz
+    from layerzero.env import read
+    from layerzero.model.config import Policy
     from layerzero.policy.load import discover
 
     files = [{"path": str(found.path), "trusted": found.trusted} for found in discover(read())]
@@ -85,11 +83,14 @@ def _warnings(file: Path, layer: Any) -> list[Any]:
     """Entries that are legal and reach nothing: kernels and context fields nobody here knows."""
     from dataclasses import fields
 
+    from layerzero.errors import LayerZeroError
+    from layerzero.model.context import KEYABLE, Context
     from layerzero.policy.layers import merge
     from layerzero.policy.load import load_file
     from layerzero.public.check_policy import named_nothing, required
     from layerzero.public.checks import Check, Status
     from layerzero.public.situation import look
+    from layerzero.reasons import ReasonCode
 
     world = look().world
     merged = merge((layer,))

@@ -6,15 +6,15 @@ standard error, so that a chatty plugin can spoil neither JSON nor a pipe.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from layerzero.errors import LayerZeroError
+if TYPE_CHECKING:
+    from layerzero.errors import LayerZeroError
 
 __all__ = [
     "STYLES",
@@ -85,6 +85,8 @@ def is_plain(stream: IO[str]) -> bool:
 def emit(answer: Answer, *, as_json: bool) -> None:
     """Write an answer to standard output."""
     if as_json:
+        import json
+
         sys.stdout.write(json.dumps(answer.data, indent=2, allow_nan=False) + "\n")
     else:
         show(answer.blocks, sys.stdout)
@@ -168,6 +170,8 @@ def _rich(blocks: Sequence[Block], stream: IO[str]) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------
 def error_json(error: BaseException) -> dict[str, Any]:
     """An error as JSON: code, message, hint and every reason."""
+    from layerzero.errors import LayerZeroError
+
     if isinstance(error, LayerZeroError):
         return {
             "error": {
@@ -182,6 +186,8 @@ def error_json(error: BaseException) -> dict[str, Any]:
 
 def describe_error(error: BaseException) -> list[Block]:
     """An error to read: what, which value met which limit, what to do. Never a traceback."""
+    from layerzero.errors import LayerZeroError
+
     if not isinstance(error, LayerZeroError):
         return [
             Line(f"error: {type(error).__name__}: {error}", "bold red", hang=2),

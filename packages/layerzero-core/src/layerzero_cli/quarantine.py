@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Line, Table
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.errors import ConfigurationError
-from layerzero.health.quarantine import Quarantine, QuarantineEntry
-from layerzero.runtime.crashes import place
+from layerzero_cli.output import STYLES, Answer, Block, Line, Table
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, verb
+
+if TYPE_CHECKING:
+    from layerzero.health.quarantine import Quarantine, QuarantineEntry
 
 
 @cli.group("quarantine")
@@ -47,7 +48,14 @@ def show() -> Answer:
 @click.argument("kernels", nargs=-1, metavar="KERNEL...")
 @click.option("--all", "everything", is_flag=True, help="Lift every quarantine.")
 def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
-    """Lift the quarantine of kernels. Exit code 1 when one of them was not in it."""
+    """Lift the quarantine of kernels.
+
+    \b
+    lz quarantine clear sdpa.attention.flash
+    lz quarantine clear --all
+
+    Exit code 1 when one of them was not in it.
+    """
     if bool(kernels) == everything:
         raise click.UsageError("name the kernels, or say --all")
     quarantine = _quarantine()
@@ -62,6 +70,10 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
 
 
 def _quarantine() -> Quarantine:
+    from layerzero.errors import ConfigurationError
+    from layerzero.health.quarantine import Quarantine
+    from layerzero.runtime.crashes import place
+
     file: Path | None = place()
     if file is None:
         message = "LAYERZERO_QUARANTINE switches the quarantine off"
@@ -70,6 +82,8 @@ def _quarantine() -> Quarantine:
 
 
 def _read(quarantine: Quarantine) -> tuple[QuarantineEntry, ...]:
+    from layerzero.errors import ConfigurationError
+
     try:
         return quarantine.entries()
     except OSError as error:

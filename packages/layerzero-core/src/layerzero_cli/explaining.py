@@ -5,55 +5,61 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-import layerzero as lz
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.cli.words import ShapeType, complete_device, complete_kernel, complete_op
-from layerzero.dispatch.run import current_world
-from layerzero.model.decision import Candidate
-from layerzero.reasons import Reason, ReasonCode
-from layerzero.telemetry.report import SelectionReport
+from layerzero_cli.completion import complete_device, complete_kernel, complete_op
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, GroupedOption, verb
+from layerzero_cli.words import ShapeType
+
+if TYPE_CHECKING:
+    from layerzero.model.decision import Candidate
+    from layerzero.reasons import Reason
+    from layerzero.telemetry.report import SelectionReport
 
 __all__ = ["call_options"]
 
 _SHAPE = ShapeType()
+# Options that describe a call, under the headings of `--help`.
+_shape, _where, _attention, _other = (
+    functools.partial(click.option, cls=GroupedOption, heading=heading)
+    for heading in ("Shapes", "Where and with what", "Attention", "Other ops")
+)
 _OPTIONS = (
-    click.option("--shape", type=_SHAPE, help="B,H,S,D (attention), ROWS,HIDDEN (norms), B,VOCAB (sampling), …"),
-    click.option("--q", type=_SHAPE, help="Query, where it differs from the key."),
-    click.option("--k", type=_SHAPE, help="Key; for paged_attention the cache BLOCKS,PAGE,HKV,D."),
-    click.option("--v", type=_SHAPE, help="Value, where it differs from the key."),
-    click.option("--weight", type=_SHAPE, help="N,K (linear), VOCAB,HIDDEN (embedding), EXPERTS,2*INNER,HIDDEN (moe)."),
-    click.option("--dtype", help="bf16 (default), fp16, fp32, float8_e4m3fn, …"),
-    click.option("--device", help="cpu, cuda:0, or a name: h100, a100, b200, mi300x, zen4, …",
-                 shell_complete=complete_device),
-    click.option("--backend", help="Only this backend or kernel id."),
-    click.option("--layout", type=click.Choice(["BHSD", "BSHD", "NHD", "HND"]), help="Order of the axes."),
-    click.option("--causal", type=click.Choice(["top_left", "bottom_right"]), is_flag=False, flag_value="top_left",
-                 help="Causal mask; alone it means top_left, as in SDPA."),
-    click.option("--mask", type=click.Choice(["bool", "float"]), is_flag=False, flag_value="bool",
-                 help="An attention mask; alone it means bool."),
-    click.option("--window", type=_SHAPE, help="Sliding window, LEFT or LEFT,RIGHT."),
-    click.option("--softcap", type=float, help="Cap of the logits."),
-    click.option("--dropout", type=float, help="Dropout probability."),
-    click.option("--alibi", is_flag=True, help="ALiBi slopes."),
-    click.option("--lse", is_flag=True, help="Also return the log-sum-exp."),
-    click.option("--grad", is_flag=True, help="A gradient will be needed."),
-    click.option("--context", type=click.IntRange(min=1), help="paged_attention: length of each context."),
-    click.option("--interleaved", is_flag=True, help="rope: pairs (2i, 2i+1)."),
-    click.option("--rotary-dim", type=click.IntRange(min=2), help="rope: rotate only this many of head_dim."),
-    click.option("--no-weight", is_flag=True, help="Norms: without a weight."),
-    click.option("--bias", is_flag=True, help="layer_norm, linear: with a bias."),
-    click.option("--activation", help="linear: gelu, gelu_tanh, silu or relu."),
-    click.option("--approximate", help="gelu_and_mul: none or tanh."),
-    click.option("--top-k", type=int, help="Sampling; experts of a token."),
-    click.option("--top-p", type=float, help="Sampling."),
-    click.option("--format", help="quantize; weight of linear: int8, int4, fp8_e4m3, mxfp4, …; cast: a dtype."),
-    click.option("--granularity", help="Scales per tensor, channel or block."),
+    _shape("--shape", type=_SHAPE, help="B,H,S,D (attention), ROWS,HIDDEN (norms), B,VOCAB (sampling), …"),
+    _shape("--q", type=_SHAPE, help="Query, where it differs from the key."),
+    _shape("--k", type=_SHAPE, help="Key; for paged_attention the cache BLOCKS,PAGE,HKV,D."),
+    _shape("--v", type=_SHAPE, help="Value, where it differs from the key."),
+    _shape("--weight", type=_SHAPE, help="N,K (linear), VOCAB,HIDDEN (embedding), EXPERTS,2*INNER,HIDDEN (moe)."),
+    _shape("--layout", type=click.Choice(["BHSD", "BSHD", "NHD", "HND"]), help="Order of the axes."),
+    _shape("--context", type=click.IntRange(min=1), help="paged_attention: length of each context."),
+    _shape("--rotary-dim", type=click.IntRange(min=2), help="rope: rotate only this many of head_dim."),
+    _where("--dtype", help="bf16 (default), fp16, fp32, float8_e4m3fn, …"),
+    _where("--device", help="cpu, cuda:0, or a name: h100, a100, b200, mi300x, zen4, …",
+           shell_complete=complete_device),
+    _where("--backend", help="Only this backend or kernel id."),
+    _where("--grad", is_flag=True, help="A gradient will be needed."),
+    _attention("--causal", type=click.Choice(["top_left", "bottom_right"]), is_flag=False, flag_value="top_left",
+               help="Causal mask; alone it means top_left, as in SDPA."),
+    _attention("--mask", type=click.Choice(["bool", "float"]), is_flag=False, flag_value="bool",
+               help="An attention mask; alone it means bool."),
+    _attention("--window", type=_SHAPE, help="Sliding window, LEFT or LEFT,RIGHT."),
+    _attention("--softcap", type=float, help="Cap of the logits."),
+    _attention("--dropout", type=float, help="Dropout probability."),
+    _attention("--alibi", is_flag=True, help="ALiBi slopes."),
+    _attention("--lse", is_flag=True, help="Also return the log-sum-exp."),
+    _other("--interleaved", is_flag=True, help="rope: pairs (2i, 2i+1)."),
+    _other("--no-weight", is_flag=True, help="Norms: without a weight."),
+    _other("--bias", is_flag=True, help="layer_norm, linear: with a bias."),
+    _other("--activation", help="linear: gelu, gelu_tanh, silu or relu."),
+    _other("--approximate", help="gelu_and_mul: none or tanh."),
+    _other("--top-k", type=int, help="Sampling; experts of a token."),
+    _other("--top-p", type=float, help="Sampling."),
+    _other("--format", help="quantize; weight of linear: int8, int4, fp8_e4m3, mxfp4, …; cast: a dtype."),
+    _other("--granularity", help="Scales per tensor, channel or block."),
 )  # fmt: skip
 
 
@@ -75,7 +81,8 @@ def explain(op: str, **options: Any) -> Answer:
 
     The device need not be here. Exit code 1 when nothing may run.
     """
-    from layerzero.cli.calls import context
+    import layerzero as lz
+    from layerzero_cli.calls import context
 
     report = lz.explain(op, context(op, options))
     return Answer(json.loads(report.to_json()), _blocks(report), OK if report.chosen else PROBLEM)
@@ -85,8 +92,13 @@ def explain(op: str, **options: Any) -> Answer:
 @click.argument("op", shell_complete=complete_op)
 @call_options
 def which(op: str, **options: Any) -> Answer:
-    """Print the kernel id that a call would run."""
-    from layerzero.cli.calls import context
+    """Print the id of the kernel that a call would run.
+
+    \b
+    lz which attention --shape 1,32,4096,128 --causal --device h100
+    """
+    import layerzero as lz
+    from layerzero_cli.calls import context
 
     kernel_id = lz.which(op, context(op, options))
     return Answer({"op": op, "kernel_id": kernel_id}, [Line(kernel_id)])
@@ -98,9 +110,14 @@ def which(op: str, **options: Any) -> Answer:
 def validate(kernel_id: str, **options: Any) -> Answer:
     """Say whether a kernel may run a call, or why not.
 
+    \b
+    lz validate sdpa.attention.flash --shape 1,32,4096,128 --dtype fp32 --device h100
+
     Every reason against it is listed; exit code 1 when there is one.
     """
-    from layerzero.cli.calls import context
+    import layerzero as lz
+    from layerzero.dispatch.run import current_world
+    from layerzero_cli.calls import context
 
     kernel = current_world().registry.get(kernel_id)
     reasons = lz.validate(kernel_id, context(kernel.op, options))
@@ -151,7 +168,7 @@ def _step(name: str) -> str:
 
 def _row(item: Candidate) -> tuple[str | Cell, ...]:
     if item.accepted:
-        words = [item.message for item in item.reasons if item.code is not ReasonCode.OUTSCORED]
+        words = [item.message for item in item.reasons if item.code.value != "OUTSCORED"]
         return item.kernel_id, f"{item.score:.1f}", "; ".join([f"fits, scored lower{_time(item)}", *words])
     lines = [f"{why.code.value}: {why.message}" for why in item.reasons]
     if item.flip:

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-import layerzero as lz
-from layerzero.cli.output import STYLES, Answer, Cell, Line, Table
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import verb
-from layerzero.cli.words import backends, complete_op
-from layerzero.dispatch.run import current_world
-from layerzero.model.kernel import KernelSpec
-from layerzero.reasons import Reason
+from layerzero_cli.completion import complete_backend, complete_op
+from layerzero_cli.output import STYLES, Answer, Cell, Line, Table
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import verb
+from layerzero_cli.words import known_names
+
+if TYPE_CHECKING:
+    from layerzero.model.kernel import KernelSpec
+    from layerzero.reasons import Reason
 
 
 @verb(cli, "list")
 @click.option("--op", help="Only kernels of this op.", shell_complete=complete_op)
-@click.option("--backend", help="Only kernels of this backend.")
+@click.option("--backend", help="Only kernels of this backend.", shell_complete=complete_backend)
 @click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
 @click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
 def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
-    """List kernels: op, platforms, dtypes, and whether usable here."""
+    """List the kernels with their platforms and dtypes, and say which can be used here.
+
+    \b
+    lz list --op attention --available
+    lz list --backend flashinfer
+    lz list --op rms_norm --page               the documentation of an op
+    """
+    import layerzero as lz
+
     if page:
-        from layerzero.cli import op_page
+        from layerzero_cli import op_page
 
         if op is None:
             raise click.UsageError("--page needs --op OP")
         text = op_page.page(op)
         return Answer({"op": op, "page": text}, [Line(line) for line in text.splitlines()])
     if backend is not None:
-        backends(backend)
+        known_names([backend])
     found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
     if available is not None:
         found = [(kernel, why) for kernel, why in found if (not why) is available]
@@ -57,6 +66,7 @@ def list_(op: str | None, backend: str | None, available: bool | None, page: boo
 def _against(kernel: KernelSpec) -> list[Reason]:
     """Why a kernel cannot be used on any device of this machine, before any call is looked at."""
     from layerzero.device.probe import probe_devices
+    from layerzero.dispatch.run import current_world
     from layerzero.plugin.vendor import hardware_reasons
 
     world = current_world()

@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from layerzero.cli.output import Answer, Block, Cell, Line, Table, is_plain
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.companions import part
+from layerzero_cli.output import Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, verb
 
 
 @verb(cli, "warmup")
@@ -43,15 +42,21 @@ def warmup(
 ) -> Answer:
     """Compile ahead of the requests what SOURCE will call.
 
+    \b
+    lz warmup path/to/model
+    lz warmup traffic.json --pack kernels.lzpack --key secret
+    lz warmup --unpack kernels.lzpack --key secret
+
     SOURCE is a manifest, traffic recorded with lz.record, a model folder or its config.json. Compiled kernels are
     kept in the cache folder (LAYERZERO_JIT_CACHE_DIR), where every process of this user finds them. Exit code 1
     when a critical call is not ready. --pack takes them to machines with the same device, driver and versions:
     lz warmup --unpack FILE there.
     """
-    from layerzero.public.warming import manifest, warmup
-
     if (source is None) is (unpack is None):
         raise click.UsageError("give SOURCE, or --unpack FILE alone")
+    from layerzero.companions import part
+    from layerzero.public.warming import manifest, warmup
+
     if unpack is not None:
         return _packed("installed from", unpack, part("warmup.unpack")(unpack, key=key))
     made = manifest(source, config=config)

@@ -6,18 +6,38 @@ import contextlib
 import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from layerzero.cli.output import Answer, describe_error, emit, error_json, show
-from layerzero.errors import InvalidInputError, LayerZeroError, UnknownNameError
+from layerzero_cli.output import Answer, describe_error, emit, error_json, show
 
-__all__ = ["OK", "PROBLEM", "USAGE", "failed", "verb"]
+__all__ = ["OK", "PROBLEM", "USAGE", "GroupedOption", "failed", "verb"]
 
 OK, PROBLEM, USAGE = 0, 1, 2
+
+
+class GroupedOption(click.Option):
+    """An option that `--help` shows under a heading of its own."""
+
+    def __init__(self, *args: Any, heading: str = "Options", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.heading = heading
+
+
+class Verb(click.Command):
+    """A command whose options are shown under their headings, the general ones last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One section for each heading."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for item in self.get_params(ctx):
+            if (record := item.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(item, "heading", "Options"), []).append(record)
+        for heading in sorted(sections, key="Options".__eq__):
+            with formatter.section(heading):
+                formatter.write_dl(sections[heading])
 
 
 def verb(group: click.Group, name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Answer]], Any]:
@@ -29,17 +49,23 @@ def verb(group: click.Group, name: str | None = None, **attributes: Any) -> Call
             _run(function, as_json, **options)
 
         option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-        return group.command(name, **attributes)(option(run))
+        return group.command(name, cls=Verb, **attributes)(option(run))
 
     return declare
 
 
 def _run(function: Callable[..., Answer], as_json: bool, **options: Any) -> None:
     """Run a verb with standard output turned away, then print its answer and leave with its code."""
+    import logging
+
+    # Python would print our warnings itself when nobody has set up logging; here the answer says it all.
+    logging.getLogger("layerzero").addHandler(logging.NullHandler())
     try:
         with contextlib.redirect_stdout(sys.stderr):
             answer = function(**options)
-    except LayerZeroError as error:
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
+    except Exception as error:
         click.get_current_context().exit(failed(error, as_json=as_json))
     emit(answer, as_json=as_json)
     click.get_current_context().exit(answer.code)
@@ -47,7 +73,11 @@ def _run(function: Callable[..., Answer], as_json: bool, **options: Any) -> None
 
 def failed(error: Exception, *, as_json: bool) -> int:
     """Show an error, and give the exit code it means."""
+    from layerzero.errors import InvalidInputError, UnknownNameError
+
     if os.environ.get("LAYERZERO_DEBUG", "").lower() not in ("", "0", "false", "no", "off"):
+        import traceback
+
         traceback.print_exception(error)
     if as_json:
         emit(Answer(error_json(error)), as_json=True)

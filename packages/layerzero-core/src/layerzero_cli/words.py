@@ -1,22 +1,17 @@
-"""The words users type: dtypes, devices, shapes, names; and their completion in a shell."""
+"""The words users type: dtypes, devices, shapes, names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from layerzero.device.catalogue import device_names, named_device
-from layerzero.device.probe import probe_device, probe_devices
-from layerzero.dispatch.run import current_world
-from layerzero.errors import InvalidInputError, UnknownNameError, did_you_mean
-from layerzero.model.device import DeviceSpec
-from layerzero.model.enums import Platform
-from layerzero.runtime.current import builtin_ops
+if TYPE_CHECKING:
+    from layerzero.model.device import DeviceSpec
 
-__all__ = ["ShapeType", "backends", "complete_device", "complete_kernel", "complete_op", "device", "dtype", "is_here"]
+__all__ = ["ShapeType", "device", "dtype", "is_here", "known_names"]
 
 _DTYPES = {
     "fp64": "float64", "f64": "float64", "double": "float64",
@@ -48,6 +43,8 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 
 def dtype(word: str) -> str:
     """torch's name of a dtype; bf16, fp16, half and the like are understood."""
+    from layerzero.errors import InvalidInputError, did_you_mean
+
     plain = word.lower().removeprefix("torch.")
     found = _DTYPES.get(plain, plain)
     if found not in _KNOWN:
@@ -60,6 +57,10 @@ def dtype(word: str) -> str:
 
 def device(word: str | None) -> DeviceSpec:
     """A device of this machine (cpu, cuda:1; None: the first accelerator, else the CPU), or one by name: h100, sm90."""
+    from layerzero.device.catalogue import named_device
+    from layerzero.device.probe import probe_device
+    from layerzero.model.device import DeviceSpec
+
     if word is None:
         return probe_device()
     plain = word.strip().lower()
@@ -71,36 +72,25 @@ def device(word: str | None) -> DeviceSpec:
 
 def is_here(spec: DeviceSpec) -> bool:
     """Whether tensors can be made on it: calls are then described from real ones."""
+    from layerzero.device.probe import probe_devices
+    from layerzero.model.enums import Platform
+
     return spec.platform is not Platform.CPU and spec in probe_devices()
 
 
-def backends(name: str) -> None:
-    """Raise, naming the nearest, unless a backend bears this name."""
+def known_names(names: Iterable[str], *, kernels: bool = False) -> None:
+    """Raise, naming the nearest, unless every name is a backend's, or with `kernels` a kernel's."""
+    from layerzero.dispatch.run import current_world
+    from layerzero.errors import UnknownNameError, did_you_mean
+
     registry = current_world().registry
-    known = set(registry.backends) | {kernel.backend for kernel in registry.kernels.values()}
-    if name not in known:
-        hint = did_you_mean(name, known, f"known here: {', '.join(sorted(known))}")
+    backends = {*registry.backends, *(kernel.backend for kernel in registry.kernels.values())}
+    for name in names:
+        if name in backends or (kernels and name in registry.kernels):
+            continue
+        what, code = ("kernel or backend", "KERNEL_UNKNOWN") if kernels else ("backend", "BACKEND_NOT_INSTALLED")
+        near = {*backends, *registry.kernels} if kernels else backends
+        hint = did_you_mean(name, near, f"backends known here: {', '.join(sorted(backends))}")
         raise UnknownNameError(
-            f"no backend {name!r} is registered",
-            code="BACKEND_NOT_INSTALLED",
-            value=name,
-            limit=sorted(known),
-            hint=hint,
+            f"no {what} {name!r} is registered", code=code, value=name, limit=sorted(backends), hint=hint
         )
-
-
-Completion = Callable[[click.Context, click.Parameter, str], list[str]]
-
-
-def _completing(known: Callable[[], Iterable[str]]) -> Completion:
-    """The names that begin as what was typed."""
-    return lambda ctx, param, incomplete: [name for name in known() if name.startswith(incomplete)]
-
-
-def _kernels() -> list[str]:
-    return sorted(current_world().registry.kernels)
-
-
-complete_op = _completing(lambda: sorted(builtin_ops))
-complete_device = _completing(lambda: ("cpu", "cuda", *device_names()))
-complete_kernel = _completing(_kernels)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from layerzero.cli.output import STYLES, Answer, Block, Cell, Line, Table, working
-from layerzero.cli.root import cli
-from layerzero.cli.verbs import OK, PROBLEM, verb
-from layerzero.public.checks import Check, DoctorReport, ReadinessReport, Status, readiness_check
-from layerzero.public.checks import doctor as examine
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, working
+from layerzero_cli.root import cli
+from layerzero_cli.verbs import OK, PROBLEM, verb
+
+if TYPE_CHECKING:
+    from layerzero.public.checks import Check, DoctorReport, ReadinessReport
 
 __all__ = ["check_blocks"]
 
@@ -22,11 +24,18 @@ __all__ = ["check_blocks"]
 @click.option("--probe/--no-probe", default=True, help="Whether to start a process for each vendor.")
 @click.option("--problems", is_flag=True, help="Show only what is not well.")
 def doctor(backend: str | None, timeout: float | None, probe: bool, problems: bool) -> Answer:
-    """Check machine, settings, plugins and vendors; name the fixes.
+    """Check machine, settings, plugins and vendors, and name what mends each problem.
+
+    \b
+    lz doctor
+    lz doctor flashinfer --timeout 60
+    lz doctor --problems --no-probe
 
     Each vendor is imported in a process of its own with a time limit, so one that crashes or hangs is reported
     like any other problem. BACKEND looks at one only. Exit code 1 when anything failed.
     """
+    from layerzero.public.checks import doctor as examine
+
     with working("probing vendors, each in a process of its own …" if probe else "looking …"):
         report = examine(backend, timeout=timeout, probe=probe)
     blocks: list[Block] = check_blocks(report, problems=problems)
@@ -41,9 +50,15 @@ def doctor(backend: str | None, timeout: float | None, probe: bool, problems: bo
 def readiness(config: Path | None, production: bool) -> Answer:
     """Check that everything the policy needs exists and works.
 
+    \b
+    lz readiness --production
+    lz readiness --config layerzero.yaml
+
     Capability schemas, the policy itself, the kernels it locks or lists, compiled artifacts, caches. Exit code 1
     when anything failed.
     """
+    from layerzero.public.checks import readiness_check
+
     report = readiness_check(config, production=production)
     return Answer(report.to_dict(), check_blocks(report), OK if report.ok else PROBLEM)
 
@@ -53,6 +68,8 @@ def check_blocks(report: DoctorReport | ReadinessReport, *, problems: bool = Fal
 
     `problems` leaves out what is well or was skipped.
     """
+    from layerzero.public.checks import Status
+
     blocks: list[Block] = []
     shown = [check for check in report.checks if not problems or check.status in (Status.WARN, Status.FAIL)]
     width = max((len(check.name) for check in shown), default=0)
@@ -67,6 +84,8 @@ def check_blocks(report: DoctorReport | ReadinessReport, *, problems: bool = Fal
 
 
 def _row(check: Check, width: int) -> tuple[str | Cell, ...]:
+    from layerzero.public.checks import Status
+
     style = STYLES[check.status]
     message = check.message if check.code is None else f"{check.code.value}: {check.message}"
     if check.fix and check.status != Status.OK:

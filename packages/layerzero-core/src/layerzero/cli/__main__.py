@@ -1,5 +1,0 @@
-"""`python -m layerzero.cli`."""
-
-from layerzero.cli import main
-
-main()

@@ -1,0 +1,5 @@
+"""`python -m layerzero_cli`."""
+
+from layerzero_cli import main
+
+main()

@@ -1,0 +1,198 @@
+"""The root command `lz`: its verbs by task, where each of them is found, and the exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from layerzero_cli.verbs import OK, USAGE, failed
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+__all__ = ["COMMANDS", "VERBS", "cli"]
+
+COMMANDS = "layerzero.commands"
+"""Group of entry points: a verb's name, and its click command or the function that adds it to a group."""
+
+_TUNE, _VERIFY = "layerzero-tune", "layerzero-verify"
+# Verbs by task: the module that declares it, or the package beside the core that brings it.
+VERBS: dict[str, dict[str, str]] = {
+    "Look": {
+        "doctor": "layerzero_cli.checks",
+        "list": "layerzero_cli.listing",
+        "explain": "layerzero_cli.explaining",
+        "which": "layerzero_cli.explaining",
+        "validate": "layerzero_cli.explaining",
+        "top": _TUNE,
+        "trace": _TUNE,
+        "demo": _TUNE,
+    },
+    "Measure": {"tune": _TUNE, "bench": _TUNE, "perfdb": _TUNE, "report": _TUNE},
+    "Decide": {"policy": "layerzero_cli.policies", "solve": _TUNE, "plan": _TUNE, "export-priorities": _TUNE},
+    "Operate": {
+        "readiness": "layerzero_cli.checks",
+        "warmup": "layerzero_cli.warming",
+        "quarantine": "layerzero_cli.quarantine",
+        "completion": "layerzero_cli.completion",
+    },
+    "Extend": {"plugin": "layerzero_cli.plugins", "verify": _VERIFY, "definitions": _VERIFY},
+}
+_HOMES = {name: home for verbs in VERBS.values() for name, home in verbs.items()}
+
+
+class Root(click.Group):
+    """`lz`: verbs of the core, of our packages beside it and of any other package with an entry point."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every verb that is installed, by task."""
+        return [name for names in _by_task(_entries(ctx)).values() for name in names]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A verb by name; only its own module is imported."""
+        home = _HOMES.get(cmd_name, "")
+        if home.startswith("layerzero_cli."):
+            importlib.import_module(home)  # declares it
+            return super().get_command(ctx, cmd_name)
+        entry = _entries(ctx).get(cmd_name)
+        if entry is None and home:
+            from layerzero.errors import PackageMissingError
+
+            raise PackageMissingError(f"lz {cmd_name} needs {home}", value=home, hint=f"pip install {home}")
+        return None if entry is None else _loaded(entry)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that was typed; of one that nobody has, the nearest is named."""
+        if args[0][:1] not in ("", "-") and self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], {*self.list_commands(ctx), *_HOMES}, 1)
+            told = f" Did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{told}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs by task, each with the first sentence of its help."""
+        for task, names in _by_task(_entries(ctx)).items():
+            with formatter.section(task):
+                formatter.write_dl([(name, self._sentence(ctx, name)) for name in names])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Verbs that begin as what was typed; modules of other packages are not imported for it."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        verbs = [CompletionItem(name, help=self._sentence(ctx, name)) for name in names]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def _sentence(self, ctx: click.Context, name: str) -> str:
+        """What a verb does; of a package that is not ours, what its metadata says, so that it need not be imported."""
+        if name in _HOMES:
+            command = self.get_command(ctx, name)
+            assert command is not None
+            return " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split())
+        dist = _entries(ctx)[name].dist
+        return "" if dist is None else f"{dist.metadata['Summary'] or dist.name} ({dist.name})"
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run, show what goes wrong in one place, and leave with 0, 1 (problem found) or 2 (usage)."""
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.UsageError as error:
+            _usage(error, as_json="--json" in given)
+            code = USAGE
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("interrupted", err=True)
+            code = 130
+        except BrokenPipeError:  # the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = OK
+        except Exception as error:
+            code = failed(error, as_json="--json" in given)
+        sys.exit(code if isinstance(code, int) else OK)
+
+
+def _entries(ctx: click.Context) -> dict[str, importlib.metadata.EntryPoint]:
+    """The verbs of installed packages beside the core, as their metadata names them; read once in a run."""
+    if COMMANDS not in ctx.meta:
+        ctx.meta[COMMANDS] = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
+    found: dict[str, importlib.metadata.EntryPoint] = ctx.meta[COMMANDS]
+    return found
+
+
+def _by_task(found: dict[str, importlib.metadata.EntryPoint]) -> dict[str, list[str]]:
+    """Installed verbs by task; those of packages that are not ours come last."""
+    ours = {
+        task: [name for name, home in verbs.items() if name in found or home.startswith("layerzero_cli.")]
+        for task, verbs in VERBS.items()
+    }
+    return {task: names for task, names in {**ours, "Of other packages": sorted({*found} - {*_HOMES})}.items() if names}
+
+
+def _loaded(entry: importlib.metadata.EntryPoint) -> click.Command:
+    """The command behind an entry point: the command itself, or a function that adds it to a group."""
+    found = entry.load()
+    if isinstance(found, click.Command):
+        return found
+    group = click.Group()
+    found(group)
+    if entry.name not in group.commands:
+        raise click.ClickException(f"{entry.value} declares no command {entry.name!r}")
+    return group.commands[entry.name]
+
+
+def _usage(error: click.UsageError, *, as_json: bool) -> None:
+    import json
+
+    error.show()
+    if as_json:
+        click.echo(json.dumps({"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}, indent=2))
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        import torch
+
+        from layerzero.version import __version__
+
+        click.echo(f"layerzero {__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
+        ctx.exit()
+
+
+@click.group("lz", cls=Root, context_settings=_SETTINGS)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show versions.")
+def cli() -> None:
+    """LayerZero: for every call the fastest kernel that is correct here, and the reason why.
+
+    \b
+    lz doctor                                             what is here, what works, how to mend the rest
+    lz explain attention --shape 1,32,4096,128 --causal   which kernel would run, and why not the others
+    lz tune --config path/to/model                        measure the kernels for a model's calls
+    lz COMMAND --help                                     options and examples of a command
+
+    Exit codes: 0 all is well, 1 a problem was found, 2 the command was not understood. Output is plain when piped;
+    every command takes --json.
+    """
