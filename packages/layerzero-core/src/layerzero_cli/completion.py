@@ -6,9 +6,6 @@ asks does not wait for torch. Kernels that a plugin registers by Python code alo
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import json
 import sys
 import types
@@ -61,6 +58,9 @@ def _completing(known: Callable[[], Iterable[str]]) -> Completion:
 
 def _capabilities() -> Iterator[dict[str, Any]]:
     """What every installed backend says of its kernels; a file that cannot be read is for `lz doctor` to tell of."""
+    import importlib.metadata
+    import importlib.util
+
     for entry in importlib.metadata.entry_points(group="layerzero.backends"):
         top, *inner = entry.module.split(".")
         spec = importlib.util.find_spec(top)
@@ -85,6 +85,8 @@ def _kernels() -> set[str]:
 
 def _devices() -> Iterable[str]:
     """Devices by name. The catalogue needs no torch, which the package's own `__init__` imports: it is left out."""
+    import importlib.util
+
     if "layerzero" not in sys.modules:
         spec = importlib.util.find_spec("layerzero")
         assert spec is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import os
 import sys
@@ -15,6 +14,8 @@ import click
 from layerzero_cli.verbs import OK, USAGE, failed
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from click.shell_completion import CompletionItem
 
 __all__ = ["COMMANDS", "VERBS", "cli"]
@@ -132,15 +133,17 @@ class Root(click.Group):
         sys.exit(code if isinstance(code, int) else OK)
 
 
-def _entries(ctx: click.Context) -> dict[str, importlib.metadata.EntryPoint]:
+def _entries(ctx: click.Context) -> dict[str, EntryPoint]:
     """The verbs of installed packages beside the core, as their metadata names them; read once in a run."""
+    import importlib.metadata
+
     if COMMANDS not in ctx.meta:
         ctx.meta[COMMANDS] = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
-    found: dict[str, importlib.metadata.EntryPoint] = ctx.meta[COMMANDS]
+    found: dict[str, EntryPoint] = ctx.meta[COMMANDS]
     return found
 
 
-def _by_task(found: dict[str, importlib.metadata.EntryPoint]) -> dict[str, list[str]]:
+def _by_task(found: dict[str, EntryPoint]) -> dict[str, list[str]]:
     """Installed verbs by task; those of packages that are not ours come last."""
     ours = {
         task: [name for name, home in verbs.items() if name in found or home.startswith("layerzero_cli.")]
@@ -149,7 +152,7 @@ def _by_task(found: dict[str, importlib.metadata.EntryPoint]) -> dict[str, list[
     return {task: names for task, names in {**ours, "Of other packages": sorted({*found} - {*_HOMES})}.items() if names}
 
 
-def _loaded(entry: importlib.metadata.EntryPoint) -> click.Command:
+def _loaded(entry: EntryPoint) -> click.Command:
     """The command behind an entry point: the command itself, or a function that adds it to a group."""
     found = entry.load()
     if isinstance(found, click.Command):
