@@ -161,6 +161,13 @@ class BufferLayer(_Dynamic):  # type: ignore[misc] # a class of transformers
         """Copy keys and values out of the buffers."""
         self._own = [self._get(0), self._get(1)]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the latest tokens; the number of them is negative."""
+        if self._view(0) is self._own[0] or tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
+        else:
+            self.length = max(0, self.length + tokens_to_remove)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place, where what was captured reads them."""
         for item in (self._view(0), self._view(1)):
@@ -173,6 +180,7 @@ class BufferCache(_Cache):  # type: ignore[misc] # a class of transformers
 
     def __init__(self, layers: int, lender: Lender, plain: Counter[str], longest: int, token: int, limit: int) -> None:
         self.buffers: Buffers | None = None
+        self.padded = False  # whether a token of the prompt is hidden
         self.why = ""  # why the plain path serves it
         self._lender, self._plain = lender, plain
         self._longest, self._token, self._limit = longest, token, limit

@@ -37,10 +37,9 @@ __all__ = ["Stepper", "forward_of", "prepare_cache", "unfit"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")  # those that buffers stand in for
-_GIVEN = frozenset(
-    ("input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
-)
 _REST = ("use_cache", "logits_to_keep", "return_dict")
+# What a step may be given: more would not reach the graph. A tokenizer is for the stopping criteria.
+_GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_values", "tokenizer", *_REST))
 _NEAR = {True: 0.01, False: 0.1}  # of the logits' standard deviation, in float32 and otherwise: gross errors only
 _AHEAD = 256  # places that a cache has room for beyond the prompt; then it moves into the next bucket
 _CHECKED = 2  # steps that run both ways
@@ -199,7 +198,11 @@ class Stepper:
             return own(model, *args, **kwargs)
         length = cache.length
         cache.reserve(ids.shape[0], length + ids.shape[1], _AHEAD)
-        step = self._step(model, own, cache, kwargs) if length and ids.shape[1] == 1 else None
+        if not length or ids.shape[1] != 1:
+            mask = kwargs.get("attention_mask")
+            cache.padded = mask is not None and not bool(mask.all())
+            return own(model, **kwargs)
+        step = self._step(model, own, cache, kwargs)
         if step is None:
             return own(model, **kwargs)
         self.steps += 1
@@ -207,8 +210,9 @@ class Stepper:
             for layer in cache.layers:
                 layer.length = length + 1
             return step.kind(logits=step(length, kwargs).clone(), past_key_values=cache)
-        out = own(model, **kwargs)
-        step.check(length, kwargs, out, not self.eager)
+        step.attempt(length, kwargs, not self.eager)
+        out = own(model, **kwargs)  # after the attempt: what that wrote into the cache is written again
+        step.compare(out)
         return out
 
     def _step(self, model: Any, own: Any, cache: BufferCache, kwargs: Any) -> Step | None:
@@ -219,10 +223,9 @@ class Stepper:
         if odd is not None or kwargs.get("position_ids") is None:
             cache.leave(f"generate passes {odd}" if odd else "generate passes no positions")
             return None
-        padded = kwargs.get("attention_mask") is not None
-        step: Step | None = cache.buffers.steps.get(padded)
+        step: Step | None = cache.buffers.steps.get(cache.padded)
         if step is None:
-            step = cache.buffers.steps[padded] = Step(model, own, cache.buffers, kwargs)
+            step = cache.buffers.steps[cache.padded] = Step(model, own, cache.buffers, cache.padded, kwargs)
         if step.why:
             cache.leave(step.why)
             return None
@@ -239,7 +242,7 @@ class Step:
     `checked` counts the steps that ran both ways and agreed; `why` says why there is no graph.
     """
 
-    def __init__(self, model: Any, own: Any, buffers: Buffers, kwargs: Any) -> None:
+    def __init__(self, model: Any, own: Any, buffers: Buffers, padded: bool, kwargs: Any) -> None:
         text = model.config.get_text_config(decoder=True)
         self.checked, self.memory, self.why = 0, 0, ""
         self.kind: Any = None
@@ -252,10 +255,11 @@ class Step:
             self._spots = torch.arange(buffers.places, device=device)
             self._inputs = [torch.zeros_like(kwargs[name]) for name in ("input_ids", "position_ids")]
             self._inputs.append(torch.zeros(1, dtype=torch.long, device=device))
-            if kwargs.get("attention_mask") is not None:
+            if padded:
                 # True where no token is hidden; what lies behind the new one is hidden by its place.
                 self._inputs.append(torch.ones((buffers.batch, buffers.places), dtype=torch.bool, device=device))
         self._graph: Any = None
+        self._got: Tensor | None = None
 
     def __call__(self, length: int, kwargs: Any) -> Tensor:
         """The logits of the token at place `length`."""
@@ -269,8 +273,9 @@ class Step:
         out: Tensor = self._run(*self._inputs) if self._graph is None else self._graph.replay()
         return out
 
-    def check(self, length: int, kwargs: Any, out: Any, captured: bool) -> None:
-        """Hold the step against the model's own forward, which has just made `out` of the same token."""
+    def attempt(self, length: int, kwargs: Any, captured: bool) -> None:
+        """Take the step, captured first if it is to be; `compare` says what became of it."""
+        self._got = None
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if captured and self._graph is None:
@@ -278,13 +283,18 @@ class Step:
                     self._graph = capture_graph(self._run, *self._inputs)
                     self._inputs = self._graph.inputs.tensors
                     self.memory = self._graph.report.memory_delta
-                got = self(length, kwargs)
+                self._got = self(length, kwargs).float()
         except Exception as error:  # whatever a model does that a graph cannot hold: its own forward goes on
             self.why, self._graph = f"its step cannot be captured: {one_line(error, 200)}", None
+
+    def compare(self, out: Any) -> None:
+        """Hold the step that was taken against what the model's own forward made of the same token."""
+        got, self._got = self._got, None
+        if got is None:
             return
         want, self.kind = out.logits.float(), type(out)
         limit = _NEAR[out.logits.dtype is torch.float32] * want.std().item()
-        far = (got.float() - want).square().mean().sqrt().item()
+        far = (got - want).square().mean().sqrt().item()
         if not far <= limit:
             self.why, self._graph = f"its replayed logits are {far:.3g} from its own (limit {limit:.3g})", None
         self.checked += 1
