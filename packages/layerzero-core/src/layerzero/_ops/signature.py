@@ -60,11 +60,11 @@ def _from_plugin(name: str) -> Op | None:
         from layerzero._ops.generated import public_form
 
         known = _made[name] = declared, public_form(declared)
-        adopt(known[1])
         accelerator = sys.modules["layerzero.dispatch.accel"].accelerator
         if accelerator.native is not None:
             found = accelerator.functions.of_plugin(accelerator.native, known[1])
             functions.accelerate({} if found is None else {name: found})
+        adopt(known[1])  # Dynamo, where it is loaded already, is told of the C form too
     return known[1]
 
 
