@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,14 @@ from layerzero_models.transformers import experts, parts, probes, quick, rewriti
 from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
 from layerzero_models.transformers.neighbours import Linears, Neighbours, unfit
 
-__all__ = ["KINDS", "patch", "patched", "unpatch"]
+__all__ = ["KINDS", "STEPS", "patch", "patched", "unpatch"]
 
 _log = logging.getLogger("layerzero.transformers")
 
-# What can be left out with `skip=`.
+# What can be left out with `skip=`; also what other packages bring, by the names of their steps.
 KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear", "embedding")
+# The entry points by which packages bring such steps.
+STEPS = "layerzero.transformers"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
 _QKV = (("q_proj", "k_proj", "v_proj"),)
 
@@ -58,10 +61,13 @@ def patch(
     graphs      decode steps of `generate` are captured as CUDA graphs; a patched model may be given to add them
     graph_memory  bytes that caches and graphs may keep between calls, by default a quarter of the device's memory
     """
-    wrong = set(skip) - set(KINDS) if not isinstance(skip, str) else {skip}
+    # Steps of other packages, `step(model, record)`: parts that call ops of theirs.
+    brought = {entry.name: entry for entry in entry_points(group=STEPS)}
+    kinds = (*KINDS, *brought)
+    wrong = set(skip) - set(kinds) if not isinstance(skip, str) else {skip}
     if wrong:
-        message = f"skip={sorted(wrong)}, expected some of {', '.join(KINDS)}"
-        raise invalid("VALUE_INVALID", f"skip={skip}", ", ".join(KINDS), message)
+        message = f"skip={sorted(wrong)}, expected some of {', '.join(kinds)}"
+        raise invalid("VALUE_INVALID", f"skip={skip}", ", ".join(kinds), message)
     model = _model_of(model)
     known = record_of(model)
     if known is not None and known.report is not None:
@@ -74,6 +80,7 @@ def patch(
         "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
         "projections": _projections, "residual": _residual, "linear": _linears, "embedding": _embeddings,
     }  # fmt: skip
+    steps |= {kind: entry.load() for kind, entry in brought.items() if kind not in skip}
     left_out = {*skip, *(() if joined else ("projections", "residual"))}
     chosen = [step for kind, step in steps.items() if kind not in left_out]
     if graphs:
