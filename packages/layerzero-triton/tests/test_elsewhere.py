@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -95,6 +97,46 @@ def test_the_keys_are_those_of_the_launches_that_will_look_for_them(cache: Path)
     (launch,) = launches
     compile_for(launch, target("sm_90"))
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.cubin")} == files and len(files) == 1
+
+
+@pytest.mark.needs_tool("gcc")
+def test_what_launches_a_kernel_is_built_with_it_and_found_without_a_compiler(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's first launch takes the helpers of its driver and a launcher of the signature, which gcc builds."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    from layerzero_triton.norm import rms_norm
+
+    nothing = tmp_path / "nothing.c"
+    nothing.touch()
+    subprocess.run(["gcc", "-shared", "-o", str(tmp_path / "libcuda.so.1"), str(nothing)], check=True)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))  # no driver is here, and none is loaded
+    lz.reset()
+    (kernel,) = [item for item in _declared("rms_norm") if item.backend == "triton"]
+    text = _text("rms_norm", kernel)
+    assert text is not None
+    compilers.end_idle(-1.0)
+    said = compilers.ask(text, 300.0, {**variables(), "TRITON_LIBCUDA_PATH": str(tmp_path)})
+    assert sorted(Path(path).name.partition(".")[0] for path in said["libraries"]) == [
+        "__triton_launcher",
+        "cuda_utils",
+    ]
+    with collecting() as launches:
+        rms_norm(*CALLS["rms_norm"])
+    compiled = compile_for(launches[0], target("sm_90"))
+    loaded: list[str] = []
+
+    def load(name: str, path: str) -> Any:
+        loaded.append(path)
+        return MagicMock()
+
+    monkeypatch.setattr(build, "_load_module_from_path", load)
+    monkeypatch.setenv("CC", "false")
+    driver.CudaUtils()
+    driver.CudaLauncher(compiled.src, compiled.metadata)
+    assert loaded == said["libraries"]
 
 
 PLAIN = """

@@ -8,7 +8,7 @@ from layerzero_triton.kernels.launch import standing_for
 __all__ = ["compile_order"]
 
 
-def compile_order(order: CompileOrder) -> None:
-    """Compile what the launches of one call need."""
+def compile_order(order: CompileOrder) -> tuple[str, ...]:
+    """Compile what the launches of one call need; the shared libraries among it."""
     with standing_for(order.device.multiprocessors):
-        triton_compiler.compile_order(order)
+        return triton_compiler.compile_order(order)

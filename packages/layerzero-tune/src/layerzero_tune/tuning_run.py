@@ -7,6 +7,7 @@ run that was killed goes on where it stopped when the same one is asked for agai
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -188,6 +189,7 @@ def tune_calls(
         under_way = ((), 0) if ahead is None else (ahead.compiling, ahead.left)
         progress(Progress(len(outcomes), len(todo), name, left, *under_way))
 
+    heap = _Heap()
     try:
         if jit == "block":
             limits = [item for item in (compile_seconds, None if budget is None else budget / 2) if item is not None]
@@ -203,6 +205,7 @@ def tune_calls(
             if ahead is not None:
                 ahead.load(name, recorded)
                 late = ahead.late(name, recorded)
+            heap.settle()
             outcome = _one(
                 name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late
             )
@@ -220,6 +223,7 @@ def tune_calls(
             Tuned(str(db.path), tuple(outcomes), resumed, left, seconds_, group.size, len(rows))
         ) from error
     finally:
+        heap.release()
         if ahead is not None:
             ahead.close()
     if progress is not None:
@@ -242,6 +246,27 @@ def tune_calls(
         group.size,
         sum(len(part[3]) for part in everything),
     )
+
+
+class _Heap:
+    """What races need not look through again: each begins with a collection of garbage, which takes a third of a second
+    where the libraries are imported, several times a call."""
+
+    def __init__(self) -> None:
+        self._ours: bool | None = None
+
+    def settle(self) -> None:
+        """Collect, and set aside what is left; who has set something aside before keeps it."""
+        if self._ours is None:
+            self._ours = gc.get_freeze_count() == 0
+        gc.collect()
+        if self._ours:
+            gc.freeze()
+
+    def release(self) -> None:
+        """All of it may be garbage some day."""
+        if self._ours:
+            gc.unfreeze()
 
 
 def _hear_interrupts() -> None:

@@ -27,6 +27,7 @@ _FEW_LOOKS = 6  # of one whose calls are longer than the pauses
 _LEAST_SAMPLE_US = 200.0  # a shorter sample would be timed by the clock's own grain and the interpreter's moods
 _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many standard deviations
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
+_DROP_COLD_AT = 1.5  # the same where the device times each call by itself: a dozen such samples are alike
 _SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
 _SHORT_ROUNDS = 3  # times as many rounds there
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
@@ -151,6 +152,7 @@ def _race(
         least, enough, most = rounds, rounds, rounds
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     running, done, clear = list(contestants), 0, False
+    behind = _DROP_COLD_AT if clock is cuda_clock else _DROP_AT
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -167,7 +169,7 @@ def _race(
             medians = {name: statistics.median(found) for name, found in samples.items()}
             best = min(medians.values())
             if rounds is None:
-                running = [name for name in running if medians[name] <= _DROP_AT * best]
+                running = [name for name in running if medians[name] <= behind * best]
             if done < enough:
                 continue
             clear = _clear(samples, medians, noise)
