@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,3 +166,62 @@ def test_continuous_batching_runs_with_everything_but_attention_patched() -> Non
     want = batch()
     lz.patch(model, skip=("attention",))
     assert batch() == want and all(want)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_captured_steps_give_the_tokens_of_the_unpatched_model(name: str, side: str | None) -> None:
+    model = on_gpu(name)
+    given = moved(zoo.inputs(model, side))
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"max_new_tokens": 24, "min_new_tokens": 24},
+        "an end of text": {"max_new_tokens": 24, "min_new_tokens": 0, "eos_token_id": list(range(40))},
+        "a static cache": {"cache_implementation": "static", "disable_compile": True},
+        "beams": {"num_beams": 3},
+    }
+    want = {way: zoo.generated(model, given, **options) for way, options in ways.items()}
+    lz.patch(model, graphs=True)
+    for way, options in ways.items():
+        assert torch.equal(zoo.generated(model, given, **options), want[way]), way
+    found = lz.patched(model)
+    assert found is not None and found.graphs is not None and not found.graphs.plain
+    assert found.graphs.captured and found.graphs.steps > 60 and 0 < found.graphs.memory < found.graphs.limit
+
+
+def test_a_text_that_ends_is_streamed_and_returned_to_its_last_token_and_draws_no_more() -> None:
+    model = on_gpu("llama")
+    given = {"input_ids": zoo.tokens(1).cuda()}
+    plain = zoo.generated(model, given, max_new_tokens=20, min_new_tokens=20)
+    options = {"eos_token_id": int(plain[0, 20]), "min_new_tokens": 0, "max_new_tokens": 20}
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.seen.append(-1)
+
+    def everything() -> Any:
+        streamer = Streamer()
+        torch.manual_seed(3)
+        greedy = zoo.generated(model, given, streamer=streamer, return_dict_in_generate=True, **options)
+        drawn = [zoo.generated(model, given, do_sample=True, **options).tolist() for _ in range(3)]
+        return greedy.sequences.tolist(), greedy.past_key_values.get_seq_length(), streamer.seen, drawn
+
+    want = everything()
+    lz.patch(model, graphs=True)
+    assert everything() == want and len(want[0][0]) < 32
+
+
+def test_two_threads_generate_with_one_graphed_model() -> None:
+    model = on_gpu("llama")
+    prompts = [{"input_ids": zoo.tokens(2, 12, seed).cuda()} for seed in (1, 2)]
+    want = [zoo.generated(model, given) for given in prompts]
+    lz.patch(model, graphs=True)
+    zoo.generated(model, prompts[0])
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda given: [zoo.generated(model, given) for _ in range(5)], prompts))
+    assert all(torch.equal(text, want[i]) for i in (0, 1) for text in got[i])

@@ -147,6 +147,29 @@ def test_streamers_and_stopping_criteria_see_every_token() -> None:
     assert report(model).steps == 5
 
 
+def test_the_end_is_noticed_late_only_where_nobody_else_looks_at_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers then does needs events of a device: here only the question is asked (GPU tests run it)."""
+    from transformers import LogitsProcessorList
+    from transformers.generation import utils
+
+    model = stepping(zoo.made("llama"))
+    asked: list[bool] = []
+    support = utils.DeferredStopCheck.is_supported
+
+    def is_supported(device: Any, cache: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(support(torch.device("cuda"), cache, *args, **kwargs))
+        return False
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(is_supported))
+    given = {"input_ids": zoo.tokens(1)}
+    seeing = LogitsProcessorList([lambda ids, scores: scores])
+    for options in ({}, {"do_sample": True}, {"logits_processor": seeing}, {"use_cache": False}):
+        zoo.generated(model, given, **options)
+    lz.unpatch(model)
+    zoo.generated(model, given)
+    assert asked == [True, False, False, False, False]
+
+
 def test_stop_strings_end_a_text() -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast

@@ -180,6 +180,7 @@ class BufferCache(_Cache):  # type: ignore[misc] # a class of transformers
 
     def __init__(self, layers: int, lender: Lender, plain: Counter[str], longest: int, token: int, limit: int) -> None:
         self.buffers: Buffers | None = None
+        self.stops_late = False  # whether the end of the text may be noticed one step late
         self.padded = False  # whether a token of the prompt is hidden
         self.why = ""  # why the plain path serves it
         self._lender, self._plain = lender, plain

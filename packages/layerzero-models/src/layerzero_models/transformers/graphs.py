@@ -1,11 +1,13 @@
 """`lz.patch(model, graphs=True)`: decode steps of `generate` as captured CUDA graphs.
 
-Two methods of the model are replaced on the instance. `_prepare_cache_for_generation`, which `generate` asks for a
+Methods of the model are replaced on the instance. `_prepare_cache_for_generation`, which `generate` asks for a
 cache, gives it buffers that stay where they are (buffers.py); where the call, the model or the device rules graphs out,
 transformers makes its own cache as ever and the reason is counted for `lz.patched`. `forward` takes the steps of one
 token over such a cache: captured once for a batch size and a number of places, then replayed. The prompt, and every
 step of a call on the plain path, is the model's own forward over the same cache. What `generate` does with the logits
-(processors, sampling, beams, stopping criteria, streamers) stays transformers' own.
+(processors, sampling, beams, stopping criteria, streamers) stays transformers' own. A greedy call without processors or
+criteria of the caller's own is asked whether to stop one step late, as transformers does on devices it knows to gain
+by it: the host has the next step ready when the device needs it.
 
 The first two steps of a capture run both ways: a model whose replayed logits are others than its own stays on the plain
 path. Weights that were moved or replaced, and a change of what LayerZero would select, make captures anew at the next
@@ -19,6 +21,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,7 +36,7 @@ from layerzero_models.transformers.enabling import NAME
 from layerzero_models.transformers.masking import Note, with_note
 from layerzero_models.transformers.parts import STATE
 
-__all__ = ["Stepper", "forward_of", "prepare_cache", "unfit"]
+__all__ = ["Stepper", "forward_of", "generate_of", "prepare_cache", "stop_late", "unfit"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")  # those that buffers stand in for
@@ -43,6 +46,9 @@ _GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_val
 _NEAR = {True: 0.01, False: 0.1}  # of the logits' standard deviation, in float32 and otherwise: gross errors only
 _AHEAD = 256  # places that a cache has room for beyond the prompt; then it moves into the next bucket
 _CHECKED = 2  # steps that run both ways
+_SEEING = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
+_OURS = "_layerzero_stops_late"
+_plain_call: ContextVar[bool] = ContextVar("layerzero_plain_call", default=False)
 _compiling = torch.compiler.is_compiling
 
 
@@ -85,7 +91,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: Any, generati
     stepper: Stepper = vars(self)[STATE]
     why = stepper.refuses(self, generation_config, model_kwargs, generation_mode)
     if not why and model_kwargs.get("past_key_values") is None:
-        model_kwargs["past_key_values"] = stepper.cache(self, generation_config.max_length or 0)
+        cache = model_kwargs["past_key_values"] = stepper.cache(self, generation_config.max_length or 0)
+        cache.stops_late = _plain_call.get() and not generation_config.do_sample  # one draw more would be seen
         return None
     if why:
         stepper.plain[why] += 1
@@ -104,6 +111,45 @@ def forward_of(kind: Any) -> Callable[..., Any]:
         return own(self, *args, **kwargs)
 
     return forward
+
+
+def generate_of(kind: Any) -> Callable[..., Any]:
+    """`generate` of a model with graphs: it remembers whether the caller brings functions that see every step."""
+    own = kind.generate
+
+    @functools.wraps(own)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = len(args) < 3 and not any(kwargs.get(name) for name in _SEEING)
+        token = _plain_call.set(plain)
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            _plain_call.reset(token)
+
+    return generate
+
+
+def stop_late() -> None:
+    """Let transformers' check for the end of a text come one step late over caches of ours that ask for it.
+
+    That is its `DeferredStopCheck`, which it has for another kind of device: one step too many is undone. Only the
+    question whether to use it is put to us first, once for the process.
+    """
+    from transformers.generation import utils
+
+    check: Any = getattr(utils, "DeferredStopCheck", None)
+    own = getattr(check, "is_supported", None)
+    if own is None or hasattr(own, _OURS):
+        return
+
+    @functools.wraps(own)
+    def is_supported(device: Any, cache: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(cache) is BufferCache and cache.stops_late and device.type == "cuda":
+            return True
+        return own(device, cache, *args, **kwargs)
+
+    setattr(is_supported, _OURS, True)
+    check.is_supported = staticmethod(is_supported)
 
 
 class Stepper:

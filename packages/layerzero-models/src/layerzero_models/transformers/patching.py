@@ -328,5 +328,7 @@ def _graphs(model: Any, record: Record, memory: int | None) -> None:
         record.leave("", model, f"graphs: {why}")
         return
     record.changes.set(model, parts.STATE, graphs.Stepper(memory))
+    graphs.stop_late()
     record.changes.set(model, "forward", types.MethodType(graphs.forward_of(type(model)), model))
+    record.changes.set(model, "generate", types.MethodType(graphs.generate_of(type(model)), model))
     record.changes.set(model, "_prepare_cache_for_generation", types.MethodType(graphs.prepare_cache, model))
