@@ -32,7 +32,7 @@ CALLS = (
 
 def explained(call: str, device: str) -> tuple[str, int]:
     """What `lz explain` prints for one call, under its command line, and its exit code."""
-    words = ["explain", "attention", *call.split(), "--device", device]
+    words = ["explain", "attention", *call.split(), "--device", device, "--all"]
     done = CliRunner().invoke(cli, words)
     return f"$ lz {' '.join(words)}\n{done.output.rstrip()}\n", done.exit_code
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,8 @@ def doctor(backend: str | None, timeout: float | None, probe: bool, problems: bo
         report = examine(backend, timeout=timeout, probe=probe)
     blocks: list[Block] = check_blocks(report, problems=problems)
     if report.libraries and not problems:
-        blocks[-2:-2] = _pairs("libraries", {name: version or "-" for name, version in report.libraries.items()})
+        rows = [(name, version or "-") for name, version in report.libraries.items()]
+        blocks[-2:-2] = [Line(), Line("libraries", "bold"), Table(("", ""), rows, indent=2)]
     return Answer(report.to_dict(), blocks, OK if report.ok else PROBLEM)
 
 
@@ -92,13 +92,3 @@ def _row(check: Check, width: int) -> tuple[str | Cell, ...]:
         message = f"{message}\n→ {check.fix}"
     shown = "" if check.status == Status.OK else style
     return Cell(check.status.ljust(4), style), Cell(check.name.ljust(width), shown), message
-
-
-def _pairs(title: str, values: Mapping[str, str], columns: int = 3) -> list[Block]:
-    """A section of short name-value pairs, several to a line."""
-    width = max(len(name) for name in values)
-    cells = [f"{name.ljust(width)}  {value}" for name, value in values.items()]
-    cells += [""] * (-len(cells) % columns)
-    lines = len(cells) // columns
-    rows = [[cells[row + column * lines] for column in range(columns)] for row in range(lines)]
-    return [Line(), Line(title, "bold"), Table(("",) * columns, rows, indent=2)]

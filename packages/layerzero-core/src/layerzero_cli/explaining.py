@@ -71,7 +71,8 @@ def call_options(function: Callable[..., Answer]) -> Callable[..., Answer]:
 @verb(cli, "explain")
 @click.argument("op", shell_complete=complete_op)
 @call_options
-def explain(op: str, **options: Any) -> Answer:
+@click.option("--all", "everything", is_flag=True, help="Also kernels for other devices.")
+def explain(op: str, everything: bool, **options: Any) -> Answer:
     """Say which kernel a call would run, and why not the others.
 
     \b
@@ -85,7 +86,7 @@ def explain(op: str, **options: Any) -> Answer:
     from layerzero_cli.calls import context
 
     report = lz.explain(op, context(op, options))
-    return Answer(json.loads(report.to_json()), _blocks(report), OK if report.chosen else PROBLEM)
+    return Answer(json.loads(report.to_json()), _blocks(report, everything), OK if report.chosen else PROBLEM)
 
 
 @verb(cli, "which")
@@ -136,7 +137,7 @@ def _why(item: Reason) -> str:
     return f"{item.message}\n→ {item.hint}" if item.hint else item.message
 
 
-def _blocks(report: SelectionReport) -> list[Block]:
+def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
     ctx, decision = report.context, report.decision
     place = ctx.device.name or ctx.device.device_type
     sizes = "  ".join(f"{name}={value}" for name, value in ctx.dims)
@@ -157,8 +158,13 @@ def _blocks(report: SelectionReport) -> list[Block]:
         blocks.append(Line(f"holds for {', '.join(held)}", "dim", indent=2))
     blocks += [Line(f"note: {note.message}", "yellow", indent=2) for note in decision.notes]
     others = [item for item in decision.candidates if item.kernel_id != report.chosen]
+    shown = [item for item in others if everything or "PLATFORM_MISMATCH" not in (why.code for why in item.reasons)]
     if others:
-        blocks += [Line(), Table(("kernel", "score", "why not"), [_row(item) for item in others], right=frozenset({1}))]
+        blocks.append(Line())
+    if shown:
+        blocks.append(Table(("kernel", "score", "why not"), [_row(item) for item in shown], right=frozenset({1})))
+    if len(shown) < len(others):
+        blocks.append(Line(f"{len(others) - len(shown)} more are for other devices; --all shows them", "dim"))
     return blocks
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = [
     "emit",
     "error_json",
     "is_plain",
+    "progress_bar",
     "show",
     "working",
 ]
@@ -55,7 +58,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Aligned columns; a header is printed when `columns` has any text. `right` columns are numbers."""
+    """Aligned columns; a header is printed when `columns` has any text. `right` columns are numbers.
+
+    The last column describes: it is the one that yields in a narrow terminal.
+    """
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str | Cell]]
@@ -96,9 +102,14 @@ def emit(answer: Answer, *, as_json: bool) -> None:
 def show(blocks: Sequence[Block], stream: IO[str]) -> None:
     """Write blocks to a stream, in the way it can take them."""
     if not is_plain(stream):
-        _rich(blocks, stream)
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        for line in _lines(blocks, console.width):
+            console.print(Text.assemble(*((cell.text, cell.style) for cell in line)), soft_wrap=True)
         return
-    text = "".join(f"{line}\n" for block in blocks for line in _plain(block))
+    text = "".join(f"{''.join(cell.text for cell in line).rstrip()}\n" for line in _lines(blocks, None))
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -116,55 +127,133 @@ def working(what: str) -> AbstractContextManager[Any]:
     return Console(stderr=True).status(what)
 
 
-# -- plain -------------------------------------------------------------------------------------------------------
-def _plain(block: Block) -> Iterator[str]:
-    if isinstance(block, Line):
-        yield " " * block.indent + block.text
+@contextmanager
+def progress_bar(unit: str = "count") -> Iterator[Callable[..., None] | None]:
+    """A bar for somebody who watches a terminal, or None: call it with done, total, a name and the time left.
+
+    Bar and count stand first; a name that is too long is shortened, it never pushes them out. `unit` may be "bytes".
+    """
+    if is_plain(sys.stderr):
+        yield None
         return
-    rows = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in block.rows]
-    if any(block.columns):
-        rows.insert(0, [name.upper() for name in block.columns])
-    widths = [
-        max((len(line) for row in rows for line in row[i].split("\n")), default=0) for i in range(len(block.columns))
-    ]
-    for row in rows:
-        parts = [cell.split("\n") for cell in row]
-        for number in range(max(len(lines) for lines in parts)):
-            cells = [lines[number] if number < len(lines) else "" for lines in parts]
-            padded = [
-                cell.rjust(width) if i in block.right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ]
-            yield (" " * block.indent + "  ".join(padded)).rstrip()
-
-
-# -- rich --------------------------------------------------------------------------------------------------------
-def _rich(blocks: Sequence[Block], stream: IO[str]) -> None:
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table as RichTable
-    from rich.text import Text
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    def text(what: str, **column: Any) -> TextColumn:
+        return TextColumn(what, markup=False, table_column=Column(no_wrap=True, **column))
+
+    columns = (
+        BarColumn(bar_width=24, table_column=Column(min_width=12)),
+        *(
+            (DownloadColumn(), TimeRemainingColumn())
+            if unit == "bytes"
+            else (MofNCompleteColumn(), TimeElapsedColumn())
+        ),
+        text("{task.fields[left]}"),
+        text("{task.description}", ratio=1, overflow="ellipsis"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def update(done: int, total: int | None, name: str = "", left: str = "") -> None:
+            bar.update(task, completed=done, total=total, description=name, left=left)
+
+        yield update
+
+
+# -- layout ------------------------------------------------------------------------------------------------------
+# A line is a list of cells. Nothing is cut: at a width that is too small the last column, which describes, is wrapped;
+# where that is not enough, the columns that do not fit come below the others, each cell whole.
+_GAP = "  "
+_LEAST = 24  # columns below which a description is better set under its row
+
+
+def _lines(blocks: Sequence[Block], width: int | None) -> Iterator[list[Cell]]:
     for block in blocks:
         if isinstance(block, Line):
-            room = max(20, console.width - block.indent - block.hang)
-            wrapped = Text(block.text, style=block.style).wrap(console, room)
-            for number, line in enumerate(wrapped or [Text("")]):
-                console.print(Padding(line, (0, 0, 0, block.indent + (block.hang if number else 0))))
-            continue
-        table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(block.columns))
-        for number, name in enumerate(block.columns):
-            last = number == len(block.columns) - 1
-            table.add_column(
-                name, header_style="bold", justify="right" if number in block.right else "left",
-                overflow="fold", no_wrap=not last, ratio=1 if last else None,
-            )  # fmt: skip
-        for row in block.rows:
-            table.add_row(
-                *(Text(cell.text, style=cell.style) if isinstance(cell, Cell) else Text(cell) for cell in row)
-            )
-        console.print(Padding(table, (0, 0, 0, block.indent)))
+            first, then = " " * block.indent, " " * (block.indent + block.hang)
+            yield from ([Cell(line, block.style)] for line in _wrapped(block.text, width, first, then))
+        else:
+            for line in _table(block, width):
+                yield [Cell(" " * block.indent), *line]
+
+
+def _wrapped(text: str, width: int | None, first: str = "", then: str = "") -> list[str]:
+    """Lines of at most `width`, which break between words; only a word that is longer than a line breaks inside."""
+    if width is None:
+        return [first + line for line in text.split("\n")]
+    fill = partial(textwrap.wrap, width=max(width, len(then) + 1), break_on_hyphens=False)
+    return [
+        piece
+        for line in text.split("\n")
+        for piece in fill(line, initial_indent=first, subsequent_indent=then) or [first]
+    ]
+
+
+def _table(table: Table, width: int | None) -> Iterator[list[Cell]]:
+    rows = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in table.rows]
+    if any(table.columns):
+        rows.insert(0, [Cell(name.upper() if width is None else name, "bold") for name in table.columns])
+    last = len(table.columns) - 1
+    widths = [max((len(line) for row in rows for line in row[i].text.split("\n")), default=0) for i in range(last + 1)]
+    room = sys.maxsize if width is None else max(width - table.indent, 1)
+    beside = sum(widths[:last]) + len(_GAP) * last  # what stands before the last column
+    words = (len(word) for row in rows for word in row[last].text.split())
+    if beside + widths[last] <= room or room - beside >= max(_LEAST, *words):
+        widths[last] = min(widths[last], room - beside)
+        for row in rows:
+            yield from _aligned(row, widths, table.right)
+        return
+    fitting = 1
+    while sum(widths[: fitting + 1]) + len(_GAP) * fitting <= room and fitting < last:
+        fitting += 1
+    for number, row in enumerate(rows):
+        yield from _aligned(row[:fitting], [min(widths[0], room), *widths[1:fitting]], table.right)
+        if number or not any(table.columns):
+            yield from _below(row[fitting:], table.columns[fitting:], room)
+
+
+def _aligned(row: Sequence[Cell], widths: Sequence[int], right: Collection[int]) -> Iterator[list[Cell]]:
+    """The lines of a row, every cell in its column."""
+    parts = [_wrapped(cell.text, size or None) for cell, size in zip(row, widths, strict=True)]
+    for number in range(max(map(len, parts))):
+        line = []
+        for i, (cell, size) in enumerate(zip(row, widths, strict=True)):
+            text = parts[i][number] if number < len(parts[i]) else ""
+            filled = text.rjust(size) if i in right else text if i == len(row) - 1 else text.ljust(size)
+            line.append(Cell(filled if i == len(row) - 1 else filled + _GAP, cell.style))
+        yield line
+
+
+def _below(row: Sequence[Cell], names: Sequence[str], room: int) -> Iterator[list[Cell]]:
+    """Cells that found no room in their row: several to a line with the names of their columns, the last by itself."""
+    indent = " " * min(4, room // 4)
+    units = [
+        Cell(f"{name} {line}" if name else line, cell.style)
+        for cell, name in zip(row[:-1], names, strict=False)
+        for line in cell.text.split("\n")
+        if line.strip()
+    ]
+    line: list[Cell] = []
+    for unit in units:
+        if line and len(indent) + sum(len(cell.text) + len(_GAP) for cell in line) + len(unit.text) > room:
+            yield [Cell(indent), *line]
+            line = []
+        line.append(Cell(unit.text + _GAP, unit.style))
+    if line:
+        yield [Cell(indent), *line]
+    if row[-1].text.strip():
+        text = f"{names[-1]}: {row[-1].text}" if names[-1] else row[-1].text
+        yield from ([Cell(piece, row[-1].style)] for piece in _wrapped(text, room, indent, indent))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from layerzero_cli.output import Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.output import Answer, Block, Cell, Line, Table, progress_bar
 from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
@@ -66,7 +63,7 @@ def warmup(
         told = f"{len(made.items)} calls, {critical} critical, written to {write}"
         data = {"calls": len(made.items), "critical": critical, "config_hash": made.config_hash, "path": str(write)}
         return Answer(data, [Line(told)])
-    with _bar() as progress:
+    with progress_bar() as progress:
         result = warmup(
             made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
             progress=progress,
@@ -107,18 +104,3 @@ def _blocks(result: Any) -> list[Block]:
     if rows:
         blocks.append(Table(("kernel", "compiled for", "", "s", "", ""), rows, right=frozenset({3})))
     return blocks
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for somebody who watches a terminal."""
-    if is_plain(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("compiling", total=None)
-        yield lambda done, everything: bar.update(task, completed=done, total=everything)

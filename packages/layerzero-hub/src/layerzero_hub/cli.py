@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, show
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar, show
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_hub import lockfile, signing
 from layerzero_hub.compat import dependencies
@@ -313,17 +313,5 @@ def _answer(found: Sequence[Finding], above: Sequence[Block] = ()) -> Answer:
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
     """A bar on standard error for somebody who watches; nothing when piped."""
-    if is_plain(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def update(name: str, came: int, total: int) -> None:
-            bar.update(task, description=name, completed=came, total=total)
-
-        yield update
+    with progress_bar("bytes") as bar:
+        yield None if bar is None else lambda name, came, total: bar(came, total, name)

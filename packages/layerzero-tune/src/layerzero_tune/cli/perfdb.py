@@ -165,12 +165,12 @@ def _shown(db: PerfDB, op: str | None, kernel: str | None, everything: bool, lim
     blocks: list[Block] = [Line(f"{db.path}: {len(rows)} rows, {data['believed']} believed here", "bold")]
     if shown:
         body = [
-            (item.op, summarise(item), item.kernel_id, f"{item.median_us:.1f}", f"{item.spread:.0%}",
-             _age(item.measured_at), Cell(why or "", STYLES["warn"]))
+            (f"{item.median_us:.1f} µs", item.kernel_id, item.op, f"{item.spread:.0%}", _age(item.measured_at),
+             summarise(item), Cell(why or "", STYLES["warn"]))
             for item, why in shown[:limit]
         ]  # fmt: skip
         blocks.append(
-            Table(("op", "bucket", "kernel", "µs", "spread", "age", "not believed"), body, right=frozenset({3, 4}))
+            Table(("median", "kernel", "op", "spread", "age", "bucket", "not believed"), body, right=frozenset({0, 3}))
         )
     if len(shown) > limit:
         blocks.append(Line(f"{len(shown) - limit} more; --limit shows them", "dim"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerzero_cli.completion import complete_device
-from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
@@ -129,27 +128,11 @@ def add(group: click.Group) -> None:
 @contextlib.contextmanager
 def _watched() -> Iterator[Callable[[Progress], None]]:
     """A bar with the time left in a terminal; a line every ten seconds elsewhere."""
-    if is_plain(sys.stderr):
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[left]}"),
-        TextColumn("{task.description}", style="dim"),
-    )  # fmt: skip
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, left="")
-
-        def show(progress: Progress) -> None:
-            bar.update(
-                task, completed=progress.done, total=progress.total, description=_doing(progress)[:100],
-                left=_left(progress.seconds_left),
-            )  # fmt: skip
-
-        yield show
+    with progress_bar() as bar:
+        if bar is None:
+            yield _Lines()
+        else:
+            yield lambda now: bar(now.done, now.total, _doing(now), _left(now.seconds_left))
 
 
 class _Lines:
@@ -190,8 +173,8 @@ def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") ->
         blocks.append(Line(f"{len(found.resumed)} were done before the interruption", "dim", indent=2))
     if timed:
         rows = [_row(item.name, item.trial) for item in timed]
-        columns = ("call", "fastest", "µs", "×torch", "next", "refused")
-        blocks.append(Table(columns, rows, indent=2, right=frozenset({2, 3})))
+        columns = ("call", "median", "×torch", "fastest", "next", "refused")
+        blocks.append(Table(columns, rows, indent=2, right=frozenset({1, 2})))
     for line in _ruled_out(timed):
         blocks.append(Line(line, "dim", indent=2, hang=2))
     for line in (*_late(timed), *_lost(timed), _stolen(timed), _busy(timed)):
@@ -289,4 +272,4 @@ def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:
     refused = Cell(", ".join(sorted(trial.refused)), STYLES["warn"])
     plain = "" if trial.torch is None else f"{trial.torch.median_us / best.median_us:.2f}"
     times = Cell(plain, STYLES["warn"] if trial.lost else "")
-    return name, trial.winner, f"{best.median_us:.1f}", times, second, refused
+    return name, f"{best.median_us:.1f} µs", times, trial.winner, second, refused

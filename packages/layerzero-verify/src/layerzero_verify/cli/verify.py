@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from layerzero_cli.completion import complete_kernel, complete_op
-from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ def add(group: click.Group) -> None:
 
         if checklist:
             return Answer([dict(step) for step in STEPS], _checklist(STEPS))
-        with _progress() as tell:
+        with progress_bar() as tell:
             report = climb(level=level or None, progress=tell, **options)
         blocks = _blocks(report)
         data = report.to_json()
@@ -69,21 +66,6 @@ def add(group: click.Group) -> None:
             if problem:
                 return Answer(data, blocks, PROBLEM)
         return Answer(data, blocks, OK if report.ok else PROBLEM)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar for somebody who watches a terminal; nothing where the output is piped."""
-    if is_plain(sys.stderr):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("[cyan]{task.description:<34.34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
 
 
 # -- text ------------------------------------------------------------------------------------------------
