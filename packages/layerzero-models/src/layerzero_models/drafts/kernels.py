@@ -124,10 +124,11 @@ def judge_tree(
 
 def _greedy_chain(draft_ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Keep candidates as long as they are the target's likeliest tokens."""
-    best = greedy(target.flatten(0, 1)).reshape(target.shape[:2])
-    kept = draft_ids == best[:, :-1]
-    count = (kept & (draft_ids >= 0)).long().cumprod(dim=1).sum(dim=1)
-    return _chain(draft_ids, count, best.gather(1, count.unsqueeze(1))), count
+    best = greedy(target)
+    kept = (draft_ids == best[:, :-1]) & (draft_ids >= 0)
+    count = kept.cumprod(dim=1).sum(dim=1)
+    place = torch.arange(best.shape[1], device=best.device)
+    return torch.where(place <= count.unsqueeze(1), best, -1), count  # what was kept is the likeliest
 
 
 def _chain(draft_ids: Tensor, count: Tensor, last: Tensor) -> Tensor:

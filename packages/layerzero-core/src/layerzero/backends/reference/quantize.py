@@ -136,7 +136,7 @@ def group_view(x: Tensor, scales: tuple[int, ...]) -> Tensor:
 
 
 def _at_least_tiny(step: Tensor) -> Tensor:
-    return torch.where(step == 0, 1.0, step.clamp(min=_TINY)).to(torch.float32)
+    return step.clamp(min=_TINY).masked_fill(step == 0, 1.0).to(torch.float32)
 
 
 def _affine(groups: Tensor, largest: float) -> tuple[Tensor, Tensor]:

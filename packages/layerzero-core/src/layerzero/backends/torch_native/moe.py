@@ -101,7 +101,9 @@ def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
 # -- the experts ---------------------------------------------------------------------------------------
 def _by_expert(topk_ids: Tensor, expert_offset: int, experts: int) -> tuple[Tensor, Tensor]:
     """Slots (token * k + place) sorted by expert, those of no expert here at the end; and where each expert ends."""
-    ids = topk_ids.flatten().to(torch.int64) - expert_offset
+    ids = topk_ids.flatten().to(torch.int64)
+    if expert_offset:
+        ids = ids - expert_offset
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
     found = ids.sort(stable=True)
     ends = torch.searchsorted(found.values, torch.arange(experts, device=ids.device), right=True)
@@ -136,9 +138,10 @@ def moe_segments(
     bounds = ends.tolist()
 
     narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
+    token_of = slots // top_k
 
-    def computed(mine: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        rows = x[mine // top_k]
+    def computed(start: int, end: int, first: Tensor, second: Tensor) -> Tensor:
+        rows = x[token_of[start:end]]
         if narrow:
             rows, first, second = rows.float(), first.float(), second.float()
         return F.linear(gated(F.linear(rows, first), activation, inner), second)
@@ -148,13 +151,13 @@ def moe_segments(
         # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
         parts = zip(_ranges(bounds), gate_up.unbind(0), down.unbind(0), strict=True)
-        rows = [computed(slots[start:end], first, second) for (start, end), first, second in parts]
+        rows = [computed(start, end, first, second) for (start, end), first, second in parts]
         results = results.index_copy(0, slots[: bounds[-1]], torch.cat(rows))
     else:
         for expert, (start, end) in enumerate(_ranges(bounds)):
             for first in range(start, end, tokens):
-                mine = slots[first : min(first + tokens, end)]
-                results[mine] = computed(mine, gate_up[expert], down[expert])
+                last = min(first + tokens, end)
+                results[slots[first:last]] = computed(first, last, gate_up[expert], down[expert])
     return _combined(results, topk_weights, topk_ids, expert_offset, experts).to(x.dtype)
 
 

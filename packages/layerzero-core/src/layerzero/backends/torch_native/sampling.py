@@ -57,9 +57,19 @@ def sample(*args: Any) -> Tensor:
     return reference.sample(*args, find=_kept)
 
 
-def sampling_probs(*args: Any) -> Tensor:
-    """The probabilities `sample` draws with."""
-    return reference.sampling_probs(*args, find=_kept)
+def sampling_probs(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> Tensor:
+    """The probabilities `sample` draws with; ranked by one sort where `sample_sorted` is the quicker one, too."""
+    certain = not isinstance(temperature, Tensor) and temperature <= 0
+    if certain or (logits.device.type == "cpu" and logits.shape[-1] >= _SMALL):
+        return reference.sampling_probs(logits, top_k, top_p, min_p, temperature, find=_kept)
+    weights, ids, head, hot = _ranked(logits, top_k, top_p, min_p, temperature)
+    if hot is not None:  # a row at temperature 0 has its likeliest token alone
+        weights = torch.where(hot, weights, torch.arange(weights.shape[-1], device=weights.device) == 0)
+    probs = weights.div_(weights.sum(dim=-1, keepdim=True)).mul_(head > -math.inf)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter_(1, ids, probs.to(dtype))
 
 
 def sample_topk_sorted(
@@ -85,6 +95,22 @@ def sample_sorted(
     """One stable sort of the vocabulary, filters on the ranking, one draw. The host never waits for the device."""
     if not isinstance(temperature, Tensor) and temperature <= 0:
         return reference.greedy(logits)
+    weights, ids, head, hot = _ranked(logits, top_k, top_p, min_p, temperature)
+    clocks = torch.empty(
+        weights.shape, dtype=weights.dtype, device=logits.device if generator is None else generator.device
+    )
+    clocks = clocks.exponential_(generator=generator).to(logits.device)
+    drawn = ids.gather(1, weights.div_(clocks).argmax(dim=-1, keepdim=True))
+    if hot is not None:
+        drawn = torch.where(hot, drawn, ids[:, :1])  # the likeliest, the lower id first among equals
+    return torch.where(head > -math.inf, drawn, -1).squeeze(1)
+
+
+def _ranked(
+    logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Weights, the likeliest first, zero for what the filters leave out; their ids; the largest logit of each row, by
+    which a row has a distribution; and, where they differ, which rows have a temperature above 0."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
         values, ids = values[:, :top_k], ids[:, :top_k]
@@ -96,7 +122,9 @@ def sample_sorted(
         column = reference.column(temperature, weights)
         hot = column > 0
         temperature = torch.where(hot, column, 1.0)
-    weights = weights.div_(temperature).exp_()
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        weights = weights.div_(temperature)
+    weights = weights.exp_()
     if isinstance(top_k, Tensor):
         limit = top_k.to(logits.device).reshape(-1, 1)
         rank = torch.arange(weights.shape[-1], device=logits.device)
@@ -106,23 +134,18 @@ def sample_sorted(
     if min_p is not None:
         least = reference.column(min_p, weights).clamp(max=1) if isinstance(min_p, Tensor) else min(min_p, 1.0)
         weights = weights.masked_fill_(weights < least, 0.0)
-    clocks = torch.empty(
-        weights.shape, dtype=weights.dtype, device=logits.device if generator is None else generator.device
-    )
-    clocks = clocks.exponential_(generator=generator).to(logits.device)
-    drawn = ids.gather(1, weights.div_(clocks).argmax(dim=-1, keepdim=True))
-    if hot is not None:
-        drawn = torch.where(hot, drawn, ids[:, :1])  # the likeliest, the lower id first among equals
-    return torch.where(head > -math.inf, drawn, -1).squeeze(1)
+    return weights, ids, head, hot
 
 
 def _beyond(weights: Tensor, top_p: Param) -> Tensor:
     """Which of the ranked weights lie beyond the smallest set that reaches top_p; the likeliest never does."""
-    mass = weights.cumsum(dim=-1)
-    share = reference.column(top_p, weights) if isinstance(top_p, Tensor) else top_p
-    goal = (mass[:, -1:] * (share - reference.SLACK)).clamp_(min=torch.finfo(weights.dtype).tiny)
-    found = mass.sub_(weights) >= goal
-    return found & (share < 1) if isinstance(share, Tensor) else found
+    mass, least = weights.cumsum(dim=-1), torch.finfo(weights.dtype).tiny
+    if not isinstance(top_p, Tensor):  # the whole is at least 1, the weight of the likeliest
+        goal = mass[:, -1:] * max(top_p - reference.SLACK, least)
+        return mass.sub_(weights) >= goal
+    share = reference.column(top_p, weights)
+    goal = (mass[:, -1:] * (share - reference.SLACK)).clamp_(min=least)
+    return (mass.sub_(weights) >= goal) & (share < 1)
 
 
 def _kept(
