@@ -150,6 +150,17 @@ def test_perfdb_show(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert re.match(r"\s+12.3 µs\b", text.splitlines()[2])
 
 
+def test_policy_show(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("policy.yaml").write_text(f"locks: {{rms_norm: {KERNELS[2]}}}\ndeny: [beta, gamma.*]\n", encoding="utf-8")
+    monkeypatch.setenv("LAYERZERO_CONFIG", "policy.yaml")
+    monkeypatch.setenv("LAYERZERO_DENY", "delta.rms_norm.y")
+    lz.reset()
+    text = page(monkeypatch, "policy", "show")
+    lz.reset()
+    holds("policy-show", text, width, KERNELS[2], "LAYERZERO_DENY", "perfdb.tune_samples")
+
+
 def test_a_word_longer_than_the_terminal_is_folded_and_nothing_of_it_lost(width: int) -> None:
     screen, long = Terminal(), "x" * 150
     show([Table(("kernel", "µs", "why"), [(long, "1.0", long)]), Line(long)], screen)

@@ -20,12 +20,16 @@ _KERNEL_ID: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){2,}")
 
 
 class Problem(NamedTuple):
-    """What is expected at a place, and what stands there. `known`: the keys there are, when the key itself is wrong."""
+    """What is expected at a place, and what stands there.
+
+    `known` are the keys there are, when the key itself is wrong; `allowed` the values, where they are few.
+    """
 
     place: Place
     expected: str
     value: object
     known: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -62,7 +66,7 @@ class Kind:
         """Everything that is wrong with a value, part by part; `written` in a file, where short forms are right."""
         given, value = value, self.short(value) if written else value
         if expected := self.wrong(value):
-            yield Problem(place, expected, value)
+            yield Problem(place, expected, value, allowed=tuple(map(str, self.schema.get("enum", ()))))
             return
         for name, kind, item in self.parts(value) if self.parts else ():
             if kind is not None:

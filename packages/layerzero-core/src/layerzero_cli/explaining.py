@@ -158,7 +158,7 @@ def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
         blocks.append(Line(f"holds for {', '.join(held)}", "dim", indent=2))
     blocks += [Line(f"note: {note.message}", "yellow", indent=2) for note in decision.notes]
     others = [item for item in decision.candidates if item.kernel_id != report.chosen]
-    shown = [item for item in others if everything or "PLATFORM_MISMATCH" not in (why.code for why in item.reasons)]
+    shown = [item for item in others if everything or all(why.code != "PLATFORM_MISMATCH" for why in item.reasons)]
     if others:
         blocks.append(Line())
     if shown:

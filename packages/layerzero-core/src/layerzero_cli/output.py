@@ -238,10 +238,11 @@ def _below(row: Sequence[Cell], names: Sequence[str], room: int) -> Iterator[lis
     """Cells that found no room in their row: several to a line with the names of their columns, the last by itself."""
     indent = " " * min(4, room // 4)
     units = [
-        Cell(f"{name} {line}" if name else line, cell.style)
+        Cell(line, cell.style)
         for cell, name in zip(row[:-1], names, strict=False)
-        for line in cell.text.split("\n")
-        if line.strip()
+        for text in cell.text.split("\n")
+        for line in _wrapped(f"{name} {text}" if name else text, room - len(indent))
+        if text.strip()
     ]
     line: list[Cell] = []
     for unit in units:

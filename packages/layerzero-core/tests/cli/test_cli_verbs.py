@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ from click.testing import CliRunner, Result
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC, public_op
+from layerzero.model.config import Policy
+from layerzero.policy.layers import merge
+from layerzero.policy.load import load_file
+from layerzero.settings import SETTINGS
 from layerzero_cli import output
 from layerzero_cli.output import Cell, Line, Table
 from layerzero_cli.root import VERBS, cli
@@ -318,6 +323,51 @@ def test_policy_check_points_at_line_and_key(tmp_path: Path) -> None:
     assert found["valid"] is False and (found["line"], found["key"]) == (2, "strict_mode")
     text = run("policy", "check", str(file), code=1).stdout
     assert f"{file}:2" in text and "strict_mode" in text
+
+
+def test_policy_check_reports_all_mistakes_at_once_with_what_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("cache: {ttl: 3}\non_fault: fallbak\nlokcs: {}\nstrict_mode: maybe\n", encoding="utf-8")
+    found = data("policy", "check", str(file), code=1)["mistakes"]
+    assert [(item["line"], item["key"]) for item in found] == [
+        (1, "cache.ttl"), (2, "on_fault"), (3, "lokcs"), (4, "strict_mode"),
+    ]  # fmt: skip
+    assert [item["hint"] for item in found][:3] == [f"did you mean {word}?" for word in ("ttl_s", "fallback", "locks")]
+    text = run("policy", "check", str(file), code=1).stdout
+    assert "4 mistakes" in text and all(item["message"] in text and item["hint"] in text for item in found[:3])
+
+
+def test_policy_init_writes_a_file_that_says_nothing_and_names_its_schema(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    made = data("policy", "init", str(file))
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# yaml-language-server: $schema=layerzero.schema.json"
+    assert json.loads(Path(made["schema"]).read_bytes()) == data("policy", "schema")
+    assert data("policy", "check", str(file)) == {"file": str(file), "valid": True, "warnings": [], "mistakes": []}
+    assert merge((load_file(file),)).to_json() == Policy().to_json()
+    keys = [line.removeprefix("#") for line in lines if re.match(r"#(?! \S)", line)]
+    file.write_text("\n".join(keys), encoding="utf-8")
+    assert data("policy", "check", str(file))["valid"] and len(load_file(file).rules) == 1
+    names = {item.key.rpartition(".")[2] for item in SETTINGS if item.key}
+    assert names <= {key.strip().partition(":")[0] for key in keys}
+    assert "exists already" in run("policy", "init", str(file), code=2).stderr
+    assert "not a YAML file" in run("policy", "init", str(tmp_path / "layerzero.toml"), code=2).stderr
+
+
+def test_policy_show_names_the_source_of_every_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("deny: [a]\ncache: {ttl_s: 60}\nrules:\n  - {match: {op: rope}, avoid: [b]}\n", encoding="utf-8")
+    for name, value in {"CONFIG": str(file), "DENY": "c", "LOCK_ROPE": "torch.rope.x", "PERFDB": "off"}.items():
+        monkeypatch.setenv(f"LAYERZERO_{name}", value)
+    lz.reset()
+    values = data("policy", "show")["values"]
+    assert set(values) == {*(item.key for item in SETTINGS if item.key), "rules"}
+    assert values["deny"] == {"value": ["c", "a"], "from": [str(file), "LAYERZERO_DENY"]}
+    assert values["cache.ttl_s"] == {"value": 60.0, "from": [str(file)]}
+    assert values["cache.max_entries"] == {"value": 10_000, "from": []}
+    assert values["locks"] == {"value": {"rope": "torch.rope.x"}, "from": ["LAYERZERO_LOCK_<NAME>"]}
+    assert values["perfdb.enabled"] == {"value": False, "from": ["environment"]}
+    assert values["rules"] == {"value": 1, "from": [f"{file}:4"]}
 
 
 def test_policy_check_warns_of_what_reaches_nothing(tmp_path: Path) -> None:

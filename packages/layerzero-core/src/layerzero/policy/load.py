@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -36,6 +36,7 @@ __all__ = [
     "from_mapping",
     "load_discovered",
     "load_file",
+    "mistakes",
     "read_bytes",
 ]
 
@@ -96,14 +97,25 @@ def from_bytes(
     raw: bytes, name: str, *, trusted: bool = True, known_fields: Collection[str] | None = None
 ) -> PolicyLayer:
     """`load_file` for content that is already read."""
+    return _layer(_parsed(raw, name), Level.FILE, trusted, known_fields)
+
+
+def mistakes(path: str | os.PathLike[str], *, known_fields: Collection[str] | None = None) -> list[ConfigurationError]:
+    """Everything that is wrong with a file, in its order; what cannot be read or parsed at all is one mistake."""
+    try:
+        parsed = _parsed(read_bytes(path), os.fspath(path))
+    except ConfigurationError as error:
+        return [error]
+    return list(_mistakes(parsed, True, known_fields))
+
+
+def _parsed(raw: bytes, name: str) -> Parsed:
     base, suffix = os.path.basename(name), os.path.splitext(name)[1].lower()
     if suffix in (".yaml", ".yml"):
-        parsed = parse_yaml(raw, name)
-    elif suffix == ".toml":
-        parsed = parse_toml(raw, name, ("tool", "layerzero") if base == "pyproject.toml" else ())
-    else:
-        raise ConfigurationError(f"{name}: unknown kind of policy file", value=suffix, limit=".yaml, .yml or .toml")
-    return _layer(parsed, Level.FILE, trusted, known_fields)
+        return parse_yaml(raw, name)
+    if suffix == ".toml":
+        return parse_toml(raw, name, ("tool", "layerzero") if base == "pyproject.toml" else ())
+    raise ConfigurationError(f"{name}: unknown kind of policy file", value=suffix, limit=".yaml, .yml or .toml")
 
 
 def from_mapping(
@@ -123,29 +135,42 @@ def from_mapping(
 def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection[str] | None) -> PolicyLayer:
     from layerzero.policy.schema import FILE
 
-    for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            shown = ascii(text)[:60]
-            raise _problem(
-                parsed, place, f"{spell(place)}: {shown} holds half a character", value=shown, limit="whole characters"
-            )
-    problems = list(FILE.problems(parsed.data, written=True))
-    if problems:  # the one that stands first in the file; the others are found once it is corrected
-        raise _refusal(parsed, min(problems, key=lambda problem: parsed.line_of(problem.place) or 0))
-    if not trusted:
-        _refuse_widening(parsed)
+    for mistake in _mistakes(parsed, trusted, known_fields):  # the one that stands first in the file
+        raise mistake
     said = FILE.spelled_out(parsed.data)
-    rules = [_rule(parsed, index, entry, known_fields) for index, entry in enumerate(said.pop("rules", ()))]
+    rules = [_rule(parsed, index, entry) for index, entry in enumerate(said.pop("rules", ()))]
     said.pop("version", None)
     return PolicyLayer.of(level, source=parsed.name, rules=rules, **said)
 
 
-def _rule(parsed: Parsed, index: int, entry: Mapping[str, Any], known_fields: Collection[str] | None) -> Rule:
+def _mistakes(parsed: Parsed, trusted: bool, known_fields: Collection[str] | None) -> Iterator[PolicyValidationError]:
+    """What is wrong, in the order of the file; what widens trust and unknown context fields, once the rest is right."""
+    from layerzero.policy.schema import FILE
+
+    for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            shown = ascii(text)[:60]
+            yield _problem(
+                parsed, place, f"{spell(place)}: {shown} holds half a character", value=shown, limit="whole characters"
+            )
+            return
+    problems = sorted(FILE.problems(parsed.data, written=True), key=lambda item: parsed.line_of(item.place) or 0)
+    yield from (_refusal(parsed, problem) for problem in problems)
+    if problems:
+        return
+    if not trusted:
+        yield from _widening(parsed)
+    if known_fields is None:
+        return
+    for index, entry in enumerate(FILE.spelled_out(parsed.data).get("rules", ())):
+        for name in entry.get("match", {}).get("when", ()):
+            if name not in known_fields:
+                yield _unknown(parsed, ("rules", index, "match", "when", name), known_fields, "context field")
+
+
+def _rule(parsed: Parsed, index: int, entry: Mapping[str, Any]) -> Rule:
     line = parsed.line_of(("rules", index))
     match = entry.get("match", {})
-    for name in match.get("when", ()):
-        if known_fields is not None and name not in known_fields:
-            raise _unknown(parsed, ("rules", index, "match", "when", name), known_fields, "context field")
     return Rule(
         match_op=match.get("op", "*"),
         when=tuple(c for name, wanted in match.get("when", {}).items() for c in parse_conditions(name, wanted)),
@@ -162,7 +187,9 @@ def _refusal(parsed: Parsed, problem: Problem) -> PolicyValidationError:
     if problem.known:
         return _unknown(parsed, problem.place, problem.known, "key")
     text = f"{spell(problem.place)}: {problem.text}"
-    return _problem(parsed, problem.place, text, value=text)
+    near = nearest(str(problem.value), problem.allowed, 1)
+    hint = {"hint": f"did you mean {near[0]}?"} if near else {}
+    return _problem(parsed, problem.place, text, value=text, **hint)
 
 
 def _unknown(parsed: Parsed, place: Place, known: Collection[str], what: str) -> PolicyValidationError:
@@ -185,25 +212,25 @@ def _problem(parsed: Parsed, place: Place, text: str, **kwargs: Any) -> PolicyVa
     return PolicyValidationError(f"{where}: {text}", line=line, key=spell(place), **kwargs)
 
 
-def _refuse_widening(parsed: Parsed) -> None:
+def _widening(parsed: Parsed) -> Iterator[PolicyValidationError]:
     """Law: nothing found in the working directory widens trust."""
     for key, narrowing in _NARROWING.items():
         for entry, value in (parsed.data.get(key) or {}).items():
             only = narrowing.get(entry)
             if entry not in narrowing or (only is not ... and value is not only):
-                raise _widens(parsed, (key, entry))
+                yield _widens(parsed, (key, entry))
     for key, only in _NARROW_KEYS.items():
         if parsed.data.get(key, only) != only:
-            raise _widens(parsed, (key,))
+            yield _widens(parsed, (key,))
     isolation = parsed.data.get("isolation") or {}
     for backend, entry in isolation.items() if isinstance(isolation, dict) else (("*", isolation),):
         if isinstance(entry, dict):  # variables, paths and hidden modules decide which code runs
             foreign = [key for key in entry if key not in ("mode", "deadline_s", "start_s")]
             if foreign:
-                raise _widens(parsed, ("isolation", backend, foreign[0]))
+                yield _widens(parsed, ("isolation", backend, foreign[0]))
             entry = entry.get("mode", "subprocess")
         if entry != "subprocess":
-            raise _widens(parsed, ("isolation",))
+            yield _widens(parsed, ("isolation",))
 
 
 def _widens(parsed: Parsed, place: Place) -> PolicyValidationError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from layerzero.kinds import KERNEL, PATTERN, TEXT, Kind, items, maybe, pairs, table, words
 from layerzero.policy.rules import parse_conditions
-from layerzero.settings import GROUPS, POLICY
+from layerzero.settings import GROUPS, POLICY, SETTINGS
 
-__all__ = ["FILE", "json_schema"]
+__all__ = ["FILE", "commented", "json_schema"]
 
 
 def _condition(wanted: object) -> str | None:
@@ -55,3 +56,27 @@ def json_schema() -> Mapping[str, Any]:
     keys = {**keys, **{name: {"$ref": f"#/$defs/{name}"} for name in GROUPS}, "rules": rules}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "LayerZero policy"}
     return {**head, **FILE.schema, "properties": keys, "$defs": parts}
+
+
+def commented(schema: str) -> str:
+    """A policy file that says nothing yet: every key as a comment with its meaning and its default.
+
+    A setting stands right behind its #, so that taking that away sets it; remarks keep a blank.
+    `schema` is the name of the JSON Schema beside it, by which editors complete and check.
+    """
+    lines = [
+        f"# yaml-language-server: $schema={schema}",
+        "# Policy of LayerZero. Every key may be absent; what stands here are the defaults.",
+        "# `lz policy check` checks the file, `lz policy show` shows what holds and where it comes from.",
+        "version: 1",
+    ]
+    group = ""
+    for item in (item for item in SETTINGS if item.key):
+        top, _, name = item.key.partition(".")
+        value = json.dumps(list(item.default) if isinstance(item.default, tuple) else item.default)
+        if name and top != group:
+            lines += ["", f"# {GROUPS[top]}", f"#{top}:"]
+        lines += [f"#  {name}: {value}  # {item.doc}"] if name else ["", f"# {item.doc}", f"#{top}: {value}"]
+        group = top
+    rule = ["#rules:", '#  - match: {op: attention, when: {seq_len_q: ">=1024"}}', "#    prefer: [sdpa]"]
+    return "\n".join([*lines, "", f"# {FILE.schema['properties']['rules']['description']}", *rule]) + "\n"
