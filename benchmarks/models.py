@@ -2,6 +2,7 @@
 
     python benchmarks/models.py --machine NAME [--device cuda|cpu] [--json FILE] [--quick] [--seconds N] [--only WORDS]
                                 [--width 512|2048]
+    python benchmarks/models.py --machine NAME --generate [--ways NAMES] …
 
 The model has the architecture of Llama 3.2 1B on a GPU and a small one on a CPU, with random weights, twice with the
 same numbers: once as transformers runs it (`attn_implementation="sdpa"`), once patched. Contestants:
@@ -15,6 +16,14 @@ Prefill is a forward pass over a prompt with logits for its last token, as `gene
 after another, each the most probable one, over a context of --context tokens. Every round times everyone; a ratio is
 the median of the ratios within a round. Logits are compared before anything is timed. Kernels are compiled first. What
 a patched call costs beyond its kernel is measured around an empty kernel, as in overhead.py. Writes JSON.
+
+With --generate whole calls of it are timed instead, after a prompt of 500 tokens (--prompt), 128 new ones, for two
+architectures and two batch sizes; contestants (--ways), the first being what everything is divided by:
+
+    stock static    `cache_implementation="static"`: transformers compiles the decode step and replays it as a graph
+    patched static  the same after `lz.patch`
+    graphs          `lz.patch(model, graphs=True)`
+    stock, patched  eager, dynamic cache
 
 On a CPU `generate` itself is timed as well, its tokens compared, and a step of decode is divided by part. Where the
 processor has no instructions for it, torch multiplies bf16 matrices a hundred times slower: there bf16 is measured with
@@ -38,7 +47,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models_decoding import Decoding, Graphed, shares
-from models_generate import generate_case
+from models_generate import ARCHITECTURES, WAYS, contestants_of, generate_case, made
 from models_overhead import overheads
 from timing import RESULTS, commit, machine, write_json
 
@@ -180,6 +189,51 @@ def decode_case(
     return {"batch": batch, "context": context, "logits": logits, **({"failed": failed} if failed else {}), **found}
 
 
+def run_generate(args: argparse.Namespace, path: Path) -> None:
+    import transformers
+
+    cuda = args.device == "cuda"
+    sync = torch.cuda.synchronize if cuda else nothing
+    lz.configure(jit="block")
+    # On a CPU nothing is compiled or captured by itself.
+    ways = args.ways.split(",") if args.ways else list(WAYS) if cuda else ["stock", "patched"]
+    changes: dict[str, Any] = {"num_hidden_layers": 2} if args.quick else {}
+    if not cuda:
+        changes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, **changes}
+    figures: dict[str, Any] = {}
+    found = {
+        "benchmark": "models_generate",
+        "commit": commit(),
+        "command": "python benchmarks/models.py " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "transformers": transformers.__version__,
+        "ways": ways,
+        "figures": figures,
+    }
+    for architecture in ARCHITECTURES:
+        names = {batch: f"{architecture} B{batch}" for batch in ((1, 24) if cuda else (1, 4))}
+        wanted = [b for b, name in names.items() if not args.only or any(w in name for w in args.only.split(","))]
+        if not wanted:
+            continue
+        stock = made(architecture, args.device, torch.bfloat16 if cuda else torch.float32, **changes)
+        found.setdefault("weights", {})[architecture] = sum(p.nbytes for p in stock.parameters())
+        contestants = contestants_of(stock, ways)
+        for batch in wanted:
+            ids = prompt(batch, args.prompt or (500 if cuda else 64), stock.config.vocab_size, args.device)
+            try:
+                row = generate_case(contestants, ids, 128 if cuda else 32, timed, sync, args.seconds)
+            except Exception:
+                row = {"failed": traceback.format_exc()[-1500:]}
+            figures[names[batch]] = row
+            write_json(path, found)
+            print(names[batch], row.get("times faster", row.get("failed")), row.get("tokens_per_s", ""), flush=True)
+        if "graphs" in contestants:
+            figures[names[wanted[-1]]]["patched"] = str(lz.patched(contestants["graphs"][0]))
+            write_json(path, found)
+        del stock, contestants
+        gc.collect()
+
+
 def run(args: argparse.Namespace, path: Path) -> None:
     cuda = args.device == "cuda"
     config, types = (ONE_B, ["bfloat16"]) if cuda else (SMALL, ["float32"])
@@ -237,7 +291,7 @@ def run(args: argparse.Namespace, path: Path) -> None:
         if not cuda:
             ids = prompt(1, 8 if slow else 32, config["vocab_size"], args.device)
             case(f"generate {word}", lambda s=stock, p=patched, i=ids, n=4 if slow else 32: generate_case(
-                s, p, i, n, timed, sync, args.seconds))  # fmt: skip
+                {"stock": (s, {}), "patched": (p, {})}, i, n, timed, sync, args.seconds))  # fmt: skip
         found["patched"] = str(lz.patched(patched))
         del stock, patched
         gc.collect()
@@ -261,12 +315,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--deny", default="", help="kernels that may not run, globs parted by commas")
     parser.add_argument("--width", type=int, default=512, choices=(512, 2048), help="of the model on a CPU")
+    parser.add_argument("--generate", action="store_true", help="whole calls of generate, for two architectures")
+    parser.add_argument("--ways", default="", help=f"of --generate, parted by commas: {', '.join(WAYS)}")
     parser.add_argument("--only", default="", help="cases whose names contain one of these words")
     args = parser.parse_args()
     args.context = args.context or (1024 if args.device == "cuda" else 256)
-    name = "models.json" if args.device == "cuda" else "models_cpu.json"
+    name = "models_generate" if args.generate else "models"
+    name += ".json" if args.device == "cuda" else "_cpu.json"
     with torch.no_grad():
-        run(args, args.json or RESULTS / args.machine / name)
+        (run_generate if args.generate else run)(args, args.json or RESULTS / args.machine / name)
 
 
 if __name__ == "__main__":

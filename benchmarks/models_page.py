@@ -32,8 +32,35 @@ def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(((part, share) for part, share in shares.items() if share >= 1.0), key=lambda item: -item[1])
 
 
+def _generate_section(name: str, data: dict[str, Any]) -> str:
+    machine, ways = data["machine"], data["ways"]
+    cuda = "--device cpu" not in data["command"] and machine["gpu"]
+    device = machine["gpu"] if cuda else f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"
+    rows = [row for row in data["figures"].values() if "prompt" in row]
+    lengths = f"{rows[0]['new']} new tokens after {rows[0]['prompt']}, " if rows else ""
+    lines = [
+        f"## {name}: generate ({'GPU' if cuda else 'CPU'})",
+        "",
+        f"{device}; Python {machine['python']}, torch {machine['torch']}, transformers {data['transformers']}; load "
+        f"before the run {machine['load']}; commit `{data['commit']}`; {lengths}random weights. Tokens a second of "
+        f"whole calls, and how many times faster than `{ways[0]}`. Repeat: `{data['command']}`.",
+        "",
+        f"| case | {' | '.join(ways)} | tokens |",
+        "|---|" + "---:|" * (len(ways) + 1),
+    ]
+    for case, row in data["figures"].items():
+        if "tokens_per_s" not in row:
+            lines.append(f"| {case} | failed |" + " |" * len(ways))
+            continue
+        cells = [f"{row['tokens_per_s'][way]:,.0f} ({row['times faster'][way]:.2f}×)" for way in ways]
+        lines.append(f"| {case} | {' | '.join(cells)} | {_apart(row)} |")
+    return "\n".join(lines) + "\n"
+
+
 def models_section(name: str, data: dict[str, Any]) -> str:
-    """A Llama of transformers as it comes, and after `lz.patch`."""
+    """A Llama of transformers as it comes, and after `lz.patch`; or whole calls of `generate`."""
+    if data["benchmark"] == "models_generate":
+        return _generate_section(name, data)
     machine, model = data["machine"], data["model"]
     device = machine["gpu"] if "--device cpu" not in data["command"] else None
     device = device or f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"

@@ -50,12 +50,13 @@ def _timed(contestants, sync, units, seconds):
 def test_generate_says_whether_the_tokens_are_the_same_and_how_far(bench, llama):
     case = bench["models_generate"].generate_case
     ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
-    same = case(llama, copy.deepcopy(llama), ids, 6, _timed, lambda: None, 0.0)
+    both = {"stock": (llama, {}), "patched": (copy.deepcopy(llama), {})}
+    same = case(both, ids, 6, _timed, lambda: None, 0.0)
     assert (same["identical"], same["agree"], same["new"]) == (True, 6, 6)
     assert same["tokens_per_s"] == {"stock": 1000.0, "patched": 1000.0}
     other = copy.deepcopy(llama)
     other.lm_head.weight.data = other.lm_head.weight.data.flip(0).clone()  # the best token becomes another one
-    found = case(llama, other, ids, 6, _timed, lambda: None, 0.0)
+    found = case({**both, "patched": (other, {})}, ids, 6, _timed, lambda: None, 0.0)
     assert not found["identical"] and found["agree"] < 6
     section = bench["models_page"]._apart
     assert section(same) == "the same tokens" and section(found).startswith(f"the same {found['agree']} first tokens")
@@ -77,3 +78,20 @@ def test_a_step_is_divided_into_parts_that_make_a_whole(bench, llama):
     row = {"per cent of a step": {"stock": {"linear": 60.0, "norm": 0.4, "Python": 39.6}}}
     text = bench["models_page"]._step("decode", row)
     assert text.strip() == "A step of decode, as a profiler divides it: stock: linear 60 %, Python 40 %."
+
+
+def test_generate_is_timed_in_every_way_and_the_page_shows_each(bench, llama):
+    generate, page = bench["models_generate"], bench["models_page"]
+    ways = generate.contestants_of(llama, generate.WAYS)
+    assert list(ways) == ["stock static", "patched static", "graphs", "stock", "patched"]
+    assert ways["stock"][0] is ways["stock static"][0] is llama and ways["graphs"][0] is not ways["patched"][0]
+    ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
+    row = generate.generate_case(ways, ids, 6, _timed, lambda: None, 0.0)
+    assert row["identical"]
+    machine = {"gpu": "a GPU", "python": "3", "torch": "2", "load": 0.1}
+    data = {
+        "benchmark": "models_generate", "machine": machine, "command": "python …", "commit": "c", "transformers": "5",
+        "ways": list(ways), "figures": {"llama-1b B2": row, "other B2": {"failed": "…"}},
+    }  # fmt: skip
+    text = page.models_section("here", data)
+    assert "| llama-1b B2 | 1,000 (1.00×) |" in text and "6 new tokens after 5" in text and "other B2 | failed" in text
