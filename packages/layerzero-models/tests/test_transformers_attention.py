@@ -128,6 +128,26 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]
     assert calls == [(None, 9, 9)] * 3 + [(None, 1, 10)] * 3 + [(None, 1, 11)] * 3 + [(None, 1, 12)] * 3
 
 
+def test_a_mask_over_a_static_cache_is_read_by_nobody_until_an_attention_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled forward never asks: reading whether a token is hidden would make each of its steps wait."""
+    config = zoo.made("llama").config
+    reads: list[Any] = []
+    real = masking._padded
+    monkeypatch.setattr(masking, "_padded", lambda found: reads.append(found) or real(found))
+    for hidden in (False, True):
+        tokens = torch.ones(2, 6, dtype=torch.long)
+        tokens[0, 0] = not hidden
+        mask = masking.mask(
+            2, 1, 9, torch.tensor(5), 0, config=config, attention_mask=tokens, allow_is_causal_skip=False
+        )
+        assert mask is not None and reads == []
+        note = masking.noted(mask)
+        assert (note is None) is hidden and len(reads) == 1
+        assert masking.noted(mask) is note and len(reads) == 1  # all layers share it
+        assert note is None or int(note.used) == 6
+        reads.clear()
+
+
 def test_a_mask_that_was_changed_has_lost_its_note() -> None:
     config = zoo.made("llama").config
     mask = masking.mask(1, 4, 9, 5, 0, config=config)

@@ -1,4 +1,4 @@
-"""The choice inside a compiled graph: ops that only move memory are written out, unless somebody asks for more."""
+"""The choice inside a compiled graph: what can be written out is, unless somebody asks for more or it was measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import layerzero as lz
 from layerzero.dispatch.run import current_world, describe
+from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import Platform
 from layerzero.model.op import OperationSpec
 from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.current import builtin_ops
@@ -19,12 +21,12 @@ from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements
 
 BUILTIN = load_plugins(entry_points=()).registry
-FAST = "vendor.rms_norm.fast"
+FAST, PRODUCT = "vendor.rms_norm.fast", "vendor.linear.fast"
 
 
 @pytest.fixture(autouse=True)
 def fresh(lab):
-    state.use(BUILTIN.add([lab.kernel(FAST, priority=90.0), lab.kernel("vendor.linear.fast", priority=90.0)]))
+    state.use(BUILTIN.add([lab.kernel(FAST, priority=90.0), lab.kernel(PRODUCT, priority=90.0)]))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -75,14 +77,56 @@ def test_explain_says_what_stands_in_the_graph_and_why():
     assert report.decision.candidates[0].kernel_id == "torch.rms_norm.native"
     assert report.decision.ranking[:2] == ("torch.rms_norm.native", FAST)
     assert lz.explain("rms_norm", X, WEIGHT).chosen == FAST
-    assert notes(lz.explain("linear", X, MATRIX, compiled=True)) == ["OPAQUE_IN_GRAPH"]
+    assert lz.which("linear", X, MATRIX) == PRODUCT
+    assert lz.which("linear", X, MATRIX, compiled=True) == "torch.linear.native"
 
 
-def test_a_product_keeps_the_kernel_of_eager_calls(lab):
+def test_a_product_that_nobody_measured_is_written_out(lab):
     call, counter = compiled(lambda x, w: lz.linear(x, w))
     with torch.no_grad():
         _, ran = lab.run(call, X, MATRIX)
-    assert ran == ["vendor.linear.fast"] and opaque(counter) == ["layerzero.linear.call"]
+    assert ran == [] and opaque(counter) == []
+
+
+NATIVE = "torch.linear.native"
+
+
+@pytest.mark.parametrize(
+    ("device", "eager", "graph", "chosen"),
+    [
+        # On a CPU the opaque op itself costs 30 µs.
+        ("cpu", {PRODUCT: 100.0, NATIVE: 200.0}, {}, PRODUCT),
+        ("cpu", {PRODUCT: 10.0, NATIVE: 30.0}, {}, NATIVE),
+        ("cpu", {PRODUCT: 100.0}, {}, NATIVE),
+        # On a GPU a short eager call may be nothing but its launch.
+        ("cuda", {PRODUCT: 10.0, NATIVE: 30.0}, {}, NATIVE),
+        ("cuda", {PRODUCT: 100.0, NATIVE: 200.0}, {}, PRODUCT),
+        ("cuda", {PRODUCT: 10.0, NATIVE: 30.0}, {PRODUCT: 5.0, NATIVE: 6.0}, PRODUCT),
+        ("cuda", {PRODUCT: 100.0, NATIVE: 200.0}, {PRODUCT: 6.0, NATIVE: 5.0}, NATIVE),
+    ],
+)
+def test_a_foreign_product_stands_in_a_graph_where_it_was_measured_to_win_there(lab, device, eager, graph, chosen):
+    platforms = frozenset({Platform.CPU, Platform.CUDA})
+    state.use(BUILTIN.add([lab.kernel(PRODUCT, priority=90.0, platforms=platforms, grid_layout="library")]))
+    world = current_world()
+    spec: OperationSpec = world.ops["linear"]
+    times = Measurements(lambda name, ctx: (graph if ctx.capturing else eager).get(name), "some")
+    world = world.changed(measurements=times)
+    ctx = describe(spec, (X, MATRIX, None, None), None, None, world)
+    if device == "cuda":
+        ctx = replace(ctx, device=DeviceSpec.for_sm(90))
+    first = select(ctx, world)
+    decision = in_graph(first, world, lambda kernel: bool(kernel.traceable))
+    assert first.chosen == PRODUCT and decision.chosen == chosen
+    assert decision.notes[-1].code.value == ("OPAQUE_IN_GRAPH" if chosen == PRODUCT else "FUSED_IN_GRAPH")
+
+
+def test_no_kernel_of_last_resort_is_written_out_in_place_of_one_that_computes(lab):
+    """The reference of attention holds all scores at once."""
+    kernel = lab.kernel("vendor.attention.fast", priority=90.0)
+    state.use(BUILTIN.add([kernel]))
+    q = rand(1, 2, 4, 8)
+    assert lz.which("attention", q, q, q, softcap=5.0, compiled=True) == "vendor.attention.fast"
 
 
 ASKED = {

@@ -1,19 +1,20 @@
-"""The choice inside a compiled graph: an op that only moves memory is worth more written out than as one fast launch.
+"""The choice inside a compiled graph: a foreign kernel stands there only where it was measured to win there.
 
-A compiler fuses a norm, a rotation or a gated activation that it can look into with what stands around it, and so
-saves reading and writing the tensor once more; a vendor's kernel is one opaque call that it has to keep whole. So for
-these ops (`Op.fusable`) the best kernel that can be written out is taken in place of an opaque one that ranks higher,
-unless the caller, the policy or a solved table asks for that one, or measurements say that it wins clearly. Attention,
-products and all else that computes more than it moves keeps the choice of eager calls.
+A compiler fuses what it can look into with what stands around it, replays it without a launch, and so saves reading and
+writing tensors once more; a vendor's kernel is one opaque call that it has to keep whole. So the best kernel that can
+be written out is taken in place of an opaque one that ranks higher, unless the caller, the policy or a solved table
+asks for that one, or measurements say that it wins inside a graph. Times of eager calls say so as far as launches have
+no part in them. An op that only moves memory (`Op.fusable`) has to win clearly, over its compiled form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layerzero.model.decision import Candidate, Decision, Trace
 from layerzero.model.enums import Platform
+from layerzero.model.expectation import SHIPPED
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.proof import kind_of
 from layerzero.reasons import Reason, ReasonCode, reason
@@ -22,11 +23,17 @@ from layerzero.selection.world import World
 
 __all__ = ["in_graph"]
 
-# An opaque kernel wins clearly where it takes less than half of what the compiled form takes by itself: fused, that
-# form saves up to one reading and one writing of what is between.
+# Of an op that only moves memory an opaque kernel wins clearly where it takes less than half of what the compiled form
+# takes by itself: fused, that form saves up to one reading and one writing of what is between.
 _CLEARLY = 2.0
 # Whose measurements are those of the compiled form by itself.
 _COMPILED = "inductor"
+# µs: below, an eager call on a GPU may be nothing but its launch, which a replayed graph does not pay.
+_LAUNCH_US = 50.0
+# µs that a graph on a CPU pays for each opaque op: 27 on a Neoverse N1.
+_CROSSING_US = 30.0
+# What compilers do not fuse is not written out by a kernel that its author means as a last resort.
+_USUAL = 10.0
 
 
 def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], bool]) -> Decision:
@@ -40,22 +47,29 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     first = kernels.get(decision.chosen)
     if first is None or open_to(first):
         return decision
-    if not getattr(world.ops[decision.op], "fusable", False):
-        return _opaque(decision, "an op that compilers do not fuse")
     if decision.context.backend is not None:
         return _opaque(decision, "the call asks for it")
     if decision.locked:
         return _opaque(decision, "locked")
     if any(note.code is ReasonCode.PLAN_FOLLOWED for note in decision.notes):
         return _opaque(decision, "the dispatch table names it")
+    fused = bool(getattr(world.ops[decision.op], "fusable", False))
     others = [kernels[name] for name in decision.ranking[1:] if name in kernels]
-    instead = next((kernel for kernel in others if open_to(kernel)), None)
-    if instead is None:
+    written = [kernel for kernel in others if open_to(kernel) and (fused or kernel.priority >= _USUAL)]
+    if not written:
         return _opaque(decision, "no other kernel that fits can be written out")
+    instead = written[0]
     if _wanted(decision, first.kernel_id) > _wanted(decision, instead.kernel_id):
         return _opaque(decision, "the policy prefers it")
-    times = _measured(decision, world, first)
-    if times is not None and times[0] * _CLEARLY < times[1]:
+    if fused:
+        rivals = [k.kernel_id for k in world.registry.by_op(decision.op) if k.backend == _COMPILED]
+        times = _in_graphs(decision, world, first, rivals)
+        wins = times is not None and times[0] * _CLEARLY < times[1]
+    else:
+        rivals = [kernel.kernel_id for kernel in written]
+        times = _in_graphs(decision, world, first, rivals) or _elsewhere(decision, first, rivals)
+        wins = times is not None and times[0] * (1.0 + world.measurements.noise) < times[1]
+    if wins and times is not None:
         return _opaque(decision, f"measured {times[0]:.1f} µs, compiled by itself {times[1]:.1f} µs")
     return _moved(decision, first, instead)
 
@@ -93,15 +107,39 @@ def _checked(decision: Decision, world: World) -> Decision:
     )
 
 
-def _measured(decision: Decision, world: World, first: KernelSpec) -> tuple[float, float] | None:
-    """The opaque kernel's µs and those of the compiled form; on a GPU as measured in CUDA graphs, without launches."""
+def _in_graphs(
+    decision: Decision, world: World, first: KernelSpec, rivals: Sequence[str]
+) -> tuple[float, float] | None:
+    """The opaque kernel's µs and those of the best rival; on a GPU as measured in CUDA graphs, without launches."""
     lookup, ctx = world.measurements.lookup, decision.context
-    if ctx.device.platform is not Platform.CPU:
+    on_cpu = ctx.device.platform is Platform.CPU
+    if not on_cpu:
         ctx = replace(ctx, capturing=True)
     own = lookup(first.kernel_id, ctx)
-    rivals = [k.kernel_id for k in world.registry.by_op(decision.op) if k.backend == _COMPILED]
     known = [time for name in rivals if (time := lookup(name, ctx)) is not None]
-    return None if own is None or not known else (own, min(known))
+    if own is None or not known:
+        return None
+    fused = bool(getattr(world.ops[decision.op], "fusable", False))
+    return own + (_CROSSING_US if on_cpu and not fused else 0.0), min(known)
+
+
+def _elsewhere(decision: Decision, first: KernelSpec, rivals: Sequence[str]) -> tuple[float, float] | None:
+    """The same by eager calls, here or on a machine like this one, where the launch cannot have decided."""
+    own = _eager(decision, first.kernel_id)
+    known = [time for name in rivals if (time := _eager(decision, name)) is not None]
+    if own is None or not known:
+        return None
+    if decision.context.device.platform is Platform.CPU:
+        return own + _CROSSING_US, min(known)
+    return (own, min(known)) if own >= _LAUNCH_US else None
+
+
+def _eager(decision: Decision, kernel_id: str) -> float | None:
+    found = decision.candidate(kernel_id)
+    expected = found.expected
+    if found.measured_us is not None or expected is None or expected.source != SHIPPED:
+        return found.measured_us
+    return expected.ratio * expected.base_us
 
 
 def _wanted(decision: Decision, kernel_id: str) -> tuple[int, float]:

@@ -150,12 +150,26 @@ def _guard(found: basis.Basis) -> None:
 _OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "_ops", "backends", "model", "dispatch"))
 
 
+def _needless(guard: Any) -> bool:
+    """Whether a guard is on our own modules, or says of a patched part what others say as well.
+
+    That two names mean one object is asked in Python, at every run, by a walk from the model down to both. That the
+    forward kept on a part is bound to that part, and that parts of one type have the same type, follows from the guards
+    on the code of the forward and on the type of each part, which are asked in C++ and stay.
+    """
+    name = guard.name
+    if name.startswith(_OURS):
+        return True
+    aliases = getattr(getattr(guard.create_fn, "func", None), "__name__", "") == "DUPLICATE_INPUT"
+    return aliases and (name.endswith(".forward.__self__") or name.startswith("type("))
+
+
 def _tidy(ctx: Any) -> None:
     """Take out of the graph's guards those on our own modules, which tracing them has left."""
     try:
         output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
         guards = output.tracing_context.guards_context.dynamo_guards.inner
-        for guard in [item for item in guards if item.name.startswith(_OURS)]:
+        for guard in [item for item in guards if _needless(item)]:
             guards.discard(guard)
     except _GIVES_UP:
         basis._log.debug("guards on our own modules stay", exc_info=True)

@@ -37,9 +37,27 @@ class Note:
     used: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """In place of the note on a mask over a static cache: whether a token is hidden is read when an attention asks.
+
+    Reading it waits for the device. A compiled forward never asks, so its steps are queued without a wait.
+    """
+
+    padding: Tensor | None
+
+    def note(self, found: Tensor) -> Note | None:
+        # Without padding the places in use are those that the mask shows.
+        return None if _padded(self.padding) else Note(used=found[0, 0, 0].sum())
+
+
 def noted(attention_mask: Any) -> Note | None:
     """The note on a mask made here and not changed since."""
-    return getattr(attention_mask, _ATTRIBUTE, None)
+    found: Note | _Unread | None = getattr(attention_mask, _ATTRIBUTE, None)
+    if isinstance(found, _Unread):
+        found = found.note(attention_mask)
+        setattr(attention_mask, _ATTRIBUTE, found)
+    return found
 
 
 def mask(
@@ -83,15 +101,14 @@ def mask(
     )
     if found is None or compiling:
         return found
-    if static and not _padded(attention_mask):
-        # A copy: the cache counts on in the same tensor.
-        return with_note(found, Note(used=q_offset + 1))
+    if static:
+        return with_note(found, _Unread(attention_mask))
     if said and (causal or window is not None) and not _padded(attention_mask):
         return with_note(found, Note("bottom_right", window))
     return found
 
 
-def with_note(found: Tensor, note: Note) -> Tensor:
+def with_note(found: Tensor, note: Note | _Unread) -> Tensor:
     """The same mask, saying what it says."""
     setattr(found, _ATTRIBUTE, note)
     return found

@@ -1,5 +1,7 @@
 """The forwards that patched parts get, and what each of them keeps. All are methods, so that a copy of a model made
 with `copy.deepcopy` is patched too, by itself.
+
+Each asks first whether it is traced: what Dynamo sees a forward read it guards, and asks again before every run.
 """
 
 from __future__ import annotations
@@ -85,11 +87,13 @@ def layer_norm(self: Any, x: Tensor) -> Tensor:
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(residual + x), residual + x), in one kernel where nothing else wants to know of the norm."""
+    if _compiling():
+        total = residual + x
+        return norm(total), total
     state: Rms = norm._layerzero
     weight = norm._parameters["weight"]
     if (
         torch.is_grad_enabled()
-        or _compiling()
         or norm._forward_hooks
         or norm._forward_pre_hooks
         or x.dtype is not residual.dtype
@@ -106,12 +110,13 @@ def end(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
     Not where a gradient is needed, under torch.compile, in inference mode (where a later write into the sum could not
     be noticed), or where somebody hangs on the layer.
     """
+    if _compiling():
+        return residual + x
     state: Following = layer._layerzero
     norm = state.norm
     if (
         norm is None
         or torch.is_grad_enabled()
-        or _compiling()
         or torch.is_inference_mode_enabled()
         or layer._forward_hooks
         or norm._forward_hooks
@@ -143,8 +148,10 @@ class Projected:
 
 def first(self: Any, x: Tensor) -> Tensor:
     """The first of several projections of one input: computes all, keeps the others' for them."""
+    if _compiling():
+        return F.linear(x, self.weight, self.bias)
     neighbours: Neighbours = self._layerzero.all
-    if _compiling() or not neighbours.together():
+    if not neighbours.together():
         return F.linear(x, self.weight, self.bias)
     whole = neighbours.product(x, neighbours.weight, neighbours.bias)
     own, *others = torch.split_with_sizes(whole, neighbours.sizes, -1)
@@ -154,8 +161,8 @@ def first(self: Any, x: Tensor) -> Tensor:
 
 def second(self: Any, x: Tensor) -> Tensor:
     """Another projection of the input the first one was just given; of any other input it computes its own."""
-    state: Projected = self._layerzero
     if not _compiling():
+        state: Projected = self._layerzero
         neighbours = state.all
         stash = neighbours.stash
         if stash is not None and stash[0] is x:
@@ -176,7 +183,7 @@ def linear(self: Any, x: Tensor) -> Tensor:
     """A patched linear layer; the module's own product where a gradient is needed or a graph is traced."""
     own = self._parameters
     weight = own["weight"]
-    if _grad_enabled() or _compiling() or x.dtype is not weight.dtype:
+    if _compiling() or _grad_enabled() or x.dtype is not weight.dtype:
         return F.linear(x, weight, own["bias"])
     return quick.product(x, weight, own["bias"])  # type: ignore[no-any-return]
 
@@ -185,7 +192,7 @@ def conv1d(self: Any, x: Tensor) -> Tensor:
     """A patched Conv1D of GPT-2, which is a linear layer with its weight turned; as `linear` otherwise."""
     own = self._parameters
     weight = own["weight"]
-    if _grad_enabled() or _compiling() or x.dtype is not weight.dtype:
+    if _compiling() or _grad_enabled() or x.dtype is not weight.dtype:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     return quick.product(x, weight.t(), own["bias"])  # type: ignore[no-any-return]
 
@@ -208,10 +215,12 @@ class Apart:
 
 def gated_apart(self: Any, x: Tensor) -> Tensor:
     """A patched SwiGLU or GeGLU that calls its own projections, whose hooks and replacements run."""
+    if _compiling():
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
     state: Apart = self._layerzero
     gate, up, down = (self._modules[name] for name in state.names)
     mixed = getattr(down, "weight", gate.weight).dtype is not gate.weight.dtype
-    if self.training or _grad_enabled() or _compiling() or mixed:
+    if self.training or _grad_enabled() or mixed:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     out: Tensor = down(quick.activate(state.op, torch.cat((gate(x), up(x)), -1), state.rest))
     return out
@@ -233,11 +242,13 @@ class Gated:
 
 def gated(self: Any, x: Tensor) -> Tensor:
     """A patched SwiGLU or GeGLU: one product, one activation, and the module's own projection back."""
+    if _compiling():
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
     state: Gated = self._layerzero
     both = state.both
     down = self._modules[state.down]
     mixed = getattr(down, "weight", both.weight).dtype is not both.weight.dtype
-    if self.training or _compiling() or not both.together() or (mixed and not state.casts):
+    if self.training or not both.together() or (mixed and not state.casts):
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     wide = quick.activate(state.op, both.product(x, both.weight, both.bias), state.rest)
     out: Tensor = down(wide.to(down.weight.dtype) if mixed else wide)

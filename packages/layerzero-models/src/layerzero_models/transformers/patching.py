@@ -200,6 +200,7 @@ def _rms(name: str, module: Any, record: _Record) -> None:
 def _rope(model: Any, record: _Record) -> None:
     word = "apply_rotary_pos_emb"
     known: dict[Any, Any] = {}  # their function -> ours in its place, None where it turns otherwise
+    made: dict[Any, Any] = {}  # one function for all layers: each has globals of its own, which Dynamo guards
     for name, module in model.named_modules():
         forward = type(module).forward
         code = getattr(forward, "__code__", None)
@@ -217,11 +218,12 @@ def _rope(model: Any, record: _Record) -> None:
             record.leave(name, module, "it turns its heads otherwise than by halves")
             continue
         try:
-            function = rewriting.renamed(forward, **{word: known[own]})
+            if forward not in made:
+                made[forward] = rewriting.renamed(forward, **{word: known[own]})
         except rewriting.NotRewritable as why:
             record.leave(name, module, f"rope: {why}")
             continue
-        _forward(record, module, function)
+        _forward(record, module, made[forward])
         record.did(name, module, "rope")
 
 
@@ -300,6 +302,7 @@ def _embeddings(model: Any, record: _Record) -> None:
 
 # -- the residual stream -----------------------------------------------------------------------------
 def _residual(model: Any, record: _Record) -> None:
+    made: dict[Any, Any] = {}  # as in `_rope`
     for stack, after in rewriting.stacks(model):
         for i, layer in enumerate(stack):
             name = next(n for n, m in model.named_modules() if m is layer)
@@ -308,12 +311,14 @@ def _residual(model: Any, record: _Record) -> None:
             if not norms or not _free(record, name, layer):
                 continue
             following = rewriting.first_norm(stack[i + 1]) if i + 1 < len(stack) else after
+            case = (type(layer).forward, tuple(norms))
             try:
-                function = rewriting.with_residuals(type(layer).forward, norms, parts.add_norm, parts.end)
+                if case not in made:
+                    made[case] = rewriting.with_residuals(*case, parts.add_norm, parts.end)
             except rewriting.NotRewritable as why:
                 record.leave(name, layer, f"sum and norm in one: {why}")
                 continue
-            _forward(record, layer, function, parts.Following(following))
+            _forward(record, layer, made[case], parts.Following(following))
             record.did(name, layer, "add_rms_norm")
 
 

@@ -1,0 +1,123 @@
+"""A patched model under torch.compile: no more kernels, and no more asked before a run, than of the unpatched one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+
+pytestmark = [
+    pytest.mark.usefixtures("clean"),
+    pytest.mark.integration,
+    pytest.mark.needs_package("transformers"),
+]
+
+
+def _zoo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transformers_zoo", Path(__file__).with_name("transformers_zoo.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+zoo = _zoo()
+FILLED, PLACES = 12, 64
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(model: Any) -> dict[str, Any]:
+    """One decode step over a static cache, as `generate` makes it: with the mask made before the forward."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=PLACES)
+    ids = zoo.tokens(1, FILLED)
+    model(ids, past_key_values=cache, use_cache=True)
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(
+        torch.cat((ids, ids[:, :1]), 1), next_sequence_length=1, past_key_values=cache, use_cache=True,
+        attention_mask=torch.ones(1, FILLED + 1, dtype=torch.long), position_ids=torch.full((1, 1), FILLED),
+    )  # fmt: skip
+    return inputs
+
+
+class Stop(Exception):
+    """In place of compiling what was generated."""
+
+
+def generated(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
+    """How many loops Inductor generates for a decode step, and what it calls beside them."""
+    from torch._inductor import config, metrics
+    from torch._inductor.graph import GraphLowering
+
+    found: list[Any] = []
+
+    def stop(graph: Any) -> None:
+        metrics.reset()
+        code, _ = graph.codegen()
+        found.append((metrics.generated_kernel_count, code.value))
+        raise Stop
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", stop)
+    with torch.no_grad(), config.patch(fx_graph_cache=False), pytest.raises(Exception, match="Stop"):
+        torch.compile(model, fullgraph=True, dynamic=False)(**step(model))
+    ((loops, code),) = found
+    calls = [line.strip() for line in code.splitlines() if "extern_kernels." in line or "torch.ops." in line]
+    return loops, [line for line in calls if not line.startswith("#") and "=torch.ops" not in line]
+
+
+@pytest.mark.slow  # Inductor lowers four graphs
+@pytest.mark.req("R-PT-02")
+@pytest.mark.filterwarnings("ignore:Reliance on distutils")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_compiled_step_has_no_more_kernels_than_that_of_the_unpatched_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = zoo.made(name, num_hidden_layers=2)
+    loops, calls = generated(stock, monkeypatch)
+    torch._dynamo.reset()
+    own_loops, own_calls = generated(lz.patch(stock), monkeypatch)
+    assert loops > 0 and calls
+    assert own_loops <= loops and len(own_calls) <= len(calls)
+    assert not [line for line in own_calls if "layerzero" in line]
+
+
+def asked(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The guards of a decode step that Dynamo asks in Python before every run."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    found: list[str] = []
+    real = CheckFunctionManager.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        found.extend(line for line in str(self.guard_manager).splitlines() if "LAMBDA_GUARD" in line)
+
+    monkeypatch.setattr(CheckFunctionManager, "__init__", watched)
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(**step(model))
+    return found
+
+
+def test_no_layer_of_a_patched_model_adds_guards_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a walk from the model down to a part, before every token."""
+    counts = []
+    for patched in (False, True):
+        for layers in (1, 2):
+            model = zoo.made("qwen3", num_hidden_layers=layers)
+            torch._dynamo.reset()
+            counts.append(len(asked(lz.patch(model) if patched else model, monkeypatch)))
+            monkeypatch.undo()
+    assert counts[3] - counts[2] <= counts[1] - counts[0]
