@@ -192,6 +192,39 @@ def test_attention_sinks_take_their_share(side: str | None) -> None:
     assert torch.equal(zoo.generated(model, given), tokens)
 
 
+def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gpt-oss has biases and a gate of its own; the path that copies every token's weights is never taken."""
+    import transformers as t
+    from transformers.integrations import moe
+
+    from layerzero_models.transformers import experts
+
+    monkeypatch.setattr(experts, "_left", set())
+    ways: list[str] = []
+    for name in ("grouped_mm_experts_forward", "batched_mm_experts_forward"):
+        own = getattr(moe, name)
+        monkeypatch.setattr(moe, name, lambda *args, name=name, own=own: (ways.append(name), own(*args))[1])
+    config = t.GptOssConfig(
+        vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
+        max_position_embeddings=128, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = t.GptOssForCausalLM(config).eval()
+    given = zoo.inputs(model)
+    want, tokens = zoo.logits(model, given), zoo.generated(model, given)
+    lz.enable_transformers()
+    model.set_experts_implementation("layerzero")
+    ways.clear()
+    assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
+    assert torch.equal(zoo.generated(model, given), tokens)
+    assert set(ways) == {"grouped_mm_experts_forward"}
+    said = [record.getMessage() for record in caplog.records if record.name == "layerzero.transformers"]
+    assert len(said) == 1 and "its experts have a bias, or no gate" in said[0]
+
+
 @pytest.fixture
 def bart() -> Any:
     return zoo.made("bart", max_position_embeddings=2048)
