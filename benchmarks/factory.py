@@ -3,15 +3,17 @@
     python benchmarks/factory.py --out DIR [--device cuda] [--cases 400] [--budget 480] [--seconds 0.08]
 
 Draws calls (`drawing.py`, a fixed seed, other calls than `untuned.py` draws), holds every kernel's result against the
-reference, and races those that are right; one that was wrong or raised is listed under `refused` and has no time. What
-is done is kept in DIR/done.jsonl line by line, under a header with commit, device, versions and threads: the same
-command goes on where a run was stopped or its budget ended. DIR/summary.json holds the counts. Kept as
-results/MACHINE/factory.jsonl, `python -m tools.shipped` makes the files of the packages from it.
+reference, and races those that are right, short calls on a GPU in replayed graphs too; one that was wrong or raised is
+listed under `refused` and has no time. What is done is kept in DIR/done.jsonl line by line, under a header with commit,
+device, versions and threads: the same command goes on where a run was stopped or its budget ended. DIR/summary.json
+holds the counts. Kept as results/MACHINE/factory.jsonl, `python -m tools.shipped` makes the files of the packages from
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -32,19 +34,25 @@ def taken(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     """One call: sizes, kind, µs of torch's code and of every kernel that was right, and who was refused why."""
     from tuned import ready
 
+    from layerzero.measurements.shipped import SHORT_US
     from layerzero.model.proof import kind_of
     from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
     ctx = context(call.op, call.options)
     found = compete(call.name, ctx, seconds=seconds, least=5, only=ready(ctx, compiled) or ())
-    times = found.times
+    times, graph = found.times, {}
+    if call.options["device"] == "cuda" and (found.torch.us or math.inf) < SHORT_US:
+        captured = compete(call.name, ctx, seconds=seconds, least=5, mode="graph", only=list(times), check=False)
+        if captured.times and captured.torch.us:
+            graph = {"graph": {"base": captured.torch.us, "times": captured.times}}
     own = [us for name, us in times.items() if name.partition(".")[0] in TORCHS]
     return {
         "op": call.op, "kind": kind_of(found.context), "mode": "eager", "sizes": dict(found.context.dims),
         "base": found.torch.us or min(own or times.values(), default=None), "times": times,
         "errors": {name: item.error for name, item in found.kernels.items() if name in times and not item.why},
-        "refused": {name: item.why for name, item in found.kernels.items() if item.why}, "busy": round(found.busy, 3),
+        "refused": {name: item.why for name, item in found.kernels.items() if item.why},
+        "busy": round(found.busy, 3), **graph,
     }  # fmt: skip
 
 

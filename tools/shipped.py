@@ -59,7 +59,8 @@ def documents(taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any
     made: dict[str, dict[str, Any]] = {}
     for header, calls in taken:
         for backend in sorted({name.partition(".")[0] for item in calls for name in item["times"]} - {_REFERENCE}):
-            groups = list(_groups(calls, [k for k in registry.kernels if k.startswith(f"{backend}.")]))
+            registered = [k for k in registry.kernels if k.startswith(f"{backend}.")]
+            groups, graphs = (list(_groups(found, registered)) for found in (calls, _captured(calls)))
             if not groups:
                 continue
             vendor = registry.backends[backend].vendor
@@ -70,9 +71,16 @@ def documents(taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any
                 "threads": header["threads"], "capped": header["capped"] or "",
                 "busy": round(max(item["busy"] for item in calls), 3), "groups": groups,
             }  # fmt: skip
+            if graphs:
+                entry["graphs"] = graphs
             document = made.setdefault(backend, {"schema_version": SCHEMA_VERSION, "backend": backend, "families": {}})
             document["families"][header["family"]] = entry
     return {backend: sealed(document) for backend, document in made.items()}
+
+
+def _captured(calls: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The calls that were measured in graphs, with the times they took there."""
+    return [{**item, **item["graph"]} for item in calls if item.get("graph")]
 
 
 def _groups(calls: Sequence[Mapping[str, Any]], registered: Sequence[str]) -> Iterator[dict[str, Any]]:

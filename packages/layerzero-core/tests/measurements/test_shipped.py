@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
 from layerzero.measurements.between import FARTHEST, Kind, Point
-from layerzero.measurements.shipped import load, shipped_by, standing
+from layerzero.measurements.shipped import SHORT_US, load, shipped_by, standing
 from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED
 from layerzero.model.kernel import BackendSpec
 from layerzero.public.check_machine import shipped as doctor_looks
@@ -87,6 +87,26 @@ def test_shipped_measurements_rank_before_anything_was_measured_here(plant):
     assert data["candidates"][0]["expected"]["octaves"] == 0.0
     parts = dict(report.decision.candidate(SLOW).score_parts)
     assert parts["expected"] < 0 and report.decision.candidate(SLOW).score == pytest.approx(sum(parts.values()))
+
+
+def test_a_captured_call_is_ranked_by_what_short_calls_took_in_graphs_and_long_ones_anywhere(plant):
+    said, graphs = document({FAST: 0.4, SLOW: 3.0}), document({FAST: 3.0, SLOW: 0.4})
+    (entry,) = said["families"].values()
+    entry["graphs"] = graphs["families"][FAMILY]["groups"]
+    registry = plant(sealed(said))
+    eager = explained().decision.context
+    ask = shipped_by(registry, state.world.ops)
+
+    def ratios(capturing):
+        return {name: found.ratio for name, found in ask(replace(eager, capturing=capturing), (FAST, SLOW))[0].items()}
+
+    assert ratios(False) == pytest.approx({FAST: 0.4, SLOW: 3.0}, rel=0.1)
+    assert ratios(True) == pytest.approx({FAST: 3.0, SLOW: 0.4}, rel=0.1)
+    for group in entry["groups"]:  # long calls now, and none of them in a graph: they take there what they take here
+        group["points"] = [[*row[:4], SHORT_US, *row[5:]] for row in group["points"]]
+    entry["graphs"] = document({FAST: 3.0, SLOW: 0.4}, sizes=((1, 8), (2, 8)))["families"][FAMILY]["groups"]
+    ask = shipped_by(plant(sealed(said)), state.world.ops)
+    assert ratios(True) == pytest.approx({FAST: 0.4, SLOW: 3.0}, rel=0.1)
 
 
 def test_what_is_expected_to_be_slower_than_torch_is_not_chosen(plant):

@@ -6,12 +6,15 @@
          "device": "NVIDIA H200", "commit": "0123abc", "taken": "2026-11-17", "version": "1.2.0", "vendor": "3.1",
          "torch": "2.11.0", "threads": 0, "capped": "", "busy": 0.01,
          "groups": [{"op": "rms_norm", "kind": "float16", "axes": ["rows", "hidden"], "kernels": ["acme.rms_norm.fast"],
-                     "errors": [0.001], "points": [[16, 4096, 278528, 262144, 10.2, 0.51]]}]}},
+                     "errors": [0.001], "points": [[16, 4096, 278528, 262144, 10.2, 0.51]]}],
+         "graphs": […]}},
      "hash": "sha256 of everything else"}
 
 A point is the sizes, bytes and operations of a call, the µs of torch's own code, and each kernel's time over that; a
 kernel without one (null) was wrong, raised or could not run. Every kernel was held against the reference before it was
-timed; `errors` are the largest errors, null where they were not kept. `capped` names the variable that kept the
+timed; `errors` are the largest errors, null where they were not kept. `graphs` holds the same for calls in a replayed
+CUDA graph, where a launch costs the host nothing: of the calls shorter than SHORT_US, longer ones take what they take.
+`capped` names the variable that kept the
 processor from its instructions, `busy` is the share of the cores that other programs used meanwhile.
 
 A file is read when a call is selected for which nothing was measured here. It counts for the very version of the
@@ -40,7 +43,7 @@ from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.proofs import sealed
 from layerzero.registry.reading import decoded, read
 
-__all__ = ["SCHEMA_VERSION", "Family", "instruction_cap", "load", "shipped_by", "standing"]
+__all__ = ["SCHEMA_VERSION", "SHORT_US", "Family", "instruction_cap", "load", "shipped_by", "standing"]
 
 SCHEMA_VERSION = "1.0"
 _log = logging.getLogger("layerzero.perfdb")
@@ -50,12 +53,16 @@ _CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 _NOISE, _BUSY_NOISE = 0.03, 0.5
 _BUSY = 0.1  # share of the cores that others used
 _HALVES = frozenset({"float16", "bfloat16"})
+SHORT_US = 50.0
+"""Calls that torch's own code takes less for are measured in graphs too."""
+Kinds = Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
 
 Told = tuple[Mapping[str, Expectation], tuple[Reason, ...]]
 
 
 class Family(NamedTuple):
-    """What one backend's file holds of one family of devices. `kinds`: (op, kind of call) → axes and points."""
+    """What one backend's file holds of one family of devices. `kinds`: (op, kind of call) → axes and points, `graphs`
+    those of calls in graphs."""
 
     name: str
     device: str
@@ -66,7 +73,8 @@ class Family(NamedTuple):
     capped: str
     threads: int
     busy: float
-    kinds: Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
+    kinds: Kinds
+    graphs: Kinds
 
     @property
     def calls(self) -> int:
@@ -104,8 +112,14 @@ def _loaded(path: str, changed: int, size: int) -> Mapping[str, Family] | Reason
 
 
 def _family(name: str, entry: Mapping[str, Any], backend: str) -> Family:
+    kinds, graphs = (_kinds(groups, backend) for groups in (entry["groups"], entry.get("graphs", ())))
+    told = {key: str(entry[key]) for key in ("device", "commit", "version", "vendor", "torch", "capped")}
+    return Family(name, **told, threads=int(entry["threads"]), busy=float(entry["busy"]), kinds=kinds, graphs=graphs)
+
+
+def _kinds(groups: Sequence[Mapping[str, Any]], backend: str) -> Kinds:
     kinds = {}
-    for group in entry["groups"]:
+    for group in groups:
         axes, names, dtype = tuple(group["axes"]), tuple(group["kernels"]), group["kind"].partition(" ")[0]
         strangers = [item for item in names if not item.startswith(f"{backend}.")]
         if strangers:
@@ -118,8 +132,7 @@ def _family(name: str, entry: Mapping[str, Any], backend: str) -> Family:
                 raise ValueError(f"a time of {group['op']} is not a time: {row}")
             points.append(Point(sizes, dtype, float(moved), float(flops), float(base_us), times))
         kinds[group["op"], group["kind"]] = (axes, tuple(points))
-    told = {key: str(entry[key]) for key in ("device", "commit", "version", "vendor", "torch", "capped")}
-    return Family(name, **told, threads=int(entry["threads"]), busy=float(entry["busy"]), kinds=kinds)
+    return kinds
 
 
 def standing(backend: BackendSpec, family: str) -> tuple[Family | None, Reason | None]:
@@ -169,11 +182,11 @@ def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Co
         known = [registry.kernels[name] for name in names if name in registry.kernels]  # others came while it runs
         backends = tuple(sorted({kernel.backend for kernel in known} & registry.backends.keys()))
         kinds = _class_of(ctx)
-        key = (ctx.op, kinds, ctx.device, backends)
+        key = (ctx.op, kinds, ctx.capturing, ctx.device, backends)
         pool = pools.get(key)
         if pool is None:
             specs = [registry.backends[name] for name in backends]
-            pool = pools[key] = _pool(ctx.op, kinds, family_of(ctx.device), specs)
+            pool = pools[key] = _pool(ctx.op, kinds, ctx.capturing, family_of(ctx.device), specs)
         sizes = dict(ctx.dims)
         if pool.kind is None or sizes.keys() != set(pool.axes):
             return {}, pool.refused
@@ -210,16 +223,23 @@ class _Pool(NamedTuple):
     refused: tuple[Reason, ...]
 
 
-def _pool(op: str, kinds: frozenset[str], family: str, backends: Sequence[BackendSpec]) -> _Pool:
-    """The points of all backends, those of one measured call put together; of another family only if none has ours."""
+def _pool(op: str, kinds: frozenset[str], capturing: bool, family: str, backends: Sequence[BackendSpec]) -> _Pool:
+    """The points of all backends, those of one measured call put together; of another family only if none has ours.
+
+    For calls in a graph the short ones count as they were measured in one, and long ones as they were measured eagerly.
+    """
     notes: list[Reason] = []
     groups: dict[bool, list[tuple[Family, tuple[str, ...], Point]]] = {True: [], False: []}
     for backend in backends:
         found, why = standing(backend, family)
         notes += () if why is None else (why,)
         if found is not None:
+            captured = capturing and bool(found.graphs)
             for kind in sorted(kinds):
                 axes, points = found.kinds.get((op, kind), ((), ()))
+                if captured:
+                    axes, short = found.graphs.get((op, kind), (axes, ()))
+                    points = (*short, *(point for point in points if point.base_us >= SHORT_US))
                 groups[why is None] += [(found, axes, point) for point in points]
     near = bool(groups[True])
     merged: dict[Any, Point] = {}

@@ -23,7 +23,7 @@ from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Decision
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.model.variants import twins
 from layerzero.selection.engine import select
 from layerzero.selection.world import World, measurement_settings
@@ -161,7 +161,7 @@ def compete(
         if plain is not None:
             calls[TORCH_DEFAULT] = plain
         if chosen in kernels and mode == "eager":
-            calls[CALL] = functools.partial(public_op(ctx.op).function, **call.kwargs)
+            calls[CALL] = _as_written(public_op(ctx.op), call.kwargs)
         # A kernel does not race against itself: the other name has the same time, and its own error.
         same = {} if ctx.needs_grad else twins({item: measuring.registry.kernels[item] for item in kernels})
         before, used = pace(), load()
@@ -174,6 +174,19 @@ def compete(
         name, ctx, mode, chosen, {item: timed.get(item, entries[item]) for item in entries},
         timed.get(TORCH_DEFAULT, Entry()), timed.get(CALL, Entry()), spent, speed, stolen, busy,
     )  # fmt: skip
+
+
+def _as_written(op: Op, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """The public call as people write it: what has no default by position, and only such options as differ from it."""
+    parameters = op.signature.parameters
+    placed, options = [], {}
+    for name, value in kwargs.items():
+        parameter = parameters[name]
+        if parameter.default is parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
+            placed.append(value)
+        elif isinstance(value, torch.Tensor) or value != parameter.default:
+            options[name] = value
+    return functools.partial(op.function, *placed, **options)
 
 
 # -- contestants ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def attention(given: Mapping[str, Any]) -> Call:
     options: dict[str, Any] = {"is_causal": causal, "enable_gqa": gqa}
     if mask is not None or scale is not None:
         options |= {"attn_mask": mask, "scale": scale, "is_causal": causal and mask is None}
-    attend = functools.partial(F.scaled_dot_product_attention, **options)
+    attend: Callable[..., torch.Tensor] = functools.partial(F.scaled_dot_product_attention, **options)
     if not packed:
         return lambda: attend(q, k, v)
     return lambda: attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
