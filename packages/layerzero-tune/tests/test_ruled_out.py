@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from layerzero.selection.world import Measurements
 from layerzero_cli import root
 from layerzero_tune.ruled_out import margin, slower
 from layerzero_tune.timing import baselines
+from layerzero_tune.trial import trial
 from tests import own_time
 from tools import shipped as shipping
 
@@ -150,6 +152,18 @@ def test_who_may_be_faster_than_what_was_measured_races_after_all(told, tmp_path
     setattr(__import__(module, fromlist=[name]), name, liar)
     found = tuned(ctx, tmp_path / "q.db")
     assert FAST in found.refused and found.winner == OTHER and FAR in found.times
+
+
+def test_who_comes_back_when_the_time_of_compilers_is_over_is_named_and_not_compiled(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(tmp_path / "jit"))
+    ctx = told(fast=(0.1, 2.0), other=(0.6, 0.6))
+    registry = state.world.registry
+    compiled = replace(registry.kernels[OTHER], jit=True)
+    state.publish(registry=registry.without(kernels=[OTHER]).add([compiled]))
+    found = trial(ctx, seconds=0.05, thorough=False, compile_until=0.0)
+    assert found.late == (OTHER,) and found.times.keys() == {FAST} and not found.ruled_out
+    found = trial(ctx, seconds=0.05, thorough=False, compile_until=math.inf)
+    assert found.winner == OTHER and not found.late
 
 
 def test_estimates_without_a_near_measurement_and_of_busy_machines_have_more_margin():

@@ -23,6 +23,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
+from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World, measurement_settings
 from layerzero.tuning.inputs import Call, build
 from layerzero.tuning.truth import Gate, Verdict, flat
@@ -64,6 +65,11 @@ class Bench:
         self._layout: str | None = None
         self._plain: Make | None = None
         self._gate: Gate | None = None
+
+    def must_compile(self, kernel_id: str) -> bool:
+        """Whether a kernel would be compiled before it could run."""
+        kernel = self._world.registry.kernels[kernel_id]
+        return kernel.jit and artifact_for(kernel, self._ctx, self._world) not in state.world.ready
 
     def admit(self, only: frozenset[str] | None, without: Collection[str] = ()) -> None:
         """Hold every kernel against the reference that was not yet. Kernels that compile do it here."""

@@ -126,13 +126,15 @@ def trial(
     patient: bool = True,
     thorough: bool = True,
     late: frozenset[str] = frozenset(),
+    compile_until: float | None = None,
 ) -> Trial:
     """Tune one call. Raises TuningError when its inputs cannot be made or nothing can run it.
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
     `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
     served others meanwhile. One that is not `thorough` leaves out kernels that `layerzero_tune.ruled_out` rules out.
-    Kernels that are `late` are left out, too: they are not compiled yet.
+    Kernels that are `late` are left out, too: they are not compiled yet; and after `compile_until`, of the monotonic
+    clock, whoever was ruled out, might be the fastest after all and would have to be compiled for the race.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -157,7 +159,10 @@ def trial(
                 if not found.lost or tries == 1:
                     break
             kept = _still_out(out, found)
-            if len(kept) == len(out):
+            if compile_until is not None and time.monotonic() > compile_until:
+                bench.late |= {name for name in out if name not in kept and bench.must_compile(name)}
+            if out.keys() - kept.keys() <= bench.late:
+                out = kept
                 break
             out = _admitted(bench, only, kept)  # others may be the fastest after all: the race is run again with them
         busy = others(before, load())

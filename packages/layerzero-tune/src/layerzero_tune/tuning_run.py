@@ -207,8 +207,9 @@ def tune_calls(
                 late = ahead.late(name, recorded)
             heap.settle()
             outcome = _one(
-                name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late
-            )
+                name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late,
+                compile_until=None if compile_seconds is None else begin + compile_seconds,
+            )  # fmt: skip
             if outcome.trial is not None:
                 db.put(outcome.trial.rows)
                 rows.extend(outcome.trial.rows)
@@ -286,14 +287,14 @@ def _together(racing: float | None, compiling: float | None, *, one_after_the_ot
 
 def _one(
     name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool,
-    late: frozenset[str],
+    late: frozenset[str], compile_until: float | None,
 ) -> Outcome:  # fmt: skip
     if seconds is None:
         seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU
     try:
         found = trial(
             recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,
-            thorough=thorough, late=late,
+            thorough=thorough, late=late, compile_until=compile_until,
         )  # fmt: skip
     except LayerZeroError as error:
         return Outcome(name, recorded, why=str(error))
