@@ -62,6 +62,22 @@ def test_the_report_counts_what_was_patched_and_says_why_the_rest_was_not() -> N
     assert bart.to_json()["left"][0]["kind"] == "BartAttention"
 
 
+def test_explain_names_the_kernel_of_every_patched_part() -> None:
+    model = lz.patch(zoo.made("llama"))
+    ids = torch.arange(6).reshape(1, 6)
+    with torch.no_grad():
+        model(ids)
+    report = lz.explain(model, {"input_ids": ids})
+    calls = {(call.report.op, call.part): call for call in report.calls}
+    patched = lz.patched(model)
+    assert patched is not None
+    counted = Counter(item.op for item in patched.patched)
+    for op in ("attention", "rope", "silu_and_mul"):
+        (call,) = (call for (name, _), call in calls.items() if name == op)
+        assert call.count == counted[op] and call.part.startswith("model.layers.*.") and call.ran in str(report)
+        assert call.ran == call.report.chosen
+
+
 def test_a_forward_pass_runs_on_our_kernels_and_sums_and_norms_are_one(lab: Any) -> None:
     model = lz.patch(zoo.made("llama"))
     lab.clear()

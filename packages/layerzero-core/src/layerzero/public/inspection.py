@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
 
 from layerzero._ops.signature import public_op
 from layerzero.dispatch.run import current_world, decide, describe
@@ -16,6 +17,9 @@ from layerzero.reasons import Reason
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.telemetry.report import SelectionReport
+
+if TYPE_CHECKING:
+    from layerzero.public.model_report import ModelReport
 
 __all__ = ["dry_run", "explain", "list_kernels", "list_ops", "select", "validate", "which"]
 
@@ -54,12 +58,26 @@ def _decided(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: b
     return decision, ctx
 
 
-def explain(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> SelectionReport:
+@overload
+def explain(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> SelectionReport: ...
+@overload
+def explain(op: Callable[..., Any], example_inputs: Any = (), /) -> ModelReport: ...
+def explain(
+    op: str | Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any
+) -> SelectionReport | ModelReport:
     """Which kernel a call would run, and why not the others. Nothing is executed; a refusal is reported, not raised.
+
+    For a model (or any function) and its example inputs, `lz.explain(model, inputs)`: the model runs once, and every
+    call that it makes is reported with the part it was made in, the kernel that ran and the reasons. The inputs are a
+    tuple, a mapping of named ones, or the only one.
 
     `compiled` explains the call inside a graph of torch.compile, where no gradient is traced: which kernel is written
     into the graph, or is one opaque op in it.
     """
+    if not isinstance(op, str):
+        from layerzero.public.model_report import explain_model
+
+        return explain_model(op, *args, **kwargs)
     decision, ctx = _decided(op, args, kwargs, compiled)
     ran = None if compiled else state.ran.get((decision.context, decision.policy_hash))
     return SelectionReport(decision, ctx, ran)
