@@ -1,15 +1,41 @@
-"""The hook of this package: four ops. Their references and baselines come with them."""
+"""The hooks of this package: four ops, and the backend of their CPU kernels."""
 
 from __future__ import annotations
 
-from layerzero.plugin import Registrar, hookimpl
+import json
+from pathlib import Path
+from typing import Any
+
+from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Registrar, hookimpl, vendor_status
+from layerzero_linear_attention.build import LIBRARY
 from layerzero_linear_attention.ops import OPS
 
 LAYERZERO_API = ">=2,<3"
+CAPABILITIES = Path(__file__).with_name("capabilities.json")
 
 
 @hookimpl
 def layerzero_register(registrar: Registrar) -> None:
-    """Register the ops."""
+    """Register the ops, whose references and baselines come with them, and the kernels that were compiled."""
     for op in OPS:
         registrar.op(op)
+    registrar.backend(_capabilities())
+
+
+@hookimpl
+def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
+    """No vendor is needed; a package made without a compiler has no kernels of its own."""
+    return vendor_status(_capabilities(), device)
+
+
+@hookimpl
+def layerzero_health(backend: str) -> HealthReport:
+    """Known-answer test."""
+    from layerzero_linear_attention.health import self_test
+
+    return self_test()
+
+
+def _capabilities() -> dict[str, Any]:
+    described: dict[str, Any] = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+    return described if LIBRARY.exists() else described | {"ops": {}}

@@ -1,0 +1,286 @@
+// The recurrences of linear attention and the convolution before them, for CPUs: float32, dense tensors, one state a head.
+// No C++ library, no torch, no Python: functions in C that take addresses and sizes. Each is compiled for several
+// instruction sets, and the loader of the machine takes the best (target_clones).
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t WIDEST = 512;  // of keys, values and states; capabilities.json says the same
+constexpr int64_t BLOCK = 32;    // columns whose sums stay in registers
+constexpr int64_t CHANNELS = 16, COLUMNS = 32, TAPS = 8;
+
+// --- threads: torch's own, by GOMP_parallel; the items are taken one after the other by whoever is free ---------------
+typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
+
+struct Work {
+  void (*one)(const void* call, int64_t item);
+  const void* call;
+  int64_t items, next;
+};
+
+void take(void* given) {
+  Work* work = static_cast<Work*>(given);
+  for (;;) {
+    int64_t item = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
+    if (item >= work->items) return;
+    work->one(work->call, item);
+  }
+}
+
+void spread(void (*one)(const void*, int64_t), const void* call, int64_t items, int threads, void* team) {
+  Work work = {one, call, items, 0};
+  if (team == nullptr || threads <= 1 || items <= 1)
+    take(&work);
+  else
+    reinterpret_cast<Team>(team)(take, &work, unsigned(threads < items ? threads : items), 0);
+}
+
+// exp in float32, to about one unit in the last place between e^-87 and e^88, where it stops.
+INLINE float exponential(float x) {
+  x = -87.0f > x ? -87.0f : x;  // as the instructions do it: what is no number stays none
+  x = 88.0f < x ? 88.0f : x;
+  const float whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest, without a branch
+  const int32_t n = int32_t(whole);
+  const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (n + 127) << 23;
+  float two;
+  __builtin_memcpy(&two, &bits, sizeof two);
+  return p * two;
+}
+
+INLINE float dot(const float* a, const float* b, int64_t n) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// Where sequence n lies: its row, and its first and last token.
+INLINE void span(const int64_t* cu, int64_t n, int64_t tokens, int64_t* row, int64_t* begin, int64_t* end) {
+  *row = cu ? 0 : n;
+  *begin = cu ? cu[n] : 0;
+  *end = cu ? cu[n + 1] : tokens;
+}
+
+// --- the delta rules: S = decay S; u = beta (v - k S); S += k u; o = q S ----------------------------------------------
+struct Delta {
+  const float *q, *k, *v, *g, *beta, *first;
+  float *out, *last;
+  const int64_t* cu;
+  int64_t tokens, key_heads, heads, width, values;
+  float scale;
+  int l2norm, channels;
+};
+
+INLINE void token(const Delta& c, int64_t row, int64_t t, int64_t h, const float* from, float* to) {
+  const int64_t K = c.width, V = c.values, at = (row * c.tokens + t) * c.heads + h;
+  const int64_t key_at = ((row * c.tokens + t) * c.key_heads + h / (c.heads / c.key_heads)) * K;
+  const float *q = c.q + key_at, *k = c.k + key_at, *v = c.v + at * V;
+  float *out = c.out + at * V, decay[WIDEST], a[WIDEST], b[WIDEST], u[WIDEST];
+  float q_scale = c.scale, k_scale = 1;
+  if (c.l2norm) {
+    q_scale *= 1 / __builtin_sqrtf(dot(q, q, K) + 1e-6f);
+    k_scale = 1 / __builtin_sqrtf(dot(k, k, K) + 1e-6f);
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < K; ++i) {
+    decay[i] = exponential(c.channels ? c.g[at * K + i] : c.g[at]);
+    a[i] = k[i] * k_scale;
+    b[i] = q[i] * q_scale;
+  }
+  const float both = dot(a, b, K), beta = c.beta[at];
+  // what the decayed state holds for the key and for the query, a block of columns at a time
+  for (int64_t j = 0; j < V; j += BLOCK) {
+    const int64_t n = V - j < BLOCK ? V - j : BLOCK;
+    float held[BLOCK] = {0}, read[BLOCK] = {0};
+    if (n == BLOCK) {
+      for (int64_t i = 0; i < K; ++i) {
+        const float *line = from + i * V + j, da = decay[i] * a[i], db = decay[i] * b[i];
+#pragma omp simd
+        for (int64_t m = 0; m < BLOCK; ++m) held[m] += da * line[m], read[m] += db * line[m];
+      }
+    } else {
+      for (int64_t i = 0; i < K; ++i) {
+        const float *line = from + i * V + j, da = decay[i] * a[i], db = decay[i] * b[i];
+        for (int64_t m = 0; m < n; ++m) held[m] += da * line[m], read[m] += db * line[m];
+      }
+    }
+    for (int64_t m = 0; m < n; ++m) {
+      u[j + m] = beta * (v[j + m] - held[m]);
+      out[j + m] = read[m] + both * u[j + m];
+    }
+  }
+  for (int64_t i = 0; i < K; ++i) {
+    const float *line = from + i * V, d = decay[i], w = a[i];
+    float* next = to + i * V;
+#pragma omp simd
+    for (int64_t m = 0; m < V; ++m) next[m] = d * line[m] + w * u[m];
+  }
+}
+
+CLONES void delta_item(const void* call, int64_t item) {
+  const Delta& c = *static_cast<const Delta*>(call);
+  const int64_t n = item / c.heads, h = item % c.heads, size = c.width * c.values;
+  int64_t row, begin, end;
+  span(c.cu, n, c.tokens, &row, &begin, &end);
+  float* to = c.last + item * size;
+  const float* from = to;
+  if (c.first == nullptr)
+    memset(to, 0, size_t(size) * sizeof(float));
+  else if (begin == end)
+    memcpy(to, c.first + item * size, size_t(size) * sizeof(float));
+  else
+    from = c.first + item * size;
+  for (int64_t t = begin; t < end; ++t, from = to) token(c, row, t, h, from, to);
+}
+
+// --- Mamba-2: S = exp(step A) S + step x B; y = C S + D x -------------------------------------------------------------
+struct Scan {
+  const float *x, *step, *A, *B, *C, *D, *first;
+  float *out, *last;
+  const int64_t* cu;
+  int64_t tokens, groups, heads, width, states;
+};
+
+CLONES void scan_item(const void* call, int64_t item) {
+  const Scan& c = *static_cast<const Scan*>(call);
+  const int64_t n = item / c.heads, h = item % c.heads, P = c.width, S = c.states, size = P * S;
+  int64_t row, begin, end;
+  span(c.cu, n, c.tokens, &row, &begin, &end);
+  float* to = c.last + item * size;
+  const float* from = to;
+  if (c.first == nullptr)
+    memset(to, 0, size_t(size) * sizeof(float));
+  else if (begin == end)
+    memcpy(to, c.first + item * size, size_t(size) * sizeof(float));
+  else
+    from = c.first + item * size;
+  for (int64_t t = begin; t < end; ++t, from = to) {
+    const int64_t at = (row * c.tokens + t) * c.heads + h;
+    const int64_t group = ((row * c.tokens + t) * c.groups + h / (c.heads / c.groups)) * S;
+    const float *x = c.x + at * P, *B = c.B + group, *C = c.C + group;
+    const float step = c.step[at], decay = exponential(step * c.A[h]), skip = c.D ? c.D[h] : 0;
+    for (int64_t p = 0; p < P; ++p) {
+      const float *line = from + p * S, w = step * x[p];
+      float *next = to + p * S, y = 0;
+#pragma omp simd reduction(+ : y)
+      for (int64_t s = 0; s < S; ++s) {
+        const float made = decay * line[s] + w * B[s];
+        next[s] = made;
+        y += made * C[s];
+      }
+      c.out[at * P + p] = y + skip * x[p];
+    }
+  }
+}
+
+// --- causal convolution: sixteen channels side by side, tokens in the order of time -----------------------------------
+struct Conv {
+  const float *x, *weight, *bias, *first;
+  float *out, *last;
+  const int64_t* cu;
+  int64_t channels, tokens, taps, kept, row_step, channel_step, token_step;
+  int silu;
+};
+
+CLONES void conv_item(const void* call, int64_t item) {
+  const Conv& c = *static_cast<const Conv*>(call);
+  const int64_t D = c.channels, W = c.taps, S = c.kept, blocks = (D + CHANNELS - 1) / CHANNELS, before = W - 1;
+  const int64_t n = item / blocks, d0 = item % blocks * CHANNELS, wide = D - d0 < CHANNELS ? D - d0 : CHANNELS;
+  int64_t row, begin, end;
+  span(c.cu, n, c.tokens, &row, &begin, &end);
+  const float* x = c.x + row * c.row_step + d0 * c.channel_step;
+  const float* first = c.first == nullptr ? nullptr : c.first + (n * D + d0) * S;
+  float weight[TAPS][CHANNELS], bias[CHANNELS] = {0}, column[COLUMNS + TAPS][CHANNELS];
+  if (wide < CHANNELS) memset(weight, 0, sizeof weight), memset(column, 0, sizeof column);
+  for (int64_t w = 0; w < W; ++w)
+    for (int64_t d = 0; d < wide; ++d) weight[w][d] = c.weight[(d0 + d) * W + w];
+  if (c.bias)
+    for (int64_t d = 0; d < wide; ++d) bias[d] = c.bias[d0 + d];
+  for (int64_t w = 0; w < before; ++w) {
+    const int64_t at = S - before + w;
+    for (int64_t d = 0; d < wide; ++d) column[w][d] = first && at >= 0 ? first[d * S + at] : 0;
+  }
+  for (int64_t t0 = begin; t0 < end; t0 += COLUMNS) {
+    const int64_t count = end - t0 < COLUMNS ? end - t0 : COLUMNS;
+    if (c.channel_step == 1 && wide == CHANNELS) {
+      for (int64_t t = 0; t < count; ++t)
+        for (int64_t d = 0; d < CHANNELS; ++d) column[before + t][d] = x[(t0 + t) * c.token_step + d];
+    } else {
+      for (int64_t d = 0; d < wide; ++d)
+        for (int64_t t = 0; t < count; ++t) column[before + t][d] = x[(t0 + t) * c.token_step + d * c.channel_step];
+    }
+    float made[COLUMNS][CHANNELS];
+    for (int64_t t = 0; t < count; ++t) {
+      float* sum = made[t];
+      memcpy(sum, bias, sizeof bias);
+      for (int64_t w = 0; w < W; ++w) {
+        const float *tap = weight[w], *past = column[t + w];
+#pragma omp simd
+        for (int64_t d = 0; d < CHANNELS; ++d) sum[d] += tap[d] * past[d];
+      }
+      if (c.silu) {
+        float grown[CHANNELS];  // two loops: in one, the compiler branches on the bounds of the exponential
+#pragma omp simd
+        for (int64_t d = 0; d < CHANNELS; ++d) grown[d] = exponential(-sum[d]);
+#pragma omp simd
+        for (int64_t d = 0; d < CHANNELS; ++d) sum[d] /= 1 + grown[d];
+      }
+    }
+    for (int64_t d = 0; d < wide; ++d) {
+      float* out = c.out + (row * D + d0 + d) * c.tokens + t0;
+      for (int64_t t = 0; t < count; ++t) out[t] = made[t][d];
+    }
+    for (int64_t w = 0; w < before; ++w) memcpy(column[w], column[count + w], sizeof column[w]);
+  }
+  // the last columns of what was before and what came now
+  const int64_t length = end - begin, old = length < S ? S - length : 0;
+  float* last = c.last + (n * D + d0) * S;
+  for (int64_t s = 0; s < old; ++s)
+    for (int64_t d = 0; d < wide; ++d) last[d * S + s] = first ? first[d * S + length + s] : 0;
+  for (int64_t s = old; s < S; ++s) {
+    const float* line = x + (end + s - S) * c.token_step;
+    for (int64_t d = 0; d < wide; ++d) last[d * S + s] = line[d * c.channel_step];
+  }
+}
+
+}  // namespace
+
+EXPORT void lz_delta(const float* q, const float* k, const float* v, const float* g, const float* beta, const float* first,
+                     float* out, float* last, const int64_t* cu, int64_t count, int64_t tokens, int64_t key_heads,
+                     int64_t heads, int64_t width, int64_t values, float scale, int l2norm, int channels, int threads,
+                     void* team) {
+  const Delta call = {q, k, v, g, beta, first, out, last, cu, tokens, key_heads, heads, width, values, scale, l2norm, channels};
+  spread(delta_item, &call, count * heads, threads, team);
+}
+
+EXPORT void lz_scan(const float* x, const float* step, const float* A, const float* B, const float* C, const float* D,
+                    const float* first, float* out, float* last, const int64_t* cu, int64_t count, int64_t tokens,
+                    int64_t groups, int64_t heads, int64_t width, int64_t states, int threads, void* team) {
+  const Scan call = {x, step, A, B, C, D, first, out, last, cu, tokens, groups, heads, width, states};
+  spread(scan_item, &call, count * heads, threads, team);
+}
+
+EXPORT void lz_conv(const float* x, const float* weight, const float* bias, const float* first, float* out, float* last,
+                    const int64_t* cu, int64_t count, int64_t channels, int64_t tokens, int64_t taps, int64_t kept,
+                    int64_t row_step, int64_t channel_step, int64_t token_step, int silu, int threads, void* team) {
+  const Conv call = {x,    weight, bias, first,    out,          last,       cu,  channels, tokens,
+                     taps, kept,   row_step, channel_step, token_step, silu};
+  spread(conv_item, &call, count * ((channels + CHANNELS - 1) / CHANNELS), threads, team);
+}
