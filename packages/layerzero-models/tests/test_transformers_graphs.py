@@ -223,6 +223,10 @@ def test_a_returned_cache_is_the_callers_and_goes_on() -> None:
         first.sequences, past_key_values=held, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0
     )
     assert torch.equal(rest, whole) and not report(model).plain
+    with torch.no_grad():  # outside of generate nothing is stepped
+        before = report(model).steps
+        model(zoo.tokens(2, 1), past_key_values=held, use_cache=True)
+        assert report(model).steps == before and held.get_seq_length() == 28
     keys = held.layers[1].keys
     kept = keys.clone()
     held.crop(-3)
@@ -258,7 +262,8 @@ def test_captures_are_made_anew_when_weights_move_or_the_policy_changes() -> Non
     def captured() -> Any:
         zoo.generated(model, given)
         (held,) = vars(model)["_layerzero"]._lender.kept
-        return held.steps[False]
+        (step,) = held.steps.values()
+        return step
 
     first = captured()
     assert captured() is first

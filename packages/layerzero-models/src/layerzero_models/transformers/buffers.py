@@ -39,7 +39,7 @@ class Buffers:
     def __init__(self, batch: int, places: int) -> None:
         self.batch, self.places = batch, places
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.steps: dict[bool, Any] = {}
+        self.steps: dict[Any, Any] = {}
         self.lent = False
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

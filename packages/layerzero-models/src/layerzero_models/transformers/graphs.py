@@ -48,13 +48,14 @@ _AHEAD = 256  # places that a cache has room for beyond the prompt; then it move
 _CHECKED = 2  # steps that run both ways
 _SEEING = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 _OURS = "_layerzero_stops_late"
-_plain_call: ContextVar[bool] = ContextVar("layerzero_plain_call", default=False)
+# Whether the call of `generate` that is under way is seen by nobody else; None outside of one.
+_generating: ContextVar[bool | None] = ContextVar("layerzero_generating", default=None)
 _compiling = torch.compiler.is_compiling
 
 
 def unfit(model: Any) -> str:
     """Why the steps of a model cannot be captured, whatever it is asked; empty when they can."""
-    from transformers import DynamicCache
+    from transformers import DynamicCache, GenerationMixin
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     if not hasattr(model, "_prepare_cache_for_generation") or not model.can_generate():
@@ -65,8 +66,9 @@ def unfit(model: Any) -> str:
         return "its attention is not LayerZero's"
     if "forward" in vars(model):
         return "it has a forward of its own on the instance"
-    if hasattr(model, "create_masks_for_generate"):
-        return "it makes masks of its own"
+    own = type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+    if own or hasattr(model, "create_masks_for_generate"):
+        return "it makes caches or masks of its own"
     text: Any = model.config.get_text_config(decoder=True)
     layers = {type(layer) for layer in DynamicCache(config=text).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     masks = set(_kinds(text)) - {"full_attention", "sliding_attention"}
@@ -92,7 +94,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: Any, generati
     why = stepper.refuses(self, generation_config, model_kwargs, generation_mode)
     if not why and model_kwargs.get("past_key_values") is None:
         cache = model_kwargs["past_key_values"] = stepper.cache(self, generation_config.max_length or 0)
-        cache.stops_late = _plain_call.get() and not generation_config.do_sample  # one draw more would be seen
+        # One draw more than needed would be seen in what is drawn later.
+        cache.stops_late = bool(_generating.get()) and not generation_config.do_sample
         return None
     if why:
         stepper.plain[why] += 1
@@ -119,12 +122,11 @@ def generate_of(kind: Any) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = len(args) < 3 and not any(kwargs.get(name) for name in _SEEING)
-        token = _plain_call.set(plain)
+        token = _generating.set(len(args) < 3 and not any(kwargs.get(name) for name in _SEEING))
         try:
             return own(self, *args, **kwargs)
         finally:
-            _plain_call.reset(token)
+            _generating.reset(token)
 
     return generate
 
@@ -164,7 +166,7 @@ class Stepper:
         self.steps = 0
         self._memory = memory
         self._lender = Lender()
-        self._known: tuple[Any, ...] = ()  # what captures depend on
+        self._known: Any = None  # what captures depend on
 
     def __deepcopy__(self, memo: Any) -> Stepper:
         made = Stepper(self._memory)
@@ -207,8 +209,8 @@ class Stepper:
 
     def cache(self, model: Any, longest: int) -> BufferCache:
         """A cache for one call of `generate`; captures that are out of date are dropped."""
-        weights = (*(p.data_ptr() for p in model.parameters()), *(b.data_ptr() for b in model.buffers()))
-        known = (current_world().fingerprint, tuple(map(id, model.modules())), weights)
+        weights = [_place(item) for item in (*model.parameters(), *model.buffers())]
+        known = (current_world().fingerprint, [id(part) for part in model.modules()], weights)
         if known != self._known:
             self._known = known
             for buffers in self._lender.kept:
@@ -240,7 +242,7 @@ class Stepper:
     def forward(self, model: Any, own: Any, cache: BufferCache, args: Any, kwargs: Any) -> Any:
         """One forward pass over a cache of ours: a captured step where it is one, else the model's own."""
         ids = kwargs.get("input_ids")
-        if args or ids is None or torch.is_grad_enabled():
+        if args or ids is None or _generating.get() is None:
             return own(model, *args, **kwargs)
         length = cache.length
         cache.reserve(ids.shape[0], length + ids.shape[1], _AHEAD)
@@ -266,12 +268,17 @@ class Stepper:
         if cache.buffers is None:
             return None
         odd = next((name for name, item in kwargs.items() if name not in _GIVEN and _said(item)), None)
-        if odd is not None or kwargs.get("position_ids") is None:
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if odd is not None or positions is None:
             cache.leave(f"generate passes {odd}" if odd else "generate passes no positions")
             return None
-        step: Step | None = cache.buffers.steps.get(cache.padded)
+        if cache.padded and (mask is None or mask.shape != (cache.buffers.batch, cache.length + 1)):
+            cache.leave("its mask does not have a column for each token")
+            return None
+        key = (cache.padded, positions.shape)
+        step: Step | None = cache.buffers.steps.get(key)
         if step is None:
-            step = cache.buffers.steps[cache.padded] = Step(model, own, cache.buffers, cache.padded, kwargs)
+            step = cache.buffers.steps[key] = Step(model, own, cache.buffers, cache.padded, kwargs)
         if step.why:
             cache.leave(step.why)
             return None
@@ -280,6 +287,11 @@ class Stepper:
 
 def _said(item: Any) -> bool:
     return item is not None and item is not False
+
+
+def _place(item: Tensor) -> int:
+    """What changes when a weight is moved or replaced: its address, or the object where it is no plain tensor."""
+    return item.data_ptr() if type(item.data) is Tensor else id(item)
 
 
 class Step:
