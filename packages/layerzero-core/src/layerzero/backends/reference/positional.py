@@ -87,10 +87,15 @@ def xpos(
     dtype, rotary_dim = compute_dtype(q, cos), full_cos.shape[-1]
     # A rounded exponent is felt in the power, the more the farther the position; MPS alone has no float64.
     precise = torch.float32 if q.device.type == "mps" else torch.float64
-    zeta = (torch.arange(0, rotary_dim, 2, dtype=precise, device=q.device) / rotary_dim + gamma) / (1 + gamma)
-    seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
-    positions = torch.arange(seq_len, device=q.device) if position_ids is None else position_ids
-    power = (positions.to(precise)[..., None] - origin) / scale_base
+    pairs = torch.arange(0, rotary_dim, 2, dtype=precise, device=q.device)
+    zeta = (pairs + gamma * rotary_dim) / ((1 + gamma) * rotary_dim)
+    if position_ids is None:
+        seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
+        positions = torch.arange(seq_len, dtype=precise, device=q.device)
+    else:
+        positions = position_ids.to(precise)
+    away = positions - origin if origin else positions
+    power = away[..., None] / scale_base
     decay = (full_width(zeta, interleaved) ** power).to(dtype)  # [S, R] or [B, S, R]
     if decay.dim() == 3 or layout != "BHSD":
         decay = decay.unsqueeze(-3 if layout == "BHSD" else -2)

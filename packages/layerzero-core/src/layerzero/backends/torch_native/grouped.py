@@ -75,7 +75,7 @@ def _attended(
     """Output, log-sum-exp [H, total_q] where it is wanted, and what the backward of each piece asks for."""
     q, k, v = _computable(query, key, value)
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    out = q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
+    out: Tensor | None = None
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide) if with_lse else None
     kept: list[tuple[_Piece, tuple[Any, ...]]] = []
     for segment in batch.segments():
@@ -85,9 +85,16 @@ def _attended(
             kept.append((piece, rest))
             seen = (found, logs) if seen is None else _joined(*seen, found, logs)
         if seen is not None:
-            out[piece.queries] = seen[0][0].transpose(0, 1)
+            found = seen[0][0].transpose(0, 1)
+            if len(found) == len(q) and found.is_contiguous():  # all queries are of this segment
+                out = found
+            else:
+                out = q.new_zeros((*q.shape[:2], v.shape[2])) if out is None else out
+                out[piece.queries] = found
             if lse is not None:
                 lse[:, piece.queries] = seen[1][0]
+    if out is None:
+        out = q.new_zeros((*q.shape[:2], v.shape[2]))
     return out.to(query.dtype), lse, kept
 
 
