@@ -81,6 +81,17 @@ def test_a_hopeless_one_leaves_after_the_least_rounds(clock):
     assert found.times["far"].samples == 5 and found.times["near"].samples == 30
 
 
+def test_on_the_clock_of_a_gpu_who_is_half_behind_leaves_too(clock, monkeypatch):
+    kinds = {"near": (300.0, 310.0), "other": (305.0,), "behind": (480.0,)}
+    samples = []
+    for word in ("cpu_clock", "cuda_clock"):
+        monkeypatch.setattr(module, word, module.cpu_clock)
+        calls = {name: clock.takes(*us) for name, us in kinds.items()}
+        found = race(calls, least=5, most=30, seconds=1e9, clock=module.cpu_clock)
+        samples.append(found.times["behind"].samples)
+    assert samples == [30, 5]
+
+
 def test_the_budget_ends_a_race_but_everyone_has_the_least_samples(clock):
     found = race({"a": clock.takes(1e6, 1.01e6), "b": clock.takes(1.01e6, 1e6)}, least=3, most=100, seconds=2.0)
     assert found.rounds == 3 and {t.samples for t in found.times.values()} == {3}
@@ -116,6 +127,8 @@ def test_kernels_of_a_few_microseconds_get_three_times_the_rounds(clock):
     short = race({"b": clock.takes(5.0), "a": clock.takes(5.0)}, least=4, most=6, seconds=0.0)
     longer = race({"b": clock.takes(300.0), "a": clock.takes(300.0)}, least=4, most=6, seconds=0.0)
     assert (short.rounds, longer.rounds) == (12, 4) and short.winner == longer.winner == "a"
+    many = [race({"a": clock.takes(5.0), "b": clock.takes(5.0)}, least=least, seconds=0.0) for least in (12, 24, 48)]
+    assert [found.rounds for found in many] == [36, 36, 48]
     near, far = clock.takes(5.0), clock.takes(50.0)
     found = race({"near": near, "also": clock.takes(5.05), "far": far}, least=4, most=6, seconds=0.0)
     assert found.times["far"].samples == 4 and found.times["near"].samples == 12  # no need to know the far one better

@@ -29,7 +29,7 @@ _QUARTILES = 1.349  # between the quartiles of a normal distribution lie so many
 _DROP_AT = 3.0  # so much slower than the leader, a contestant leaves after the least number of rounds
 _DROP_COLD_AT = 1.5  # the same where the device times each call by itself: a dozen such samples are alike
 _SHORT_US = 20.0  # where the fastest takes less, a launch that comes late is a large part of a sample
-_SHORT_ROUNDS = 3  # times as many rounds there
+_SHORT_ROUNDS, _MANY_ROUNDS = 3, 36  # times as many rounds there, up to so many: who is to have more has enough
 _COLD_SAMPLE_US = 1_500.0  # of wall time, for calls that are timed one by one with the cache overwritten between them
 _COLD_CALL_US = 65.0  # what overwriting it takes
 _COLD_CALLS = 15  # most calls of such a sample; more rounds, in turns with the others, tell more than longer samples
@@ -102,12 +102,12 @@ def race(
 
     Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
     leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
-    Kernels of a few µs get three times as many rounds, and a race whose first places are too unsteady to be told apart
-    three times the seconds. Inside the noise band, which the spread of the times may widen, the name decides, so that
-    two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU are run for a
-    moment before each sample, until the threads of the one before have gone to sleep. `each_round` is called before
-    every round, untimed. With `rounds` there are just so many, whatever comes out, for everybody, and what all have in
-    common in a round is taken out of their spread.
+    Kernels of a few µs get three times as many rounds, up to 36, and a race whose first places are too unsteady to be
+    told apart three times the seconds. Inside the noise band, which the spread of the times may widen, the name
+    decides, so that two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU
+    are run for a moment before each sample, until the threads of the one before have gone to sleep. `each_round` is
+    called before every round, untimed. With `rounds` there are just so many, whatever comes out, for everybody, and
+    what all have in common in a round is taken out of their spread.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
@@ -146,7 +146,8 @@ def _race(
     start = time.perf_counter()
     once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
     batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
-    enough = least * (_SHORT_ROUNDS if min(once.values()) < _SHORT_US else 1)
+    short = min(once.values()) < _SHORT_US
+    enough = max(least, min(_SHORT_ROUNDS * least, _MANY_ROUNDS)) if short else least
     most = max(most, enough)
     if rounds is not None:
         least, enough, most = rounds, rounds, rounds
