@@ -16,7 +16,7 @@ import torch
 
 import layerzero as lz
 from layerzero_models.record import GraphReport
-from layerzero_models.transformers import buffers, graphs
+from layerzero_models.transformers import buffers, captured, graphs
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs_package("transformers")]
 
@@ -95,6 +95,26 @@ def test_every_way_of_decoding_one_token_at_a_time_is_stepped(side: str | None) 
         assert torch.equal(drawn(model, given, **options), want[way]), way
         assert report(model).steps - before == want[way].shape[1] - given["input_ids"].shape[1] - 1, way
     assert not report(model).plain
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3", "gpt2"])
+def test_prompts_of_one_width_are_captured_from_the_second_on(name: str) -> None:
+    model = zoo.made(name)
+    prompts = [{"input_ids": zoo.tokens(2, length, seed=length)} for length in (12, 7, 30, 12, 12)]
+    want = [zoo.generated(model, given) for given in prompts]
+    stepping(model)
+    for i, given in enumerate(prompts):
+        assert torch.equal(zoo.generated(model, given), want[i])
+        assert report(model).prompts == (() if i == 0 else ((2, 64),))
+    padded = zoo.inputs(model, "left")
+    held = zoo.generated(model, prompts[2], return_dict_in_generate=True).past_key_values
+    assert held.get_seq_length() == 39 and held.layers[0].keys.shape[2] == 39 and held.is_initialized
+    lz.unpatch(model)
+    expected = zoo.generated(model, padded)
+    stepping(model)
+    for _ in range(4):  # padding is no prompt of that kind
+        assert torch.equal(zoo.generated(model, padded), expected)
+    assert report(model).prompts == ()
 
 
 def test_other_ways_take_the_plain_path_with_their_reason() -> None:
@@ -259,21 +279,20 @@ def test_captures_are_made_anew_when_weights_move_or_the_policy_changes() -> Non
     model = stepping(zoo.made("llama"))
     given = zoo.inputs(model)
 
-    def captured() -> Any:
+    def latest() -> Any:
         zoo.generated(model, given)
         (held,) = vars(model)["_layerzero"]._lender.kept
-        (step,) = held.steps.values()
-        return step
+        return next(step for step in held.steps.values() if type(step) is captured.Step)
 
-    first = captured()
-    assert captured() is first
+    first = latest()
+    assert latest() is first
     with torch.no_grad():
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
-    second = captured()
+    second = latest()
     assert second is not first
     lz.lock("attention", "reference.attention.plain")
     try:
-        third = captured()
+        third = latest()
     finally:
         lz.unlock("attention")
     assert third is not second
@@ -303,8 +322,8 @@ def test_a_step_that_differs_from_the_model_is_found_out(monkeypatch: pytest.Mon
     given = zoo.inputs(model)
     want = zoo.generated(model, given)
     stepping(model)
-    own = graphs.Step._mask
-    monkeypatch.setattr(graphs.Step, "_mask", lambda self, kind, place, visible: own(self, kind, place - 5, visible))
+    own = captured.Step._mask
+    monkeypatch.setattr(captured.Step, "_mask", lambda self, kind, place, visible: own(self, kind, place - 5, visible))
     for count in (1, 2):
         assert torch.equal(zoo.generated(model, given), want)
         ((why, calls),) = report(model).plain.items()

@@ -3,8 +3,9 @@
 Methods of the model are replaced on the instance. `_prepare_cache_for_generation`, which `generate` asks for a
 cache, gives it buffers that stay where they are (buffers.py); where the call, the model or the device rules graphs out,
 transformers makes its own cache as ever and the reason is counted for `lz.patched`. `forward` takes the steps of one
-token over such a cache: captured once for a batch size and a number of places, then replayed. The prompt, and every
-step of a call on the plain path, is the model's own forward over the same cache. What `generate` does with the logits
+token over such a cache: captured once for a batch size and a number of places, then replayed. Short prompts without
+padding are captured too, by their width. All else, and every step of a call on the plain path, is the model's own
+forward over the same cache. What `generate` does with the logits
 (processors, sampling, beams, stopping criteria, streamers) stays transformers' own. A greedy call without processors or
 criteria of the caller's own is asked whether to stop one step late, as transformers does on devices it knows to gain
 by it: the host has the next step ready when the device needs it.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -27,25 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero import capture_graph
 from layerzero.dispatch.late import current_world
-from layerzero.errors import one_line
 from layerzero_models.record import GraphReport
-from layerzero_models.transformers.buffers import BufferCache, Buffers, Lender, StepCache
+from layerzero_models.transformers.buffers import BufferCache, Lender, bucket
+from layerzero_models.transformers.captured import CHECKED, REST, Captured, Prompt, Step, mask_kinds
 from layerzero_models.transformers.enabling import NAME
-from layerzero_models.transformers.masking import Note, with_note
 from layerzero_models.transformers.parts import STATE
 
 __all__ = ["Stepper", "forward_of", "generate_of", "prepare_cache", "stop_late", "unfit"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")  # those that buffers stand in for
-_REST = ("use_cache", "logits_to_keep", "return_dict")
 # What a step may be given: more would not reach the graph. A tokenizer is for the stopping criteria.
-_GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_values", "tokenizer", *_REST))
-_NEAR = {True: 0.01, False: 0.1}  # of the logits' standard deviation, in float32 and otherwise: gross errors only
+_GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_values", "tokenizer", *REST))
 _AHEAD = 256  # places that a cache has room for beyond the prompt; then it moves into the next bucket
-_CHECKED = 2  # steps that run both ways
+_PROMPT = 64  # tokens between the widths in which prompts are captured; wide ones have the buckets of the buffers
+_PROMPTS = 2048  # tokens of a batch; with more of them the device has enough to do without a graph
 _SEEING = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 _OURS = "_layerzero_stops_late"
 # Whether the call of `generate` that is under way is seen by nobody else; None outside of one.
@@ -71,21 +68,11 @@ def unfit(model: Any) -> str:
         return "it makes caches or masks of its own"
     text: Any = model.config.get_text_config(decoder=True)
     layers = {type(layer) for layer in DynamicCache(config=text).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-    masks = set(_kinds(text)) - {"full_attention", "sliding_attention"}
+    masks = set(mask_kinds(text)) - {"full_attention", "sliding_attention"}
     shared: Any = getattr(text, "num_kv_shared_layers", None)
     if layers or masks or shared or getattr(text, "is_causal", True) is False:
         return "its cache has more than layers of full and sliding attention"
     return ""
-
-
-def _kinds(text: Any) -> tuple[str, ...]:
-    """The kind of mask of each layer, as transformers makes them in advance; one for all where it makes one."""
-    found = getattr(text, "layer_types", None)
-    if found is not None:
-        return tuple(found)
-    if getattr(text, "attention_chunk_size", None) is not None:
-        return ("chunked_attention",)
-    return ("full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention",)
 
 
 def prepare_cache(self: Any, generation_config: Any, model_kwargs: Any, generation_mode: Any, *rest: Any) -> Any:
@@ -214,7 +201,7 @@ class Stepper:
         if known != self._known:
             self._known = known
             for buffers in self._lender.kept:
-                buffers.steps.clear()
+                buffers.forget()
         text = model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -229,14 +216,14 @@ class Stepper:
 
     def report(self, model: Any) -> GraphReport:
         """What there is now."""
-        captured = [
-            (b.batch, b.places) for b in self._lender.kept for step in b.steps.values() if step.checked and not step.why
-        ]
+        held = [(b, graph) for b in self._lender.kept for graph in b.steps.values() if graph.checked and not graph.why]
+        captured = sorted((b.batch, b.places) for b, graph in held if type(graph) is Step)
+        prompts = sorted((b.batch, graph.width) for b, graph in held if type(graph) is Prompt)
         plain = dict(self.plain)
         if not plain and (why := self._unready(model)):
             plain[why] = 0
         limit = self._limit(model.device)
-        return GraphReport(tuple(sorted(captured)), self.steps, self._lender.memory, limit, plain)
+        return GraphReport(tuple(captured), tuple(prompts), self.steps, self._lender.memory, limit, plain)
 
     # -- a forward pass ----------------------------------------------------------------------------------
     def forward(self, model: Any, own: Any, cache: BufferCache, args: Any, kwargs: Any) -> Any:
@@ -244,32 +231,52 @@ class Stepper:
         ids = kwargs.get("input_ids")
         if args or ids is None or _generating.get() is None:
             return own(model, *args, **kwargs)
-        length = cache.length
-        cache.reserve(ids.shape[0], length + ids.shape[1], _AHEAD)
-        if not length or ids.shape[1] != 1:
+        length, new = cache.length, ids.shape[1]
+        cache.reserve(ids.shape[0], length + new, _AHEAD)
+        if not length or new > 1:
             mask = kwargs.get("attention_mask")
             cache.padded = mask is not None and not bool(mask.all())
+        graph: Captured | None = None
+        if not length:
+            graph = self._prompt(model, own, cache, kwargs)
+        elif new == 1:
+            graph = self._step(model, own, cache, kwargs)
+            self.steps += graph is not None
+        if graph is None:
             return own(model, **kwargs)
-        step = self._step(model, own, cache, kwargs)
-        if step is None:
-            return own(model, **kwargs)
-        self.steps += 1
-        if step.checked == _CHECKED:
-            for layer in cache.layers:
-                layer.length = length + 1
-            return step.kind(logits=step(length, kwargs).clone(), past_key_values=cache)
-        step.attempt(length, kwargs, not self.eager)
+        if graph.checked == CHECKED:
+            cache.fill(length + new)
+            return graph.kind(logits=graph(length, kwargs).clone(), past_key_values=cache)
+        graph.attempt(length, kwargs, not self.eager)
         out = own(model, **kwargs)  # after the attempt: what that wrote into the cache is written again
-        step.compare(out)
+        graph.compare(out)
         return out
+
+    def _prompt(self, model: Any, own: Any, cache: BufferCache, kwargs: Any) -> Prompt | None:
+        """The pass over a whole prompt, from the second of its width on; None where the model's own does it."""
+        buffers, positions = cache.buffers, kwargs.get("position_ids")
+        batch, length = kwargs["input_ids"].shape
+        width = -(-length // _PROMPT) * _PROMPT if length <= 4 * _PROMPT else bucket(length)
+        plain = positions is not None and positions.shape == (batch, length) and not _odd(kwargs)
+        if buffers is None or cache.padded or not plain or kwargs.get("logits_to_keep") != 1:
+            return None
+        if width > buffers.places or width * batch > _PROMPTS:
+            return None
+        buffers.met[width] += 1
+        if buffers.met[width] == 1:
+            return None
+        prompt: Prompt | None = buffers.steps.get(width)
+        if prompt is None:
+            prompt = buffers.steps[width] = Prompt(model, own, buffers, width, kwargs)
+        return None if prompt.why else prompt
 
     def _step(self, model: Any, own: Any, cache: BufferCache, kwargs: Any) -> Step | None:
         """The step of this forward pass, captured or not yet; None on the plain path."""
         if cache.buffers is None:
             return None
-        odd = next((name for name, item in kwargs.items() if name not in _GIVEN and _said(item)), None)
+        odd = _odd(kwargs)
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if odd is not None or positions is None:
+        if odd or positions is None:
             cache.leave(f"generate passes {odd}" if odd else "generate passes no positions")
             return None
         if cache.padded and (mask is None or mask.shape != (cache.buffers.batch, cache.length + 1)):
@@ -285,100 +292,13 @@ class Stepper:
         return step
 
 
-def _said(item: Any) -> bool:
-    return item is not None and item is not False
+def _odd(kwargs: Any) -> str:
+    """The name of an argument that would not reach a graph; empty where there is none."""
+    return next(
+        (name for name, item in kwargs.items() if name not in _GIVEN and item is not None and item is not False), ""
+    )
 
 
 def _place(item: Tensor) -> int:
     """What changes when a weight is moved or replaced: its address, or the object where it is no plain tensor."""
     return item.data_ptr() if type(item.data) is Tensor else id(item)
-
-
-class Step:
-    """The decode step over some buffers: inputs with a fixed place, and the graph once it is captured.
-
-    `checked` counts the steps that ran both ways and agreed; `why` says why there is no graph.
-    """
-
-    def __init__(self, model: Any, own: Any, buffers: Buffers, padded: bool, kwargs: Any) -> None:
-        text = model.config.get_text_config(decoder=True)
-        self.checked, self.memory, self.why = 0, 0, ""
-        self.kind: Any = None
-        self._model, self._own, self._buffers = weakref.ref(model), own, weakref.ref(buffers)
-        self._kinds, self._apart = set(_kinds(text)), hasattr(text, "layer_types")
-        self._window = getattr(text, "sliding_window", None)
-        self._rest = {name: item for name, item in kwargs.items() if name in _REST}
-        device = kwargs["input_ids"].device
-        with torch.inference_mode(False):
-            self._spots = torch.arange(buffers.places, device=device)
-            self._inputs = [torch.zeros_like(kwargs[name]) for name in ("input_ids", "position_ids")]
-            self._inputs.append(torch.zeros(1, dtype=torch.long, device=device))
-            if padded:
-                # True where no token is hidden; what lies behind the new one is hidden by its place.
-                self._inputs.append(torch.ones((buffers.batch, buffers.places), dtype=torch.bool, device=device))
-        self._graph: Any = None
-        self._got: Tensor | None = None
-
-    def __call__(self, length: int, kwargs: Any) -> Tensor:
-        """The logits of the token at place `length`."""
-        ids, positions, place, *visible = self._inputs
-        ids.copy_(kwargs["input_ids"])
-        positions.copy_(kwargs["position_ids"])
-        place.fill_(length)
-        if visible:
-            mask = kwargs["attention_mask"]
-            visible[0][:, : mask.shape[1]].copy_(mask)
-        out: Tensor = self._run(*self._inputs) if self._graph is None else self._graph.replay()
-        return out
-
-    def attempt(self, length: int, kwargs: Any, captured: bool) -> None:
-        """Take the step, captured first if it is to be; `compare` says what became of it."""
-        self._got = None
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                if captured and self._graph is None:
-                    self(length, kwargs)
-                    self._graph = capture_graph(self._run, *self._inputs)
-                    self._inputs = self._graph.inputs.tensors
-                    self.memory = self._graph.report.memory_delta
-                self._got = self(length, kwargs).float()
-        except Exception as error:  # whatever a model does that a graph cannot hold: its own forward goes on
-            self.why, self._graph = f"its step cannot be captured: {one_line(error, 200)}", None
-
-    def compare(self, out: Any) -> None:
-        """Hold the step that was taken against what the model's own forward made of the same token."""
-        got, self._got = self._got, None
-        if got is None:
-            return
-        want, self.kind = out.logits.float(), type(out)
-        limit = _NEAR[out.logits.dtype is torch.float32] * want.std().item()
-        far = (got - want).square().mean().sqrt().item()
-        if not far <= limit:
-            self.why, self._graph = f"its replayed logits are {far:.3g} from its own (limit {limit:.3g})", None
-        self.checked += 1
-
-    def _run(self, ids: Tensor, positions: Tensor, place: Tensor, visible: Tensor | None = None) -> Tensor:
-        model, buffers = self._model(), self._buffers()
-        assert model is not None and buffers is not None  # both are held by whoever calls
-        masks = {kind: self._mask(kind, place, visible) for kind in self._kinds}
-        out = self._own(
-            model,
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=masks if self._apart else next(iter(masks.values())),
-            past_key_values=StepCache([buffers.layers[index] for index in sorted(buffers.layers)], place),
-            **self._rest,
-        )
-        logits: Tensor = out.logits
-        return logits
-
-    def _mask(self, kind: str, place: Tensor, visible: Tensor | None) -> Tensor:
-        """True for the places in use; with a note for kernels that read their number, unless padding hides some."""
-        window = self._window if kind == "sliding_attention" else None
-        seen = self._spots <= place
-        if window is not None:
-            seen = seen & (self._spots > place - window)
-        if visible is not None:
-            return (visible & seen)[:, None, None]
-        note = Note(used=place + 1, window=None if window is None else (window - 1, 0))
-        return with_note(seen.expand(self._inputs[0].shape[0], 1, 1, -1), note)
