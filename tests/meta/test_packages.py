@@ -156,6 +156,7 @@ DISTS = {
     "yaml": "pyyaml",
     "elftools": "pyelftools",
     "opentelemetry": "opentelemetry-api",
+    "fla": "fla-core",
     "flashinfer": "flashinfer-python",
     "flash_attn": "flash-attn",
     "cutlass": "nvidia-cutlass-dsl",

@@ -1,0 +1,243 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The scan of Mamba-2 and the causal convolution in Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["causal_conv1d", "causal_conv1d_step", "mamba2_scan", "mamba2_scan_step"]
+
+
+@triton.jit
+def _scan(
+    x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, width, states, dt_min, dt_max,
+    SOFTPLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of a head's channels over a whole sequence; its state [BLOCK_P, BLOCK_S] never leaves the program."""
+    item = tl.program_id(0).to(tl.int64)
+    n, h = item // heads, item % heads
+    row, begin, end = n, 0, tokens
+    if offsets is not None:
+        row, begin, end = n * 0, tl.load(offsets + n).to(tl.int32), tl.load(offsets + n + 1).to(tl.int32)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    s, inside = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_T)
+    in_p, in_s = p < width, s < states
+    place = (item * width + p[:, None]) * states + s[None, :]
+    state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
+    if first is not None:
+        state = tl.load(first + place, mask=in_p[:, None] & in_s[None, :], other=0.0).to(tl.float32)
+    decay = tl.load(A + h).to(tl.float32)
+    before = tl.full((), 0.0, tl.float32)
+    if bias is not None:
+        before = tl.load(bias + h).to(tl.float32)
+    group = h // (heads // groups)
+    for start in range(begin, end, BLOCK_T):
+        t = start + inside
+        in_t = t < end
+        token = row * tokens + t
+        step = tl.load(dt + token * heads + h, mask=in_t, other=0.0).to(tl.float32) + before
+        if SOFTPLUS:
+            step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+        step = tl.where(in_t, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
+        shade = in_t[:, None] & in_s[None, :]
+        at = (token * groups + group)[:, None] * states + s[None, :]
+        keys = tl.load(B + at, mask=shade, other=0.0).to(tl.float32)
+        queries = tl.load(C + at, mask=shade, other=0.0).to(tl.float32)
+        spot = (token * heads + h)[:, None] * width + p[None, :]
+        lit = in_t[:, None] & in_p[None, :]
+        given = tl.load(x + spot, mask=lit, other=0.0).to(tl.float32)
+        values = given * step[:, None]
+        gone = tl.cumsum(step * decay, 0)  # the decay from the chunk's start, as a logarithm
+        total = tl.sum(step * decay, 0)
+        between = tl.where(inside[:, None] >= inside[None, :], gone[:, None] - gone[None, :], float("-inf"))
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * tl.exp(between)
+        made = tl.dot(weights, values, input_precision=PRECISION)
+        made += tl.dot(queries * tl.exp(gone)[:, None], tl.trans(state), input_precision=PRECISION)
+        if D is not None:
+            made += given * tl.load(D + h).to(tl.float32)
+        tl.store(out + spot, made.to(out.dtype.element_ty), mask=lit)
+        left = tl.trans(values * tl.exp(total - gone)[:, None])
+        state = state * tl.exp(total) + tl.dot(left, keys, input_precision=PRECISION)
+    tl.store(last + place, state, mask=in_p[:, None] & in_s[None, :])
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float | None,
+) -> tuple[Tensor, Tensor]:
+    """In chunks of 64 tokens."""
+    return _scanned(64, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+
+
+def mamba2_scan_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float | None,
+) -> tuple[Tensor, Tensor]:
+    """In chunks of 16 tokens, the least that a product of matrices takes: for decoding."""
+    return _scanned(16, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+
+
+def _scanned(
+    block: int,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float | None,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, width = x.shape
+    groups, states = B.shape[2:]
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    last = x.new_empty((count, heads, width, states), dtype=torch.float32)
+    dense: list[Any] = [None if item is None else item.contiguous() for item in (x, dt, A, B, C, D, dt_bias)]
+    first = None if initial_state is None else initial_state.contiguous()
+    block_p = min(32, max(16, triton.next_power_of_2(width)))
+    _scan[(count * heads, triton.cdiv(width, block_p))](
+        *dense, first, out, last, cu_seqlens, tokens, heads, groups, width, states, dt_min,
+        float("inf") if dt_max is None else dt_max,
+        SOFTPLUS=dt_softplus,
+        BLOCK_T=block,
+        BLOCK_P=block_p,
+        BLOCK_S=max(16, triton.next_power_of_2(states)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return out, last
+
+
+@triton.jit
+def _conv(
+    x, weight, bias, first, out, begins, sequences, channels, tokens, kept, row_step, channel_step, token_step,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A tile of channels and tokens; what lies before a sequence is its state, and zeros before that."""
+    row = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_t, in_d = t < tokens, d < channels
+    begin, sequence = t * 0, t.to(tl.int64) * 0 + row
+    if begins is not None:
+        begin = tl.load(begins + t, mask=in_t, other=0).to(tl.int32)
+        sequence = tl.load(sequences + t, mask=in_t, other=0).to(tl.int64)
+    total = tl.zeros((BLOCK_D, BLOCK_T), dtype=tl.float32)
+    if bias is not None:
+        total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[:, None]
+    base = x + row * row_step + d[:, None].to(tl.int64) * channel_step
+    for w in tl.static_range(WIDTH):
+        source = t - (WIDTH - 1 - w)
+        fresh = source >= begin
+        shade = in_d[:, None] & (in_t & fresh)[None, :]
+        column = tl.load(base + source[None, :].to(tl.int64) * token_step, mask=shade, other=0.0).to(tl.float32)
+        if first is not None:
+            old = source - begin + kept
+            shade = in_d[:, None] & (in_t & (source < begin) & (old >= 0))[None, :]
+            spot = (sequence[None, :] * channels + d[:, None]) * kept + old[None, :]
+            column += tl.load(first + spot, mask=shade, other=0.0).to(tl.float32)
+        total += column * tl.load(weight + d * WIDTH + w, mask=in_d, other=0.0).to(tl.float32)[:, None]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    spot = (row * channels + d[:, None]) * tokens + t[None, :]
+    tl.store(out + spot, total.to(out.dtype.element_ty), mask=in_d[:, None] & in_t[None, :])
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Tiles of 64 channels and 64 tokens."""
+    return _convolved((64, 64), x, weight, bias, initial_state, cu_seqlens, activation)
+
+
+def causal_conv1d_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Tiles of 256 channels and one token: for decoding."""
+    return _convolved((1, 256), x, weight, bias, initial_state, cu_seqlens, activation)
+
+
+def _convolved(
+    tile: tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:
+    """One launch, and the final state."""
+    batch, channels, tokens = x.shape
+    width = weight.shape[1]
+    kept = width - 1 if initial_state is None else initial_state.shape[2]
+    first = None if initial_state is None else initial_state.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    begins = sequences = None
+    if cu_seqlens is not None:
+        token = torch.arange(tokens, device=x.device, dtype=cu_seqlens.dtype)
+        sequences = torch.searchsorted(cu_seqlens, token, right=True) - 1
+        begins = cu_seqlens[sequences]
+    block_t, block_d = tile
+    _conv[(triton.cdiv(tokens, block_t), triton.cdiv(channels, block_d), batch)](
+        x, weight.contiguous(), bias, first, out, begins, sequences, channels, tokens, kept, *x.stride(),
+        WIDTH=width, SILU=activation == "silu", BLOCK_T=block_t, BLOCK_D=block_d,
+    )  # fmt: skip
+    return out, _last_columns(x, first, cu_seqlens, kept)
+
+
+def _last_columns(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, kept: int) -> Tensor:
+    """The last columns of each sequence, of its state where it is shorter."""
+    batch, channels, tokens = x.shape
+    if cu_seqlens is None:
+        if tokens >= kept:
+            return x[..., tokens - kept :].contiguous()
+        past = x.new_zeros(batch, channels, kept) if first is None else first.to(x.dtype)
+        return torch.cat((past, x), -1)[..., tokens:].contiguous()
+    place = cu_seqlens[1:, None] - kept + torch.arange(kept, device=x.device)
+    old = place - cu_seqlens[:-1, None]
+    fresh = x[0][:, place.clamp(min=0)].transpose(0, 1)
+    past = torch.zeros_like(fresh)
+    if first is not None:
+        index = (old + kept).clamp(0, max(kept - 1, 0))[:, None].expand_as(fresh)
+        past = torch.where((old + kept >= 0)[:, None], first.to(x.dtype).gather(-1, index), 0)
+    return torch.where((old >= 0)[:, None], fresh, past).contiguous()

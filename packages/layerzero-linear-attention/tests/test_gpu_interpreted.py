@@ -1,0 +1,40 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against the oracle in numpy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="missing tool: triton")
+pytest.importorskip("layerzero_triton", reason="missing tool: layerzero-triton, which mends the interpreter")
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from layerzero_triton.interpret import mend
+mend()
+from linear_attention_calls import BY_NAME, NEEDS, ORACLES, example
+from layerzero_linear_attention import gpu
+for name in ("mamba2_scan", "causal_conv1d"):
+    for needs in NEEDS.values():
+        for sizes in ({"batch": 3, "seq_len": 70}, {"batch": 2, "seq_len": 1}, {"batch": 4, "seq_len": 5}):
+            args = example(name, *needs, dtype="float32", **sizes)
+            wanted, shapes = ORACLES[name](*args), BY_NAME[name].fake(*args)
+            found = getattr(gpu, name if sizes["seq_len"] > 16 else f"{name}_step")(*args)
+            for one, other, like in zip(found, wanted, shapes, strict=True):
+                np.testing.assert_allclose(one.numpy(), other, rtol=1e-4, atol=1e-5)
+                assert one.dtype == like.dtype and one.stride() == like.stride()
+print("ALL RIGHT")
+"""
+
+
+def test_the_interpreted_kernels_are_the_oracle():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert "ALL RIGHT" in done.stdout, done.stderr[-3000:]
