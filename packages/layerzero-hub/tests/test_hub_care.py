@@ -181,7 +181,7 @@ def test_versions_of_a_kernel(bench, shell):
     bench.lock(repo, version=2)
     bench.put(repo, universal_kernel(id="_lz_many_2", version=2, extra="X = 1"), version=2)
     code, text = shell("versions", repo, "--json")
-    found = json.loads(text)
+    found = json.loads(text)["items"]
     assert code == 0 and [entry["version"] for entry in found] == [1, 2, 10]
     assert [bool(entry["locked"]) for entry in found] == [False, True, False] and found[1]["locked"] != found[1][
         "commit"
@@ -201,10 +201,12 @@ def test_remove_and_prune(bench, shell):
     gone = [path.parent for path in (bench.build(top), bench.build(base))]
     assert shell("remove", f"{top}@1", base)[0] == 0
     assert bench.read().kernels == () and all(path.exists() for path in gone)
-    assert len(json.loads(shell("prune", "--dry-run", "--json")[1])) == 2 and all(path.exists() for path in gone)
+    assert len(json.loads(shell("prune", "--dry-run", "--json")[1])["items"]) == 2 and all(
+        path.exists() for path in gone
+    )
     code, text = shell("prune", "--json")
-    assert code == 0 and all(entry["bytes"] > 100 for entry in json.loads(text))
-    assert not any(path.exists() for path in gone) and json.loads(shell("prune", "--json")[1]) == []
+    assert code == 0 and all(entry["bytes"] > 100 for entry in json.loads(text)["items"])
+    assert not any(path.exists() for path in gone) and json.loads(shell("prune", "--json")[1])["items"] == []
 
 
 @pytest.mark.fault(24)
@@ -214,9 +216,9 @@ def test_prune_leaves_what_another_lock_of_the_store_names(bench, shell):
     kept, first = bench.build(other), bench.settings["lock"]
     bench.settings["lock"] = str(bench.folder / "second.lock")
     bench.lock(mine)
-    assert json.loads(shell("prune", "--json")[1]) == [] and kept.exists()
+    assert json.loads(shell("prune", "--json")[1])["items"] == [] and kept.exists()
     os.unlink(first)
-    assert len(json.loads(shell("prune", "--json")[1])) == 1 and not kept.exists()
+    assert len(json.loads(shell("prune", "--json")[1])["items"]) == 1 and not kept.exists()
 
 
 # -- publishers -----------------------------------------------------------------------------------------------------

@@ -50,9 +50,9 @@ def test_from_nothing_to_a_signed_frozen_deployment(bench, shell, tmp_path):
     bench.hub.attack.hang = True  # from here on nobody answers
     assert shell("install", "--frozen")[0] == 0
     code, text = shell("verify", "--offline", "--json")
-    assert code == 0 and [entry["state"] for entry in json.loads(text)] == ["verified"]
+    assert code == 0 and [entry["state"] for entry in json.loads(text)["items"]] == ["verified"]
     code, text = shell("list", "--json")
-    assert json.loads(text)[0]["state"] == "in store"
+    assert json.loads(text)["items"][0]["state"] == "in store"
     assert bench.load(repo).DEPLOYED
 
 
@@ -63,7 +63,7 @@ def test_a_refusal_is_exit_code_1_with_its_reason(bench, shell):
     code, text = shell("verify")
     assert code == 1 and "HUB_STORE_TAMPERED" in text and "lz hub install" in text
     code, text = shell("verify", "--json")
-    assert code == 1 and json.loads(text)[0]["reasons"][0]["code"] == "HUB_STORE_TAMPERED"
+    assert code == 1 and json.loads(text)["items"][0]["reasons"][0]["code"] == "HUB_STORE_TAMPERED"
 
 
 @pytest.mark.fault(21)
@@ -73,7 +73,7 @@ def test_a_quarantine_is_shown_and_lifted(bench, shell):
     (variant,) = bench.read().find(repo).variants.values()
     bench.store.quarantine(variant.digest, "it changed aten::relu6")
     code, text = shell("quarantine", "--json")
-    assert (code, json.loads(text)) == (0, {variant.digest: "it changed aten::relu6"})
+    assert (code, json.loads(text)["quarantined"]) == (0, {variant.digest: "it changed aten::relu6"})
     with bench.refused("HUB_REVOKED"):
         bench.load(repo)
     assert shell("quarantine", "--lift", variant.digest)[0] == 0

@@ -128,7 +128,7 @@ def test_a_lock_that_changes_between_two_reads(bench, shell, keys, monkeypatch, 
         if order == "forged first":
             assert code == 1 and "HUB_SIGNATURE_BAD" in text
         else:
-            assert code == 0 and [entry["repo_id"] for entry in json.loads(text)] == [wanted]
+            assert code == 0 and [entry["repo_id"] for entry in json.loads(text)["items"]] == [wanted]
     assert not bench.mark.exists()
 
 
@@ -304,10 +304,10 @@ def test_sign_shows_what_changed_and_diff_does_too(bench, shell, keys):
     code, text = shell("sign", "--key", str(keys[0]), "--json")
     assert code == 0 and any(one in change["what"] for change in json.loads(text)["changes"])
     bench.lock(two)
-    (diff, shown) = json.loads(shell("diff", "--json")[1]), shell("sign", "--key", str(keys[0]))[1]
+    (diff, shown) = json.loads(shell("diff", "--json")[1])["items"], shell("sign", "--key", str(keys[0]))[1]
     assert {change["what"] for change in diff if two in change["what"]} and two in shown
     assert not [change for change in diff if one in change["what"]]
-    assert json.loads(shell("diff", "--json")[1]) == []
+    assert json.loads(shell("diff", "--json")[1])["items"] == []
     bench.load(two)
 
 

@@ -115,7 +115,7 @@ def test_a_kernel_that_cannot_run_here_is_no_pass() -> None:
 @pytest.mark.req("R-PAR-15")
 def test_the_checklist_is_shown() -> None:
     result = run("--checklist", "--json")
-    steps = json.loads(result.stdout)
+    steps = json.loads(result.stdout)["items"]
     assert result.exit_code == 0 and len(steps) == 6
     assert "Weight conversion" in run("--checklist").stdout
 

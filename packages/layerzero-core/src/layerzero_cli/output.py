@@ -31,10 +31,13 @@ __all__ = [
     "is_plain",
     "progress_bar",
     "show",
+    "stamped",
     "working",
 ]
 
 _ASCII = str.maketrans({"→": "->", "–": "-", "µ": "u", "…": "...", "×": "x"})
+# Of what --json prints: it goes up when an entry is renamed, removed or means something else, never for a new one.
+SCHEMA_VERSION = 1
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -93,10 +96,17 @@ def emit(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         import json
 
-        sys.stdout.write(json.dumps(answer.data, indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(stamped(answer.data), indent=2, allow_nan=False) + "\n")
     else:
         show(answer.blocks, sys.stdout)
     sys.stdout.flush()
+
+
+def stamped(data: Any) -> dict[str, Any]:
+    """An answer as JSON with the version of its form; a list becomes the entry `items`. A JSON Schema has its own."""
+    if isinstance(data, dict):
+        return data if "$schema" in data else {"schema_version": SCHEMA_VERSION, **data}
+    return {"schema_version": SCHEMA_VERSION, "items": data}
 
 
 def show(blocks: Sequence[Block], stream: IO[str]) -> None:

@@ -1,4 +1,4 @@
-"""`lz plugin new | check | prove | list`: for those who write backends, and those who wonder which are here."""
+"""`lz plugin new | check | prove | schema | list`: for those who write backends, or wonder which are here."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def new(name: str, folder: Path) -> Answer:
     blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
     blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
     return Answer({"path": str(target), "files": files, "next": steps}, blocks)
+
+
+@verb(plugin, "schema")
+def schema() -> Answer:
+    """Print the JSON Schema of capabilities.json, for editors and for your own checks.
+
+    \b
+    lz plugin schema > capabilities.schema.json
+    """
+    from layerzero.registry.capabilities import json_schema
+
+    data = json_schema()
+    return Answer(data, [Line(json.dumps(data, indent=2))])
 
 
 @verb(plugin, "list")

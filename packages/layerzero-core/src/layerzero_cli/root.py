@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from layerzero_cli.output import stamped
 from layerzero_cli.verbs import OK, USAGE, failed
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ def _usage(error: click.UsageError, *, as_json: bool) -> None:
 
     error.show()
     if as_json:
-        click.echo(json.dumps({"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}, indent=2))
+        told = {"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}
+        click.echo(json.dumps(stamped(told), indent=2))
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

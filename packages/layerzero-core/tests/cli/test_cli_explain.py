@@ -23,7 +23,9 @@ def run(*args: str, code: int = 0) -> Result:
 
 
 def data(*args: str, code: int = 0) -> Any:
-    return json.loads(run(*args, "--json", code=code).stdout)
+    found = json.loads(run(*args, "--json", code=code).stdout)
+    assert found.pop("schema_version") == 1
+    return found
 
 
 def codes(report: Any, kernel_id: str) -> set[str]:

@@ -36,7 +36,11 @@ def run(*args: str, code: int = 0) -> Result:
 
 
 def data(*args: str, code: int = 0) -> Any:
-    return json.loads(run(*args, "--json", code=code).stdout)
+    """What the verb says as JSON, behind the version of its form."""
+    found = json.loads(run(*args, "--json", code=code).stdout)
+    if "$schema" not in found:
+        assert found.pop("schema_version") == 1
+    return found.get("items", found)
 
 
 def program(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -168,6 +172,7 @@ _VERBS = [
     ["policy", "show"],
     ["policy", "schema"],
     ["plugin", "list"],
+    ["plugin", "schema"],
     ["readiness"],
     ["completion", "bash"],
 ]
@@ -189,9 +194,9 @@ def test_a_chatty_plugin_spoils_neither_json_nor_plain_text(site: Path, monkeypa
     monkeypatch.setenv("LAYERZERO_PLUGINS", "chatty")
     lz.reset()
     result = run("plugin", "list", "--json")
-    assert [item["name"] for item in json.loads(result.stdout) if not item["builtin"] and item["state"] == "ok"] == [
-        "chatty"
-    ]
+    assert [
+        item["name"] for item in json.loads(result.stdout)["items"] if not item["builtin"] and item["state"] == "ok"
+    ] == ["chatty"]
     assert "banner" in result.stderr
 
 

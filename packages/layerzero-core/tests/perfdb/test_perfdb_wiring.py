@@ -51,7 +51,9 @@ def swapped(lab, tmp_path):
 def run(*args, code=0):
     result = CliRunner().invoke(cli, [*map(str, args), "--json"], catch_exceptions=False)
     assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    found = json.loads(result.stdout)
+    assert found.pop("schema_version") == 1
+    return found
 
 
 @pytest.mark.req("R-PDB-02", "R-SEL-03")

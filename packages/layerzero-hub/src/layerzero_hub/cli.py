@@ -250,7 +250,7 @@ def quarantine_command(policy: HubPolicy, digest: str | None) -> Answer:
     known = store.quarantined()
     table = Table(("digest", "why"), sorted(known.items()))
     lifted: list[Block] = [Line(f"lifted {digest}", STYLES["ok"])] if digest else []
-    return Answer(known, [*lifted, table if known else Line("nothing is in quarantine", "dim")])
+    return Answer({"quarantined": known}, [*lifted, table if known else Line("nothing is in quarantine", "dim")])
 
 
 # -- words ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.files import write_whole
-from layerzero_cli.output import Line, is_plain, show
+from layerzero_cli.output import Line, is_plain, show, stamped
 
 if TYPE_CHECKING:
     from layerzero_tune.demo.stations import Tour
@@ -41,7 +41,7 @@ def run(html: Path | None = None, json: bool = False, device: str | None = None,
     written, problem = _write_page(html, tour) if html is not None else (None, "")
     if json:
         page = None if written is None else str(written)
-        print(json_module.dumps({**tour.to_json(), "text": text, "page": page}, indent=2))
+        print(json_module.dumps(stamped({**tour.to_json(), "text": text, "page": page}), indent=2))
     else:
         from layerzero_tune.demo.text import blocks
 
