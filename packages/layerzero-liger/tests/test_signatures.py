@@ -17,6 +17,9 @@ MADE = {
     "liger_kernel.ops.cross_entropy.cross_entropy_forward": (9, ()),
     "liger_kernel.ops.fused_add_rms_norm.LigerFusedAddRMSNormFunction.forward": (8, ()),
     "liger_kernel.ops.fused_add_rms_norm.fused_add_rms_norm_forward": (6, ()),
+    "liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward": (
+        3, ("bias", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "accum_dtype"),
+    ),
     "liger_kernel.ops.geglu.geglu_backward": (3, ()),
     "liger_kernel.ops.geglu.geglu_forward": (2, ()),
     "liger_kernel.ops.layer_norm.LigerLayerNormFunction.forward": (5, ()),
@@ -29,7 +32,7 @@ MADE = {
     "liger_kernel.ops.rope.rope_forward": (4, ("rotary_dim",)),
     "liger_kernel.ops.swiglu.LigerFusedGateUpSiLUMulFunction.forward": (3, ()),
     "liger_kernel.ops.swiglu.swiglu_fused_gate_up_forward": (1, ()),
-}
+}  # fmt: skip
 
 
 def test_every_named_call_was_recorded():

@@ -14,7 +14,7 @@ from layerzero_verify.testing.vendors import pretend
 DEVICE = fakes.gpu(90)
 OPS = {
     "rms_norm", "add_rms_norm", "gemma_rms_norm", "gemma_add_rms_norm", "layer_norm", "rope", "silu_and_mul",
-    "gelu_and_mul", "mlp", "cross_entropy",
+    "gelu_and_mul", "mlp", "cross_entropy", "linear_cross_entropy",
 }  # fmt: skip
 
 

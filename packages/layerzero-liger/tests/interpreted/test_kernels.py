@@ -14,11 +14,12 @@ from layerzero.backends.reference import loss as reference_loss
 from layerzero.backends.reference import mlp as reference_mlp
 from layerzero.backends.reference import norm as reference_norm
 from layerzero.backends.reference import positional
+from layerzero.backends.torch_native.linear_loss import linear_cross_entropy as reference_linear_loss
 from layerzero.numerics import Tolerance, assert_close, tolerance
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 
-from layerzero_liger import gated, loss, norm, rotary  # after the check that the vendor is here
+from layerzero_liger import gated, linear_loss, loss, norm, rotary  # after the check that the vendor is here
 
 DTYPES = [torch.float32, torch.float16]
 SHAPES = [(1, 64), (2, 3, 48)]
@@ -189,6 +190,35 @@ def test_a_loss_without_any_row_to_count_is_zero():
     found.backward()
     assert found.item() == 0.0
     assert logits.grad is not None and not logits.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [(None, None, None), (0.1, None, 1e-3), (0.2, 20.0, None)])
+def test_head_and_loss_in_one_match_the_reference(options, reduction):
+    labels = torch.tensor([[3, 32, -100], [0, -100, 7]])
+    for dtype in DTYPES:
+        x, weight, bias = (
+            randn(2, 3, 16, dtype=dtype),
+            randn(33, 16, seed=1, dtype=dtype),
+            randn(33, seed=2, dtype=dtype),
+        )
+        compare(
+            "linear",
+            lambda x, w, b: linear_loss.linear_cross_entropy(x, w, labels, b, -100, *options, reduction),
+            lambda x, w, b: reference_linear_loss(x, w, labels, b, -100, *options, reduction),
+            x, weight, bias,
+        )  # fmt: skip
+
+
+def test_a_head_alone_gets_its_gradient_and_no_row_to_count_gives_zero():
+    x, weight, labels = randn(4, 16), randn(33, 16, seed=1), torch.tensor([1, 2, -100, 32])
+    mine, wide = (item.requires_grad_() for item in (weight.clone(), weight.double()))
+    linear_loss.linear_cross_entropy(x, mine, labels, None, -100, None, None, None, "mean").backward()
+    reference_linear_loss(x.double(), wide, labels).backward()
+    assert mine.grad is not None and wide.grad is not None
+    torch.testing.assert_close(mine.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
+    none = torch.full_like(labels, -100)
+    assert linear_loss.linear_cross_entropy(x, weight, none, None, -100, None, None, None, "mean").item() == 0.0
 
 
 def test_the_self_test_knows_its_answers():
