@@ -186,7 +186,7 @@ FOUND_ONLY = {  # used where they happen to be installed, and in no extra since 
 def imported(package: Package) -> dict[str, set[str]]:
     """Modules from elsewhere that a package imports, anywhere in its code or by a written name, with where."""
     found: dict[str, set[str]] = {}
-    own = {folder.name for folder in (package.path / "src").iterdir()} | {"layerzero"}
+    own = {folder.name for one in (package, PACKAGES[0]) for folder in (one.path / "src").iterdir()}
     for file in sorted((package.path / "src").rglob("*.py")):
         if "template" in file.parts:  # of the package that `lz plugin new` writes
             continue
