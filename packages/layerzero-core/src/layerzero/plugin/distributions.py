@@ -10,14 +10,25 @@ from layerzero.plugin.discovery import dist_version, normalized
 
 __all__ = ["OURS", "VENDORS", "install_hint", "is_known", "quoted"]
 
-_BACKENDS = ("accel", "cpu", "flashattn", "flashinfer", "hub", "liger", "tokenizers", "triton", "xformers")
+_BACKENDS = (
+    "accel",
+    "cpu",
+    "flashattn",
+    "flashinfer",
+    "hub",
+    "liger",
+    "linear-attention",
+    "tokenizers",
+    "triton",
+    "xformers",
+)
 OURS = frozenset({"layerzero", *(f"layerzero-{name}" for name in ("core", "models", "tune", "verify", *_BACKENDS))})
 # What the packages above and the core itself call, under the names their authors publish.
 VENDORS = frozenset(
     {
         *("torch", "transformers", "diffusers", "cryptography", "prometheus-client", "opentelemetry-api"),
         *("flash-attn", "flash-attn-3", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"),
-        *("flashinfer-python", "sglang", "sgl-kernel", "xformers", "liger-kernel", "triton"),
+        *("flashinfer-python", "sglang", "sgl-kernel", "xformers", "liger-kernel", "fla-core", "triton"),
         *("tokenizers", "tiktoken", "sentencepiece", "kernels", "model-signing"),
     }
 )
