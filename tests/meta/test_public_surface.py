@@ -123,7 +123,7 @@ SIGNATURES = {
     "progress=None)",
     "record": "(path=None)",
     "tune": "(source, *, database=None, budget=None, seconds=None, seed=0, device=None, check=False, fresh=False, "
-    "compile=True, compile_seconds=None, thorough=False, progress=None)",
+    "compile=True, compile_seconds=None, thorough=False, graphs=False, progress=None)",
     "solve": "(source, path=None, *, database=None, device=None, model_id='', key=None)",
     "compile": "(model, *example_inputs, budget=None, model_id='', path=None, device=None, **example_options)",
     "explain": "(op, *args, compiled=False, **kwargs)",

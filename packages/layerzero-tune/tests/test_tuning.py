@@ -15,6 +15,7 @@ import layerzero as lz
 from layerzero.dispatch.run import describe
 from layerzero.errors import InvalidInputError, TuningError
 from layerzero.measurements.believed import measurements_from
+from layerzero.model.device import DeviceSpec
 from layerzero.model.variants import GradientVariant, twins
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
@@ -33,6 +34,7 @@ from layerzero_tune.timing.clock import cpu_clock
 from layerzero_tune.timing.screening import pass_screening, screened
 from layerzero_tune.timing.torch_default import maker
 from layerzero_tune.trial import trial as any_trial
+from layerzero_tune.tuning import _replayed
 from tests import own_time
 
 FAST, SLOW = 60e-6, 600e-6
@@ -193,6 +195,23 @@ def test_the_fastest_right_kernel_wins(bench):
     assert found.errors["lab.rms_norm.fast"] < 1e-6
     data = found.to_json()["kernels"]["lab.rms_norm.fast"]
     assert data["median_us"] <= data["p95_us"] <= data["p99_us"] and data["samples"] >= 3
+
+
+def test_times_of_a_call_inside_a_graph_are_kept_apart_from_those_of_eager_calls(lab):
+    lab.use(lab.kernel("lab.rms_norm.fast", taking(FAST), priority=90.0, graph_safe=True))
+    found = trial(replace(context(), capturing=True), seconds=0.1)
+    assert found.context.capturing and {row.mode for row in found.rows} == {"graph/hot"}
+    assert {row.mode for row in trial(context(), seconds=0.1).rows} == {"eager/hot"}
+
+
+def test_calls_on_a_gpu_are_also_meant_for_a_graph_where_that_is_asked_for():
+    eager = Recorded(replace(context(), device=DeviceSpec.for_sm(90)), count=3)
+    inside = replace(eager, context=replace(eager.context, capturing=True))
+    trained = replace(eager, context=replace(eager.context, needs_grad=True))
+    assert _replayed([("norm", eager), ("trained", trained), ("here", Recorded(context()))]) == [
+        ("norm in a graph", inside)
+    ]
+    assert _replayed([("norm", eager), ("recorded", inside)]) == []
 
 
 @pytest.mark.req("R-TUNE-04")

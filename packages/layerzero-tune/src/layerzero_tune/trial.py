@@ -149,7 +149,10 @@ def trial(
         first = _made(call, context)
         measuring = measurement_settings(here, jit=jit)
         ctx = describe(spec, first.args, first.layout, None, measuring)
-        ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p)
+        # Nothing captures while a call is made; one that is meant for a graph is timed as a replayed one.
+        ctx = replace(
+            ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p, capturing=context.capturing
+        )  # fmt: skip
         bench = Bench(spec, ctx, call, measuring, late)
         out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()

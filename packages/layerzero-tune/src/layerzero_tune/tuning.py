@@ -45,6 +45,7 @@ def tune(
     compile: bool = True,
     compile_seconds: float | None = None,
     thorough: bool = False,
+    graphs: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
     """Measure every kernel for the calls of `source`; selection in this process sees the times at once.
@@ -61,6 +62,8 @@ def tune(
               which is named and left for a later run
     thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`), and
               wait for all compilers where `compile_seconds` is not given
+    graphs    measure calls on a GPU also as replayed CUDA graphs, where no launch counts: what captured steps and
+              compiled graphs choose by
 
     No kernel is timed before its result is the reference's; one that is wrong is never chosen for such calls. Under
     torchrun the calls are split over the ranks, and every rank ends with the merged result. Ctrl-C raises
@@ -82,6 +85,8 @@ def tune(
         if where is None and ranks.size > 1:
             where = _device_of_rank(ranks.local_rank)
         calls = calls_of(source, device=where)
+        if graphs:
+            calls += _replayed(calls)
         if check:
             return _checked(calls, db, budget, progress, jit)
         try:
@@ -99,6 +104,17 @@ def tune(
     found = _with_choices(found)
     if stopped:
         raise Interrupted(found)
+    return found
+
+
+def _replayed(calls: Sequence[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:
+    """The calls that can be captured, as calls inside a graph; those that were recorded so are among them already."""
+    known = {item.context for _, item in calls}
+    found = []
+    for name, item in calls:
+        inside = replace(item.context, capturing=True)
+        if item.context.device.device_type == "cuda" and not item.context.needs_grad and inside not in known:
+            found.append((f"{name} in a graph", replace(item, context=inside)))
     return found
 
 

@@ -79,6 +79,7 @@ def add(group: click.Group) -> None:
         help="Seconds that compilers may take; default 90, with --thorough until all are done.",
     )
     @click.option("--thorough", is_flag=True, help="Race kernels, too, that are expected to be far behind.")
+    @click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(
         source: Path | None,
@@ -91,6 +92,7 @@ def add(group: click.Group) -> None:
         no_compile: bool,
         compile_seconds: float | None,
         thorough: bool,
+        graphs: bool,
         fresh: bool,
     ) -> Answer:
         """Measure every kernel for the calls that matter; selection uses the times from then on.
@@ -116,7 +118,7 @@ def add(group: click.Group) -> None:
                 found = lz.tune(
                     chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
                     fresh=fresh, compile=not no_compile, compile_seconds=compile_seconds, thorough=thorough,
-                    progress=progress,
+                    graphs=graphs, progress=progress,
                 )  # fmt: skip
         except Interrupted as error:
             return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
