@@ -353,3 +353,12 @@ def test_models_without_such_steps_are_left(name: str, why: str) -> None:
     found = lz.patched(lz.patch(zoo.made(name), graphs=True))
     assert found is not None and found.graphs is None
     assert [item.why for item in found.left if item.name == ""] == [f"graphs: {why}"]
+
+
+def test_a_model_with_a_state_besides_keys_and_values_is_left() -> None:
+    import transformers as t
+
+    mamba = t.MambaForCausalLM(t.MambaConfig(vocab_size=31, hidden_size=16, state_size=4, num_hidden_layers=1))
+    found = lz.patched(lz.patch(mamba, graphs=True))
+    assert found is not None and found.graphs is None
+    assert any(item.why == "graphs: it makes caches or masks of its own" for item in found.left)

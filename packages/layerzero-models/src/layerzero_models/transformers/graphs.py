@@ -64,7 +64,7 @@ def unfit(model: Any) -> str:
     if "forward" in vars(model):
         return "it has a forward of its own on the instance"
     own = type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
-    if own or hasattr(model, "create_masks_for_generate"):
+    if own or getattr(model, "_is_stateful", False) or hasattr(model, "create_masks_for_generate"):
         return "it makes caches or masks of its own"
     text: Any = model.config.get_text_config(decoder=True)
     layers = {type(layer) for layer in DynamicCache(config=text).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
