@@ -208,8 +208,39 @@ def test_a_parameter_without_a_gradient_to_record_is_detached(fa4):
 def test_a_gradient_goes_through_the_librarys_autograd_function(fa4, deterministic):
     tensors = [t.requires_grad_() for t in qkv()]
     call(fa4, *tensors, deterministic=deterministic).sum().backward()
-    assert fa4.log == ["flash_attn_func"] and fa4.library.deterministic is deterministic
+    # Once for the call, and once for short and for long queries, whose backward is compiled in the same go.
+    assert fa4.log == ["flash_attn_func"] * 3 and fa4.library.deterministic is deterministic
     assert all(t.grad is not None for t in tensors)
+    call(fa4, *tensors, deterministic=deterministic)
+    assert fa4.log == ["flash_attn_func"] * 4
+
+
+def test_the_backward_of_short_and_long_queries_is_compiled_with_the_first_call_that_needs_one(fa4, monkeypatch):
+    lengths = []
+    real = fa4.kernels._with_gradient
+
+    def watched(function, query, *rest, **options):
+        out, lse = real(function, query, *rest, **options)
+        out.register_hook(lambda grad: lengths.append(query.shape[1]))
+        return out, lse
+
+    monkeypatch.setattr(fa4.kernels, "_with_gradient", watched)
+    tensors = [t.requires_grad_() for t in qkv()]
+    call(fa4, *tensors)
+    assert lengths == [fa4.kernels.SHORT, fa4.kernels.LONG] and all(t.grad is None for t in tensors)
+
+
+def test_a_length_whose_backward_the_library_does_not_take_costs_no_other_call(fa4, monkeypatch):
+    real = fa4.kernels._func
+
+    def picky(query, *rest, **options):
+        if query.shape[1] == fa4.kernels.SHORT:
+            raise RuntimeError("too short")
+        return real(query, *rest, **options)
+
+    monkeypatch.setattr(fa4.kernels, "_func", picky)
+    tensors = [t.requires_grad_() for t in qkv()]
+    torch.testing.assert_close(call(fa4, *tensors), right(*tensors)[0])
 
 
 @pytest.mark.parametrize(

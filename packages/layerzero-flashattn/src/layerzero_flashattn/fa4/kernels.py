@@ -8,6 +8,7 @@ pointers or strides are not multiples of 16 bytes; the descriptor asks for such,
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "varlen_attention",
 ]
 
+_log = logging.getLogger("layerzero.flashattn")
 _library: Any = library("flash_attn.cute.interface")
 _forward = _library._flash_attn_fwd
 _quiet_forward = quietly(_forward)
@@ -95,6 +97,13 @@ def attention(
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         options = {"deterministic": deterministic, **_softcap(softcap)}
         out, lse = _with_gradient(_func, query, key, value, asked, **options)
+
+        def there_and_back(length: int) -> None:
+            q, k, v = (item.new_zeros((1, length, *item.shape[2:])) for item in (query, key, value))
+            _derived(_func, q, k, v, asked, **options)
+
+        shape = (query.shape[2:], key.shape[2], value.shape[3], query.dtype, query.get_device())
+        families.complete(("backward", *shape, *asked[1:], softcap is None, deterministic), query, there_and_back)
     elif softcap is not None or not key.shape[1]:
         out, lse = plain_forward(query, key, value, asked, **_softcap(softcap))
     else:
@@ -168,6 +177,18 @@ def _with_gradient(
     return found
 
 
+def _derived(function: Any, query: Tensor, key: Tensor, value: Tensor, asked: Asked, **options: Any) -> None:
+    """A call with its backward: for that, too, the library compiles a kernel of its own for short lengths, at their
+    first use. It is compiled with the forward of its family, by whoever waits for that one; a length that the library
+    does not take is left to the call that has it."""
+    given = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+    try:
+        out, _ = _with_gradient(function, *given, asked, **options)
+        torch.autograd.grad(out, given, torch.zeros_like(out))
+    except Exception:
+        _log.info("the backward of %d tokens was not compiled ahead", query.shape[-3], exc_info=True)
+
+
 def _softcap(cap: float | None) -> dict[str, Any]:
     if cap is None:
         return {}
@@ -233,20 +254,31 @@ def varlen_attention(
     options = _softcap(softcap)
     asked = (scale, bool(is_causal), window, return_lse)
     if _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        options.update(lengths, deterministic=deterministic)
-        out, lse = _with_gradient(_varlen_func, query, key, value, asked, **options)
+        options["deterministic"] = deterministic
+        out, lse = _with_gradient(_varlen_func, query, key, value, asked, **lengths, **options)
+
+        def there_and_back(length: int) -> None:
+            q, k, v = (item.new_zeros((length, *item.shape[1:])) for item in (query, key, value))
+            _derived(_varlen_func, q, k, v, asked, **_one_sequence(length, query.device), **options)
+
+        shape = (query.shape[1:], key.shape[1], value.shape[2], query.dtype, query.get_device())
+        family = ("packed backward", *shape, *asked[1:], softcap is None, deterministic)
+        families.complete(family, query, there_and_back)
     else:
         out, lse = plain_forward(query, key, value, asked, **lengths, **options)
 
         def tokens(length: int) -> object:
             q, k, v = (item.new_zeros((length, *item.shape[1:])) for item in (query, key, value))
-            ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=query.device)
-            few = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
-            return plain_forward(q, k, v, asked, **few, **options)
+            return plain_forward(q, k, v, asked, **_one_sequence(length, query.device), **options)
 
         shape = (query.shape[1:], key.shape[1], value.shape[2], query.dtype, query.get_device())
         families.complete((*shape, *asked[1:], softcap is None), query, tokens)
     return (out, dead_rows(lse).transpose(0, 1)) if return_lse and lse is not None else out
+
+
+def _one_sequence(length: int, device: torch.device) -> dict[str, Any]:
+    ends = torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
 
 
 deterministic_varlen_attention = GradientVariant(varlen_attention, deterministic=True)
