@@ -1,4 +1,6 @@
-"""Linear attention beside what transformers runs without other packages: `python -m benchmarks.linear_attention`.
+"""Linear attention beside what transformers runs without other packages.
+
+    python benchmarks/linear_attention.py --machine NAME [--budget SECONDS]
 
 Each case is one call with the sizes of a released model. The two ways take turns, and the median of the ratios of
 neighbouring calls counts, so that what else the machine does weighs on both alike.
@@ -10,13 +12,17 @@ import argparse
 import functools
 import importlib
 import json
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import RESULTS, commit, machine, write_json
 
 import layerzero as lz
 
@@ -118,25 +124,22 @@ def _kernels(kind: str) -> list[str]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="a JSON file")
+    parser.add_argument("--machine", required=True, help="a folder of benchmarks/results")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds a case")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = ((1, 8192), (64, 1)) if device == "cuda" else ((1, 256), (1, 1), (8, 1))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     transformers = importlib.import_module("transformers")
-    report: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    report |= {"machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "cases": []}
-    report["threads"] = torch.get_num_threads()
+    cases = []
     with torch.inference_mode():
         for kind in KINDS:
             for batch, tokens in shapes:
-                found = measured(kind, batch, tokens, dtype, device, given.budget)
-                print(json.dumps(found), flush=True)
-                report["cases"].append(found)
-    if given.out:
-        with open(given.out, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+                cases.append(measured(kind, batch, tokens, dtype, device, given.budget))
+                print(json.dumps(cases[-1]), flush=True)
+    report = {"commit": commit(), "machine": machine(), "transformers": transformers.__version__}
+    report |= {"threads": torch.get_num_threads(), "cases": cases}
+    write_json(RESULTS / given.machine / "linear_attention.json", report)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t WIDEST = 512;  // of keys, values and states; capabilities.json says the same
 constexpr int64_t BLOCK = 32;    // columns whose sums stay in registers
 constexpr int64_t CHANNELS = 16, COLUMNS = 32, TAPS = 8;
+constexpr int64_t GROUP = 256;   // channels a thread takes: rows of a kilobyte where channels lie dense
 
 // --- threads: torch's own, by GOMP_parallel; the items are taken one after the other by whoever is free ---------------
 typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
@@ -201,62 +202,65 @@ struct Conv {
 
 CLONES void conv_item(const void* call, int64_t item) {
   const Conv& c = *static_cast<const Conv*>(call);
-  const int64_t D = c.channels, W = c.taps, S = c.kept, blocks = (D + CHANNELS - 1) / CHANNELS, before = W - 1;
-  const int64_t n = item / blocks, d0 = item % blocks * CHANNELS, wide = D - d0 < CHANNELS ? D - d0 : CHANNELS;
+  const int64_t D = c.channels, W = c.taps, S = c.kept, groups = (D + GROUP - 1) / GROUP, before = W - 1;
+  const int64_t n = item / groups, d0 = item % groups * GROUP, many = D - d0 < GROUP ? D - d0 : GROUP;
   int64_t row, begin, end;
   span(c.cu, n, c.tokens, &row, &begin, &end);
   const float* x = c.x + row * c.row_step + d0 * c.channel_step;
   const float* first = c.first == nullptr ? nullptr : c.first + (n * D + d0) * S;
-  float weight[TAPS][CHANNELS], bias[CHANNELS] = {0}, column[COLUMNS + TAPS][CHANNELS];
-  if (wide < CHANNELS) memset(weight, 0, sizeof weight), memset(column, 0, sizeof column);
+  float weight[TAPS][GROUP], bias[GROUP] = {0}, past[TAPS][GROUP], column[COLUMNS + TAPS][CHANNELS];
+  if (many < GROUP) memset(weight, 0, sizeof weight), memset(past, 0, sizeof past), memset(column, 0, sizeof column);
   for (int64_t w = 0; w < W; ++w)
-    for (int64_t d = 0; d < wide; ++d) weight[w][d] = c.weight[(d0 + d) * W + w];
-  if (c.bias)
-    for (int64_t d = 0; d < wide; ++d) bias[d] = c.bias[d0 + d];
+    for (int64_t d = 0; d < many; ++d) weight[w][d] = c.weight[(d0 + d) * W + w];
+  if (c.bias) memcpy(bias, c.bias + d0, size_t(many) * sizeof(float));
   for (int64_t w = 0; w < before; ++w) {
     const int64_t at = S - before + w;
-    for (int64_t d = 0; d < wide; ++d) column[w][d] = first && at >= 0 ? first[d * S + at] : 0;
+    for (int64_t d = 0; d < many; ++d) past[w][d] = first && at >= 0 ? first[d * S + at] : 0;
   }
   for (int64_t t0 = begin; t0 < end; t0 += COLUMNS) {
     const int64_t count = end - t0 < COLUMNS ? end - t0 : COLUMNS;
-    if (c.channel_step == 1 && wide == CHANNELS) {
-      for (int64_t t = 0; t < count; ++t)
-        for (int64_t d = 0; d < CHANNELS; ++d) column[before + t][d] = x[(t0 + t) * c.token_step + d];
-    } else {
-      for (int64_t d = 0; d < wide; ++d)
-        for (int64_t t = 0; t < count; ++t) column[before + t][d] = x[(t0 + t) * c.token_step + d * c.channel_step];
-    }
-    float made[COLUMNS][CHANNELS];
-    for (int64_t t = 0; t < count; ++t) {
-      float* sum = made[t];
-      memcpy(sum, bias, sizeof bias);
-      for (int64_t w = 0; w < W; ++w) {
-        const float *tap = weight[w], *past = column[t + w];
-#pragma omp simd
-        for (int64_t d = 0; d < CHANNELS; ++d) sum[d] += tap[d] * past[d];
+    for (int64_t at = 0; at < many; at += CHANNELS) {
+      const int64_t wide = many - at < CHANNELS ? many - at : CHANNELS;
+      const float* from = x + t0 * c.token_step + at * c.channel_step;
+      for (int64_t w = 0; w < before; ++w) memcpy(column[w], past[w] + at, sizeof column[w]);
+      if (c.channel_step == 1 && wide == CHANNELS) {
+        for (int64_t t = 0; t < count; ++t) memcpy(column[before + t], from + t * c.token_step, sizeof column[0]);
+      } else {
+        for (int64_t d = 0; d < wide; ++d)
+          for (int64_t t = 0; t < count; ++t) column[before + t][d] = from[t * c.token_step + d * c.channel_step];
       }
-      if (c.silu) {
-        float grown[CHANNELS];  // two loops: in one, the compiler branches on the bounds of the exponential
+      float made[COLUMNS][CHANNELS];
+      for (int64_t t = 0; t < count; ++t) {
+        float* sum = made[t];
+        memcpy(sum, bias + at, sizeof made[t]);
+        for (int64_t w = 0; w < W; ++w) {
+          const float *tap = weight[w] + at, *old = column[t + w];
 #pragma omp simd
-        for (int64_t d = 0; d < CHANNELS; ++d) grown[d] = exponential(-sum[d]);
+          for (int64_t d = 0; d < CHANNELS; ++d) sum[d] += tap[d] * old[d];
+        }
+        if (c.silu) {
+          float grown[CHANNELS];  // two loops: in one, the compiler branches on the bounds of the exponential
 #pragma omp simd
-        for (int64_t d = 0; d < CHANNELS; ++d) sum[d] /= 1 + grown[d];
+          for (int64_t d = 0; d < CHANNELS; ++d) grown[d] = exponential(-sum[d]);
+#pragma omp simd
+          for (int64_t d = 0; d < CHANNELS; ++d) sum[d] /= 1 + grown[d];
+        }
       }
+      for (int64_t d = 0; d < wide; ++d) {
+        float* out = c.out + (row * D + d0 + at + d) * c.tokens + t0;
+        for (int64_t t = 0; t < count; ++t) out[t] = made[t][d];
+      }
+      for (int64_t w = 0; w < before; ++w) memcpy(past[w] + at, column[count + w], sizeof column[w]);
     }
-    for (int64_t d = 0; d < wide; ++d) {
-      float* out = c.out + (row * D + d0 + d) * c.tokens + t0;
-      for (int64_t t = 0; t < count; ++t) out[t] = made[t][d];
-    }
-    for (int64_t w = 0; w < before; ++w) memcpy(column[w], column[count + w], sizeof column[w]);
   }
   // the last columns of what was before and what came now
   const int64_t length = end - begin, old = length < S ? S - length : 0;
   float* last = c.last + (n * D + d0) * S;
   for (int64_t s = 0; s < old; ++s)
-    for (int64_t d = 0; d < wide; ++d) last[d * S + s] = first ? first[d * S + length + s] : 0;
+    for (int64_t d = 0; d < many; ++d) last[d * S + s] = first ? first[d * S + length + s] : 0;
   for (int64_t s = old; s < S; ++s) {
     const float* line = x + (end + s - S) * c.token_step;
-    for (int64_t d = 0; d < wide; ++d) last[d * S + s] = line[d * c.channel_step];
+    for (int64_t d = 0; d < many; ++d) last[d * S + s] = line[d * c.channel_step];
   }
 }
 
@@ -282,5 +286,5 @@ EXPORT void lz_conv(const float* x, const float* weight, const float* bias, cons
                     int64_t row_step, int64_t channel_step, int64_t token_step, int silu, int threads, void* team) {
   const Conv call = {x,    weight, bias, first,    out,          last,       cu,  channels, tokens,
                      taps, kept,   row_step, channel_step, token_step, silu};
-  spread(conv_item, &call, count * ((channels + CHANNELS - 1) / CHANNELS), threads, team);
+  spread(conv_item, &call, count * ((channels + GROUP - 1) / GROUP), threads, team);
 }
