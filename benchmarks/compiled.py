@@ -4,8 +4,8 @@
 
 Contestants, all compiled with fullgraph=True: `torch` is the block as one writes it in plain torch; `native` is
 LayerZero's ops with torch's own kernels (backend="torch", "sdpa"), which are written into the graph; `selected` takes
-what LayerZero selects inside a graph: foreign kernels of attention and products as opaque ops, norms, RoPE and
-activations written out; `attention` selects for attention alone and keeps the rest native. Results are compared before
+what LayerZero selects inside a graph: foreign kernels as opaque ops where they were measured to win there, all else
+written out; `attention` selects for attention alone and keeps the rest native. Results are compared before
 anything is timed. Everyone is timed in every round, in turning order; a ratio is the median of the ratios within a
 round. On a GPU each call is timed with a cold cache, and, for one token a sequence, also as a replayed CUDA graph of
 the compiled block. Writes JSON with graph breaks and the opaque ops of each graph.
