@@ -225,3 +225,19 @@ def test_two_threads_generate_with_one_graphed_model() -> None:
     with ThreadPoolExecutor(2) as pool:
         got = list(pool.map(lambda given: [zoo.generated(model, given) for _ in range(5)], prompts))
     assert all(torch.equal(text, want[i]) for i in (0, 1) for text in got[i])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice; tokens are compared
+def test_captured_steps_stay_right_beside_graphs_of_torch_compile() -> None:
+    """torch.compile frees the workspaces of cuBLAS before it captures: ours must not lie in them."""
+    stock = on_gpu("llama")
+    model = lz.patch(copy.deepcopy(stock), graphs=True)
+    given = {"input_ids": zoo.tokens(2).cuda()}
+    want = zoo.generated(stock, given)
+    for _ in range(3):
+        assert torch.equal(zoo.generated(model, given), want)
+        zoo.generated(stock, given, cache_implementation="static")
+        torch.cuda.empty_cache()
+    found = lz.patched(model)
+    assert found is not None and found.graphs is not None and found.graphs.steps == 27

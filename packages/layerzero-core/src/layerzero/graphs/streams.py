@@ -52,12 +52,15 @@ def capture_on(stream: Any, run: Callable[[], Any], pool: Any) -> tuple[Any, Any
     """Capture one run on this stream into a memory pool: (graph, what the run returned).
 
     Only what this thread does can spoil it: another may allocate or compile meanwhile. Raises what the run raises; the
-    process is then as before, and another capture may follow.
+    process is then as before, and another capture may follow. cuBLAS keeps a workspace for each stream, which others in
+    the process may free (torch.compile does, before its own graphs): dropped here, it is made anew inside the capture
+    and stays in the graph's pool.
     """
     gc.collect()  # what dies inside a capture gives memory back there
     graph = torch.cuda.CUDAGraph()
     with collector_paused(), torch.cuda.stream(stream):
         stream.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             out = run()
