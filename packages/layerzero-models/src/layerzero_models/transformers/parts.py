@@ -1,7 +1,9 @@
 """The forwards that patched parts get, and what each of them keeps. All are methods, so that a copy of a model made
 with `copy.deepcopy` is patched too, by itself.
 
-Each asks first whether it is traced: what Dynamo sees a forward read it guards, and asks again before every run.
+Each asks first whether it is traced: what Dynamo sees a forward read it guards, and asks again before every run. A
+traced norm reads two attributes of its module that cannot change by themselves: a part of which nothing else is read
+Dynamo skips as a whole, as it does with those of the unpatched model.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from layerzero_models.transformers import quick
 from layerzero_models.transformers.neighbours import Neighbours
-from layerzero_models.transformers.probes import Rules
+from layerzero_models.transformers.probes import DTYPES, Rules
 
 __all__ = [
+    "EPS",
+    "GEMMA",
     "STATE",
     "Apart",
     "Gated",
@@ -38,6 +42,10 @@ __all__ = [
 ]
 
 STATE = "_layerzero"  # where a patched part keeps what it needs
+GEMMA, EPS = (
+    "_layerzero_gemma",
+    "_layerzero_eps",
+)  # what a traced norm needs; GEMMA is None where its own forward is traced
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -59,14 +67,18 @@ class Rms:
 
 def rms_norm(self: Any, x: Tensor) -> Tensor:
     """A patched RMSNorm."""
-    state: Rms = self._layerzero
-    if not _compiling():
-        ready = state.ready
-        if ready is not None:
-            state.ready = None
-            if ready[0] is x and x._version == ready[2]:
-                return ready[1]
     weight = self._parameters["weight"]
+    if _compiling():
+        gemma = self._layerzero_gemma
+        if gemma is None or x.dtype is not weight.dtype or x.dtype not in DTYPES:
+            return type(self).forward(self, x)  # type: ignore[no-any-return]
+        return quick.norm(gemma, x, weight, self._layerzero_eps, None)
+    state: Rms = self._layerzero
+    ready = state.ready
+    if ready is not None:
+        state.ready = None
+        if ready[0] is x and x._version == ready[2]:
+            return ready[1]
     if (x.dtype, weight.dtype) in state.same:
         return quick.norm(state.gemma, x, weight, state.eps, state.facts)
     result = state.rules.get((x.dtype, weight.dtype))
@@ -82,7 +94,7 @@ def layer_norm(self: Any, x: Tensor) -> Tensor:
     weight = own["weight"]
     if weight is not None and weight.dtype is not x.dtype and not _any_autocast():
         return F.layer_norm(x, self.normalized_shape, weight, own["bias"], self.eps)
-    return quick.layer(x, own["weight"], own["bias"], self.eps, self._layerzero)
+    return quick.layer(x, own["weight"], own["bias"], self.eps, None if _compiling() else self._layerzero)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,11 @@ def _rms(name: str, module: Any, record: _Record) -> None:
             record.leave(name, module, "it computes something else than RMSNorm")
             return
         op, rules = found
-        _forward(record, module, parts.rms_norm, parts.Rms(module, op == "gemma_rms_norm", eps, rules))
+        state = parts.Rms(module, op == "gemma_rms_norm", eps, rules)
+        alike = {(dtype, dtype) for dtype in probes.DTYPES} <= state.same
+        record.changes.set(module, parts.GEMMA, state.gemma if alike else None)
+        record.changes.set(module, parts.EPS, eps)
+        _forward(record, module, parts.rms_norm, state)
         record.did(name, module, op)
 
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Rules", "activation_of", "agree", "gated_mlp", "norm_of", "rotates_halves"]
+__all__ = ["DTYPES", "Rules", "activation_of", "agree", "gated_mlp", "norm_of", "rotates_halves"]
 
 # (dtype of the input, dtype of the weight or table) -> dtype of the result, where the formula holds; others are missing
 Rules = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The gated op of an activation: its name, its arguments, and the activation itself.
 _GATED: tuple[tuple[str, tuple[str, ...], Callable[[Tensor], Tensor]], ...] = (
@@ -65,9 +65,9 @@ def norm_of(module: Any, eps: float) -> tuple[str, Rules] | None:
     if op is None:
         return None
     rules: Rules = {}
-    for dtype in {weight.dtype, *_DTYPES}:
+    for dtype in {weight.dtype, *DTYPES}:
         twin = module if dtype is weight.dtype else _with_weight(module, weight.to(dtype))
-        for given in {weight.dtype, *_DTYPES}:
+        for given in {weight.dtype, *DTYPES}:
             x = _draw(3, weight.shape[0], like=weight).to(given)
             try:
                 got = forward(twin, x)
@@ -113,9 +113,9 @@ def rotates_halves(function: Callable[..., Any], device: torch.device) -> Rules:
     angles = _draw(2, 5, 8, like=like)
     wide = [torch.cat((table, table), -1) for table in (angles.cos(), angles.sin())]
     rules: Rules = {}
-    for given in _DTYPES:
+    for given in DTYPES:
         q, k = (_draw(2, heads, 5, 16, like=like).to(given) for heads in (4, 2))
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             cos, sin = (table.to(dtype) for table in wide)
             try:
                 found = function(q, k, cos, sin)

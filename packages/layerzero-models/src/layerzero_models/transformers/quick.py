@@ -72,12 +72,12 @@ def public(op: str, *args: Any, **kwargs: Any) -> Any:
     return PUBLIC[op].function(*args, **kwargs)
 
 
-def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Facts) -> Tensor:
-    """`lz.rms_norm`, or `lz.gemma_rms_norm`."""
+def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Facts | None) -> Tensor:
+    """`lz.rms_norm`, or `lz.gemma_rms_norm`. `facts` are None where a graph is traced."""
     if _c_norm is not None and not gemma:
         return _c_norm(x, weight, eps)  # type: ignore[no-any-return]
     public = gemma_rms_norm if gemma else rms_norm
-    if _compiling():
+    if facts is None or _compiling():
         return public(x, weight, eps)
     try:
         key = (
@@ -120,11 +120,11 @@ def add_norm(
     return miss(spec, current_world(), key, (x, residual, weight, eps), None, None)  # type: ignore[no-any-return]
 
 
-def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, facts: Facts) -> Tensor:
-    """`lz.layer_norm`."""
+def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, facts: Facts | None) -> Tensor:
+    """`lz.layer_norm`. `facts` are None where a graph is traced."""
     if _c_layer is not None:
         return _c_layer(x, weight, bias, eps)  # type: ignore[no-any-return]
-    if weight is None or _compiling():
+    if weight is None or facts is None or _compiling():
         return layer_norm(x, weight, bias, eps)
     try:
         key = (
