@@ -86,7 +86,6 @@ class GraphReport(Plain):
     """The CUDA graphs of a model patched with `graphs=True`, as they are now.
 
     captured  (batch size, places of the cache) of each captured step
-    prompts   (batch size, tokens) of each captured prompt
     steps     decode steps that ran so
     memory    bytes kept between calls: caches, and what the graphs need
     limit     bytes they may take
@@ -94,7 +93,6 @@ class GraphReport(Plain):
     """
 
     captured: tuple[tuple[int, int], ...]
-    prompts: tuple[tuple[int, int], ...]
     steps: int
     memory: int
     limit: int
@@ -102,15 +100,10 @@ class GraphReport(Plain):
 
     def __str__(self) -> str:
         memory = f"{self.memory >> 20} of {self.limit >> 20} MiB"
-        lines = [f"  graphs of batch × places: {_sizes(self.captured)}; {self.steps} steps; {memory}"]
-        if self.prompts:
-            lines.append(f"  graphs of prompts: {_sizes(self.prompts)}")
+        sizes = ", ".join(f"{batch} × {places}" for batch, places in self.captured) or "none"
+        lines = [f"  graphs of batch × places: {sizes}; {self.steps} steps; {memory}"]
         lines += [f"  {count:4} × generate on the plain path: {why}" for why, count in sorted(self.plain.items())]
         return "\n".join(lines)
-
-
-def _sizes(found: tuple[tuple[int, int], ...]) -> str:
-    return ", ".join(f"{batch} × {tokens}" for batch, tokens in found) or "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-__all__ = ["BufferCache", "Buffers", "Lender", "PromptCache", "StepCache", "bucket"]
+__all__ = ["BufferCache", "Buffers", "Lender", "StepCache", "bucket"]
 
 _Cache: Any = cache_utils.Cache  # their types differ from version to version
 _Dynamic: Any = cache_utils.DynamicLayer
@@ -44,7 +44,6 @@ class Buffers:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.steps: dict[Any, Any] = {}
         self.pool: Any = None
-        self.met: Counter[int] = Counter()  # widths of prompts
         self.lent = False
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,12 +137,9 @@ class BufferLayer(_Dynamic):  # type: ignore[misc] # a class of transformers
         keys, values = buffers.layer(self.index, key_states, value_states)
         keys[:, :, self.length : end].copy_(key_states)
         values[:, :, self.length : end].copy_(value_states)
-        self.fill(end, keys)
+        self.is_initialized, self.dtype, self.device = True, keys.dtype, keys.device
+        self.length = end
         return (key_states, value_states) if first else (keys[:, :, :end], values[:, :, :end])
-
-    def fill(self, length: int, like: Tensor) -> None:
-        """So many tokens are in the buffers now."""
-        self.length, self.is_initialized, self.dtype, self.device = length, True, like.dtype, like.device
 
     def _view(self, which: int) -> Tensor | None:
         cache = self._cache()
@@ -225,12 +221,6 @@ class BufferCache(_Cache):  # type: ignore[misc] # a class of transformers
         self.buffers = found
         self._held.append(found)
 
-    def fill(self, length: int) -> None:
-        """A captured pass wrote so many tokens into the buffers."""
-        assert self.buffers is not None
-        for layer in self.layers:
-            layer.fill(length, self.buffers.layers[layer.index][0])
-
     def leave(self, why: str = "its keys and values were replaced from outside") -> None:
         """Copy everything out of the buffers and give them back: from here on it is a dynamic cache like any other."""
         if not self.why:
@@ -258,26 +248,6 @@ class _StepLayer(_Static):  # type: ignore[misc] # a class of transformers
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length[0]
-
-
-class _PromptLayer(_Dynamic):  # type: ignore[misc] # a class of transformers
-    """One layer in a captured prompt: empty before, and attention sees the prompt's own keys and values."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self._buffers = (keys, values)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, : states.shape[2]].copy_(states)
-        return key_states, value_states
-
-
-class PromptCache(_Cache):  # type: ignore[misc] # a class of transformers
-    """The cache in a captured prompt."""
-
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], last: Tensor) -> None:
-        super().__init__(layers=[_PromptLayer(keys, values) for keys, values in layers])
 
 
 class StepCache(_Cache):  # type: ignore[misc] # a class of transformers

@@ -1,9 +1,8 @@
-"""Forward passes of `lz.patch(model, graphs=True)` that are captured: the decode step, and short prompts."""
+"""The decode step that `lz.patch(model, graphs=True)` captures."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from layerzero import capture_graph
 from layerzero.errors import one_line
-from layerzero_models.transformers.buffers import Buffers, PromptCache, StepCache
+from layerzero_models.transformers.buffers import Buffers, StepCache
 from layerzero_models.transformers.masking import Note, with_note
 
-__all__ = ["CHECKED", "REST", "Captured", "Prompt", "Step", "mask_kinds"]
+__all__ = ["CHECKED", "REST", "Step", "mask_kinds"]
 
-CHECKED = 2  # passes that run both ways
+CHECKED = 2  # steps that run both ways
 REST = ("use_cache", "logits_to_keep", "return_dict")  # what `generate` says besides tensors
 _NEAR = {True: 0.01, False: 0.1}  # of the logits' standard deviation, in float32 and otherwise: gross errors only
 
@@ -31,41 +30,43 @@ def mask_kinds(text: Any) -> tuple[str, ...]:
     return ("full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention",)
 
 
-class Captured:
-    """A forward pass over some buffers: inputs with a fixed place, and the graph once it is captured.
+class Step:
+    """The decode step over some buffers: inputs with a fixed place, and the graph once it is captured.
 
-    `checked` counts the passes that ran both ways and agreed; `why` says why there is no graph.
+    One token of each sequence, at a place that only the device knows. `checked` counts the steps that ran both ways and
+    agreed; `why` says why there is no graph.
     """
 
-    _inputs: list[Tensor]
-
-    def __init__(self, model: Any, own: Any, buffers: Buffers, kwargs: Any) -> None:
+    def __init__(self, model: Any, own: Any, buffers: Buffers, padded: bool, kwargs: Any) -> None:
         self.checked, self.memory, self.why = 0, 0, ""
         self.kind: Any = None
         self._model, self._own, self._buffers = weakref.ref(model), own, weakref.ref(buffers)
         self._rest = {name: item for name, item in kwargs.items() if name in REST}
         self._graph: Any = None
         self._got: Tensor | None = None
+        text = model.config.get_text_config(decoder=True)
+        self._kinds, self._apart = set(mask_kinds(text)), hasattr(text, "layer_types")
+        self._window = getattr(text, "sliding_window", None)
+        device = kwargs["input_ids"].device
+        with torch.inference_mode(False):
+            self._spots = torch.arange(buffers.places, device=device)
+            self._inputs = [torch.zeros_like(kwargs[name]) for name in ("input_ids", "position_ids")]
+            self._inputs.append(torch.zeros(1, dtype=torch.long, device=device))
+            if padded:
+                # True where no token is hidden; what lies behind the new one is hidden by its place.
+                self._inputs.append(torch.ones((buffers.batch, buffers.places), dtype=torch.bool, device=device))
 
     def __call__(self, length: int, kwargs: Any) -> Tensor:
-        """The logits of the last token, the first one being at place `length`."""
-        self._write(length, kwargs)
+        """The logits of the token at place `length`."""
+        ids, positions, place, *visible = self._inputs
+        ids.copy_(kwargs["input_ids"])
+        positions.copy_(kwargs["position_ids"])
+        place.fill_(length)
+        if visible:
+            mask = kwargs["attention_mask"]
+            visible[0][:, : mask.shape[1]].copy_(mask)
         out: Tensor = self._run(*self._inputs) if self._graph is None else self._graph.replay()
         return out
-
-    def _write(self, length: int, kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _run(self, *inputs: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _logits(self, cache: Callable[..., Any], last: Tensor, **given: Any) -> Tensor:
-        """What the model's own forward makes of inputs over these buffers."""
-        model, buffers = self._model(), self._buffers()
-        assert model is not None and buffers is not None  # both are held by whoever calls
-        layers = [buffers.layers[index] for index in sorted(buffers.layers)]
-        logits: Tensor = self._own(model, past_key_values=cache(layers, last), **{**self._rest, **given}).logits
-        return logits
 
     def attempt(self, length: int, kwargs: Any, captured: bool) -> None:
         """Take the step, captured first if it is to be; `compare` says what became of it."""
@@ -96,37 +97,20 @@ class Captured:
             self.why, self._graph = f"its replayed logits are {far:.3g} from its own (limit {limit:.3g})", None
         self.checked += 1
 
-
-class Step(Captured):
-    """The decode step: one token of each sequence, at a place that only the device knows."""
-
-    def __init__(self, model: Any, own: Any, buffers: Buffers, padded: bool, kwargs: Any) -> None:
-        super().__init__(model, own, buffers, kwargs)
-        text = model.config.get_text_config(decoder=True)
-        self._kinds, self._apart = set(mask_kinds(text)), hasattr(text, "layer_types")
-        self._window = getattr(text, "sliding_window", None)
-        device = kwargs["input_ids"].device
-        with torch.inference_mode(False):
-            self._spots = torch.arange(buffers.places, device=device)
-            self._inputs = [torch.zeros_like(kwargs[name]) for name in ("input_ids", "position_ids")]
-            self._inputs.append(torch.zeros(1, dtype=torch.long, device=device))
-            if padded:
-                # True where no token is hidden; what lies behind the new one is hidden by its place.
-                self._inputs.append(torch.ones((buffers.batch, buffers.places), dtype=torch.bool, device=device))
-
-    def _write(self, length: int, kwargs: Any) -> None:
-        ids, positions, place, *visible = self._inputs
-        ids.copy_(kwargs["input_ids"])
-        positions.copy_(kwargs["position_ids"])
-        place.fill_(length)
-        if visible:
-            mask = kwargs["attention_mask"]
-            visible[0][:, : mask.shape[1]].copy_(mask)
-
-    def _run(self, ids: Tensor, positions: Tensor, place: Tensor, visible: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def _run(self, ids: Tensor, positions: Tensor, place: Tensor, visible: Tensor | None = None) -> Tensor:
+        model, buffers = self._model(), self._buffers()
+        assert model is not None and buffers is not None  # both are held by whoever calls
         masks = {kind: self._mask(kind, place, visible) for kind in self._kinds}
-        mask = masks if self._apart else next(iter(masks.values()))
-        return self._logits(StepCache, place, input_ids=ids, position_ids=positions, attention_mask=mask)
+        out = self._own(
+            model,
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks if self._apart else next(iter(masks.values())),
+            past_key_values=StepCache([buffers.layers[index] for index in sorted(buffers.layers)], place),
+            **self._rest,
+        )
+        logits: Tensor = out.logits
+        return logits
 
     def _mask(self, kind: str, place: Tensor, visible: Tensor | None) -> Tensor:
         """True for the places in use; with a note for kernels that read their number, unless padding hides some."""
@@ -138,26 +122,3 @@ class Step(Captured):
             return (visible & seen)[:, None, None]
         note = Note(used=place + 1, window=None if window is None else (window - 1, 0))
         return with_note(seen.expand(self._inputs[0].shape[0], 1, 1, -1), note)
-
-
-class Prompt(Captured):
-    """A whole prompt, padded on the right to a width: later tokens are seen by none of its own, and what they leave in
-    the buffers is overwritten before it is in use."""
-
-    def __init__(self, model: Any, own: Any, buffers: Buffers, width: int, kwargs: Any) -> None:
-        super().__init__(model, own, buffers, kwargs)
-        self.width = width
-        ids = kwargs["input_ids"]
-        with torch.inference_mode(False):
-            self._inputs = [torch.zeros((ids.shape[0], width), dtype=ids.dtype, device=ids.device) for _ in range(2)]
-            self._inputs.append(torch.zeros(1, dtype=torch.long, device=ids.device))
-
-    def _write(self, length: int, kwargs: Any) -> None:
-        ids, positions, last = self._inputs
-        given = kwargs["input_ids"]
-        ids[:, : given.shape[1]].copy_(given)
-        positions[:, : given.shape[1]].copy_(kwargs["position_ids"])
-        last.fill_(given.shape[1] - 1)
-
-    def _run(self, ids: Tensor, positions: Tensor, last: Tensor) -> Tensor:  # type: ignore[override]
-        return self._logits(PromptCache, last, input_ids=ids, position_ids=positions, logits_to_keep=last)

@@ -3,9 +3,8 @@
 Methods of the model are replaced on the instance. `_prepare_cache_for_generation`, which `generate` asks for a
 cache, gives it buffers that stay where they are (buffers.py); where the call, the model or the device rules graphs out,
 transformers makes its own cache as ever and the reason is counted for `lz.patched`. `forward` takes the steps of one
-token over such a cache: captured once for a batch size and a number of places, then replayed. Short prompts without
-padding are captured too, by their width. All else, and every step of a call on the plain path, is the model's own
-forward over the same cache. What `generate` does with the logits
+token over such a cache: captured once for a batch size and a number of places, then replayed. The prompt, and every
+step of a call on the plain path, is the model's own forward over the same cache. What `generate` does with the logits
 (processors, sampling, beams, stopping criteria, streamers) stays transformers' own. A greedy call without processors or
 criteria of the caller's own is asked whether to stop one step late, as transformers does on devices it knows to gain
 by it: the host has the next step ready when the device needs it.
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from layerzero.dispatch.late import current_world
 from layerzero_models.record import GraphReport
-from layerzero_models.transformers.buffers import BufferCache, Lender, bucket
-from layerzero_models.transformers.captured import CHECKED, REST, Captured, Prompt, Step, mask_kinds
+from layerzero_models.transformers.buffers import BufferCache, Lender
+from layerzero_models.transformers.captured import CHECKED, REST, Step, mask_kinds
 from layerzero_models.transformers.enabling import NAME
 from layerzero_models.transformers.parts import STATE
 
@@ -41,8 +40,6 @@ _CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_windo
 # What a step may be given: more would not reach the graph. A tokenizer is for the stopping criteria.
 _GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_values", "tokenizer", *REST))
 _AHEAD = 256  # places that a cache has room for beyond the prompt; then it moves into the next bucket
-_PROMPT = 64  # tokens between the widths in which prompts are captured; wide ones have the buckets of the buffers
-_PROMPTS = 2048  # tokens of a batch; with more of them the device has enough to do without a graph
 _SEEING = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 _OURS = "_layerzero_stops_late"
 # Whether the call of `generate` that is under way is seen by nobody else; None outside of one.
@@ -216,14 +213,13 @@ class Stepper:
 
     def report(self, model: Any) -> GraphReport:
         """What there is now."""
-        held = [(b, graph) for b in self._lender.kept for graph in b.steps.values() if graph.checked and not graph.why]
-        captured = sorted((b.batch, b.places) for b, graph in held if type(graph) is Step)
-        prompts = sorted((b.batch, graph.width) for b, graph in held if type(graph) is Prompt)
+        held = [(b, step) for b in self._lender.kept for step in b.steps.values() if step.checked and not step.why]
+        captured = sorted((b.batch, b.places) for b, _ in held)
         plain = dict(self.plain)
         if not plain and (why := self._unready(model)):
             plain[why] = 0
         limit = self._limit(model.device)
-        return GraphReport(tuple(captured), tuple(prompts), self.steps, self._lender.memory, limit, plain)
+        return GraphReport(tuple(captured), self.steps, self._lender.memory, limit, plain)
 
     # -- a forward pass ----------------------------------------------------------------------------------
     def forward(self, model: Any, own: Any, cache: BufferCache, args: Any, kwargs: Any) -> Any:
@@ -236,39 +232,19 @@ class Stepper:
         if not length or new > 1:
             mask = kwargs.get("attention_mask")
             cache.padded = mask is not None and not bool(mask.all())
-        graph: Captured | None = None
-        if not length:
-            graph = self._prompt(model, own, cache, kwargs)
-        elif new == 1:
-            graph = self._step(model, own, cache, kwargs)
-            self.steps += graph is not None
-        if graph is None:
             return own(model, **kwargs)
-        if graph.checked == CHECKED:
-            cache.fill(length + new)
-            return graph.kind(logits=graph(length, kwargs).clone(), past_key_values=cache)
-        graph.attempt(length, kwargs, not self.eager)
+        step = self._step(model, own, cache, kwargs)
+        if step is None:
+            return own(model, **kwargs)
+        self.steps += 1
+        if step.checked == CHECKED:
+            for layer in cache.layers:
+                layer.length = length + 1
+            return step.kind(logits=step(length, kwargs).clone(), past_key_values=cache)
+        step.attempt(length, kwargs, not self.eager)
         out = own(model, **kwargs)  # after the attempt: what that wrote into the cache is written again
-        graph.compare(out)
+        step.compare(out)
         return out
-
-    def _prompt(self, model: Any, own: Any, cache: BufferCache, kwargs: Any) -> Prompt | None:
-        """The pass over a whole prompt, from the second of its width on; None where the model's own does it."""
-        buffers, positions = cache.buffers, kwargs.get("position_ids")
-        batch, length = kwargs["input_ids"].shape
-        width = -(-length // _PROMPT) * _PROMPT if length <= 4 * _PROMPT else bucket(length)
-        plain = positions is not None and positions.shape == (batch, length) and not _odd(kwargs)
-        if buffers is None or cache.padded or not plain or kwargs.get("logits_to_keep") != 1:
-            return None
-        if width > buffers.places or width * batch > _PROMPTS:
-            return None
-        buffers.met[width] += 1
-        if buffers.met[width] == 1:
-            return None
-        prompt: Prompt | None = buffers.steps.get(width)
-        if prompt is None:
-            prompt = buffers.steps[width] = Prompt(model, own, buffers, width, kwargs)
-        return None if prompt.why else prompt
 
     def _step(self, model: Any, own: Any, cache: BufferCache, kwargs: Any) -> Step | None:
         """The step of this forward pass, captured or not yet; None on the plain path."""
