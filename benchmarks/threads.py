@@ -33,6 +33,7 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import compare
 from layerzero.numerics.tolerances import tolerance
+from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import build
 from layerzero_cli.calls import context
 from layerzero_verify.kernels import flat
@@ -96,8 +97,9 @@ class Work:
 
 
 def covered() -> list[KernelSpec]:
-    """The CPU kernels of this machine that are measured: all of these backends."""
-    return [item for item in resolve(device="cpu", compiles=False).kernels if item.backend in BACKENDS]
+    """The CPU kernels of this machine that are measured: all of these backends, for ops that the core declares."""
+    found = resolve(device="cpu", compiles=False).kernels
+    return [item for item in found if item.backend in BACKENDS and item.op in builtin_ops]
 
 
 def work_for(spec: KernelSpec) -> Work | None:

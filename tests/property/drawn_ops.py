@@ -361,6 +361,20 @@ def _cross_entropy(dice: Dice) -> Call:
     )
 
 
+def _linear_cross_entropy(dice: Dice) -> Call:
+    rows, hidden, classes = dice.randint(2, 5), 8, dice.choice([3, 11])
+    x, weight, labels = dice.tensor(rows, hidden), dice.tensor(classes, hidden), dice.ids(classes, rows)
+    labels[0] = dice.choice([-100, int(labels[0])])
+    smooth = dice.choice([None, 0.1])
+    return Call(
+        "linear_cross_entropy",
+        (x, weight),
+        lambda x, weight: lz.ops.linear_cross_entropy(x, weight, labels, label_smoothing=smooth),
+        lambda x, weight: F.cross_entropy(x @ weight.T, labels, label_smoothing=smooth or 0.0),
+        {"label_smoothing": smooth},
+    )
+
+
 def _sampling_probs(dice: Dice) -> Call:
     rows, tokens, k, heat = dice.randint(2, 4), 11, dice.randint(1, 5), dice.choice([0.7, 1.0, 1.5])
     order = torch.stack([torch.randperm(tokens, generator=torch.Generator().manual_seed(i)) for i in range(rows)])
@@ -444,6 +458,7 @@ CASES: dict[str, Callable[[Dice], Call]] = {
     "embedding": _embedding,
     "cast": _cast,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "sampling_probs": _sampling_probs,
     "sample": _sample("sample", {"temperature": 0.0}),
     "sample_topk": _sample("sample_topk", {"k": 1}),

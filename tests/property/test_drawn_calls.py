@@ -33,7 +33,9 @@ def fresh() -> Iterator[None]:
 
 
 def test_every_op_is_drawn() -> None:
-    assert set(CASES) == {op.op_id for op in lz.list_ops()} - NO_TENSORS
+    """But for those whose package draws its own calls."""
+    ops = {op.op_id for op in lz.list_ops() if not op.function.__module__.startswith("layerzero_linear_attention")}
+    assert set(CASES) == ops - NO_TENSORS
 
 
 @EVERY

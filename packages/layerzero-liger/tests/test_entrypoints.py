@@ -23,7 +23,7 @@ def test_it_keeps_the_contract_and_registers_without_importing_a_vendor(monkeypa
     ) as imported:
         kit = Kit.open("liger")
     assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert (tuple(kit.capabilities), len(kit.kernels)) == (("liger",), 10)
+    assert (tuple(kit.capabilities), len(kit.kernels)) == (("liger",), 11)
     assert imported == []
 
 

@@ -126,6 +126,7 @@ class Op(OperationSpec):
                 warm-up, `lz explain --shape` and `lz bench` make their calls with it; a function or "module:name"
     cost        (Context) -> bytes moved and operations made: a `Roofline`, or any such function
     workspace   bytes of scratch memory of the reference: a formula of the op's sizes
+    baseline_workspace  the same of the baseline
     tp_invariant  the reference's result does not depend on the tensor-parallel size
     fake        the function's arguments in order -> empty tensors like the result's (`model.shapes`): torch.compile and
                 torch.export follow from it. A batch that only the device knows is None there
@@ -163,6 +164,7 @@ class Op(OperationSpec):
     example: Callable[[Any], tuple[Any, ...]] | str | None = field(default=None, compare=False)
     cost: Callable[[Context], Cost] | None = field(default=None, compare=False)
     workspace: str = ""
+    baseline_workspace: str = ""
     tp_invariant: bool = False
     fake: Callable[..., Any] | None = field(default=None, compare=False)
     plain: Callable[..., Any] | str | None = field(default=None, compare=False)

@@ -40,9 +40,9 @@ def check_api(wanted: str, who: str) -> None:
 
 def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
     """The kernels that come with an op: its reference, and what a torch user writes."""
-    for variant, backend, function, priority in (
-        ("plain", "reference", op.reference, -10.0),
-        ("baseline", "torch", op.baseline, 0.0),
+    for variant, backend, function, priority, workspace in (
+        ("plain", "reference", op.reference, -10.0, op.workspace),
+        ("baseline", "torch", op.baseline, 0.0, op.baseline_workspace),
     ):
         if function is None or (variant == "plain" and op.fallback_id != f"reference.{op.op_id}.plain"):
             continue  # a reference that the plugin registers as a kernel of its own
@@ -60,7 +60,7 @@ def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
             graph_safe=True,
             deterministic=True,
             grid_layout="library",
-            workspace=Formula(op.workspace) if op.workspace and variant == "plain" else None,
+            workspace=Formula(workspace) if workspace else None,
             tp_invariant=op.tp_invariant and variant == "plain",
         )
 
