@@ -137,7 +137,8 @@ def main() -> None:
             for batch, tokens in shapes:
                 cases.append(measured(kind, batch, tokens, dtype, device, given.budget))
                 print(json.dumps(cases[-1]), flush=True)
-    report = {"commit": commit(), "machine": machine(), "transformers": transformers.__version__}
+    command = "python benchmarks/linear_attention.py " + " ".join(sys.argv[1:])
+    report = {"commit": commit(), "command": command, "machine": machine(), "transformers": transformers.__version__}
     report |= {"threads": torch.get_num_threads(), "cases": cases}
     write_json(RESULTS / given.machine / "linear_attention.json", report)
 
