@@ -189,9 +189,16 @@ def decode_case(
     return {"batch": batch, "context": context, "logits": logits, **({"failed": failed} if failed else {}), **found}
 
 
-def run_generate(args: argparse.Namespace, path: Path) -> None:
+def about(benchmark: str, **more: Any) -> dict[str, Any]:
+    """What a file of figures says of itself."""
     import transformers
 
+    command = "python benchmarks/models.py " + " ".join(sys.argv[1:])
+    versions = {"machine": machine(), "transformers": transformers.__version__}
+    return {"benchmark": benchmark, "commit": commit(), "command": command, **versions, **more}
+
+
+def run_generate(args: argparse.Namespace, path: Path) -> None:
     cuda = args.device == "cuda"
     sync = torch.cuda.synchronize if cuda else nothing
     lz.configure(jit="block")
@@ -201,15 +208,7 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
     if not cuda:
         changes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, **changes}
     figures: dict[str, Any] = {}
-    found = {
-        "benchmark": "models_generate",
-        "commit": commit(),
-        "command": "python benchmarks/models.py " + " ".join(sys.argv[1:]),
-        "machine": machine(),
-        "transformers": transformers.__version__,
-        "ways": ways,
-        "figures": figures,
-    }
+    found = about("models_generate", ways=ways, figures=figures)
     for architecture in ARCHITECTURES:
         names = {batch: f"{architecture} B{batch}" for batch in ((1, 24) if cuda else (1, 4))}
         wanted = [b for b, name in names.items() if not args.only or any(w in name for w in args.only.split(","))]
@@ -246,21 +245,9 @@ def run(args: argparse.Namespace, path: Path) -> None:
     sync = torch.cuda.synchronize if cuda else nothing
     lz.configure(jit="block", **({"deny": args.deny.split(",")} if args.deny else {}))
     figures: dict[str, Any] = {}
-    import transformers
-
     from layerzero.dispatch.accel import accelerator
 
-    found = {
-        "benchmark": "models",
-        "commit": commit(),
-        "command": "python benchmarks/models.py " + " ".join(sys.argv[1:]),
-        "machine": machine(),
-        "transformers": transformers.__version__,
-        "accel": accelerator.native is not None,
-        "model": config,
-        "limits": LIMITS,
-        "figures": figures,
-    }
+    found = about("models", accel=accelerator.native is not None, model=config, limits=LIMITS, figures=figures)
 
     def case(name: str, make: Callable[[], Any]) -> None:
         if args.only and not any(word in name for word in args.only.split(",")):

@@ -148,7 +148,8 @@ def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
     if report.chosen:
         winner = decision.winner
         lock = ", locked" if decision.locked else ""
-        blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{_time(winner)}{lock})", "bold green"))
+        speed = f", {winner.speed}" if winner.speed else ""
+        blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{speed}{lock})", "bold green"))
         blocks.append(Line(f"ranked by {winner.expected or winner.source}", "dim", indent=2, hang=2))
         blocks += [Line(f"{_step(step.name)}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
     else:
@@ -175,14 +176,9 @@ def _step(name: str) -> str:
 def _row(item: Candidate) -> tuple[str | Cell, ...]:
     if item.accepted:
         words = [item.message for item in item.reasons if item.code.value != "OUTSCORED"]
-        return item.kernel_id, f"{item.score:.1f}", "; ".join([f"fits, scored lower{_time(item)}", *words])
+        lower = ", ".join(filter(None, ("fits, scored lower", item.speed)))
+        return item.kernel_id, f"{item.score:.1f}", "; ".join([lower, *words])
     lines = [f"{why.code.value}: {why.message}" for why in item.reasons]
     if item.flip:
         lines.append(f"→ {item.flip}")
     return Cell(item.kernel_id, "dim"), Cell("–", "dim"), "\n".join(lines)
-
-
-def _time(item: Candidate) -> str:
-    if item.measured_us is None:
-        return "" if item.expected is None else f", {item.expected.ratio:.2f} × torch expected"
-    return f", {item.measured_us:.1f} µs measured"

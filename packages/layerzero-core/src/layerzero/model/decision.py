@@ -56,6 +56,13 @@ class Candidate(Plain):
         return PRIORITY if self.expected is None else self.expected.source
 
     @property
+    def speed(self) -> str:
+        """Its time in words: measured here, or expected by what others measured; empty where nobody did."""
+        if self.measured_us is not None:
+            return f"{self.measured_us:.1f} µs measured"
+        return "" if self.expected is None else f"{self.expected.ratio:.2f} × torch expected"
+
+    @property
     def transform_cost_us(self) -> float:
         """Estimated price of all its transforms."""
         return sum(step.cost_us for step in self.transforms)

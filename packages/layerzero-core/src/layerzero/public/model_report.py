@@ -44,11 +44,7 @@ class ModelCall:
 
     def __str__(self) -> str:
         winner = self.report.decision.candidate(self.ran)
-        time = f"ranked by {winner.source}"
-        if winner.measured_us is not None:
-            time = f"{winner.measured_us:.1f} us measured"
-        elif winner.expected is not None:
-            time = f"{winner.expected.ratio:.2f} x torch expected"
+        time = winner.speed or f"ranked by {winner.source}"
         sizes = " ".join(f"{name}={value}" for name, value in self.report.context.dims)
         return f"{self.count:5} × {self.ran}  {time}\n        {self.part or 'the model'}: {self.report.op} {sizes}"
 

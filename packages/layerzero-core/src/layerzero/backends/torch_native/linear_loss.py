@@ -85,7 +85,13 @@ class _Rows(torch.autograd.Function):
         loss = torch.empty_like(lse)
         for rows in _chunks(x, weight):
             logits = _logits(x[rows], weight, bias, softcap, wide)
-            loss[rows], lse[rows] = _losses(logits, index[rows], smoothing, z_loss)
+            lse[rows] = torch.logsumexp(logits, dim=-1)
+            hit = logits.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1)
+            if smoothing:
+                hit = (1.0 - smoothing) * hit + smoothing * logits.mean(dim=-1)
+            loss[rows] = lse[rows] - hit
+        if z_loss:
+            loss = loss + z_loss * lse.square()
         ctx.save_for_backward(x, weight, bias, index, counted, lse)
         ctx.options = smoothing, softcap, z_loss
         return torch.where(counted, loss, 0.0)
@@ -94,10 +100,11 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, bias, index, counted, lse = ctx.saved_tensors
         smoothing, softcap, z_loss = ctx.options
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted: torch's own, of all logits at once
-            loss, _ = _losses(_logits(x, weight, bias, softcap, lse.dtype), index, smoothing, z_loss)
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted: that of the reference
+            labels = torch.where(counted, index, -100)
+            loss = linear_cross_entropy(x, weight, labels, bias, -100, smoothing, softcap, z_loss, "none")
             wanted = [item for item, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(torch.where(counted, loss, 0.0), wanted, grads[0], create_graph=True))
+            found = iter(torch.autograd.grad(loss, wanted, grads[0], create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 5
         to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
         above = torch.where(counted, grads[0], 0.0)
@@ -126,16 +133,6 @@ class _Rows(torch.autograd.Function):
             None if of_bias is None else of_bias.to(bias.dtype),
             *(None,) * 5,
         )
-
-
-def _losses(logits: Tensor, index: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row and its log-sum-exp."""
-    lse = torch.logsumexp(logits, dim=-1)
-    hit = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    if smoothing:
-        hit = (1.0 - smoothing) * hit + smoothing * logits.mean(dim=-1)
-    loss = lse - hit
-    return (loss + z_loss * lse.square() if z_loss else loss), lse
 
 
 def _chunks(x: Tensor, weight: Tensor) -> list[slice]:
