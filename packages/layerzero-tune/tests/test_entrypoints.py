@@ -14,7 +14,7 @@ from layerzero_cli.root import COMMANDS, VERBS, cli
 def test_the_names_the_verbs_and_the_parts_are_found():
     for name in ("compile", "plan_block", "solve", "tune"):
         assert companions.names()[name].load() is getattr(lz, name)
-    verbs = {name for verbs in VERBS.values() for name, home in verbs.items() if home == "layerzero-tune"}
+    verbs = {name for verbs in VERBS.values() for name, (home, _) in verbs.items() if home == "layerzero-tune"}
     dist = importlib.metadata.distribution("layerzero-tune")
     assert verbs == {entry.name for entry in dist.entry_points if entry.group == COMMANDS}
     assert verbs <= set(CliRunner().invoke(cli, ["--help"]).output.split())

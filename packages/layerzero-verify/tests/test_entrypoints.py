@@ -15,7 +15,7 @@ def test_the_name_and_the_verbs_are_found():
     from layerzero_verify.ladder import verify
 
     assert companions.names()["verify"].load() is verify is lz.verify
-    verbs = {name for verbs in VERBS.values() for name, home in verbs.items() if home == "layerzero-verify"}
+    verbs = {name for verbs in VERBS.values() for name, (home, _) in verbs.items() if home == "layerzero-verify"}
     dist = importlib.metadata.distribution("layerzero-verify")
     assert verbs == {entry.name for entry in dist.entry_points if entry.group == COMMANDS}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -24,30 +23,60 @@ __all__ = ["COMMANDS", "VERBS", "cli"]
 COMMANDS = "layerzero.commands"
 """Group of entry points: a verb's name, and its click command or the function that adds it to a group."""
 
-_TUNE, _VERIFY = "layerzero-tune", "layerzero-verify"
-# Verbs by task: the module that declares it, or the package beside the core that brings it.
-VERBS: dict[str, dict[str, str]] = {
+_CLI, _TUNE, _VERIFY = "layerzero_cli", "layerzero-tune", "layerzero-verify"
+# Verbs by task: the module that declares it or the package beside the core that brings it, and the first sentence of
+# its help, which stands here so that `lz --help` imports no verb. A test holds the two sentences together.
+VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "doctor": "layerzero_cli.checks",
-        "list": "layerzero_cli.listing",
-        "explain": "layerzero_cli.explaining",
-        "which": "layerzero_cli.explaining",
-        "validate": "layerzero_cli.explaining",
-        "top": _TUNE,
-        "trace": _TUNE,
-        "demo": _TUNE,
+        "doctor": (f"{_CLI}.checks", "Check machine, settings, plugins and vendors, and name what mends each problem."),
+        "list": (
+            f"{_CLI}.listing",
+            "List the kernels with their platforms and dtypes, and say which can be used here.",
+        ),
+        "explain": (f"{_CLI}.explaining", "Say which kernel a call would run, and why not the others."),
+        "which": (f"{_CLI}.explaining", "Print the id of the kernel that a call would run."),
+        "validate": (f"{_CLI}.explaining", "Say whether a kernel may run a call, or why not."),
+        "top": (_TUNE, "Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles."),
+        "trace": (_TUNE, "Run a program and write a Chrome trace of what was not hot in it."),
+        "demo": (_TUNE, "Take a Llama-shaped block through LayerZero."),
     },
-    "Measure": {"tune": _TUNE, "bench": _TUNE, "perfdb": _TUNE, "report": _TUNE},
-    "Decide": {"policy": "layerzero_cli.policies", "solve": _TUNE, "plan": _TUNE, "export-priorities": _TUNE},
+    "Measure": {
+        "tune": (_TUNE, "Measure every kernel for the calls that matter; selection uses the times from then on."),
+        "bench": (_TUNE, "Time every kernel that may run a call, head to head."),
+        "perfdb": (_TUNE, "Look at measured kernel times, move them between machines, and tidy up."),
+        "report": (_TUNE, "Write what was measured as one HTML page."),
+    },
+    "Decide": {
+        "policy": (
+            f"{_CLI}.policies",
+            "Write and check policy files, and see which values hold and where they come from.",
+        ),
+        "solve": (_TUNE, "Decide the calls that matter now, and write the decisions to a dispatch table."),
+        "plan": (_TUNE, "Plan a decoder layer of the model in CONFIG (config.json or a model folder)."),
+        "export-priorities": (
+            _TUNE,
+            "Say in another stack's settings what a dispatch table says; TABLE is the file of lz solve.",
+        ),
+    },
     "Operate": {
-        "readiness": "layerzero_cli.checks",
-        "warmup": "layerzero_cli.warming",
-        "quarantine": "layerzero_cli.quarantine",
-        "completion": "layerzero_cli.completion",
+        "readiness": (f"{_CLI}.checks", "Check that everything the policy needs exists and works."),
+        "warmup": (f"{_CLI}.warming", "Compile ahead of the requests what SOURCE will call."),
+        "quarantine": (
+            f"{_CLI}.quarantine",
+            "See which kernels are skipped because they took a process down, and lift that.",
+        ),
+        "completion": (
+            f"{_CLI}.completion",
+            "Print the script that completes verbs, options, ops, kernels and devices in a shell.",
+        ),
     },
-    "Extend": {"plugin": "layerzero_cli.plugins", "verify": _VERIFY, "definitions": _VERIFY},
+    "Extend": {
+        "plugin": (f"{_CLI}.plugins", "Write, check and list backend packages."),
+        "verify": (_VERIFY, "Compare kernels, layers, models and training with the truth."),
+        "definitions": (_VERIFY, "Read kernel definitions, and check kernels against them."),
+    },
 }
-_HOMES = {name: home for verbs in VERBS.values() for name, home in verbs.items()}
+_OURS = {name: told for verbs in VERBS.values() for name, told in verbs.items()}
 
 
 class Root(click.Group):
@@ -59,7 +88,7 @@ class Root(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A verb by name; only its own module is imported."""
-        home = _HOMES.get(cmd_name, "")
+        home, _ = _OURS.get(cmd_name, ("", ""))
         if home.startswith("layerzero_cli."):
             importlib.import_module(home)  # declares it
             return super().get_command(ctx, cmd_name)
@@ -77,7 +106,7 @@ class Root(click.Group):
         if args[0][:1] not in ("", "-") and self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], {*self.list_commands(ctx), *_HOMES}, 1)
+            near = get_close_matches(args[0], {*self.list_commands(ctx), *_OURS}, 1)
             told = f" Did you mean {near[0]!r}?" if near else ""
             raise click.UsageError(f"No such command {args[0]!r}.{told}", ctx)
         return super().resolve_command(ctx, args)
@@ -98,10 +127,8 @@ class Root(click.Group):
 
     def _sentence(self, ctx: click.Context, name: str) -> str:
         """What a verb does; of a package that is not ours, what its metadata says, so that it need not be imported."""
-        if name in _HOMES:
-            command = self.get_command(ctx, name)
-            assert command is not None
-            return " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split())
+        if name in _OURS:
+            return _OURS[name][1]
         dist = _entries(ctx)[name].dist
         return "" if dist is None else f"{dist.metadata['Summary'] or dist.name} ({dist.name})"
 
@@ -147,10 +174,10 @@ def _entries(ctx: click.Context) -> dict[str, EntryPoint]:
 def _by_task(found: dict[str, EntryPoint]) -> dict[str, list[str]]:
     """Installed verbs by task; those of packages that are not ours come last."""
     ours = {
-        task: [name for name, home in verbs.items() if name in found or home.startswith("layerzero_cli.")]
+        task: [name for name, (home, _) in verbs.items() if name in found or home.startswith("layerzero_cli.")]
         for task, verbs in VERBS.items()
     }
-    return {task: names for task, names in {**ours, "Of other packages": sorted({*found} - {*_HOMES})}.items() if names}
+    return {task: names for task, names in {**ours, "Of other packages": sorted({*found} - {*_OURS})}.items() if names}
 
 
 def _loaded(entry: EntryPoint) -> click.Command:

@@ -108,10 +108,12 @@ def test_help_groups_verbs_by_task_and_options_of_a_call_by_what_they_describe()
         assert headings == sorted(headings) and "--json" in shown[headings[-1] :] and f"lz {verb} " in shown
 
 
-@pytest.mark.parametrize("verb", [name for verbs in VERBS.values() for name in verbs])
-def test_every_verb_says_in_whole_sentences_what_it_does(verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "listed"), [(name, told[1]) for verbs in VERBS.values() for name, told in verbs.items()]
+)
+def test_every_verb_says_in_whole_sentences_what_it_does(verb: str, listed: str) -> None:
     command = cli.get_command(click.Context(cli), verb)
-    assert command is not None
+    assert command is not None and " ".join((command.help or "").partition("\n\n")[0].split()) == listed
     inner = command.commands.values() if isinstance(command, click.Group) else [command]
     for item in [command, *inner]:
         first = (item.help or "").partition("\n\n")[0].strip()
@@ -132,6 +134,11 @@ _QUICK = [
 @pytest.mark.parametrize("words", _QUICK, ids=" ".join)
 def test_help_and_mistakes_of_usage_import_neither_torch_nor_the_library(words: list[str]) -> None:
     assert not _imported(words) & {"torch", "layerzero", "rich", "yaml"}
+
+
+def test_the_list_of_verbs_imports_no_verb() -> None:
+    found = {name for name in _imported(["--help"]) if name.startswith("layerzero")}
+    assert found == {"layerzero_cli", "layerzero_cli.root", "layerzero_cli.output", "layerzero_cli.verbs"}
 
 
 @pytest.mark.parametrize(
