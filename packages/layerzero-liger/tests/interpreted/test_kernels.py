@@ -14,8 +14,8 @@ from layerzero.backends.reference import loss as reference_loss
 from layerzero.backends.reference import mlp as reference_mlp
 from layerzero.backends.reference import norm as reference_norm
 from layerzero.backends.reference import positional
-from layerzero.backends.torch_native.linear_loss import linear_cross_entropy as reference_linear_loss
 from layerzero.numerics import Tolerance, assert_close, tolerance
+from layerzero_models.linear_loss import linear_cross_entropy as reference_linear_loss
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 

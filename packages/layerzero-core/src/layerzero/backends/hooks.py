@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Op, Reason, Registrar, hookimpl, vendor_status
+from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Reason, Registrar, hookimpl, vendor_status
 
 __all__ = ["hooks"]
 
 
-def hooks(
-    package: str, *checks: Callable[[DeviceSpec], list[Reason]], ops: Sequence[Op] = ()
-) -> tuple[Callable[..., Any], ...]:
-    """`layerzero_register`, `layerzero_capabilities` and `layerzero_health` of the backend in this package.
-
-    `ops` are those that it declares itself.
-    """
+def hooks(package: str, *checks: Callable[[DeviceSpec], list[Reason]]) -> tuple[Callable[..., Any], ...]:
+    """`layerzero_register`, `layerzero_capabilities` and `layerzero_health` of the backend in this package."""
     capabilities = Path(__file__).with_name(package.rpartition(".")[2]) / "capabilities.json"
 
     @hookimpl
     def layerzero_register(registrar: Registrar) -> None:
-        """Register the kernels of capabilities.json, and the ops."""
+        """Register the kernels of capabilities.json."""
         registrar.backend(capabilities)
-        for op in ops:
-            registrar.op(op)
 
     @hookimpl
     def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:

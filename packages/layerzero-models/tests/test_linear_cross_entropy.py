@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import layerzero as lz
-from layerzero.backends.torch_native import linear_loss
 from layerzero.errors import InvalidInputError
+from layerzero_models import linear_loss
 
 VOCAB, HIDDEN = 37, 16
 OPTIONS = {
