@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["BuildError", "build", "compiler", "main", "source_hash"]
-
 HERE = Path(__file__).resolve().parent
 NATIVE = HERE / "native"
 NAME = "_hot.abi3.so"

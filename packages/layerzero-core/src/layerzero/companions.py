@@ -12,18 +12,6 @@ from typing import Any, NoReturn
 
 from layerzero.errors import PackageMissingError
 
-__all__ = [
-    "NAMES",
-    "PARTS",
-    "Missing",
-    "known_names",
-    "names",
-    "package_of",
-    "part",
-    "public",
-    "refuse",
-]
-
 NAMES = "layerzero.names"
 PARTS = "layerzero.parts"
 

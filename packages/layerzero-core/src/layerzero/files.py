@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["locked", "sync_folder", "user_cache", "write_whole"]
-
 
 def user_cache(name: str) -> Path:
     """A file or folder of this user's cache."""

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["fresh_lock", "in_child"]
-
 
 def in_child(renew: Callable[[], object]) -> None:
     """Call `renew()` in every child that this process forks."""

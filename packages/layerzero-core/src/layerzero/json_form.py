@@ -6,8 +6,6 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-__all__ = ["Plain", "plain"]
-
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 

@@ -9,11 +9,6 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "EXPRESSIONS", "FLAG", "FOLDERS", "JSON", "KERNEL", "PATH", "PATTERN", "PATTERNS", "TEXT", "Kind", "Place",
-    "Problem", "either", "is_kernel_id", "items", "maybe", "number", "pairs", "spell", "table", "text", "words",
-]  # fmt: skip
-
 Place = tuple[str | int, ...]
 _OFF: Final = ("0", "false", "no", "off")
 _KERNEL_ID: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+){2,}")

@@ -5,6 +5,4 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["OP_TABLES"]
-
 OP_TABLES: list[Mapping[str, Any]] = []

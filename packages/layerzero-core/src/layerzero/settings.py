@@ -30,8 +30,6 @@ from layerzero.kinds import (
     words,
 )
 
-__all__ = ["GROUPS", "POLICY", "SETTINGS", "VARIABLES", "Setting", "default"]
-
 
 class Setting(NamedTuple):
     """One setting.

@@ -18,8 +18,6 @@ from typing import Any
 
 from layerzero_flashattn.quiet import hush
 
-__all__ = ["library"]
-
 _log = logging.getLogger("layerzero.flashattn")
 _one = threading.RLock()  # re-entrant: a compilation may ask for another
 

@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from layerzero.plugin import CompileOrder, DeviceSpec, NeedsDevice
 
-__all__ = ["compile_order"]
-
 _begun: tuple[int, int | None] | None = None  # the SM and the multiprocessors this process compiles for
 _failed: list[BaseException] = []  # exports that failed: both libraries go on without a word
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 _LIMIT = {"flashattn2": 2e-3, "flashattn3": 2e-3, "flashattn4": 2e-3, "quack": 2e-3}
 
 

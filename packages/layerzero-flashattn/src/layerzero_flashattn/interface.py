@@ -21,8 +21,6 @@ from torch import Tensor
 from layerzero.model.attention import no_keys, offsets, upright
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["dead_rows", "dense", "may_have_dead_rows", "packed_offsets", "paged", "sides", "varlen"]
-
 NO_WINDOW = (-1, -1)
 
 Kernel = Callable[..., Any]

@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["hush", "hush_backward", "quietly"]
-
 # By message alone: code that the compiler rewrites runs with globals of its own, so its module has no sure name.
 THEIRS = (
     r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument for function 'cutlass___call___flash_attn"

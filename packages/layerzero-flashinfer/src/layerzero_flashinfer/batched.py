@@ -19,8 +19,6 @@ from layerzero_flashinfer.options import behind, options
 from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning
 from layerzero_flashinfer.workspace import place
 
-__all__ = ["decode", "decode_tc", "prefill_fa2", "prefill_fa3"]
-
 _KEPT = 16  # plans; each holds a wrapper of some 16 MiB
 
 _plans: OrderedDict[Any, Plan] = OrderedDict()

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from layerzero_flashinfer.vendor import lib
 
-__all__ = ["add_rms_norm", "gelu_and_mul", "gemma_add_rms_norm", "gemma_rms_norm", "rms_norm", "silu_and_mul"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """One row a block; the weight has the dtype of the rows."""

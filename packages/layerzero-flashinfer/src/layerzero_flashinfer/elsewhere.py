@@ -12,8 +12,6 @@ from typing import Any
 
 from layerzero.plugin import CompileOrder, DeviceSpec, NeedsDevice
 
-__all__ = ["compile_order"]
-
 
 def compile_order(order: CompileOrder) -> tuple[str, ...]:
     """Build the modules one kernel needs for one call, each in its own folder; their libraries."""

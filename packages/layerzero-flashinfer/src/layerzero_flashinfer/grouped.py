@@ -21,8 +21,6 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.attention import scaled
 from layerzero.model.grouped import GroupedBatch, Lengths, Segment
 
-__all__ = ["Requests", "grouped_attention", "requests", "unseen"]
-
 _LN2 = math.log(2.0)
 _CAUSAL, _FULL, _NHD = 1, 0, 0
 _HEAD_DIMS = (64, 128, 256)

@@ -11,8 +11,6 @@ from layerzero.plugin import HealthReport
 from layerzero_flashinfer import elementwise, single
 from layerzero_flashinfer.modules import specs_for
 
-__all__ = ["self_test"]
-
 _LIMIT = 4e-3  # float16, values below 4
 
 

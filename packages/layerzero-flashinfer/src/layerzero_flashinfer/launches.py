@@ -16,8 +16,6 @@ import torch
 from layerzero_flashinfer.options import Options
 from layerzero_flashinfer.vendor import starts_with
 
-__all__ = ["Launch", "decode_launch"]
-
 Launch = Callable[..., Any]
 """(query, keys, values, out, log-sum-exp or None), all but the last on the device of the plan."""
 

@@ -14,8 +14,6 @@ from layerzero_flashinfer.plans import Buffer, Lengths, Plan, Problem, capturing
 from layerzero_flashinfer.vendor import lib
 from layerzero_flashinfer.workspace import place
 
-__all__ = ["mla_fa2", "mla_fa3"]
-
 
 class LatentPlan(Plan):
     """One planned wrapper of one batch."""

@@ -16,8 +16,6 @@ from filelock import FileLock
 
 from layerzero_flashinfer.vendor import lib
 
-__all__ = ["compile_for", "shape_of", "specs_for", "specs_of"]
-
 _WIDTHS = (64, 128, 256)  # head_dims of the templates
 
 _SIMPLE = {

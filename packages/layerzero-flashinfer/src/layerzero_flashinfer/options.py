@@ -13,8 +13,6 @@ from layerzero.model.context import Context
 from layerzero.model.enums import Causal
 from layerzero.reasons import Reason, reason
 
-__all__ = ["LN2", "Options", "behind", "bury", "live_rows", "no_keys", "one_sided", "options", "unwritten"]
-
 LN2 = math.log(2.0)
 _NOTHING = -49_000.0 * LN2
 

@@ -16,8 +16,6 @@ from layerzero_flashinfer.options import options
 from layerzero_flashinfer.plans import Plan, capturing, plan_batch, problem_of, refuse_planning
 from layerzero_flashinfer.workspace import place
 
-__all__ = ["decode", "decode_tc", "prefill_fa2", "prefill_fa3"]
-
 
 def _kernel(kind: str) -> Callable[..., Any]:
     """The kernel of one wrapper and template."""

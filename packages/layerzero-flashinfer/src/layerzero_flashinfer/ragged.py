@@ -20,8 +20,6 @@ from layerzero_flashinfer.options import live_rows, options
 from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning, starts_of
 from layerzero_flashinfer.workspace import place
 
-__all__ = ["varlen_fa2", "varlen_fa3"]
-
 _KEPT = 8
 
 

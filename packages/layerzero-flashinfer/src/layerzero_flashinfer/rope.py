@@ -19,8 +19,6 @@ from torch import Tensor
 from layerzero_flashinfer.plans import capturing
 from layerzero_flashinfer.vendor import lib, part, starts_with
 
-__all__ = ["rope"]
-
 _INNER = ("q", "k", "q_rope", "k_rope", "cos_sin_cache", "pos_ids", "interleave")
 
 

@@ -25,8 +25,6 @@ from layerzero.model.context import Context
 from layerzero.reasons import Reason, reason
 from layerzero_flashinfer.selection import chosen_publicly, select
 
-__all__ = ["needs_top_k", "prepare", "sample", "sample_topk", "sampling_probs"]
-
 _SLACK = 1e-9  # mass this close to p counts as reached, as the op has it
 _SLOTS = (64, 512)  # of one program: few sizes, each of which is compiled once; larger ones take the compiler too long
 _TILE, _WARPS = 4096, 8

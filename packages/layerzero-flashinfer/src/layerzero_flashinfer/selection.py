@@ -19,8 +19,6 @@ from torch import Tensor
 from layerzero_flashinfer.vendor import lib, part, starts_with
 from layerzero_flashinfer.workspace import place, workspace
 
-__all__ = ["chosen_publicly", "select"]
-
 _RADIX = ("input", "top_k", "row_states_buffer", "output_values")
 
 

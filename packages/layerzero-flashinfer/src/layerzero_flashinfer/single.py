@@ -17,8 +17,6 @@ from layerzero_flashinfer.options import LN2, Options, behind, options
 from layerzero_flashinfer.vendor import lib, starts_with
 from layerzero_flashinfer.workspace import place, workspace
 
-__all__ = ["decode", "decode_tc", "prefill_fa2", "prefill_fa3"]
-
 _NHD, _HND = 0, 1  # FlashInfer's numbers for the two orders of a cache
 _PREFILL = (
     "q", "k", "v", "tmp", "o", "maybe_lse", "mask_mode", "layout", "window_left", "maybe_packed_custom_mask",

@@ -19,8 +19,6 @@ from typing import Any
 from layerzero.errors import BackendNotAvailableError
 from layerzero.reasons import reason
 
-__all__ = ["cache_base", "lib", "part", "prepare", "starts_with"]
-
 _BASE = "FLASHINFER_WORKSPACE_BASE"
 _OURS = "LAYERZERO_JIT_CACHE_DIR"
 

@@ -13,8 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Workspace", "place", "workspace"]
-
 SINGLE = 32 * 2**20  # what FlashInfer itself takes for one sequence
 BATCH = 128 * 2**20  # what it recommends for a batch
 STATES = 2**20  # what it takes for the row states of a selection

@@ -18,8 +18,6 @@ from layerzero_hub.mapping import resolve
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.specs import HubKernel, table
 
-__all__ = ["remember"]
-
 _kernels: dict[str, HubKernel] = {}
 _policy: list[HubPolicy] = []
 

@@ -30,8 +30,6 @@ from layerzero_hub.remote import connect
 from layerzero_hub.signing import Change, changes
 from layerzero_hub.store import Store
 
-__all__ = ["hub"]
-
 
 @click.group("hub")
 def hub() -> None:

@@ -14,8 +14,6 @@ from layerzero_hub.lockfile import Lock
 from layerzero_hub.names import check_repo_id
 from layerzero_hub.policy import HubPolicy
 
-__all__ = ["LockedLayer", "dependencies", "write_kernels_lock"]
-
 
 def write_kernels_lock(lock: Lock, path: Path) -> None:
     """Repository, version and commit in the form `kernels` reads. Our own lock stays the authority."""

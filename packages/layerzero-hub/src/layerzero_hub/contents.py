@@ -19,8 +19,6 @@ from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedFile, LockedVariant
 from layerzero_hub.places import check_owner_and_mode
 
-__all__ = ["Contents", "open_build", "read_file", "verify_files"]
-
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _CHUNK: Final = 2**20
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-__all__ = ["Dispatcher"]
-
 _SINGLETON: Final = "_ZN3c1010Dispatcher13realSingletonEv"
 # A node of the list of ops: two links, then name and overload as strings of 32 bytes, then what is registered.
 _NAMES: Final = 16

@@ -18,8 +18,6 @@ from typing import Final
 from layerzero_hub.errors import refuse
 from layerzero_hub.policy import SYSTEM_LIBS
 
-__all__ = ["check_shared_object", "is_elf"]
-
 MAGIC: Final = b"\x7fELF"
 # manylinux_2_28
 LIMITS: Final = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}

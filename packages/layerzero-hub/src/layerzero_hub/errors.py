@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from layerzero.errors import LayerZeroError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["HubError", "refuse", "writing"]
-
 
 class HubError(LayerZeroError):
     """A hub kernel was refused, or could not be fetched, verified or loaded."""

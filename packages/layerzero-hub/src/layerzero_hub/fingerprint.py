@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final
 
-__all__ = ["Finding", "Snapshot", "compare", "namespaces", "take"]
-
 _WATCHED: Final = ("torch", "kernels", "builtins", "importlib", "layerzero_hub")
 # Tables of Python functions that stand for ops, where their module is loaded.
 _TABLES: Final = (

@@ -15,8 +15,6 @@ from typing import Final
 
 from layerzero_hub.contents import Contents
 
-__all__ = ["import_all", "import_for"]
-
 # Attributes of torch that import on first use.
 _LAZY: Final = {
     "compile": "torch._inductor.compile_fx",

@@ -22,8 +22,6 @@ from layerzero_hub.policy import HubPolicy
 from layerzero_hub.remote import Remote
 from layerzero_hub.store import Store
 
-__all__ = ["ELSEWHERE", "Finding", "audit", "install", "prune", "verify"]
-
 ELSEWHERE = "for other machines"
 
 

@@ -18,8 +18,6 @@ from layerzero_hub.names import fitting
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.store import Store
 
-__all__ = ["check", "choose", "load"]
-
 _lock = threading.RLock()
 _loaded: dict[str, ModuleType] = {}
 _namespaces: set[str] = set()

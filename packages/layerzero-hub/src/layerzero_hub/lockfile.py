@@ -35,19 +35,6 @@ from layerzero_hub.names import (
     strict_json,
 )
 
-__all__ = [
-    "LOCK_NAME",
-    "Lock",
-    "LockedFile",
-    "LockedKernel",
-    "LockedVariant",
-    "digest_of",
-    "parse",
-    "read",
-    "read_bytes",
-    "written",
-]
-
 LOCK_NAME: Final = "layerzero-hub.lock"
 MAX_BYTES: Final = 16 * 2**20
 _LOCK_ID: Final = re.compile(r"[0-9a-f]{32}\Z")

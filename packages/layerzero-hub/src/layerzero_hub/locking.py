@@ -26,8 +26,6 @@ from layerzero_hub.probe import Need, Prober
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.store import Staging, Store
 
-__all__ = ["Progress", "fetch_build", "lock_kernels", "save", "without"]
-
 _BUILD: Final = "build/"
 Progress = Callable[[str, int, int], None]
 """Called with file, bytes that came, bytes in all."""

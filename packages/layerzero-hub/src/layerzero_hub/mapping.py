@@ -24,8 +24,6 @@ from layerzero.reasons import Reason, reason
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.names import check_repo_id, reader
 
-__all__ = ["KernelMapping", "parse_descriptor", "parse_mappings", "resolve"]
-
 _FUNCTION: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*){0,4}\Z")
 _OP: Final = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _KEYS: Final = frozenset(

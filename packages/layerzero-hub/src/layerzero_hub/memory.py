@@ -22,8 +22,6 @@ from layerzero_hub.errors import HubError, refuse, writing
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
 from layerzero_hub.places import locked, make_folders, write_json
 
-__all__ = ["Memory"]
-
 _NAME = "history.json"
 
 

@@ -19,18 +19,6 @@ from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedKernel, LockedVariant
 from layerzero_hub.names import check_module_id, check_repo_id, strict_json
 
-__all__ = [
-    "BUNDLE",
-    "WORKFLOW",
-    "BuildMetadata",
-    "check_digest",
-    "check_id_free",
-    "check_locked",
-    "check_publisher_signature",
-    "check_same",
-    "parse",
-]
-
 BUNDLE: Final = "metadata.json.sigstore"
 WORKFLOW: Final = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+)/\.github/workflows/[\w.-]+@refs/[\w./-]+\Z")
 

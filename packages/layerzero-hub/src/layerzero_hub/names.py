@@ -10,20 +10,6 @@ from typing import Any
 
 from layerzero_hub.errors import refuse
 
-__all__ = [
-    "check_commit",
-    "check_hash",
-    "check_module_id",
-    "check_path",
-    "check_paths",
-    "check_repo_id",
-    "check_variant",
-    "etag_hash",
-    "fitting",
-    "reader",
-    "strict_json",
-]
-
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")

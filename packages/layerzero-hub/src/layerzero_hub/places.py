@@ -16,8 +16,6 @@ from typing import Any
 from layerzero.files import sync_folder
 from layerzero_hub.errors import refuse
 
-__all__ = ["check_above", "check_owner_and_mode", "locked", "make_folders", "write_json"]
-
 
 def check_owner_and_mode(info: os.stat_result, name: str, place: Path | int) -> None:
     """Raise unless a file or folder belongs to this user or root, and nobody else may write it."""

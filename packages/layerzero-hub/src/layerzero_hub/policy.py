@@ -22,8 +22,6 @@ from layerzero_hub.mapping import KernelMapping, parse_mappings
 from layerzero_hub.metadata import WORKFLOW
 from layerzero_hub.names import check_repo_id, reader
 
-__all__ = ["DEFAULT_ENDPOINT", "HubPolicy", "discovered", "from_mapping"]
-
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 # What a manylinux_2_28 build may ask for without being asked about: libc's own parts, libstdc++, and what torch brings.

@@ -26,8 +26,6 @@ from layerzero_hub.errors import refuse
 from layerzero_hub.fingerprint import Finding
 from layerzero_hub.lockfile import LockedVariant
 
-__all__ = ["Need", "Probed", "Prober"]
-
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "LC_ALL", "OMP_NUM_THREADS")
 _HOMES: Final = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 _LINE: Final = 2**24

@@ -18,8 +18,6 @@ from layerzero_hub.names import check_commit, check_repo_id, etag_hash
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.web import Answer, Sink, Web
 
-__all__ = ["Remote", "RemoteFile", "connect"]
-
 _PAGES: Final = 50
 _HISTORY_PAGES: Final = 20
 _FILES: Final = 20_000

@@ -14,8 +14,6 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-__all__ = ["close_others", "confine", "set_dumpable", "unshare"]
-
 _USER, _MOUNT, _PROCESS, _NET, _IPC, _NAME = 0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC = 4096, 16384, 1 << 18, 2, 4, 8
 _MOUNT_SETATTR, _AT_RECURSIVE, _READ_ONLY = 442, 0x8000, 1

@@ -22,17 +22,6 @@ from layerzero_hub.lockfile import Lock
 from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy
 
-__all__ = [
-    "Change",
-    "changes",
-    "check_signed",
-    "checked_for_signing",
-    "read_known",
-    "read_lock",
-    "sign_lock",
-    "signature_path",
-]
-
 
 def signature_path(lock: Path) -> Path:
     """Where the signature of a lock lies: beside it."""

@@ -21,8 +21,6 @@ from typing import Any
 from layerzero_hub.contents import Contents
 from layerzero_hub.errors import refuse
 
-__all__ = ["Inner", "id_of", "import_build", "prepare"]
-
 Inner = Callable[[str, int | None], ModuleType]
 """What a kernel gets that asks `kernels` for another one by itself: repository, version → module, or HubError."""
 

@@ -25,8 +25,6 @@ from layerzero_hub.names import strict_json
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.store import Store
 
-__all__ = ["HubKernel", "capabilities", "survey", "table"]
-
 # What is claimed for a function nobody described further: contiguous float32 on a CPU, nothing else.
 _MODEST: Mapping[str, Any] = {"platforms": ["cpu"], "dtypes": ["float32"], "contiguous": True, "priority": 0}
 _ALONE: Mapping[str, Any] = {"schema_version": "1.0", "backend": "hub"}

@@ -28,8 +28,6 @@ from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import LockedVariant
 from layerzero_hub.places import check_above, check_owner_and_mode, locked, make_folders, write_json
 
-__all__ = ["Staging", "Store"]
-
 # Digests that did harm in this process: refused here even where nothing could be written.
 _harmful: dict[str, str] = {}
 

@@ -20,8 +20,6 @@ from typing import Any, Final, Protocol
 
 from layerzero_hub.errors import refuse
 
-__all__ = ["Answer", "Sink", "Web"]
-
 _JSON_BYTES: Final = 32 * 2**20
 _CHUNK: Final = 2**20
 _HOPS: Final = 3

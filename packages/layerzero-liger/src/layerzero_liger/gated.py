@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gelu_and_mul", "silu_and_mul"]
-
 _swiglu: Any = importlib.import_module("liger_kernel.ops.swiglu")
 _geglu: Any = importlib.import_module("liger_kernel.ops.geglu")
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 _LIMIT = 1e-5
 
 

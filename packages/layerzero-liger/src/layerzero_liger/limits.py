@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from layerzero.plugin import Context, Reason, reason
 
-__all__ = ["mlp"]
-
 
 def mlp(context: Context) -> list[Reason]:
     """The block has to give back as many columns as it takes: its backward counts on that."""

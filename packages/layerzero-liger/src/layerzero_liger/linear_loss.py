@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["linear_cross_entropy"]
-
 _library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cross_entropy"]
-
 _library: Any = importlib.import_module("liger_kernel.ops.cross_entropy")
 
 

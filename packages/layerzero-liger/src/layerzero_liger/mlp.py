@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["mlp"]
-
 _library: Any = importlib.import_module("liger_kernel.ops.mlp")
 
 

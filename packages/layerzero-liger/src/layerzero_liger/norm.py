@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
-
 # From the submodules: the package in front of them may have replaced its names by other implementations.
 _rms: Any = importlib.import_module("liger_kernel.ops.rms_norm")
 _add: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm")

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["rope"]
-
 _library: Any = importlib.import_module("liger_kernel.ops.rope")
 _grad_enabled = torch.is_grad_enabled
 

@@ -13,8 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["LIBRARY", "BuildError", "build", "main"]
-
 SOURCE = Path(__file__).resolve().parent / "native" / "recurrence.cpp"
 LIBRARY = SOURCE.parent.parent / "_recurrence.so"
 FLAGS = (

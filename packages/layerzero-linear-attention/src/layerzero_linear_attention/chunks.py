@@ -9,8 +9,6 @@ from torch import Tensor
 from layerzero_linear_attention.ops import run_conv, run_delta, run_scan
 from layerzero_linear_attention.recurrence import chunked
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "mamba2_scan"]
-
 
 def gated_delta_rule(
     query: Tensor,

@@ -12,8 +12,6 @@ from torch import Tensor
 from layerzero.plugin import BackendNotAvailableError
 from layerzero_linear_attention.build import LIBRARY
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "mamba2_scan"]
-
 _ALONE = 1 << 14  # elements of a state below which other threads are not worth waking
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "mamba2_scan"]
-
 
 def gated_delta_rule(draw: Any) -> tuple[Any, ...]:
     """A call of the gated delta rule."""

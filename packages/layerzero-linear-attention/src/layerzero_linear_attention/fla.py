@@ -6,8 +6,6 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gat
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from torch import Tensor
 
-__all__ = ["gated_delta_rule", "gated_delta_rule_step", "kimi_delta_attention", "kimi_delta_attention_step"]
-
 
 def gated_delta_rule(
     query: Tensor,

@@ -6,8 +6,6 @@ import torch
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 
 def self_test() -> HealthReport:
     """A value written under a key is read back; a step of one adds x; a kernel of ones sums the past."""

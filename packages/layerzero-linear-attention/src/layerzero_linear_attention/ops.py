@@ -16,22 +16,6 @@ from layerzero.plugin import Call, Context, Op, expect_rank, expect_shape, expec
 from layerzero_linear_attention.packed import padded, unpadded
 from layerzero_linear_attention.recurrence import sequential
 
-__all__ = [
-    "CAUSAL_CONV1D",
-    "GATED_DELTA_RULE",
-    "KIMI_DELTA_ATTENTION",
-    "MAMBA2_SCAN",
-    "OPS",
-    "causal_conv1d",
-    "gated_delta_rule",
-    "kimi_delta_attention",
-    "mamba2_scan",
-    "run_conv",
-    "run_delta",
-    "run_scan",
-    "wide",
-]
-
 _TOKENS = "seq_len * (1 + (batch - 1) * (1 - varlen))"
 
 

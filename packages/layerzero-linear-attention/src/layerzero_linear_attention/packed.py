@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["longest", "padded", "unpadded"]
-
 
 def longest(cu_seqlens: Tensor, tokens: int) -> int:
     """The length of the longest sequence; that of all together where the host cannot read the offsets."""

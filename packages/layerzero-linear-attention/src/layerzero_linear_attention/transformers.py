@@ -17,8 +17,6 @@ from torch import Tensor
 
 import layerzero as lz
 
-__all__ = ["patch_layers"]
-
 
 def patch_layers(model: Any, record: Any) -> None:
     """A step of `lz.patch`: every layer whose forward calls one of the functions below by its name."""

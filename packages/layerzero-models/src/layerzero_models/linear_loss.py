@@ -19,8 +19,6 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_softcap
 from layerzero.plugin import Call, Context, Op, expect_rank, expect_shape, expect_tensor, simple_context
 
-__all__ = ["LINEAR_CROSS_ENTROPY", "by_chunks", "linear_cross_entropy"]
-
 _CHUNK = 1 << 26  # logits at a time: 256 MiB in float32
 
 

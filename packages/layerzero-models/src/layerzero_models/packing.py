@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from layerzero.reasons import Reason
     from layerzero.selection.world import World
 
-__all__ = ["pack_weight"]
-
 
 def pack_weight(
     weight: QuantizedTensor | PackedWeight,

@@ -11,8 +11,6 @@ from layerzero.dispatch.beside import import_adapters
 from layerzero.errors import InvalidInputError
 from layerzero_models.record import PatchReport
 
-__all__ = ["PATCHERS", "patch", "patched", "patcher_of", "unpatch"]
-
 # Top-level package of a model's class (or of a class it derives from) -> the module that knows its models, loaded by
 # name at first use. Such a module has three functions: `patch(model, **options)`, `unpatch(model)` and
 # `patched(model)`, the last two returning a PatchReport or None.

@@ -16,11 +16,6 @@ from torch import nn
 from layerzero.errors import BackendNotAvailableError
 from layerzero.json_form import Plain
 
-__all__ = [
-    "Changes", "GraphReport", "Left", "PatchReport", "Patched", "Record", "apply", "record_of", "report_of", "restore",
-    "version_of",
-]  # fmt: skip
-
 _RECORD = "_layerzero_patch"
 
 

@@ -10,8 +10,6 @@ from layerzero.errors import invalid
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["relative_bias"]
-
 
 def relative_bias(
     table: Tensor,

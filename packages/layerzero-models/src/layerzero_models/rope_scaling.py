@@ -13,8 +13,6 @@ from typing import Any
 
 from layerzero.errors import InvalidInputError, invalid, nearest
 
-__all__ = ["ROPE_TYPES", "RopeScaling"]
-
 # variant -> fields without which it means nothing
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["rope_tables"]
-
 
 def rope_tables(
     rotary_dim: int,

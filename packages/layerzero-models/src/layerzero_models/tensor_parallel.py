@@ -20,8 +20,6 @@ from layerzero import linear
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_shape, expect_tensor
 
-__all__ = ["column_linear", "differentiable", "place_of", "row_linear", "shard_weight"]
-
 Collective = Callable[[Tensor], Tensor]
 
 

@@ -28,8 +28,6 @@ from layerzero.errors import invalid
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero_models.tensor_parallel import differentiable, place_of
 
-__all__ = ["ZigzagPlan", "zigzag_attention", "zigzag_attention_gathered", "zigzag_plan"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:

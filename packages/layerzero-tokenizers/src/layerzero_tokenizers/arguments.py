@@ -9,8 +9,6 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 
-__all__ = ["canonical_ids", "check_text", "handle_of"]
-
 _resolve: Callable[[Any], Any] | None = None
 
 

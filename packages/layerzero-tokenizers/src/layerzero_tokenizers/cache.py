@@ -19,8 +19,6 @@ from layerzero.errors import InvalidInputError
 from layerzero.reasons import Reason, reason
 from layerzero_tokenizers.boundaries import last_cut
 
-__all__ = ["CACHE", "CacheStats", "PrefixCache", "due"]
-
 _log = logging.getLogger("layerzero.tokenizers")
 MIN_CHARS = 512
 _BYTES_PER_ID = 36  # a pointer and an int

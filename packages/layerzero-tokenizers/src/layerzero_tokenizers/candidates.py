@@ -16,19 +16,6 @@ from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.handle import Tokenizer
 from layerzero_tokenizers.probe import probe_corpus, sweep
 
-__all__ = [
-    "Verdict",
-    "hf_serves",
-    "own_serves",
-    "prove",
-    "register",
-    "share",
-    "sp_serves",
-    "tiktoken_serves",
-    "time_of",
-    "verdicts",
-]
-
 KERNELS = {"tokenizers": "fast", "tiktoken": "bpe", "sentencepiece": "processor"}
 _SAMPLE = "The quick brown fox jumps over the lazy dog, and 12 jugs of liquor don't mind."
 

@@ -11,8 +11,6 @@ from typing import Any
 from layerzero_tokenizers.boundaries import GPT2
 from layerzero_tokenizers.engines import Engine, HFEngine, TiktokenEngine
 
-__all__ = ["NotConvertible", "byte_alphabet", "hf_to_tiktoken", "sentencepiece_to_hf", "tiktoken_to_hf"]
-
 _LARGEST = 60_000  # ranks beyond which merges are not recovered at load
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from layerzero_tokenizers.results import Tokens
 
-__all__ = ["Engine", "HFEngine", "SentencePieceEngine", "TiktokenEngine"]
-
 # Below this many characters a batch is done by the calling thread: handing it out would cost more.
 _WORTH_THREADS = 200_000
 

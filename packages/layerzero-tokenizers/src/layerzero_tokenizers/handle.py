@@ -11,8 +11,6 @@ from layerzero_tokenizers.cache import CACHE
 from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.identity import Fingerprint
 
-__all__ = ["Opened", "Tokenizer"]
-
 
 @dataclass(frozen=True)
 class Opened:

@@ -9,8 +9,6 @@ from typing import Any
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["check"]
-
 _TEXT = "ab ab é"
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from layerzero.model.context import TokenizerIdentity
 from layerzero.reasons import Reason, reason
 
-__all__ = ["Fingerprint", "changes", "fingerprint", "of_hf", "of_sentencepiece", "of_tiktoken"]
-
 NONE = "none"
 
 

@@ -7,11 +7,6 @@ from typing import Any
 
 from layerzero_tokenizers.cache import CACHE
 
-__all__ = [
-    "hf_decode", "hf_encode", "own_decode", "own_encode", "sp_decode", "sp_encode", "tiktoken_decode",
-    "tiktoken_encode",
-]  # fmt: skip
-
 
 def _encoder(backend: str | None) -> Callable[..., Any]:
     def encode(text: Any, tokenizer: Any, add: bool, offsets: bool, parse: bool) -> Any:

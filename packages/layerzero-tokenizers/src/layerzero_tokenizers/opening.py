@@ -16,8 +16,6 @@ from layerzero_tokenizers.boundaries import hf_splits, sentencepiece_splits, tik
 from layerzero_tokenizers.engines import Engine, HFEngine, SentencePieceEngine, TiktokenEngine
 from layerzero_tokenizers.handle import Opened, Tokenizer
 
-__all__ = ["from_name", "from_object", "from_path", "proof", "size_of", "stamp"]
-
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SIDE = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")

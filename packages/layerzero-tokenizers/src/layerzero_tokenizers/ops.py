@@ -20,8 +20,6 @@ from layerzero_tokenizers.arguments import canonical_ids, check_text, handle_of
 if TYPE_CHECKING:
     from layerzero_tokenizers.results import TokenBatch, Tokens
 
-__all__ = ["DETOKENIZE", "TOKENIZE", "detokenize", "tokenize"]
-
 _scope = scope.get
 
 

@@ -17,8 +17,6 @@ import layerzero as lz
 from layerzero_tokenizers.sources import resolve
 from layerzero_tokenizers.streaming import TextStream
 
-__all__ = ["Generation", "TinyTransformer", "generate", "stream"]
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:

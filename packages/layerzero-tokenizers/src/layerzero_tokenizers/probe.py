@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-__all__ = ["EDGES", "probe_corpus", "sweep"]
-
 EDGES: tuple[str, ...] = (
     "", " ", "  ", "   ", "\n", "\r\n", "\t", " \n", "\n ", "\n\n\n", "a", " a", "a ", " a ", "a  b", "a   b", "  a  ",
     "a\nb", "a\n\nb", "a \n b", "a\r\nb", "a\tb", "\t\ta", "a\u00a0b", "a\u2003b", "a\u200bb", "\ufeffa", "\u3000a",

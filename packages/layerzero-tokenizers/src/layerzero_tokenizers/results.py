@@ -10,8 +10,6 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 
-__all__ = ["TokenBatch", "Tokens", "cut", "pad"]
-
 
 class Tokens(NamedTuple):
     """Ids of one text and, for each, its (start, end) in characters of the text; special tokens have (0, 0)."""

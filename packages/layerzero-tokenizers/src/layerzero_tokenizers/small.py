@@ -10,8 +10,6 @@ import io
 import itertools
 from typing import Any
 
-__all__ = ["CL100K", "CORPUS", "byte_level", "encoding", "gpt2", "processor", "ranks", "sp_bytes"]
-
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Don't panic, it's fine; 123 456 numbers!",
     "Größe naïve café, 日本語 テキスト, emoji 😀👍🏽 and 👨‍👩‍👧 families; שלום مرحبا.",

@@ -22,8 +22,6 @@ from layerzero_tokenizers.candidates import measure, register
 from layerzero_tokenizers.handle import Opened, Tokenizer
 from layerzero_tokenizers.identity import changes
 
-__all__ = ["forget", "load", "resolve"]
-
 _log = logging.getLogger("layerzero.tokenizers")
 _lock = threading.RLock()
 _LIMIT = 64

@@ -9,8 +9,6 @@ from typing import Any
 
 from layerzero.errors import invalid
 
-__all__ = ["Piece", "SentencePieceModel", "parse"]
-
 _TYPES = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
 _MODELS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 

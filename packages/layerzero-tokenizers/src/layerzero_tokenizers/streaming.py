@@ -7,8 +7,6 @@ from typing import Any
 import layerzero as lz
 from layerzero_tokenizers.sources import resolve
 
-__all__ = ["TextStream"]
-
 _HOLE = "\ufffd"
 _HOLD = 8  # a character takes four tokens at most; what is still no text after this many is none
 

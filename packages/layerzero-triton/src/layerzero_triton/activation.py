@@ -13,8 +13,6 @@ from layerzero_triton.kernels import activation as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 from layerzero_triton.norm import rows_of
 
-__all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
-
 _forward = Launcher(device.forward)
 _backward = Launcher(device.backward)
 _plans: dict[Any, Plan] = {}

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["folder", "private_folder", "scoped"]
-
 _lock = threading.RLock()
 
 

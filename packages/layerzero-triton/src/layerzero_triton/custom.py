@@ -28,8 +28,6 @@ from layerzero.model.enums import Platform
 from layerzero.model.formula import Formula
 from layerzero.model.kernel import KernelSpec, Limit
 
-__all__ = ["Arguments", "CustomKernel", "kernel", "registered", "unregister"]
-
 _own: dict[str, CustomKernel] = {}
 own = SimpleNamespace()  # the adapters by name: a KernelSpec names its function as text
 _NAME = re.compile(r"^[a-z][a-z0-9_]{0,47}\Z")

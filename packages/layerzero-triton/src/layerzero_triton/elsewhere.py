@@ -5,8 +5,6 @@ from __future__ import annotations
 from layerzero.plugin import CompileOrder, triton_compiler
 from layerzero_triton.kernels.launch import standing_for
 
-__all__ = ["compile_order"]
-
 
 def compile_order(order: CompileOrder) -> tuple[str, ...]:
     """Compile what the launches of one call need; the shared libraries among it."""

@@ -6,8 +6,6 @@ import torch
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 
 def self_test() -> HealthReport:
     """RMSNorm, SiLU·mul and a draw whose answers are known in closed form."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["mend"]
-
 
 def mend() -> None:
     """Call before a kernel is interpreted; a second call does nothing."""

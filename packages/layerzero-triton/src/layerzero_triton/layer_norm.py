@@ -12,8 +12,6 @@ from layerzero_triton.kernels import layer_norm as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 from layerzero_triton.norm import rows_of
 
-__all__ = ["layer_norm"]
-
 _forward = Launcher(device.forward)
 _plans: dict[Any, Plan] = {}
 

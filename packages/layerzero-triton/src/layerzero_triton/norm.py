@@ -12,8 +12,6 @@ from layerzero_triton.config import NormConfig, next_power, norm_config, unit_of
 from layerzero_triton.kernels import norm as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember, sm_count
 
-__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "rms_norm", "rows_of"]
-
 _forward = Launcher(device.forward)
 _backward = Launcher(device.backward)
 _grad_enabled = torch.is_grad_enabled

@@ -16,8 +16,6 @@ from layerzero_triton.config import PagedConfig, next_power, paged_config, unit_
 from layerzero_triton.kernels import paged as device
 from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
-__all__ = ["paged_attention"]
-
 _split = Launcher(device.split)
 _combine = Launcher(device.combine)
 _config = functools.lru_cache(maxsize=4096)(paged_config)

@@ -13,8 +13,6 @@ from layerzero_triton.config import next_power, rope_config, unit_of
 from layerzero_triton.kernels import rope as device
 from layerzero_triton.kernels.launch import Launcher, Plan, remember
 
-__all__ = ["rope"]
-
 _rotate = Launcher(device.rotate)
 _plans: dict[Any, Plan] = {}
 

@@ -21,8 +21,6 @@ from layerzero_triton.kernels import sampling as device
 from layerzero_triton.kernels import shortlist as few
 from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
-__all__ = ["sample", "sample_topk", "sample_topp"]
-
 Param = float | Tensor
 
 _heads = Launcher(device.heads)

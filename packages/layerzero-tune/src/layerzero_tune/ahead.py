@@ -34,8 +34,6 @@ from layerzero.startup.warm import each_once, warm
 from layerzero.tuning.inputs import build
 from layerzero_tune.ruled_out import ruled_out
 
-__all__ = ["Ahead"]
-
 _MOST_THREADS = 8  # of compilers in this process
 _LOOK_S = 0.1
 _helpers: Queue | None = None

@@ -37,8 +37,6 @@ from layerzero_tune.timing.race import LOOKS, Times, over_time, race
 from layerzero_tune.timing.screening import pass_screening, screened
 from layerzero_tune.timing.torch_default import Make, maker, result_of
 
-__all__ = ["Bench"]
-
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
 _UNSTEADY = 0.10  # a fastest kernel that spreads wider is not yet told from those two spreads further behind

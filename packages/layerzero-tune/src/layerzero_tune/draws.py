@@ -21,8 +21,6 @@ from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.truth import UNLIKELY, Gate, Verdict, chi_square, flat
 
-__all__ = ["Draws", "gate"]
-
 _DRAWS = 4096
 _LIKELY = 100
 _SECONDS_OF_CALLS = 400

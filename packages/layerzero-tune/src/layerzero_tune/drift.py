@@ -25,8 +25,6 @@ from layerzero.runtime.state import state
 from layerzero_tune.rows import stored_row
 from layerzero_tune.trial import Trial, trial
 
-__all__ = ["SLOWER", "Drift", "Watcher", "drifted", "watcher"]
-
 _log = logging.getLogger("layerzero.tuning")
 
 SLOWER = 1.25  # a kernel that takes so many times what it took has drifted

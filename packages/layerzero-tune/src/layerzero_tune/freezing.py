@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
     from layerzero.recording.traffic import Traffic
 
-__all__ = ["FrozenFunction", "FrozenModule", "compile", "freeze"]
-
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 

@@ -39,8 +39,6 @@ from layerzero.recording.traffic import Recorded
 from layerzero_cli.calls import context
 from layerzero_tune.perfdb.exchange import read_text
 
-__all__ = ["OPTIONS", "Case", "Grid", "calls", "load", "parse"]
-
 VERSION = "1.0"
 _MAX_BYTES = 1 << 20
 _MAX_CASES = 10_000

@@ -35,8 +35,6 @@ from layerzero.startup.warm import Warmup
 from layerzero.tables.file import hardware_of
 from layerzero.tables.signing import sign, verify
 
-__all__ = ["FORMAT", "Packed", "pack", "unpack"]
-
 FORMAT = "layerzero-artifacts/1"
 MAX_BYTES = 16 << 30
 MAX_FILES = 200_000

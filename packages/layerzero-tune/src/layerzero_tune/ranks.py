@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Ranks"]
-
 Item = TypeVar("Item")
 
 

@@ -23,8 +23,6 @@ from layerzero_tune.timing.host_load import BUSY
 from layerzero_tune.timing.race import Times
 from layerzero_tune.timing.steal_time import LIMIT
 
-__all__ = ["refused_row", "row", "stored_row", "surroundings", "torch_row"]
-
 
 def row(
     world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float, around: Surroundings

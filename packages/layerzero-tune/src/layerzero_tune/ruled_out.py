@@ -20,8 +20,6 @@ from layerzero.model.expectation import SHIPPED, Expectation
 from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
 
-__all__ = ["chosen_now", "margin", "ruled_out", "slower"]
-
 # Left out one by one, 98 of 100 times of the H200's calls were at least a third of what the others said of them, and
 # no kernel that is behind by this much was the fastest (tests/test_ruled_out.py).
 _MARGIN = 3.0

@@ -41,8 +41,6 @@ from layerzero_tune.timing.race import Times, leader, winner_of
 from layerzero_tune.timing.steal_time import with_little_steal
 from layerzero_tune.timing.torch_default import loses
 
-__all__ = ["Trial", "trial"]
-
 _TRIES = 3  # races of a call whose choice is slower than torch's own code: a busy machine may have decided
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable, PlanEntry
     from layerzero_tune.tuning_run import Progress, Tuned
 
-__all__ = ["calls_path", "database_of", "known_database", "solve", "times_in", "tune"]
-
 
 def _device(word: str | DeviceSpec | None) -> DeviceSpec | None:
     return probe_device(word) if isinstance(word, str) else word

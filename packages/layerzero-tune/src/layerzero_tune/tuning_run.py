@@ -32,8 +32,6 @@ from layerzero_tune.ahead import Ahead
 from layerzero_tune.ranks import Ranks
 from layerzero_tune.trial import Trial, trial
 
-__all__ = ["COMPILE_S", "Interrupted", "Outcome", "Progress", "Tuned", "distinct", "tune_calls"]
-
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
 _SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from layerzero._ops.paged import paged_batch
 from layerzero_verify.weights import LayerWeights
 
-__all__ = ["Calls", "Tables", "decode", "forward"]
-
 Tables = tuple[Tensor, Tensor] | None
 Stages = dict[str, Tensor]
 

@@ -28,8 +28,6 @@ from layerzero_verify.testing.cases import Case, cases_of, dtypes_of, fit
 from layerzero_verify.testing.cases_attention import attention, layouts_of, paged
 from layerzero_verify.testing.kit import import_string
 
-__all__ = ["CONTRACTS", "contract", "sound", "window"]
-
 
 # -- level 0 ---------------------------------------------------------------------------------------------
 def sound(kernel: KernelSpec) -> str:

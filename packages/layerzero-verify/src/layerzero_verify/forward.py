@@ -22,8 +22,6 @@ from layerzero_verify.report import Check, StageDiff, StageError, Status, failed
 from layerzero_verify.stages import localise, red_flags
 from layerzero_verify.thresholds import LAYER, LOGITS, limit
 
-__all__ = ["check_model", "placed"]
-
 
 def placed(model: Model, device: torch.device, dtype: str) -> Model:
     """The model on a device in a dtype; a copy, unless it is there already."""

@@ -26,8 +26,6 @@ from layerzero_verify.lineup import LineUp, Target, resolve, unknown
 from layerzero_verify.report import LEVELS, Check, Level, VerifyReport, failed, judge
 from layerzero_verify.weights import CONFIGS, Config
 
-__all__ = ["named", "verify"]
-
 _LAYER_OPS = frozenset({"rms_norm", "linear", "rope", "attention", "add_rms_norm", "silu_and_mul", "paged_attention"})
 _MODEL_OPS = (_LAYER_OPS - {"add_rms_norm", "paged_attention"}) | {
     "layer_norm",

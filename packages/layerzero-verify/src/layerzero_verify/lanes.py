@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from layerzero_verify.models import MODELS
 from layerzero_verify.weights import CONFIGS
 
-__all__ = ["LANES", "STEPS", "Lane"]
-
 _ALL = tuple(CONFIGS)
 
 

@@ -23,8 +23,6 @@ from layerzero_verify.stages import CONSUMERS, OPS, bare, localise, red_flags
 from layerzero_verify.thresholds import LAYER, limit
 from layerzero_verify.weights import CONFIGS, Config, LayerWeights, from_transformers, generator, made
 
-__all__ = ["WEIGHTS", "check_layer", "check_made", "check_stages", "own_error"]
-
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
 Named = dict[str, Tensor]
 Layers = list[LayerWeights]

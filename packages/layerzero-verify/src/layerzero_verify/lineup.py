@@ -27,8 +27,6 @@ from layerzero.public.inspection import list_kernels
 from layerzero.selection.engine import refuse
 from layerzero_verify.report import StageError
 
-__all__ = ["IDLE", "Caller", "LineUp", "Target", "resolve", "unknown"]
-
 # More than any preference, priority or measurement can say.
 _BOOST = 1e6
 _UNCOMPILED = "compiled at run time: `--lane full`, or naming it or its backend, takes it in"

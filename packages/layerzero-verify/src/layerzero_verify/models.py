@@ -14,8 +14,6 @@ from torch import Tensor
 from layerzero.errors import invalid
 from layerzero_verify.weights import generator
 
-__all__ = ["MODELS", "Model", "from_folder", "made", "missing"]
-
 _VOCAB = 131
 _SMALL: dict[str, Any] = {
     "vocab_size": _VOCAB,

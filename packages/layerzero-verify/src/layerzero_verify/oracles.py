@@ -17,8 +17,6 @@ from layerzero._ops.signature import public_op
 from layerzero_verify.block import Tables, forward
 from layerzero_verify.weights import LayerWeights
 
-__all__ = ["ORACLES", "Truth", "cast", "rope_tables"]
-
 
 def _visible(row: int, column: int, seq_q: int, seq_k: int, causal: Any, window: Any) -> bool:
     """Whether query `row` may see key `column`: positions are counted from the end, but for a top-left triangle."""

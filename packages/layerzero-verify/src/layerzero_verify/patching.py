@@ -15,8 +15,6 @@ from torch import Tensor
 import layerzero as lz
 from layerzero_verify.lineup import Caller
 
-__all__ = ["Events", "applied", "hooked", "ran", "stage_of", "watched"]
-
 _NAME = "layerzero_verify"
 # op -> the stage it computes; a norm, product or embedding is the stage of its module
 _STAGES = {"attention": "attn_out", "rope": "q_rope", "linear": "linear", "embedding": "embedding"}

@@ -14,22 +14,6 @@ from layerzero.numerics import ErrorLocation, ErrorReport
 if TYPE_CHECKING:
     from layerzero_verify.lineup import Target
 
-__all__ = [
-    "LEVELS",
-    "Check",
-    "Level",
-    "StageDiff",
-    "StageError",
-    "Status",
-    "Verdict",
-    "VerifyReport",
-    "failed",
-    "finite",
-    "judge",
-    "of_error",
-    "skipped",
-]
-
 SCHEMA_VERSION = "1.0"
 
 LEVELS = dict(enumerate(("preflight", "kernels", "layer", "stages", "model", "training")))

@@ -9,8 +9,6 @@ from statistics import median
 from layerzero_verify.report import StageDiff
 from layerzero_verify.thresholds import BUG, FAR_WORSE
 
-__all__ = ["CONSUMERS", "OPS", "STAGES", "Finding", "bare", "localise", "red_flags"]
-
 # stage -> (op that computes it, component it belongs to), in the order in which a layer computes them
 _TABLE = {
     "embedding": ("embedding", "embedding"),

@@ -12,21 +12,6 @@ from dataclasses import replace
 from layerzero.numerics import Tolerance, tolerance
 from layerzero.numerics.tolerances import dtype_name
 
-__all__ = [
-    "BUG",
-    "EMBEDDING_GRAD",
-    "FAR_WORSE",
-    "GRADS",
-    "KERNEL",
-    "LAYER",
-    "LOGITS",
-    "TRAINING",
-    "WEIGHTS",
-    "gradient",
-    "kernel",
-    "limit",
-]
-
 KERNEL = 1e-5  # one kernel's output
 LAYER = 1e-4  # every stage of a layer
 LOGITS = 1e-3  # a whole model's logits

@@ -20,8 +20,6 @@ from layerzero_verify.stages import red_flags
 from layerzero_verify.thresholds import EMBEDDING_GRAD, GRADS, TRAINING, limit
 from layerzero_verify.weights import Config, generator, made
 
-__all__ = ["check_training", "grows_exponentially"]
-
 _BATCH, _LENGTH, _BATCHES = 2, 10, 4
 _RATE = 0.1
 Parameters = dict[str, Tensor]

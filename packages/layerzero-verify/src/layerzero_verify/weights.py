@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CONFIGS", "Config", "LayerWeights", "from_transformers", "generator", "made"]
-
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["additive", "grouped", "objects", "written_out"]
-
 _INF = float("inf")
 
 

@@ -6,8 +6,6 @@ import torch
 
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 _LIMIT = 2e-3
 
 

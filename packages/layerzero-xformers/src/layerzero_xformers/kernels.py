@@ -18,8 +18,6 @@ from xformers.ops.fmha import attn_bias, cutlass, flash, triton_splitk
 from layerzero.model.attention import upright
 from layerzero_xformers.biases import additive, grouped, objects, written_out
 
-__all__ = ["cutlass_attention", "flash_attention", "splitk_attention"]
-
 _forward = fmha.memory_efficient_attention_forward
 _with_lse = fmha.memory_efficient_attention_forward_requires_grad
 _with_backward = fmha.memory_efficient_attention

@@ -5,8 +5,6 @@ from __future__ import annotations
 from layerzero.model.enums import Causal
 from layerzero.plugin import Context, Reason, reason
 
-__all__ = ["cutlass_masks", "single_query"]
-
 
 def single_query(ctx: Context) -> list[Reason]:
     """Split-K knows no causal mask; bottom-right over one query hides nothing, so there it may be asked for."""

@@ -14,8 +14,6 @@ from layerzero.model.describe import stride_class_of
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["bucket_ends", "bucketed_key", "buckets_of", "remember_edges"]
-
 _EDGES = "attention edges"
 
 

@@ -13,8 +13,6 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import dtype_name
 from layerzero.model.op import Call, Op
 
-__all__ = ["CAST", "cast"]
-
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _KNOWN = frozenset({*_FLOATS, *_INTEGERS, "bool"})

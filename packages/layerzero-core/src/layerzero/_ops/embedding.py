@@ -13,8 +13,6 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating
 from layerzero.model.op import Call, Op
 
-__all__ = ["EMBEDDING", "embedding"]
-
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, backend: str | None = None) -> Tensor:
     """weight[ids]; the row of `padding_idx` (negative: counted from the end) receives no gradient.

@@ -15,8 +15,6 @@ from layerzero.model.quant import QuantizedTensor, QuantScheme
 from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Draw, lay
 
-__all__ = ["cast", "dequantize", "embedding", "gated", "linear", "mlp", "norm", "quantize", "rotary"]
-
 Args = tuple[Any, ...]
 
 

@@ -12,8 +12,6 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
-__all__ = ["MLP", "gating", "mlp"]
-
 
 def mlp(
     x: Tensor,

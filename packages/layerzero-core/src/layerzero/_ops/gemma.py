@@ -8,8 +8,6 @@ from layerzero._ops.norm import norm_op
 from layerzero._ops.signature import dispatch
 from layerzero.model.cost import Roofline
 
-__all__ = ["GEMMA_ADD_RMS_NORM", "GEMMA_RMS_NORM", "gemma_add_rms_norm", "gemma_rms_norm"]
-
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) * (1 + weight) over the last axis, as in Gemma; returned in x's dtype.

@@ -20,8 +20,6 @@ from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.model.op import Op
 from layerzero.runtime.current import now, scope
 
-__all__ = ["public_form", "source"]
-
 _TEMPLATE = """\
 def {name}({declared}):
     if (

@@ -21,8 +21,6 @@ from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import with_lse
 
-__all__ = ["GROUPED_ATTENTION", "grouped_attention", "grouped_batch"]
-
 _grad_enabled = torch.is_grad_enabled
 
 

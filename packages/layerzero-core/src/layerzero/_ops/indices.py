@@ -7,8 +7,6 @@ from torch import Tensor
 from layerzero.dispatch import modes
 from layerzero.errors import invalid
 
-__all__ = ["expect_below"]
-
 
 def expect_below(ids: Tensor, name: str, limit: int, *, but: int | None = None, code: str = "VALUE_INVALID") -> None:
     """Refuse indices outside 0 … limit - 1, `but` excepted, where looking at them costs no wait: on the CPU.

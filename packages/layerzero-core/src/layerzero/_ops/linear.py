@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from layerzero.model.packed import PackedWeight
     from layerzero.model.quant import QuantizedTensor
 
-__all__ = ["ACTIVATIONS", "LINEAR", "check_activation", "linear"]
-
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 

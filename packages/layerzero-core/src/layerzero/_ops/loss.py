@@ -17,8 +17,6 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_softcap
 from layerzero.model.op import Call, Op
 
-__all__ = ["CROSS_ENTROPY", "cross_entropy"]
-
 _REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -21,8 +21,6 @@ from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import with_lse
 
-__all__ = ["MLA_PAGED_ATTENTION", "mla_paged_attention"]
-
 _grad_enabled = torch.is_grad_enabled
 
 

@@ -14,8 +14,6 @@ from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import gated
 
-__all__ = ["gelu_and_mul", "relu_and_mul", "silu_and_mul"]
-
 
 def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Tensor:
     """silu(first half) * second half over the last axis (SwiGLU)."""

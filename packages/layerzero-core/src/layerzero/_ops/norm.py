@@ -22,8 +22,6 @@ from layerzero.model.op import Call, Op
 from layerzero.model.shapes import both, same
 from layerzero.runtime.current import now, scope
 
-__all__ = ["ADD_RMS_NORM", "LAYER_NORM", "RMS_NORM", "add_rms_norm", "layer_norm", "norm_op", "rms_norm"]
-
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms

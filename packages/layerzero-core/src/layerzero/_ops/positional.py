@@ -22,8 +22,6 @@ from layerzero.model.op import Call, Op
 from layerzero.model.overlap import overlapping
 from layerzero.model.shapes import turned
 
-__all__ = ["ROPE", "alibi_slopes", "rope", "rotary_context"]
-
 
 @overload
 def rope(

@@ -19,8 +19,6 @@ from layerzero.model.op import Call, Op
 if TYPE_CHECKING:
     from layerzero.model.quant import QuantizedTensor, QuantScheme
 
-__all__ = ["DEQUANTIZE", "QUANTIZE", "dequantize", "quantize"]
-
 
 def quantize(
     x: Tensor,

@@ -14,8 +14,6 @@ from layerzero.model.context import Context
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import turned
 
-__all__ = ["XPOS", "xpos"]
-
 
 @overload
 def xpos(

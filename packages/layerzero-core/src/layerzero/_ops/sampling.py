@@ -19,8 +19,6 @@ from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op, parameters
 from layerzero.model.shapes import ids
 
-__all__ = ["check_filters", "check_generator", "check_param", "sample", "sample_topk", "sample_topp"]
-
 Number = float | Tensor
 
 

@@ -16,8 +16,6 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.op import Call, Op
 
-__all__ = ["sampling_probs"]
-
 
 def sampling_probs(
     logits: Tensor,

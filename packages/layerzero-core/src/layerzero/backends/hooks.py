@@ -9,8 +9,6 @@ from typing import Any
 
 from layerzero.plugin import BackendStatus, DeviceSpec, HealthReport, Reason, Registrar, hookimpl, vendor_status
 
-__all__ = ["hooks"]
-
 
 def hooks(package: str, *checks: Callable[[DeviceSpec], list[Reason]]) -> tuple[Callable[..., Any], ...]:
     """`layerzero_register`, `layerzero_capabilities` and `layerzero_health` of the backend in this package."""

@@ -11,8 +11,6 @@ from layerzero.device.enums import Platform
 from layerzero.device.spec import CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
 from layerzero.errors import UnknownNameError, nearest
 
-__all__ = ["device_names", "named_device"]
-
 _GIB = 2**30
 
 # name → (SM version, product, memory in GiB, multiprocessors)

@@ -15,8 +15,6 @@ from layerzero.device.enums import InstructionFamily, Platform
 from layerzero.device.memory import text_of
 from layerzero.device.spec import DeviceSpec, canonical_cpu_feature
 
-__all__ = ["cpu_families", "cpu_spec", "features_from_capabilities", "features_from_cpuinfo", "read_cpuinfo"]
-
 _CPUINFO = "/proc/cpuinfo"
 _MEMINFO = "/proc/meminfo"
 

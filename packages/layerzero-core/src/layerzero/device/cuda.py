@@ -16,8 +16,6 @@ from layerzero.device.spec import (
     GenerationMap,
 )
 
-__all__ = ["amd_spec", "cuda_spec", "driver_version", "gfx_features", "is_rocm", "rocm_spec"]
-
 _KERNEL_DRIVER = "/sys/module/nvidia/version"
 _PROC_DRIVER = "/proc/driver/nvidia/version"
 _AMD_DRIVER = "/sys/module/amdgpu/version"

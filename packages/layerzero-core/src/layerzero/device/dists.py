@@ -14,8 +14,6 @@ from typing import Any
 
 from importlib_metadata import distributions
 
-__all__ = ["first_version", "identity", "installed_version", "there"]
-
 
 def installed_version(dist: str) -> str | None:
     """The version of a distribution; None when it is not installed."""

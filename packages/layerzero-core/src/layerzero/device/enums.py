@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["GPUGeneration", "InstructionFamily", "Platform"]
-
 
 class Platform(enum.StrEnum):
     """Kind of device, in torch's words where torch has one."""

@@ -7,8 +7,6 @@ import platform as host
 from layerzero.device.enums import Platform
 from layerzero.device.spec import DeviceSpec
 
-__all__ = ["family_of"]
-
 # The levels of x86-64 that compilers know: kernels have code of their own for each.
 _X86 = (
     ("v4", frozenset({"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"})),

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch as torch_module
 
-__all__ = ["available_host_bytes", "free_bytes", "text_of"]
-
 _MEMINFO = "/proc/meminfo"
 _CGROUP = "/sys/fs/cgroup"
 

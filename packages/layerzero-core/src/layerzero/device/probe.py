@@ -22,8 +22,6 @@ from layerzero.errors import InvalidInputError
 if TYPE_CHECKING:
     import torch as torch_module
 
-__all__ = ["clear_probe_cache", "probe_device", "probe_devices"]
-
 _ORDER = ("cuda", "hpu", "xpu", "mps")  # the accelerator that is taken when none is named
 _PLATFORMS = {"mps": Platform.MPS, "xpu": Platform.XPU, "hpu": Platform.HPU, "meta": Platform.META}
 _VENDORS = {"mps": "apple", "xpu": "intel", "hpu": "habana"}

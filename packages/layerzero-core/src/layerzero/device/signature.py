@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from layerzero.device.dists import installed_version
 from layerzero.device.spec import DeviceSpec
 
-__all__ = ["VENDOR_DISTRIBUTIONS", "backend_versions", "environment_signature"]
-
 VENDOR_DISTRIBUTIONS = (
     "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "intel-extension-for-pytorch", "kernels",
     "liger-kernel", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torchao", "triton", "xformers", "zentorch",

@@ -21,8 +21,6 @@ from layerzero.json_form import Plain
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_GENERATIONS", "DeviceSpec", "GenerationMap", "GenerationRange", "canonical_cpu_feature"]
-
 _F = InstructionFamily
 _G = GPUGeneration
 

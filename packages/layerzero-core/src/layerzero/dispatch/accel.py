@@ -25,8 +25,6 @@ from layerzero.reasons import Reason, reason
 from layerzero.runtime.current import now, scope
 from layerzero.runtime.state import state
 
-__all__ = ["SEAM", "Accelerator", "accelerator", "look"]
-
 # What both sides agree on: the arguments of `setup` and `function`, what `modes` answers. The library carries its own.
 SEAM: Final = 4
 

@@ -58,11 +58,6 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
-__all__ = [
-    "compile_beside", "compile_elsewhere", "compiles_elsewhere", "have_compiled", "import_adapters", "load",
-    "order_for",
-]  # fmt: skip
-
 _log = logging.getLogger("layerzero.jit")
 _APART_S = 1.0  # loads beside requests are at least so far apart
 # What a compiler's words say of the disk and not of the kernel.

@@ -30,8 +30,6 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.transforms import apart
 from layerzero.selection.world import World
 
-__all__ = ["Bound", "GuardFailed", "bind", "resolve", "twice_in_place"]
-
 
 class GuardFailed(Exception):
     """A bound plan does not fit this call after all (an unaligned pointer); the call is selected again."""

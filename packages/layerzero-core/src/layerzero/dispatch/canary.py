@@ -31,8 +31,6 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.world import World
 
-__all__ = ["shadowed", "trials"]
-
 _log = logging.getLogger("layerzero.health")
 
 _lock = threading.Lock()

@@ -42,11 +42,6 @@ from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
-__all__ = [
-    "Made", "blocking", "compile_now", "compiling", "forget_failures", "made", "not_ready", "one_compiler",
-    "publish", "put_failure", "put_unbindable", "queue", "short_turns",
-]  # fmt: skip
-
 _log = logging.getLogger("layerzero.jit")
 LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
 _TURN_S = 5e-4  # a thread keeps the interpreter so long while others wait for it; usually 5 ms

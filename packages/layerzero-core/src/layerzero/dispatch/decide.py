@@ -18,8 +18,6 @@ from layerzero.selection.engine import select
 from layerzero.selection.world import World
 from layerzero.telemetry.events import details, observed
 
-__all__ = ["current_world", "decide"]
-
 _log = logging.getLogger("layerzero.dispatch")
 _select_log = logging.getLogger("layerzero.selection")
 _UNCOMPILED = ("JIT_NOT_READY", "JIT_NEEDS_DEVICE")

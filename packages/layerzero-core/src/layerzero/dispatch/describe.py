@@ -18,8 +18,6 @@ from layerzero.model.op import Call, OperationSpec
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
-__all__ = ["describe"]
-
 
 def describe(
     spec: OperationSpec,

@@ -16,8 +16,6 @@ from layerzero.model.proof import kind_of
 from layerzero.selection.engine import select
 from layerzero.selection.world import World, measurement_settings
 
-__all__ = ["example", "price_us"]
-
 _COUNTS = {"batch": 2, "rows": 64, "tokens": 64, "seq_len_q": 64, "seq_len_k": 64}
 _WIDTHS = ("intermediate", "in_features", "out_features", "vocab", "num_embeddings", "num_blocks")
 _LIGHT = 2e8  # operations; an example need not be larger

@@ -35,8 +35,6 @@ from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 from layerzero.telemetry.events import details, observed
 
-__all__ = ["fail_over", "remember", "set_aside"]
-
 _log = logging.getLogger("layerzero.dispatch")
 
 _RAN_LIMIT = 4_096

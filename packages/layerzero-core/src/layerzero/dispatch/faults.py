@@ -26,11 +26,6 @@ from layerzero.runtime.state import state
 from layerzero.selection.memory import device_name, estimate, free_on, leaner
 from layerzero.selection.world import World
 
-__all__ = [
-    "Running", "charge_memory", "check_device", "crashed_child", "lost_device", "none_leaner", "out_of_memory",
-    "to_try_after",
-]  # fmt: skip
-
 _OOM_TRIES = 3
 _OOM_CHARGE = 3
 _OOM_WINDOW_S = 60.0

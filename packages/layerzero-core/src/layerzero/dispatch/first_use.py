@@ -43,8 +43,6 @@ from layerzero.selection.memory import device_name, estimate
 from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World, measurement_settings
 
-__all__ = ["BaselineFailed", "Served", "ahead", "check"]
-
 _log = logging.getLogger("layerzero.health")
 
 LONGEST_US = 20_000.0

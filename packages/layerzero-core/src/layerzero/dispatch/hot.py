@@ -21,11 +21,6 @@ from torch.autograd import forward_ad, profiler
 if TYPE_CHECKING:
     from layerzero.model.op import OperationSpec
 
-__all__ = [
-    "HOT_LIMIT", "aside", "before_dispatch", "describe_tensor", "generic_key", "key_of", "key_source", "mode_key",
-    "traced", "watched",
-]  # fmt: skip
-
 # Entries of one World's table; beyond it the table starts afresh.
 HOT_LIMIT = 16_384
 

@@ -10,8 +10,6 @@ from layerzero.runtime.current import Unloaded, collector_paused, now
 if TYPE_CHECKING:
     from layerzero.selection.world import World
 
-__all__ = ["current_world", "miss", "recover", "seen"]
-
 
 def _machinery() -> Any:
     """`layerzero.dispatch.run`, with plugins discovered: both happen at the first cold call."""

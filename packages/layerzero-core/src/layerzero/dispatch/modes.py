@@ -14,21 +14,6 @@ from torch.nn import Parameter
 from layerzero.dispatch.hot import aside, before_dispatch
 from layerzero.model.device import DeviceSpec
 
-__all__ = [
-    "SWITCHES",
-    "autocast_dtype",
-    "capturing",
-    "carries_tangent",
-    "device_spec",
-    "followed",
-    "functorch_active",
-    "keyable_device",
-    "plain",
-    "rehearsed",
-    "switched_off",
-    "tensors_of",
-]
-
 
 def _tf32_allowed() -> bool:
     """Whether float32 products may use TF32; torch refuses to say it the old way once a program used the new switch."""

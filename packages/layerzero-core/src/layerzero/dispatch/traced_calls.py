@@ -19,8 +19,6 @@ from layerzero.runtime.current import opaque_ops
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World
 
-__all__ = ["bypass", "in_plain_torch", "seen"]
-
 # Backends whose kernels are torch's own operations: each transform of torch knows what to do with them, or says so.
 _TORCHS_OWN = frozenset({"torch", "sdpa"})
 

@@ -20,8 +20,6 @@ from layerzero.selection.world import World
 from layerzero.tables.file import table_from_json, table_json
 from layerzero.telemetry.events import observed
 
-__all__ = ["Agreement", "agree"]
-
 _log = logging.getLogger("layerzero.distributed")
 
 

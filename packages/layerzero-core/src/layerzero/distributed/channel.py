@@ -19,8 +19,6 @@ from layerzero.distributed.facts import digest
 from layerzero.errors import DistributedError
 from layerzero.reasons import reason
 
-__all__ = ["Channel", "RankStore"]
-
 _FIRST_S, _LONGEST_S = 0.0005, 0.05
 
 

@@ -22,8 +22,6 @@ from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, reason
 
-__all__ = ["RankChoices", "call_key"]
-
 _log = logging.getLogger("layerzero.distributed")
 
 # What tensor parallelism splits: ranks of one TP group hold different numbers of these in the same call.

@@ -12,8 +12,6 @@ from layerzero.errors import DistributedError
 from layerzero.json_form import Plain
 from layerzero.reasons import Reason, reason
 
-__all__ = ["Facts", "Findings", "digest", "judge", "least_of"]
-
 
 def digest(value: Any) -> str:
     """A short hash that is the same in every process."""

@@ -16,8 +16,6 @@ from layerzero.model.device import DeviceSpec
 from layerzero.selection.world import World
 from layerzero.version import __version__
 
-__all__ = ["channel_of", "facts_of", "free_here", "kernels_of"]
-
 _generations: dict[tuple[int, ...], itertools.count[int]] = {}
 _connections: dict[str, Any] = {}
 

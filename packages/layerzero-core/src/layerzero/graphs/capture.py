@@ -23,8 +23,6 @@ from layerzero.graphs.report import CaptureReport
 from layerzero.graphs.streams import capture_on, initialise, new_stream, reserved
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["GraphedCall", "Settings", "capture"]
-
 
 @dataclass(frozen=True)
 class Settings:

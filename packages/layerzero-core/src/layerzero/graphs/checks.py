@@ -22,8 +22,6 @@ from layerzero.numerics.tolerances import dtype_name, tolerance
 from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
 
-__all__ = ["capture_graph", "is_graph_safe", "validate_graph_capture"]
-
 
 def is_graph_safe(name: str, *args: Any, **kwargs: Any) -> bool:
     """Whether a kernel, by its id, or a call of an op may stand in a CUDA graph.

@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from layerzero.errors import CudaGraphUnsafeError
 
-__all__ = ["Inputs"]
-
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
 
 

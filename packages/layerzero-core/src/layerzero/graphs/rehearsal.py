@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from layerzero.model.context import Context
     from layerzero.selection.world import World
 
-__all__ = ["Pinned", "Seen", "Watch", "rehearsal"]
-
 
 class Seen(NamedTuple):
     """One call of an op: its context, the kernel bound for it, and its arguments (the first time it is met)."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from layerzero.json_form import Plain
 from layerzero.reasons import Reason
 
-__all__ = ["CaptureReport"]
-
 
 @dataclass(frozen=True)
 class CaptureReport(Plain):

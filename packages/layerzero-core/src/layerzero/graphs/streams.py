@@ -12,8 +12,6 @@ import torch.nn.functional as F
 
 from layerzero.runtime.current import collector_paused
 
-__all__ = ["capture_on", "initialise", "new_stream", "reserved"]
-
 
 def new_stream(device: torch.device) -> Any:
     """A stream that is not the default one: on that no capture can begin."""

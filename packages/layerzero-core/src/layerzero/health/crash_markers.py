@@ -25,8 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["CrashMarker", "CrashMarkers", "gather", "here", "started"]
-
 _SLOTS = 16
 _SLOT = 512
 _SIZE = _SLOTS * _SLOT

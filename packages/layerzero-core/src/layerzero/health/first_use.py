@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 from layerzero.files import locked, write_whole
 from layerzero.reasons import Reason, reason
 
-__all__ = ["FOLDER", "Checked", "FirstUses"]
-
 FOLDER = "first_use"
 _SCHEMA_VERSION = "1.0"
 _MAX_BYTES = 1 << 20

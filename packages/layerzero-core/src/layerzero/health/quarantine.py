@@ -22,8 +22,6 @@ from typing import Any
 from layerzero.files import locked, user_cache, write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["SUSPECTED", "Quarantine", "QuarantineEntry", "default_file"]
-
 SUSPECTED = 2
 """So many processes that ended during a kernel's first run, without a fault of their own, put it in quarantine."""
 

@@ -27,8 +27,6 @@ from layerzero.health.breaker import (
 )
 from layerzero.model.config import BreakerSettings
 
-__all__ = ["LAST_RESORT", "HealthRegistry", "Listener"]
-
 _log = logging.getLogger(__name__)
 
 LAST_RESORT = "reference"

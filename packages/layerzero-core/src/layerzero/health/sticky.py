@@ -12,8 +12,6 @@ import re
 
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["LOST", "NO_MEMORY", "POISONED", "sticky"]
-
 # How a RuntimeError of torch's CPU allocator, or of a C++ library, says that there is no memory left.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from layerzero.isolation.values import Malformed, Placed, span
 
-__all__ = ["ALIGNMENT", "NAME", "Arena", "Bump", "compact", "view"]
-
 NAME = "host"
 ALIGNMENT = 256
 _SMALL = 4_096

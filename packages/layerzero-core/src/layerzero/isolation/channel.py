@@ -10,8 +10,6 @@ from layerzero.isolation.faults import fault
 from layerzero.isolation.process import Process
 from layerzero.isolation.wire import HEADER_BYTES, Frame, Kind, WireError, decode, encode, head
 
-__all__ = ["Channel"]
-
 _CHUNK = 1 << 16
 
 

@@ -28,8 +28,6 @@ from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpa
 from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
 from layerzero.plugin.enclosure import Enclosure, enter
 
-__all__ = ["Child", "main"]
-
 _WORDS = 1_200
 
 

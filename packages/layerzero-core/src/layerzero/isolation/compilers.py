@@ -30,8 +30,6 @@ from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["Compilers", "compilers", "follow", "order_text"]
-
 IDLE_S: Final = 20.0  # a compiler that nobody asks for so long is ended
 # Batches are sent as what they are made of.
 _BATCHES: Final[dict[type, tuple[str, ...]]] = {

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from layerzero.isolation.values import Malformed
 
-__all__ = ["MARK_BYTES", "DeviceArena", "DriverError", "OpenedArena", "device_name", "named_arena"]
-
 _HANDLE_BYTES = 64
 # The head of an arena: a mark of the parent's, and the child's answer to it.
 MARK_BYTES = 32

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from layerzero.reasons import Reason, reason
 
-__all__ = ["ChildError", "ChildOutOfMemory", "IsolationFault", "fault"]
-
 
 class IsolationFault(RuntimeError):
     """The child crashed, hung or spoke nonsense; `reason` says which. Dispatch turns it into a fallback."""

@@ -15,8 +15,6 @@ from layerzero.isolation.faults import ChildOutOfMemory, fault
 from layerzero.isolation.values import Malformed, Placed
 from layerzero.reasons import reason
 
-__all__ = ["Memory"]
-
 _MIB = 1 << 20
 
 

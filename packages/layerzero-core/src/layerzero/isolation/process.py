@@ -14,8 +14,6 @@ from layerzero.isolation.arena import Arena
 from layerzero.isolation.faults import fault
 from layerzero.isolation.settings import Settings
 
-__all__ = ["Process", "uncollected"]
-
 _TAIL = 1_500
 _MAX_LOG = 1 << 20
 _COLLECT_S = 0.5

@@ -18,8 +18,6 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
 from layerzero.selection.world import World
 
-__all__ = ["close_all", "isolated", "settings_for", "worker_for", "workers"]
-
 _MOST = 8
 
 _lock = fresh_lock()

@@ -11,8 +11,6 @@ from typing import Any
 from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.enclosure import Enclosure
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

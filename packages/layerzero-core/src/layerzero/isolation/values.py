@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Malformed", "Placed", "Unsendable", "pack", "span", "tensors_in", "unpack"]
-
 MAX_ITEMS = 65_536
 MAX_DEPTH = 16
 MAX_RANK = 16

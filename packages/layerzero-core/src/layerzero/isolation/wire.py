@@ -14,8 +14,6 @@ import struct
 import zlib
 from typing import Any, NamedTuple
 
-__all__ = ["HEADER_BYTES", "MAX_BODY", "VERSION", "Frame", "Head", "Kind", "WireError", "decode", "encode", "head"]
-
 MAGIC = b"LZic"
 VERSION = 1
 MAX_BODY = 4 << 20

@@ -26,8 +26,6 @@ from layerzero.isolation.values import Malformed, Unsendable, pack, tensors_in, 
 from layerzero.isolation.wire import Frame, Kind, WireError
 from layerzero.reasons import reason
 
-__all__ = ["Worker", "delay_s"]
-
 _FIRST_S = 0.25
 _MOST_S = 30.0
 _TRIM_EVERY = 256

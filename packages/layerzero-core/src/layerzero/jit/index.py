@@ -21,8 +21,6 @@ from layerzero.files import write_whole
 from layerzero.jit.cache import locked
 from layerzero.model.artifact import Artifact
 
-__all__ = ["Entry", "Index"]
-
 _log = logging.getLogger("layerzero.jit")
 _SCHEMA_VERSION = "1.0"
 _MAX_BYTES = 16 * 2**20

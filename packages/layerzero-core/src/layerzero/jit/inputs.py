@@ -12,8 +12,6 @@ from torch import Tensor
 
 from layerzero.model.context import Context
 
-__all__ = ["exercise", "likeness", "relaxed_capture"]
-
 _SHARED_BYTES = 64 * 2**20  # a larger tensor is not copied for a compile, but read as it is
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 
-__all__ = ["failure", "known", "with_hopeless"]
-
 _GIVE_UP = 3  # artifacts of one kernel that fail before the whole kernel is left alone
 
 

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 from layerzero.model.artifact import Artifact, words_of
 
-__all__ = ["Job", "Queue"]
-
 _log = logging.getLogger("layerzero.jit")
 MAX_WAITING = 1_024
 AT_EXIT_S = 30.0

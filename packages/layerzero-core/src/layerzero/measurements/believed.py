@@ -29,23 +29,6 @@ from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.selection.world import Measurements, World
 
-__all__ = [
-    "NOISE",
-    "REFUSED",
-    "TORCH_DEFAULT",
-    "Believed",
-    "believed",
-    "doubt_of",
-    "holding",
-    "judged",
-    "measurements_from",
-    "mode_of",
-    "platform_of",
-    "same_platform",
-    "usual_threads",
-    "versions_of",
-]
-
 TORCH_DEFAULT = "torch.default"
 """The name under which times of torch's own code are kept; no kernel can bear it, since kernel ids have three parts."""
 REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised

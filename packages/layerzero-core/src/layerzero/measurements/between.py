@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-__all__ = ["FARTHEST", "Estimate", "Kind", "Point", "octaves"]
-
 FARTHEST = 5.0
 """Octaves: from measured calls further away nothing is interpolated."""
 _NEIGHBOURS = 4

@@ -22,8 +22,6 @@ from layerzero.selection.world import Measurements, World
 if TYPE_CHECKING:
     from layerzero.perfdb.store import PerfDB
 
-__all__ = ["database", "known_times", "place"]
-
 _log = logging.getLogger("layerzero.perfdb")
 
 _AUTO_S = 5.0  # seconds between two calls that are tuned beside the program (`perfdb.auto_tune`)

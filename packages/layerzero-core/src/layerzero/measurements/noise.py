@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["SURE", "alike", "median_error"]
-
 SURE = 2.0  # standard errors
 _MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean
 _WIDEST = 0.05  # the band ends here, however unsteady the times are

@@ -43,8 +43,6 @@ from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.proofs import sealed
 from layerzero.registry.reading import decoded, read
 
-__all__ = ["SCHEMA_VERSION", "SHORT_US", "Family", "instruction_cap", "load", "shipped_by", "standing"]
-
 SCHEMA_VERSION = "1.0"
 _log = logging.getLogger("layerzero.perfdb")
 _CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")

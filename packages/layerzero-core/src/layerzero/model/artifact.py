@@ -11,8 +11,6 @@ from typing import Any
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
 
-__all__ = ["Artifact", "artifact_of", "words_of"]
-
 Artifact = tuple[str, tuple[str, ...]]
 """(kernel id, (version, environment, "field=value", …)), a plain value that JSON can hold."""
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Attended", "no_keys", "offsets", "packed", "scaled", "upright"]
-
 Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """A result of attention: alone, or with its log-sum-exp."""
 

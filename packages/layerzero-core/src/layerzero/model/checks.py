@@ -14,17 +14,6 @@ from layerzero.model.op import Call
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "context_of",
-    "expect_heads",
-    "expect_index",
-    "expect_rank",
-    "expect_shape",
-    "expect_tensor",
-    "expect_vocabulary",
-    "simple_context",
-]
-
 
 def expect_tensor(value: Any, name: str) -> Tensor:
     """The value, which must be a tensor."""

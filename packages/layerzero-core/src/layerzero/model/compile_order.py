@@ -9,8 +9,6 @@ from typing import Any
 
 from layerzero.model.device import DeviceSpec
 
-__all__ = ["CompileOrder", "NeedsDevice"]
-
 
 class NeedsDevice(RuntimeError):
     """Raised by a backend's `compiler`: this kernel is compiled only where the device is, since it is tuned there.

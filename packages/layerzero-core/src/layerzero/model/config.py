@@ -21,19 +21,6 @@ from layerzero.errors import ConfigurationError
 from layerzero.json_form import Plain, plain
 from layerzero.settings import POLICY, default
 
-__all__ = [
-    "AVOID_BONUS",
-    "OPERATORS",
-    "PREFER_BONUS",
-    "BreakerSettings",
-    "CacheSettings",
-    "Condition",
-    "FrozenMap",
-    "Policy",
-    "Rule",
-    "specificity",
-]
-
 PREFER_BONUS: Final = 20.0
 """Score points a preferred kernel gains. The order is decided by the preference itself, whatever the points."""
 AVOID_BONUS: Final = -50.0

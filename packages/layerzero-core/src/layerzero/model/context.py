@@ -21,8 +21,6 @@ from layerzero.reasons import Reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CPU", "Context", "Strides", "TokenizerIdentity"]
-
 CPU = DeviceSpec(
     platform=Platform.CPU, device_type="cpu", name="cpu", vendor="unknown", supports_bf16=True, supports_fp16=True
 )

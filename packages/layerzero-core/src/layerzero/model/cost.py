@@ -14,8 +14,6 @@ from layerzero.model.context import Context, element_bytes
 from layerzero.model.enums import Causal
 from layerzero.model.formula import Formula
 
-__all__ = ["Cost", "Roofline"]
-
 _PACKED = frozenset({"int4", "mxfp4", "nvfp4", "nf4"})  # two codes a byte
 
 

@@ -11,8 +11,6 @@ from layerzero.model.context import Context
 from layerzero.model.expectation import MEASURED, PRIORITY, Expectation
 from layerzero.reasons import Reason
 
-__all__ = ["Bucket", "Candidate", "Decision", "ExecutionPlan", "Trace", "Transform"]
-
 
 @dataclass(frozen=True, slots=True)
 class Transform:

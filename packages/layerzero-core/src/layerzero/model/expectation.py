@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from layerzero.json_form import Plain
 
-__all__ = ["MEASURED", "PRIORITY", "ROOFLINE", "SHIPPED", "Expectation"]
-
 # What a kernel's place in a ranking rests on, the strongest first.
 MEASURED: Final = "measured here"
 SHIPPED: Final = "shipped measurements"

@@ -15,8 +15,6 @@ from layerzero.errors import invalid
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Folding", "check_mask", "fold", "folding_of", "is_folded", "unfold"]
-
 
 class Folding(NamedTuple):
     """Sizes of a folded call. `scores` is the shape of its scores, which a mask must broadcast to."""

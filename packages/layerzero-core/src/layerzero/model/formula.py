@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from layerzero.errors import CapabilitiesError
 
-__all__ = ["Formula"]
-
 _MAX_LENGTH = 400
 _VERY_MUCH = 2**62
 _FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil}

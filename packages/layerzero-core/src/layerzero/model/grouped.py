@@ -17,8 +17,6 @@ from layerzero.model.describe import check_devices
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedBatch", "KvTraffic", "Lengths", "Segment", "make_grouped_batch"]
-
 Lengths = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """cu_seqlens_q, cu_seqlens_k and kv_lens (flat, group-major) as the host has them."""
 _INDEX_DTYPES = ("torch.int32", "torch.int64")

@@ -14,8 +14,6 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BatchPlan", "PagedBatch", "make_paged_batch", "pages_in_use"]
-
 _INDEX_DTYPES = ("torch.int32", "torch.int64")
 
 

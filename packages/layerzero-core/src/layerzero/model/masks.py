@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["MASK_VALUES", "BlockMask", "ChunkMask", "Span", "block_mask", "chunk_mask", "dense_mask"]
-
 Span = tuple[int, int, int, int]
 """First and last query row, first and last key of one piece of work; the last ones are not part of it."""
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["overlapping"]
-
 _STEPS = 10_000  # of the search; strides that lie inside each other need a few
 
 

@@ -13,8 +13,6 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PLAIN", "PackedWeight", "Packer", "activation_scheme", "write_counts"]
-
 PLAIN = "plain"
 
 Packer: TypeAlias = "Callable[[QuantizedTensor], tuple[Tensor, ...]]"

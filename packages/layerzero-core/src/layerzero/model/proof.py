@@ -11,8 +11,6 @@ from typing import NamedTuple
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 
-__all__ = ["KitProof", "draws", "kind_of", "words_of"]
-
 # Said of where a call runs or what is chosen for it; no kernel computes anything else because of them.
 _NEUTRAL = frozenset({"tp_invariant", "graph"})
 

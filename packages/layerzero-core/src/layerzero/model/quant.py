@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 
     from layerzero.model.device import DeviceSpec
 
-__all__ = [
-    "FORMATS",
-    "GRANULARITIES",
-    "FormatTraits",
-    "QuantScheme",
-    "QuantizedTensor",
-    "format_traits",
-    "native_reason",
-    "resolve_granularity",
-    "scale_shape",
-]
-
 GRANULARITIES = ("tensor", "channel", "block")
 
 

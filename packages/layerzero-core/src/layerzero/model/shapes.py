@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["both", "gated", "heads_inside", "ids", "ordered", "ordered_empty", "same", "turned", "with_lse"]
-
 
 def heads_inside(like: Tensor) -> bool:
     """Whether a 4-D tensor has axis 1 inside axis 2 in memory (a transposed view)."""

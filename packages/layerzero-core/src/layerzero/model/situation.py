@@ -11,8 +11,6 @@ from typing import Any
 
 from layerzero.model.context import Context
 
-__all__ = ["Situation", "situation"]
-
 # Not part of a situation: the machine (the table's own header), sizes (buckets), and values no choice depends on.
 _SKIPPED = frozenset({"op", "device", "dims", "notes"})
 _FIELDS = tuple(f for f in fields(Context) if f.compare and f.name not in _SKIPPED and not f.name.startswith("_"))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from layerzero.json_form import Plain
 from layerzero.reasons import Reason
 
-__all__ = ["BackendStatus", "HealthReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus(Plain):

@@ -9,8 +9,6 @@ from typing import Any
 
 from layerzero.model.kernel import KernelSpec
 
-__all__ = ["GradientVariant", "twins"]
-
 
 class GradientVariant(functools.partial[Any]):
     """An adapter with options that only its backward pass looks at: without a gradient it is the very same kernel.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ErrorLocation", "ErrorReport", "assert_close", "compare"]
-
 _REL_EPS = 1e-8
 _TOP = 5
 _NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "mse", "hit_ratio", "used")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["full_float32"]
-
 
 @contextmanager
 def full_float32() -> Iterator[None]:

@@ -17,8 +17,6 @@ from layerzero.op_tables import OP_TABLES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HitMode", "Tolerance", "classify", "definition_tolerance", "dtype_name", "tolerance"]
-
 
 class HitMode(enum.StrEnum):
     """When an element counts as a hit. The two definitions in use differ, so each has a name.

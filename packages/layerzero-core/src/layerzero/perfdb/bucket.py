@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from layerzero.model.context import Context
 from layerzero.model.situation import situation
 
-__all__ = ["GROWING", "bucket_of", "upper"]
-
 # Sizes that vary with traffic rather than with the model.
 GROWING = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks"})
 

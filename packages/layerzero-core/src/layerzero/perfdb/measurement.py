@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from layerzero.errors import InvalidInputError
 
-__all__ = ["Measurement", "Platform", "Surroundings", "weight"]
-
 # A spread (standard deviation over median) at which a measurement counts half, and one beyond which it counts nothing.
 HALF_TRUST = 0.25
 NO_TRUST = 1.0

@@ -7,8 +7,6 @@ from typing import Any
 
 from layerzero.perfdb.measurement import FLAT_NAMES, Measurement, Platform, Surroundings, checksum_of
 
-__all__ = ["COLUMNS", "VERSION", "as_before", "create", "from_row", "is_ours", "migrate", "to_row"]
-
 APPLICATION = int.from_bytes(b"LZpf", "big")
 """SQLite's application_id, in the first hundred bytes of the file."""
 VERSION = 2

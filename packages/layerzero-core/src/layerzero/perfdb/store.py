@@ -25,8 +25,6 @@ from layerzero.perfdb.measurement import Measurement, place_of
 from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, is_ours, migrate, to_row
 from layerzero.reasons import Reason, reason
 
-__all__ = ["PerfDB"]
-
 _log = logging.getLogger("layerzero.perfdb")
 
 _BUSY_S = 30.0

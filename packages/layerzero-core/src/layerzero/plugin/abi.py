@@ -17,8 +17,6 @@ from layerzero.plugin.enclosure import inside, is_hidden
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities, Conflict, Vendor
 
-__all__ = ["CLASHES", "clashes"]
-
 _MAX_BYTES = 1 << 16
 
 # Reasons that a process of its own would lift.

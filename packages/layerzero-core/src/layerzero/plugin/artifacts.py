@@ -11,8 +11,6 @@ from layerzero.errors import ConfigurationError
 from layerzero.files import user_cache
 from layerzero.reasons import Reason, reason
 
-__all__ = ["OWN", "artifact_folder", "cache_folder", "distrust"]
-
 OWN = "artifacts"  # what backends compile themselves, beside the folders of Triton and the other libraries
 
 

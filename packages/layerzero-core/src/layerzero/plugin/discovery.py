@@ -19,17 +19,6 @@ from layerzero.env import Env
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.version import __version__
 
-__all__ = [
-    "BUILTINS",
-    "Found",
-    "discover",
-    "dist_version",
-    "dist_version_on",
-    "forget_versions",
-    "kept_out",
-    "normalized",
-]
-
 CORE_DIST = "layerzero-core"
 
 # The always-there backends. They are declared as entry points like everybody's, and a test holds both lists equal; this

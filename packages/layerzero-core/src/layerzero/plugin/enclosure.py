@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Enclosure", "enter", "inside", "is_hidden"]
-
 
 class Enclosure(NamedTuple):
     """What is different inside: folders searched first, and modules that are not there."""

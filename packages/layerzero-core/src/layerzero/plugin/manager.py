@@ -31,8 +31,6 @@ from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.kinds import body
 from layerzero.registry.proofs import beside
 
-__all__ = ["Loaded", "PluginRecord", "PluginState", "call_hook", "hook_names", "load_plugins"]
-
 
 class PluginState:
     """The words a `PluginRecord.state` may be."""

@@ -22,8 +22,6 @@ from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
 from layerzero.reasons import Reason, reason
 
-__all__ = ["answer", "main"]
-
 
 def answer(loaded: Loaded, name: str, device: DeviceSpec) -> dict[str, Any]:
     """Ask one backend (or plugin) about itself; a hook that raises becomes a reason."""

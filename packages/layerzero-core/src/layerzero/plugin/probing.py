@@ -24,8 +24,6 @@ from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.enclosure import Enclosure
 from layerzero.reasons import Reason, reason
 
-__all__ = ["ProbeResult", "probe"]
-
 _MAX_ANSWER = 1 << 20
 _MAX_ERROR = 2_000
 

@@ -24,8 +24,6 @@ from layerzero.registry.fields import DEFAULT_API
 
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
-__all__ = ["Registrar", "check_api"]
-
 
 def check_api(wanted: str, who: str) -> None:
     """Raise PluginError when `wanted` (a version specifier) leaves this core's plugin API out."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from layerzero.model.decision import Decision
     from layerzero.plugin.registrar import Registrar
 
-__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "PROJECT", "hookimpl", "hookspec"]
-
 API_VERSION = "2.0"
 ENTRY_POINT_GROUP = "layerzero.backends"
 PROJECT = "layerzero"

@@ -26,9 +26,6 @@ from triton.runtime.jit import JITFunction
 from layerzero.model.compile_order import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec
 
-__all__ = ["compile_order", "target_of"]
-
-
 _log = logging.getLogger("layerzero.jit")
 
 

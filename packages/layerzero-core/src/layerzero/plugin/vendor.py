@@ -28,8 +28,6 @@ from layerzero.plugin.versions import contains
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 
-__all__ = ["Check", "hardware_reasons", "needs_dist", "needs_sm", "presence_in", "vendor_presence", "vendor_status"]
-
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
 Check = Callable[[DeviceSpec], Iterable[Reason]]
 

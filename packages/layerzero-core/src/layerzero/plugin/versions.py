@@ -9,8 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-__all__ = ["contains"]
-
 _Release = tuple[int, ...]
 # Longer operators first: ">=1" begins with ">" too.
 _OPERATORS: dict[str, Callable[[_Release, _Release], bool]] = {

@@ -27,8 +27,6 @@ from layerzero.model.config import (
 )
 from layerzero.settings import GROUPS, POLICY, VARIABLES
 
-__all__ = ["Level", "PolicyLayer", "from_env", "merge", "next_expiry"]
-
 
 class Level(enum.IntEnum):
     """Where a layer comes from; the greater is the stronger."""

@@ -29,17 +29,6 @@ from layerzero.policy.parse import (
 from layerzero.policy.rules import parse_conditions
 from layerzero.reasons import ReasonCode
 
-__all__ = [
-    "Found",
-    "discover",
-    "from_bytes",
-    "from_mapping",
-    "load_discovered",
-    "load_file",
-    "mistakes",
-    "read_bytes",
-]
-
 _NAMES: Final = ("layerzero.yaml", "layerzero.toml", "pyproject.toml")
 
 # What a file that merely lies in the working directory may say about trust: key → entries it may set, with the only

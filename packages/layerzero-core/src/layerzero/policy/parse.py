@@ -15,10 +15,6 @@ from layerzero.errors import PolicyValidationError
 from layerzero.kinds import Place, spell
 from layerzero.reasons import ReasonCode
 
-__all__ = [
-    "MAX_BYTES", "MAX_DEPTH", "MAX_NODES", "Parsed", "parse_toml", "parse_yaml", "texts_in", "too_large",
-]  # fmt: skip
-
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 24
 MAX_NODES: Final = 20_000

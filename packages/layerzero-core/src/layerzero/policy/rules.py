@@ -25,20 +25,6 @@ from typing import Any, Final
 
 from layerzero.model.config import AVOID_BONUS, ORDERING, PREFER_BONUS, Condition, Policy, Rule, Scalar, specificity
 
-__all__ = [
-    "NEUTRAL",
-    "Judge",
-    "Verdict",
-    "evaluate",
-    "has_exact",
-    "holds",
-    "judge",
-    "matches",
-    "matches_any",
-    "parse_conditions",
-    "thresholds",
-]
-
 Getter = Callable[[str], Any]
 
 

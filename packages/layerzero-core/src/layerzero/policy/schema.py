@@ -10,8 +10,6 @@ from layerzero.kinds import KERNEL, PATTERN, TEXT, Kind, items, maybe, pairs, ta
 from layerzero.policy.rules import parse_conditions
 from layerzero.settings import GROUPS, POLICY, SETTINGS
 
-__all__ = ["FILE", "commented", "json_schema"]
-
 
 def _condition(wanted: object) -> str | None:
     try:

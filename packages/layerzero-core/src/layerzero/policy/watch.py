@@ -12,8 +12,6 @@ from layerzero.errors import ConfigurationError
 from layerzero.policy.layers import PolicyLayer
 from layerzero.policy.load import from_bytes, read_bytes
 
-__all__ = ["FileWatch", "Reload", "Stamp", "stamp"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stamp:

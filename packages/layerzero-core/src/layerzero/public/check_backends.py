@@ -21,8 +21,6 @@ from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCategory, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities
 
-__all__ = ["clashes", "judge_probe", "plugins", "unknown", "vendors"]
-
 # The reasons of two plugins that want the same name.
 _CLASHES = (ReasonCode.PLUGIN_DUPLICATE, ReasonCode.KERNEL_DUPLICATE)
 # (distribution, must agree with, how many parts of the version): pairs whose mismatch breaks at import or at run time.

@@ -10,8 +10,6 @@ from layerzero.public.situation import Situation
 from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.proof_registry import proof_registry
 
-__all__ = ["first_use", "standing"]
-
 _GROUP = "proofs"
 
 

@@ -28,8 +28,6 @@ from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.crashes import place, set_aside
 from layerzero.runtime.state import state
 
-__all__ = ["health", "libraries", "misspelt", "platform", "settings", "shipped", "supported"]
-
 # The library's import name, and the distributions that may bring it.
 _LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),

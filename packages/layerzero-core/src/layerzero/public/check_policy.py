@@ -27,8 +27,6 @@ from layerzero.selection.world import World
 if TYPE_CHECKING:
     from layerzero.jit.index import Entry
 
-__all__ = ["named_nothing", "readiness", "required", "table"]
-
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 

@@ -19,8 +19,6 @@ from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
-__all__ = ["production"]
-
 _GROUP = "production"
 
 

@@ -16,8 +16,6 @@ from layerzero.errors import LayerZeroError
 from layerzero.json_form import Plain
 from layerzero.reasons import Reason, ReasonCode
 
-__all__ = ["Check", "DoctorReport", "ReadinessReport", "Status", "doctor", "readiness_check"]
-
 
 class Status:
     """The words a `Check.status` may be. Only "fail" makes a report not ok."""

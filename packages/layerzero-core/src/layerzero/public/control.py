@@ -20,21 +20,6 @@ from layerzero.runtime.scopes import entered
 from layerzero.runtime.state import scope, state
 from layerzero.selection.world import World
 
-__all__ = [
-    "configure",
-    "disabled",
-    "get_config",
-    "get_locks",
-    "load_config",
-    "lock",
-    "prefer",
-    "reload_config",
-    "reset",
-    "scoped",
-    "unlock",
-    "use_table",
-]
-
 
 def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
     """Set policy from code; a second call replaces the settings it names and keeps the rest.

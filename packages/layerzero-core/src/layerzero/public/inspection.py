@@ -21,8 +21,6 @@ from layerzero.telemetry.report import SelectionReport
 if TYPE_CHECKING:
     from layerzero.public.model_report import ModelReport
 
-__all__ = ["dry_run", "explain", "list_kernels", "list_ops", "select", "validate", "which"]
-
 
 def _context(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OperationSpec, Context]:
     world = current_world()

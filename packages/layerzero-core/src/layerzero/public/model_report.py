@@ -22,8 +22,6 @@ from layerzero.telemetry.report import SelectionReport
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound
 
-__all__ = ["ModelCall", "ModelReport", "explain_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:

@@ -28,8 +28,6 @@ from layerzero.policy.rules import Verdict, evaluate
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
 
-__all__ = ["Situation", "look", "policy_from", "tolerant_env", "verdict_on"]
-
 
 @dataclass(frozen=True)
 class Situation:

@@ -18,8 +18,6 @@ from layerzero.recording.traffic import Recorded, Traffic, add_to_file, read_map
 from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
 
-__all__ = ["Recording", "calls_of", "record"]
-
 
 class Recording:
     """What `lz.record()` gives: `traffic` holds the calls so far, all of them once the block has ended."""

@@ -14,8 +14,6 @@ from layerzero.runtime.state import state
 from layerzero.startup.manifest import Manifest, config_hash, is_manifest, mark_critical
 from layerzero.startup.warm import Warmup, warm
 
-__all__ = ["manifest", "warmup"]
-
 
 def manifest(source: Any, *, config: Any = None) -> Manifest:
     """The calls to be ready for, critical ones marked.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from layerzero.env import Env
     from layerzero.model.context import Context
 
-__all__ = ["CountingTable", "Tally", "strides_of", "tally_from"]
-
 _log = logging.getLogger("layerzero.recording")
 _found = dict.get
 _NEVER = itertools.repeat(0)

@@ -21,11 +21,6 @@ from layerzero.reasons import ReasonCode
 if TYPE_CHECKING:
     from layerzero.recording.tally import Tally
 
-__all__ = [
-    "FORMAT", "Recorded", "Traffic", "add_to_file", "call_to_json", "calls_from_json", "context_from_json",
-    "context_to_json", "load", "read_json", "read_mapping", "save", "volume",
-]  # fmt: skip
-
 Made = TypeVar("Made")
 
 FORMAT = "layerzero-traffic/1"

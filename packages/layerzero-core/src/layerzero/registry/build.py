@@ -13,8 +13,6 @@ from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.registry.fields import FLAG_FEATURES
 from layerzero.registry.kinds import body, fail
 
-__all__ = ["kernel_spec"]
-
 # Fields that mean the same in the file and in KernelSpec; those of the second group are empty when left out.
 _SAME = (
     "kernel_id", "function", "dtypes", "priority", "min_sm", "max_sm", "mixed_dtypes", "stride_last_dim", "contiguous",

@@ -8,8 +8,6 @@ from typing import Any
 from layerzero.errors import CapabilitiesError
 from layerzero.registry.kinds import Kind, Where, fail, nearest, type_name
 
-__all__ = ["Field", "Record", "either", "list_of", "map_of", "tuple_of"]
-
 _MAX_ITEMS = 4_096
 _MAX_KEPT = 512
 

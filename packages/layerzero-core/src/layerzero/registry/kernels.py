@@ -19,8 +19,6 @@ from layerzero.model.enums import Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.registry.kinds import nearest
 
-__all__ = ["KernelRegistry"]
-
 
 @dataclass(frozen=True)
 class KernelRegistry:

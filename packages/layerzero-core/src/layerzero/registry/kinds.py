@@ -20,22 +20,6 @@ from layerzero.errors import CapabilitiesError, LayerZeroError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
-__all__ = [
-    "EXPRESSION",
-    "FLAG",
-    "Kind",
-    "Where",
-    "body",
-    "choice",
-    "fail",
-    "nearest",
-    "number",
-    "spelled",
-    "text",
-    "type_name",
-    "whole",
-]
-
 _MAX_TEXT = 2_000
 
 # A key path: a text, or a path with one more step, a key or an index. Descriptors hold thousands of values, all right

@@ -22,8 +22,6 @@ from layerzero.registry.containers import Field, Record, list_of, map_of
 from layerzero.registry.kinds import body, choice, fail, text
 from layerzero.registry.reading import decoded, digest, read
 
-__all__ = ["SCHEMA_VERSION", "beside", "load_proofs", "sealed"]
-
 SCHEMA_VERSION = "1.0"
 
 _WORDS = list_of(text(empty=True), to=list, unique=False)

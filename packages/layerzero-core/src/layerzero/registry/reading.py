@@ -11,8 +11,6 @@ from typing import Any
 
 from layerzero.registry.kinds import fail
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "check_depth", "decoded", "digest", "read"]
-
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 _LEAVES = frozenset({str, int, float, bool, type(None)})

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from layerzero.registry.kernels import KernelRegistry
     from layerzero.runtime.state import Runtime
 
-__all__ = ["child_crashed", "first_run", "place", "put", "set_aside", "take_up"]
-
 _log = logging.getLogger("layerzero.health")
 
 _CHILD_CRASHES = 2

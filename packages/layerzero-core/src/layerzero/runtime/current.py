@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from layerzero.model.op import Op
     from layerzero.runtime.scopes import Scope
 
-__all__ = ["Unloaded", "builtin_ops", "collector_paused", "now", "opaque_ops", "scope"]
-
 scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
 
 

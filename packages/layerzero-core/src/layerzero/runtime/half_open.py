@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from layerzero.plugin.manager import PluginRecord
     from layerzero.runtime.state import Runtime
 
-__all__ = ["advance", "has_self_test", "on_miss", "self_test"]
-
 _log = logging.getLogger("layerzero.health")
 _one_at_a_time = threading.Lock()
 

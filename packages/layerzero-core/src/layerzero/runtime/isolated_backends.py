@@ -16,8 +16,6 @@ from layerzero.plugin.vendor import presence_in
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.selection.world import World
 
-__all__ = ["enclosed", "with_enclosures"]
-
 
 def with_enclosures(world: World) -> World:
     """The World with its isolated backends worked out; the same one where nothing changes."""

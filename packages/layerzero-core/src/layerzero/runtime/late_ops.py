@@ -11,8 +11,6 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-__all__ = ["LATE_OPS", "LateTable"]
-
 Value = TypeVar("Value")
 
 # op -> module of its public function; importing the module registers the op.

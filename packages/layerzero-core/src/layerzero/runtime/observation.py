@@ -22,8 +22,6 @@ from layerzero.telemetry.logs import JsonFormatter, RedactingFormatter
 from layerzero.telemetry.metrics import Family
 from layerzero.telemetry.redact import Redactor
 
-__all__ = ["Observation", "metrics", "observe", "structured_logs"]
-
 
 class Observation(ExitStack):
     """What `lz.observe` started; `stop()` or the end of its `with` block ends it."""

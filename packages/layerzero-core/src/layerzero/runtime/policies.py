@@ -20,8 +20,6 @@ from layerzero.runtime.timers import timers
 if TYPE_CHECKING:
     from layerzero.policy.watch import FileWatch
 
-__all__ = ["Policies", "policies"]
-
 
 class Policies:
     """Layers by source. Changing one merges again and swaps the World."""

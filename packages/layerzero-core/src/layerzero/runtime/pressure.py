@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
     from layerzero.selection.world import World
 
-__all__ = ["Levels", "Pressure", "level", "pressure"]
-
 _STEPS = 4  # per doubling
 _EVERY_S = 0.25
 _TIMER_S = 1.0

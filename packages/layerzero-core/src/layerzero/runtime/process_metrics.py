@@ -17,8 +17,6 @@ from layerzero.telemetry.events import KINDS, events
 from layerzero.telemetry.metrics import Family, family, histogram
 from layerzero.version import __version__
 
-__all__ = ["count_calls", "counters", "families"]
-
 _PHASES = {BreakerPhase.CLOSED: 0, BreakerPhase.HALF_OPEN: 1, BreakerPhase.OPEN: 2}
 _lock = fresh_lock()
 _users = 0

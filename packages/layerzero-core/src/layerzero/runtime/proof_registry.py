@@ -29,8 +29,6 @@ from layerzero.selection.world import Proofs, World
 if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
 
-__all__ = ["BASELINES", "ProofRegistry", "proof_registry"]
-
 _log = logging.getLogger("layerzero.health")
 
 BASELINES = frozenset({"reference", "torch", "sdpa"})

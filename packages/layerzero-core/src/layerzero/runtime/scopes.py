@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
     from layerzero.selection.world import World
 
-__all__ = ["Scope", "entered", "under_table"]
-
 
 class Scope:
     """A stack of policy layers above the programmatic ones, and the World that follows from them."""

@@ -12,8 +12,6 @@ from layerzero.forking import fresh_lock, in_child
 if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
 
-__all__ = ["Timers", "timers"]
-
 _SLACK_S = 0.005  # fire just after a deadline, so that "now >= deadline" holds when the callback looks
 
 

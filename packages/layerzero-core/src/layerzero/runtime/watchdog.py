@@ -22,8 +22,6 @@ from layerzero.reasons import reason
 if TYPE_CHECKING:
     from layerzero.runtime.state import Runtime
 
-__all__ = ["Watchdog", "watchdog"]
-
 _log = logging.getLogger("layerzero.health")
 
 

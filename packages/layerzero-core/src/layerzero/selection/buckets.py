@@ -16,8 +16,6 @@ from layerzero.model.decision import Bucket
 from layerzero.policy.rules import has_exact, thresholds
 from layerzero.selection.world import World
 
-__all__ = ["boundaries", "bucketed", "find"]
-
 _POWERS = tuple(2**i for i in range(48))  # beyond any axis: every length has a bucket
 
 

@@ -20,8 +20,6 @@ from typing import Any, Generic, TypeVar
 
 from layerzero.errors import ConfigurationError, SelectionTimeoutError, from_outside
 
-__all__ = ["SHARDS", "CacheStats", "SelectionCache", "shard_index"]
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

@@ -21,8 +21,6 @@ from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.proven import unproven
 from layerzero.selection.world import World
 
-__all__ = ["in_graph"]
-
 # Of an op that only moves memory an opaque kernel wins clearly where it takes less than half of what the compiled form
 # takes by itself: fused, that form saves up to one reading and one writing of what is between.
 _CLEARLY = 2.0

@@ -28,8 +28,6 @@ from layerzero.selection.score import UNMEASURED_STEP, Expected, by_expectation,
 from layerzero.selection.transforms import ISOLATED
 from layerzero.selection.world import Proofs, World
 
-__all__ = ["VALUES", "refuse", "select"]
-
 # Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
 VALUES = frozenset({"scale", "dropout_p", "notes"})
 

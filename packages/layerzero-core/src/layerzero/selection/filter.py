@@ -21,8 +21,6 @@ from layerzero.selection.proven import objection as unchecked
 from layerzero.selection.transforms import adaptations, apart, passage
 from layerzero.selection.world import World
 
-__all__ = ["Filtered", "artifact_for", "examine", "is_empty"]
-
 
 class Filtered(NamedTuple):
     """A kernel's standing before scoring."""

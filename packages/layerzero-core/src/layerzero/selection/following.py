@@ -19,8 +19,6 @@ from layerzero.selection.engine import VALUES, select
 from layerzero.selection.filter import examine, is_empty
 from layerzero.selection.world import World
 
-__all__ = ["follow", "objections"]
-
 
 def objections(table: DispatchTable, world: World, device: DeviceSpec) -> list[Reason]:
     """Why a table as a whole does not hold here: another machine, another policy, other kernels."""

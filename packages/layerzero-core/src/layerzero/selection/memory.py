@@ -18,8 +18,6 @@ from layerzero.reasons import Reason, reason
 from layerzero.selection.transforms import ISOLATED
 from layerzero.selection.world import World
 
-__all__ = ["Estimate", "device_name", "estimate", "free_on", "leaner", "objection", "room"]
-
 _MIB = 1 << 20
 
 

@@ -9,8 +9,6 @@ from layerzero.model.proof import draws, kind_of
 from layerzero.reasons import Reason, reason
 from layerzero.selection.world import World
 
-__all__ = ["closed", "objection", "proof", "unchecked", "unproven"]
-
 
 def unchecked(spec: OperationSpec, kernel: KernelSpec, ctx: Context, world: World) -> bool:
     """Whether a kernel's answer to such a call has to be checked before it is used. An op's fallback defines it."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from layerzero.model.decision import Transform
 
-__all__ = ["UNMEASURED_STEP", "Expected", "by_expectation", "measured_part", "rank", "score", "tie"]
-
 UNMEASURED_STEP = 0.01
 """So far below the slowest measured kernel an unmeasured one stands, whatever it says of itself."""
 

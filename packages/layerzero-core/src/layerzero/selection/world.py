@@ -26,8 +26,6 @@ from layerzero.registry.kernels import KernelRegistry
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
 
-__all__ = ["Measurements", "Proofs", "World", "measurement_settings"]
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -19,8 +19,6 @@ from layerzero.files import write_whole
 from layerzero.model.context import Context
 from layerzero.recording.traffic import Recorded, call_to_json, calls_from_json, read_mapping
 
-__all__ = ["FORMAT", "Item", "Manifest", "config_hash", "is_manifest", "mark_critical"]
-
 FORMAT = "layerzero-warmup/1"
 _SHARE = 0.9  # of recorded calls: those that make up this share of the traffic block, the rest follows
 _DECODE_TOKENS = 64  # of a model's calls: those of so few tokens are decode steps, which every request waits for

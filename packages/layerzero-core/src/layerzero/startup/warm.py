@@ -31,8 +31,6 @@ from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
 from layerzero.startup.manifest import Item
 
-__all__ = ["Outcome", "Warmup", "each_once", "warm"]
-
 _log = logging.getLogger("layerzero.jit")
 _ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
 

@@ -20,8 +20,6 @@ from layerzero.reasons import ReasonCategory, ReasonCode
 from layerzero.registry.kinds import body
 from layerzero.registry.reading import decoded, digest, read
 
-__all__ = ["hardware_of", "load_table", "make_table", "save_table", "table_from_json", "table_json"]
-
 _MAX_BYTES = 64 << 20
 
 

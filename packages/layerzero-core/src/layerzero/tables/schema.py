@@ -5,8 +5,6 @@ from __future__ import annotations
 from layerzero.registry.containers import Field, Record, either, list_of, map_of
 from layerzero.registry.kinds import FLAG, Kind, choice, number, text, whole
 
-__all__ = ["SCHEMA_VERSION", "TABLE"]
-
 SCHEMA_VERSION = "1.0"
 _MAX_PLANS = 1 << 20
 _TEXT, _ANY_TEXT, _HASH = text(), text(empty=True), text(r"^.{8,}\Z", "a hash")

@@ -21,8 +21,6 @@ from typing import Any
 
 from layerzero.errors import DispatchTableError
 
-__all__ = ["sign", "verify"]
-
 _LEAST = 16
 _RAW = (32, 57)  # bytes of an ed25519 and of an ed448 public key without any form
 _BEGIN = b"-----BEGIN"

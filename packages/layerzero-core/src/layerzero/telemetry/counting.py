@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["KernelCounters", "counter_value"]
-
 Guard = Callable[[], Any]
 
 

@@ -20,8 +20,6 @@ from layerzero.errors import from_outside
 from layerzero.forking import fresh_lock, in_child
 from layerzero.telemetry.histogram import Histogram
 
-__all__ = ["KINDS", "Event", "Events", "Sink", "details", "events", "observed"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

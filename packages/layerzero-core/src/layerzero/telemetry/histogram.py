@@ -7,8 +7,6 @@ import math
 
 from layerzero.forking import fresh_lock
 
-__all__ = ["Histogram"]
-
 
 class Histogram:
     """Counts of durations in fixed buckets, from 10 µs to 5 minutes."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from layerzero.telemetry.redact import Redactor
 
-__all__ = ["JsonFormatter", "RedactingFormatter"]
-
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per record: time (UTC), level, logger, message, process, thread, rank, and the details."""

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from layerzero.telemetry.histogram import Histogram
 
-__all__ = ["CATALOGUE", "CONTENT_TYPE", "Family", "Sample", "family", "histogram", "text"]
-
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 CATALOGUE: Final[Mapping[str, tuple[str, str]]] = {

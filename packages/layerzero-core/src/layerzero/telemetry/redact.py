@@ -8,8 +8,6 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError
 
-__all__ = ["HIDDEN", "Redactor"]
-
 HIDDEN = "[redacted]"
 
 # What secrets look like. Where a group named `kept` matches, that part stays: the name of a variable, a host.

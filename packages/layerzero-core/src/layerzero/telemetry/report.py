@@ -11,8 +11,6 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Candidate, Decision
 from layerzero.reasons import Reason
 
-__all__ = ["SelectionReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class SelectionReport:

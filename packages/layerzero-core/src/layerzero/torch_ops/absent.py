@@ -7,8 +7,6 @@ from functools import lru_cache
 
 from layerzero.dispatch.late import current_world
 
-__all__ = ["present"]
-
 _log = logging.getLogger("layerzero.torch_ops")
 
 

@@ -33,8 +33,6 @@ from layerzero.selection.world import World
 from layerzero.torch_ops import standins, traced
 from layerzero.torch_ops.standins import Impossible, Unknown
 
-__all__ = ["PLAIN", "Basis", "Question", "answer", "basis_of", "compiled"]
-
 _log = logging.getLogger("layerzero.torch_ops")
 
 # Answers beside the name of a kernel's form: the op's plain form, and its opaque op.

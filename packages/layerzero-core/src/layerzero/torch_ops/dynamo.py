@@ -14,8 +14,6 @@ from layerzero.model.op import Op
 from layerzero.torch_ops import declared, traced, written
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["add", "leave_alone", "register"]
-
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The traced forms, the reference and the values of `model` are the rooms it may trace; of
 # `dispatch` only what adapts the inputs of a kernel that is written out.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from layerzero.torch_ops import library
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Tell the counter of every op that multiplies matrices."""

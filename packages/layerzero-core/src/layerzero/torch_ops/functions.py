@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerzero.model.op import Op
 
-__all__ = ["functions"]
-
 
 class _Functions:
     """Looks a function up when it is called for: a late op is not imported before."""

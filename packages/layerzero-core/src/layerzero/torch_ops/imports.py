@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import"]
-
 
 def after_import(name: str, action: Callable[[], None]) -> None:
     """Run `action` once: now if the module is there already, else right after its first successful import.

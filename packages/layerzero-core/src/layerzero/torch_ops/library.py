@@ -28,8 +28,6 @@ from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, bare, uncounted
 
-__all__ = ["add", "namespace", "opaque_ops", "register"]
-
 _NAMESPACE = "layerzero"
 
 

@@ -23,8 +23,6 @@ from layerzero.model.op import Op, annotation_text
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 
-__all__ = ["CAUSAL", "HELPERS", "Part", "Variant", "batch_of", "causal_word", "left_out", "sides", "variants"]
-
 _TYPES = {"Tensor": "Tensor", "float": "Scalar", "int": "SymInt", "bool": "bool", "str": "str", "dtype": "ScalarType"}
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["OpaqueOp", "autocast_dtype", "bare", "differentiable", "place", "recorded", "uncounted"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpaqueOp:

@@ -28,8 +28,6 @@ from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import CAUSAL, pair
 from layerzero.torch_ops.opaque import bare
 
-__all__ = ["CALL", "spelled"]
-
 _SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, str call) -> Tensor"
 
 _LIMIT = 16_384

@@ -15,19 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Impossible",
-    "Sizes",
-    "Unknown",
-    "ends",
-    "placed",
-    "placed_stand_ins",
-    "signature",
-    "sizes_to_try",
-    "stand_ins",
-    "symbols_of",
-]
-
 # Sizes beyond this are not tried: no axis of a model is longer.
 _LONGEST = 1 << 20
 # What torch can count in a tensor: its bytes are an int64.

@@ -22,8 +22,6 @@ from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.op import Op
 from layerzero.tuning.inputs import op_named
 
-__all__ = ["Piece", "pieces"]
-
 Outputs = list[Tensor]
 
 

@@ -26,8 +26,6 @@ from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.pieces import Piece, pieces
 
-__all__ = ["UNLIKELY", "Gate", "Verdict", "chi_square", "computed", "flat", "gradients", "reduction", "truth"]
-
 UNLIKELY = 1e-6  # a right kernel falls below this once in a million checks of its draws
 _LEAST_EXPECTED = 5.0
 

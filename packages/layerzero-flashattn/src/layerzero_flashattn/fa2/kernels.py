@@ -15,15 +15,6 @@ from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.interface import dense, packed_offsets, paged, varlen
 
-__all__ = [
-    "attention",
-    "deterministic_attention",
-    "deterministic_varlen_attention",
-    "paged_decode",
-    "paged_prefill",
-    "varlen_attention",
-]
-
 # Not `import flash_attn`: FlashAttention 4 may own that name without bringing this library.
 _library: Any = importlib.import_module("flash_attn.flash_attn_interface")
 _varlen_func = _library.flash_attn_varlen_func

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from layerzero.plugin import Context, Reason, reason
 
-__all__ = ["attention"]
-
 
 def attention(context: Context) -> list[Reason]:
     """No softcap under dropout; beside dropout the log-sum-exp comes only with all probabilities written out."""

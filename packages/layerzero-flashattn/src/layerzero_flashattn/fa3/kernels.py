@@ -12,15 +12,6 @@ from layerzero.model.kv_cache import PagedBatch
 from layerzero.model.variants import GradientVariant
 from layerzero_flashattn.interface import dense, packed_offsets, paged, varlen
 
-__all__ = [
-    "attention",
-    "deterministic_attention",
-    "deterministic_varlen_attention",
-    "paged_decode",
-    "paged_prefill",
-    "varlen_attention",
-]
-
 _library: Any = importlib.import_module("flash_attn_interface")
 _with_kvcache = _library.flash_attn_with_kvcache
 

@@ -20,8 +20,6 @@ from layerzero.model.grouped import GroupedBatch, Lengths, Segment
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import quietly
 
-__all__ = ["Sequences", "grouped_attention", "sequences"]
-
 # Rows and keys of a block by head_dim, measured on an H200 (benchmarks/results/h200); the library's own elsewhere.
 _TILES = {128: (128, 160)}
 _quiet = lru_cache(maxsize=2)(quietly)

@@ -22,16 +22,6 @@ from layerzero_flashattn.fa4.replay import Recorded, record, replayable
 from layerzero_flashattn.interface import dead_rows, may_have_dead_rows, sides
 from layerzero_flashattn.quiet import hush_backward, quietly
 
-__all__ = [
-    "attention",
-    "attention_fp8",
-    "deterministic_attention",
-    "deterministic_varlen_attention",
-    "families",
-    "plain_forward",
-    "varlen_attention",
-]
-
 _log = logging.getLogger("layerzero.flashattn")
 _library: Any = library("flash_attn.cute.interface")
 _forward = _library._flash_attn_fwd

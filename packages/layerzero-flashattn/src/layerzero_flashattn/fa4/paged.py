@@ -16,8 +16,6 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero_flashattn.fa4.kernels import families, plain_forward
 from layerzero_flashattn.interface import packed_offsets, paged
 
-__all__ = ["paged_decode", "paged_prefill"]
-
 
 def _decode(
     query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, return_lse: bool, *, softmax_scale: float | None,

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Recorded", "record", "replayable"]
-
 _IN_FRONT = 6  # query, key, value, out, lse, scale
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["SOFTCAP", "SOFTCAP_GRAD", "number"]
-
 _cute: Any = importlib.import_module("cutlass.cute")
 _cutlass: Any = importlib.import_module("cutlass")
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import hush_backward, quietly
 
-__all__ = ["cross_entropy"]
-
 _library: Any = library("quack.cross_entropy")
 _forward = quietly(_library.cross_entropy_fwd)
 _recorded = quietly(_library.cross_entropy)

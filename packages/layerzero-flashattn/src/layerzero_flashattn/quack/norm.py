@@ -14,8 +14,6 @@ from torch import Tensor
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import hush_backward, quietly
 
-__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
-
 _library: Any = library("quack.rmsnorm")
 _forward = quietly(_library.rmsnorm_fwd)
 _rmsnorm = quietly(_library.rmsnorm)

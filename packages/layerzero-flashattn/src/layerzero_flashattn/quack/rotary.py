@@ -14,8 +14,6 @@ from torch import Tensor
 from layerzero_flashattn.compiler import library
 from layerzero_flashattn.quiet import quietly
 
-__all__ = ["rope"]
-
 _library: Any = library("quack.rotary")
 _apply = quietly(_library.apply_rotary)
 

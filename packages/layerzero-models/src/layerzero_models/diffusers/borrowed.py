@@ -17,8 +17,6 @@ import torch.nn.functional
 
 from layerzero import attention
 
-__all__ = ["borrow"]
-
 _WANTED = "scaled_dot_product_attention"
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from layerzero import attention
 
-__all__ = ["NAME", "attend", "backend"]
-
 NAME = "layerzero"
 
 

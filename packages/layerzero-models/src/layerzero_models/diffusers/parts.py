@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from layerzero import layer_norm, mlp, rms_norm
 
-__all__ = ["feed_forward_of", "norm_of"]
-
 Forward = Callable[..., Tensor]
 
 

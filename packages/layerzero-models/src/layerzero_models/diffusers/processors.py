@@ -18,8 +18,6 @@ from torch import Tensor
 from layerzero import attention, rope
 from layerzero_models.diffusers.dispatcher import attend
 
-__all__ = ["FluxProcessor", "JointProcessor", "PlainProcessor", "known"]
-
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     """[B, S, H·D] as [B, S, H, D]."""

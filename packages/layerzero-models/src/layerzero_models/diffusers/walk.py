@@ -12,8 +12,6 @@ from layerzero_models.diffusers.parts import feed_forward_of, norm_of
 from layerzero_models.diffusers.processors import known
 from layerzero_models.record import Changes, Record
 
-__all__ = ["apply"]
-
 _GATE_LAST = "its gate is the second half, so that lz.mlp needs two products; feed_forward=True patches it"
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["drafted"]
-
 
 def drafted(draw: Any) -> tuple[Any, ...]:
     """Drafted tokens and the probabilities they are judged by.

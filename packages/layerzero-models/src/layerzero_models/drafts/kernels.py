@@ -19,8 +19,6 @@ from torch import Tensor
 
 from layerzero.backends.reference.sampling import draw, draw_uniform, greedy
 
-__all__ = ["sample_speculative", "sample_tree"]
-
 
 def sample_speculative(
     draft_ids: Tensor,

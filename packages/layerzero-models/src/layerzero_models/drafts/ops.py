@@ -26,8 +26,6 @@ from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
 from layerzero_models.drafts.trees import checked_parents
 
-__all__ = ["SAMPLE_SPECULATIVE", "SAMPLE_TREE", "sample_speculative", "sample_tree"]
-
 
 def sample_speculative(
     draft_ids: Tensor,

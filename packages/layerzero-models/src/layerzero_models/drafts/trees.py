@@ -14,8 +14,6 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 
-__all__ = ["checked_parents", "tree_mask", "tree_positions"]
-
 
 def tree_mask(
     parents: Tensor | Sequence[int] | Sequence[Sequence[int]],

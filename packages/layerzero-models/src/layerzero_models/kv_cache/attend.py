@@ -26,8 +26,6 @@ from layerzero_models.kv_cache.tokens import pack, unpack, whole_numbers
 if TYPE_CHECKING:
     from layerzero_models.kv_cache.cache import KVCache
 
-__all__ = ["CacheCall", "attend", "attention_calls"]
-
 _OPTIONS = ("scale", "window", "softcap", "alibi_slopes", "return_lse", "backend")
 
 

@@ -15,8 +15,6 @@ from layerzero_models.kv_cache.codec import make_codec
 from layerzero_models.kv_cache.storage import Chunked, Contiguous, Frame, Paged, Spot, Storage
 from layerzero_models.kv_cache.tokens import packed_tokens, whole_numbers
 
-__all__ = ["KVCache", "kv_cache"]
-
 _STRATEGIES = ("paged", "contiguous", "chunked")
 _PLANS = 64  # batches kept; a step needs one, or one for each chunk
 

@@ -12,8 +12,6 @@ from layerzero.errors import invalid
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 
-__all__ = ["Codec", "Plane", "make_codec"]
-
 _FP8 = {QuantFormat.FP8_E4M3: torch.float8_e4m3fn, QuantFormat.FP8_E5M2: torch.float8_e5m2}
 
 

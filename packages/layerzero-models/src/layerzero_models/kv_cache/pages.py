@@ -9,8 +9,6 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 
-__all__ = ["PageTable"]
-
 
 class PageTable:
     """Pages of `batch` sequences out of a pool. `table` [batch, max pages] holds their numbers, unused places 0.

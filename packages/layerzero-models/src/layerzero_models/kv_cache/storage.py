@@ -17,8 +17,6 @@ from layerzero.errors import InvalidInputError, invalid
 from layerzero_models.kv_cache.codec import Plane
 from layerzero_models.kv_cache.pages import PageTable
 
-__all__ = ["Chunked", "Contiguous", "Frame", "Paged", "Spot", "Storage"]
-
 
 class Frame(NamedTuple):
     """What every strategy is told."""

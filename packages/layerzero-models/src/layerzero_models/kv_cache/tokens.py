@@ -12,8 +12,6 @@ from layerzero.errors import invalid
 from layerzero.model.checks import expect_tensor
 from layerzero.model.describe import dtype_name
 
-__all__ = ["pack", "packed_tokens", "unpack", "whole_numbers"]
-
 
 def whole_numbers(given: Any, name: str, count: int) -> tuple[int, ...]:
     """`count` whole numbers, none negative."""

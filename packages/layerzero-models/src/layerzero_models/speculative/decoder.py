@@ -35,8 +35,6 @@ from layerzero_models.speculative.stats import Clock, SpeculativeStats
 if TYPE_CHECKING:
     from layerzero.telemetry.report import SelectionReport
 
-__all__ = ["CachedModel", "Generation", "SpeculativeConfig", "SpeculativeDecoder", "decode", "last_tokens"]
-
 ROLES = ("draft", "target", "verify")
 
 

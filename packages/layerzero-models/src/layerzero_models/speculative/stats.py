@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from layerzero_models.speculative.decoder import SpeculativeDecoder
 
-__all__ = ["Clock", "SpeculativeReport", "SpeculativeStats", "compare"]
-
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeStats:

@@ -21,8 +21,6 @@ from layerzero.errors import InvalidInputError
 from layerzero_models.speculative.decoder import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
 from layerzero_models.speculative.stats import Clock
 
-__all__ = ["TreeDecoder", "TreeModel", "tree_of"]
-
 
 class TreeModel(CachedModel, Protocol):
     """A cached model that can be fed a tree."""

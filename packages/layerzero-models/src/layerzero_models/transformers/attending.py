@@ -11,8 +11,6 @@ from layerzero import attention as _attention
 from layerzero_models.transformers.masking import noted
 from layerzero_models.transformers.static_cache import decode
 
-__all__ = ["attend", "biased"]
-
 attention: Any = _attention  # its flags are words of transformers here, which no overload has
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-__all__ = ["BufferCache", "Buffers", "Lender", "StepCache", "bucket"]
-
 _Cache: Any = cache_utils.Cache  # their types differ from version to version
 _Dynamic: Any = cache_utils.DynamicLayer
 _Static: Any = cache_utils.StaticLayer

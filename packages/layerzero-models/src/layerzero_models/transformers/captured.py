@@ -13,8 +13,6 @@ from layerzero.errors import one_line
 from layerzero_models.transformers.buffers import Buffers, StepCache
 from layerzero_models.transformers.masking import Note, with_note
 
-__all__ = ["CHECKED", "REST", "Step", "mask_kinds"]
-
 CHECKED = 2  # steps that run both ways
 REST = ("use_cache", "logits_to_keep", "return_dict")  # what `generate` says besides tensors
 _NEAR = {True: 0.01, False: 0.1}  # of the logits' standard deviation, in float32 and otherwise: gross errors only

@@ -8,8 +8,6 @@ from typing import Any
 
 from layerzero_models.record import Changes, version_of
 
-__all__ = ["NAME", "choose_attention", "choose_experts", "enable_transformers"]
-
 NAME = "layerzero"
 _OWN = "_layerzero_loads"  # marks our from_pretrained, which holds transformers' own
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from layerzero import moe
 from layerzero_models.transformers.probes import activation_of
 
-__all__ = ["WORD", "experts", "unfit"]
-
 WORD = "_layerzero_activation"  # where patched experts keep the activation's word in `lz.moe`
 # experts that are not patched -> the same, "" for those that `lz.moe` does not compute
 _words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

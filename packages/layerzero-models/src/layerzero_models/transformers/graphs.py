@@ -33,8 +33,6 @@ from layerzero_models.transformers.captured import CHECKED, REST, Step, mask_kin
 from layerzero_models.transformers.enabling import NAME
 from layerzero_models.transformers.parts import STATE
 
-__all__ = ["Stepper", "forward_of", "generate_of", "prepare_cache", "stop_late", "unfit"]
-
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")  # those that buffers stand in for
 # What a step may be given: more would not reach the graph. A tokenizer is for the stopping criteria.

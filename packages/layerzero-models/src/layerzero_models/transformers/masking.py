@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Note", "mask", "noted", "with_note"]
-
 _ATTRIBUTE = "_layerzero_note"
 
 

@@ -22,8 +22,6 @@ from torch.nn.modules.module import _has_any_global_hook as _any_hook
 from layerzero import which
 from layerzero.errors import LayerZeroError
 
-__all__ = ["Linears", "Neighbours", "unfit"]
-
 _TORCH = ("torch.", "reference.")  # products that `F.linear` makes without a selection before it
 _grad_enabled = torch.is_grad_enabled
 

@@ -19,28 +19,6 @@ from layerzero_models.transformers import quick
 from layerzero_models.transformers.neighbours import Neighbours
 from layerzero_models.transformers.probes import DTYPES, Rules
 
-__all__ = [
-    "EPS",
-    "GEMMA",
-    "STATE",
-    "Apart",
-    "Gated",
-    "Projected",
-    "Rms",
-    "Single",
-    "add_norm",
-    "conv1d",
-    "embedding",
-    "end",
-    "first",
-    "gated",
-    "gated_apart",
-    "layer_norm",
-    "linear",
-    "rms_norm",
-    "second",
-]
-
 STATE = "_layerzero"  # where a patched part keeps what it needs
 GEMMA, EPS = (
     "_layerzero_gemma",

@@ -18,8 +18,6 @@ from layerzero_models.transformers import experts, parts, probes, quick, rewriti
 from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
 from layerzero_models.transformers.neighbours import Linears, Neighbours, unfit
 
-__all__ = ["KINDS", "STEPS", "patch", "patched", "unpatch"]
-
 _log = logging.getLogger("layerzero.transformers")
 
 # What can be left out with `skip=`; also what other packages bring, by the names of their steps.

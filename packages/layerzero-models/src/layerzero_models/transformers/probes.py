@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DTYPES", "Rules", "activation_of", "agree", "gated_mlp", "norm_of", "rotates_halves"]
-
 # (dtype of the input, dtype of the weight or table) -> dtype of the result, where the formula holds; others are missing
 Rules = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

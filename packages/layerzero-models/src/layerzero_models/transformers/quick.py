@@ -28,8 +28,6 @@ from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import now, scope
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["Facts", "activate", "add_norm", "layer", "norm", "product", "public", "rotate", "rotation"]
-
 _GATED = {spec.op_id: spec for spec in (SILU_AND_MUL, GELU_AND_MUL, RELU_AND_MUL)}
 
 _C = functions.accelerated  # filled when layerzero is imported, which is before this

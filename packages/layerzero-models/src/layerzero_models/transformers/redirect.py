@@ -12,8 +12,6 @@ from torch import Tensor
 from layerzero_models.record import Changes
 from layerzero_models.transformers import attending, experts, quick, static_cache
 
-__all__ = ["redirected"]
-
 
 @contextmanager
 def redirected(call: Callable[..., Any]) -> Iterator[None]:

@@ -26,17 +26,6 @@ from torch import nn
 
 from layerzero_models.transformers import parts
 
-__all__ = [
-    "NotRewritable",
-    "first_norm",
-    "is_rms",
-    "other_inputs",
-    "renamed",
-    "residual_norms",
-    "stacks",
-    "with_residuals",
-]
-
 _ADD, _END = "_layerzero_add_norm", "_layerzero_end"
 _FOREIGN = ("key_value_states", "encoder_hidden_states")
 

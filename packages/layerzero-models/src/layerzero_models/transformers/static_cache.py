@@ -14,8 +14,6 @@ from layerzero.errors import BackendNotAvailableError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_models.transformers.masking import Note
 
-__all__ = ["decode"]
-
 # Splits the context by the size of the cache and reads the lengths on the device, so that a graph captured once stays
 # right while they grow. No other kernel promises that.
 _KERNEL = "triton.paged_attention.split"

@@ -12,8 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["delta", "grad_keys", "grad_queries"]
-
 
 @triton.jit
 def delta(

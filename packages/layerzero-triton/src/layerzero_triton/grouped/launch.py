@@ -20,8 +20,6 @@ from layerzero_triton.grouped import backward as back
 from layerzero_triton.grouped import forward as fore
 from layerzero_triton.grouped.tables import backward_tables, forward_tables
 
-__all__ = ["Config", "forward", "gradients", "shared_tiles", "work_list"]
-
 _LOG2E = 1.4426950408889634
 _HALVES = (torch.float16, torch.bfloat16)
 _compiled: set[Hashable] = set()

@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 from layerzero.model.grouped import GroupedBatch, Segment
 
-__all__ = ["Item", "Plan", "Span", "Tile", "make_plan"]
-
 # One piece costs about as much as this many blocks of keys on top of its own: it starts, ends, and may be merged.
 _PIECE_COST = 3
 _SHORTEST_PIECE = 4  # blocks of keys; shorter pieces are all start and end

@@ -11,8 +11,6 @@ from torch import Tensor
 from layerzero.model.grouped import GroupedBatch, Lengths
 from layerzero_triton.grouped.plan import Plan, Tile, make_plan
 
-__all__ = ["BackwardTables", "Tables", "backward_tables", "forward_tables"]
-
 _KEPT = 64  # plans; a training loop uses one or two
 
 

@@ -22,11 +22,6 @@ from torch import Tensor
 from layerzero.errors import BackendNotAvailableError
 from layerzero_triton import cache
 
-__all__ = [
-    "Launch", "Launcher", "Plan", "collecting", "interpreting", "plain_launches", "prepare", "remember",
-    "sm_count", "standing_for",
-]  # fmt: skip
-
 _DIRECT_VERSIONS = ("3.5.", "3.6.")  # whose CompiledKernel.run takes the arguments below; newer ones go the long way
 _direct = triton.__version__.startswith(_DIRECT_VERSIONS)
 _GPU = torch.version.cuda is not None or torch.version.hip is not None

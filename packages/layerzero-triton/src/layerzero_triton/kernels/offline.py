@@ -11,8 +11,6 @@ from triton.compiler import ASTSource
 
 from layerzero_triton.kernels.launch import Launch
 
-__all__ = ["compile_for", "target"]
-
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8",
     torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",

@@ -8,8 +8,6 @@ from html import escape
 
 from layerzero_tune.bench.contest import Outcome
 
-__all__ = ["short_time", "svg"]
-
 _WIDTH, _LABEL, _ROW, _HEAD, _NUMBER = 900, 290, 22, 34, 130
 _STYLE = """
 svg { font: 13px system-ui, sans-serif; background: #fff; } text { fill: #1b2230; } .soft { fill: #5a6475; }

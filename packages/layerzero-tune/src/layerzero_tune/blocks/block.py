@@ -16,11 +16,6 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 
-__all__ = [
-    "ACTIVATIONS", "GLUE", "Block", "Ref", "Step", "arguments", "attention_input", "attention_output",
-    "decoder_layer", "glue", "heads_first", "op_layout", "results", "unread",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Ref:

@@ -24,8 +24,6 @@ from layerzero.dispatch.run import current_world, recover
 from layerzero.model.op import OperationSpec
 from layerzero_tune.blocks.block import ACTIVATIONS, Block, Ref, Step, heads_first, op_layout, unread
 
-__all__ = ["Code", "Line", "written"]
-
 Line = tuple[Step, OperationSpec | None, Bound | None]
 """A step with the kernel that runs it; glue has none."""
 

@@ -30,8 +30,6 @@ from layerzero_tune.timing.clock import clock_for
 from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.launches import with_launch
 
-__all__ = ["Candidate", "Cost", "Meter"]
-
 # µs of a call, bytes and operations a µs
 _ON_CPU, _ON_GPU = (8.0, 8_000.0, 60_000.0), (6.0, 2_000_000.0, 400_000_000.0)
 _TURNS = 5

@@ -23,8 +23,6 @@ from layerzero_tune.blocks.cost import Meter
 from layerzero_tune.blocks.search import Path, Taken
 from layerzero_tune.timing.clock import Clock, clock_for
 
-__all__ = ["in_place", "time_in_place"]
-
 _SPENT_US = 1e6
 _FEWEST, _MOST = 7, 150  # turns, by how long the block takes
 

@@ -20,8 +20,6 @@ from layerzero_tune.blocks.block import Block, arguments, glue
 from layerzero_tune.blocks.code import written
 from layerzero_tune.blocks.search import Path, Taken
 
-__all__ = ["BlockPlan", "BlockReport", "settled", "signature"]
-
 
 def signature(block: Block, tensors: Mapping[str, Any], measure: bool) -> Any:
     """What a plan depends on besides the World: the block, and how its tensors look."""

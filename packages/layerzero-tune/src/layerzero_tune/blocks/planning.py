@@ -20,8 +20,6 @@ from layerzero_tune.blocks.search import Path, fastest_each, per_op, search, tol
 from layerzero_tune.timing.clock import Clock, clock_for
 from layerzero_tune.timing.race import Times, race
 
-__all__ = ["plan_block"]
-
 # Another path than that of the public functions has to be faster by more than this, and by more than the spread of the
 # times; else it is not worth its packed weights.
 _NOISE = 0.02

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from layerzero_tune.blocks.block import Block, Ref, Step
 
-__all__ = ["Stretch", "stretches"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

@@ -26,8 +26,6 @@ from layerzero_tune.blocks.block import GLUE, Block, Step, arguments, glue, head
 from layerzero_tune.blocks.cost import Candidate, Cost, Meter
 from layerzero_tune.blocks.rewrite import Stretch, stretches
 
-__all__ = ["Edge", "Path", "Taken", "fastest_each", "per_op", "search", "told"]
-
 _CANDIDATES = 4  # kernels tried for a step, the best of the ranking
 _RIVAL = 1.5  # times the price of another: timed by itself a kernel can seem so much slower and not be
 

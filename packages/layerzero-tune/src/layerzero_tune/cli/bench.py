@@ -21,8 +21,6 @@ from layerzero_cli.words import known_names
 if TYPE_CHECKING:
     from layerzero_tune.bench.contest import Entry, Outcome
 
-__all__ = ["add", "written"]
-
 _BAR = 24
 _COLUMNS = ("case", "op", "dtype", "kernel", "median_us", "p95_us", "samples", "max_error", "times_torch", "chosen",
             "note")  # fmt: skip

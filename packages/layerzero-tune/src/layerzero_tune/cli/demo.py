@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-__all__ = ["add"]
-
 
 def add(group: click.Group) -> None:
     """Declare the verb."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import PlanEntry
     from layerzero_tune.tables.priorities import Case, Export, Setting
 
-__all__ = ["add"]
-
 # Not read from plans.stacks, which would be loaded for every `lz --help`; a test keeps the two alike.
 STACKS = ("vllm", "sglang", "transformers", "diffusers")
 

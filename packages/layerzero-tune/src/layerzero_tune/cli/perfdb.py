@@ -14,8 +14,6 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 if TYPE_CHECKING:
     from layerzero.perfdb.store import PerfDB
 
-__all__ = ["add"]
-
 _PATH = click.Path(path_type=Path)
 _database = click.option("--database", type=_PATH, help="The file; default: the policy's, else the user's own.")
 

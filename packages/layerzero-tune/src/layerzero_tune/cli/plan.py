@@ -10,8 +10,6 @@ import click
 from layerzero_cli.output import Answer, working
 from layerzero_cli.verbs import verb
 
-__all__ = ["add"]
-
 
 def add(group: click.Group) -> None:
     """Declare the verb."""

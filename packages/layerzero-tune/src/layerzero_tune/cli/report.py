@@ -15,8 +15,6 @@ from layerzero_tune.cli.bench import written
 if TYPE_CHECKING:
     from layerzero_tune.report.data import Figures, Measured
 
-__all__ = ["add"]
-
 _MAX_BYTES = 256 << 20
 
 

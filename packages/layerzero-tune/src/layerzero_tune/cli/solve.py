@@ -11,8 +11,6 @@ from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_tune.cli.tune import measured_or, source_options
 
-__all__ = ["add"]
-
 
 def add(group: click.Group) -> None:
     """Declare the verb."""

@@ -15,8 +15,6 @@ from layerzero_cli.verbs import OK, verb
 if TYPE_CHECKING:
     from layerzero_tune.telemetry.reading import Reading
 
-__all__ = ["add", "frame", "summary"]
-
 
 def add(group: click.Group) -> None:
     """Declare the verb."""

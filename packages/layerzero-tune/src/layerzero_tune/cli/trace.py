@@ -15,8 +15,6 @@ import click
 from layerzero_cli.output import Answer, Block, Line, Table
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
-__all__ = ["add", "totals"]
-
 
 def add(group: click.Group) -> None:
     """Declare the verb."""

@@ -18,8 +18,6 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 if TYPE_CHECKING:
     from layerzero_tune.tuning_run import Outcome, Progress, Tuned
 
-__all__ = ["add", "measured_or", "source_options"]
-
 _PATH = click.Path(path_type=Path)
 _PLAIN_EVERY_S = 10.0
 _NAMED = 3  # of many, so many are named

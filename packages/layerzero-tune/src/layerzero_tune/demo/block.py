@@ -19,8 +19,6 @@ import layerzero as lz
 from layerzero.json_form import Plain
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["SEED", "Call", "KVCache", "PlainTorch", "Recorder", "Sizes", "Weights", "forward", "sizes_for"]
-
 SEED = 20
 TOP_K = 40
 TOP_P = 0.9

@@ -16,8 +16,6 @@ from layerzero_cli.html import page
 from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
 from layerzero_tune.demo.text import check_word, decode_lines, duration, introduction, notes
 
-__all__ = ["render"]
-
 _COLOURS = 6
 # Groups that add their result back to the residual stream.
 _RESIDUAL = ("attention", "mlp")

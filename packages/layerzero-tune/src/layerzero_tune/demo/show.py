@@ -17,8 +17,6 @@ from layerzero_cli.output import Line, is_plain, show, stamped
 if TYPE_CHECKING:
     from layerzero_tune.demo.stations import Tour
 
-__all__ = ["run", "text_lines", "text_round_trip"]
-
 _PROMPT = "The quick brown fox"
 _NARROW = 104  # columns of a terminal below which a kernel stands under its step
 

@@ -12,8 +12,6 @@ from layerzero.model.decision import Candidate
 from layerzero.model.device import DeviceSpec
 from layerzero_tune.demo.block import Sizes
 
-__all__ = ["DECODE", "GROUPS", "PREFILL", "Check", "DecodeStep", "Station", "Stop", "Tour", "verdict"]
-
 _SAME = 0.05
 
 

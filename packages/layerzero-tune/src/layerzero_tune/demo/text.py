@@ -7,8 +7,6 @@ from pathlib import Path
 from layerzero_cli.output import STYLES, Block, Cell, Line, Table
 from layerzero_tune.demo.stations import Check, Stop, Tour, verdict
 
-__all__ = ["blocks", "check_word", "decode_lines", "duration", "introduction", "notes", "summary"]
-
 _HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
 _CLEARLY = 1.2  # less than this between two kernels may be the noise of a short measurement
 _NEXT = "Next: lz doctor, lz list, lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100"

@@ -16,8 +16,6 @@ from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import read_json
 
-__all__ = ["FORMAT", "add_newer", "export_json", "from_json", "import_json", "merge", "prune", "read_text", "verify"]
-
 FORMAT = "layerzero-perfdb/2"
 _READABLE = ("layerzero-perfdb/1", FORMAT)  # 1: without the number of threads
 _MAX_BYTES = 1 << 30

@@ -19,8 +19,6 @@ from layerzero.errors import ConfigurationError
 from layerzero.perfdb.store import PerfDB
 from layerzero_tune.perfdb.exchange import read_text
 
-__all__ = ["Tactic", "is_autotune_cache", "put_tactics", "read_autotune_cache", "tactics"]
-
 _MAX_BYTES = 64 << 20
 _DEVICE = re.compile(r"(NVIDIA_[A-Za-z0-9_]+?)(?:\.|$)")
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from layerzero.perfdb.bucket import GROWING
 from layerzero.perfdb.measurement import Measurement
 
-__all__ = ["bucket_words", "summarise"]
-
 _GROWING = GROWING | {"elements"}
 
 _SHOWN = ("dtype", "causal", "mask", "window", "quant_format", "layout")

@@ -14,8 +14,6 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError
 
-__all__ = ["FORMAT", "Figures", "Measured", "Share", "Timed", "figures", "from_json", "geomean", "phase"]
-
 FORMAT = "layerzero-bench/1"
 _NOT_LIBRARIES = frozenset({"reference"})
 

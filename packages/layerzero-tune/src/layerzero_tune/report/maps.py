@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from layerzero_tune.report.data import Measured, phase
 
-__all__ = ["Axes", "Map", "axes", "backend", "backends", "maps"]
-
 
 @dataclass(frozen=True, slots=True)
 class Axes:

@@ -18,8 +18,6 @@ from layerzero_tune.report.data import Figures, Measured, figures, phase
 from layerzero_tune.report.maps import Map, axes, backend, backends, maps
 from layerzero_tune.timing.clock import BEFORE
 
-__all__ = ["render"]
-
 _COLOURS = 9
 _SCALE = 6.0
 _BUSY = (

@@ -19,9 +19,6 @@ from layerzero_tune.report.data import Measured, Timed
 from layerzero_tune.timing.clock import RULES
 from layerzero_tune.timing.race import leader
 
-__all__ = ["cases_of", "torch_beside"]
-
-
 Ratios = Mapping[tuple[str, str], tuple[str, float]]
 """(op, bucket) -> a kernel, and how many times its time plain torch took beside it."""
 

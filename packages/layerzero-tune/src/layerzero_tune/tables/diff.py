@@ -10,8 +10,6 @@ from layerzero.json_form import Plain
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 from layerzero_tune.perfdb.summary import bucket_words
 
-__all__ = ["Change", "TableDiff", "diff_tables"]
-
 Lookup = Callable[[PlanEntry, str], float | None]
 
 

@@ -17,8 +17,6 @@ from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 from layerzero_tune.perfdb.summary import bucket_words
 from layerzero_tune.tables.stacks import Knob, Stack, stack_of
 
-__all__ = ["Case", "Export", "Setting", "export_priorities"]
-
 # Times of kernels in the bucket of an entry, by kernel id; as far as they were measured here.
 Times = Callable[[PlanEntry], dict[str, float]]
 

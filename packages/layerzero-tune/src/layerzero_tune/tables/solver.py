@@ -24,8 +24,6 @@ from layerzero.selection.world import World
 from layerzero.tables.file import hardware_of, make_table
 from layerzero_tune.rows import stored_row
 
-__all__ = ["solve_table", "time_of", "times_of"]
-
 Edges = dict[str, dict[str, tuple[int, ...]]]
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from layerzero.errors import UnknownNameError
 from layerzero.model.dispatch_table import PlanEntry
 
-__all__ = ["Knob", "Stack", "stack_names", "stack_of"]
-
 _DECODE_AT_MOST = 1  # new tokens a sequence in a call that counts as decoding
 
 

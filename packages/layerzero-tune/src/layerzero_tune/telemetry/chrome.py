@@ -11,8 +11,6 @@ from typing import Any
 
 from layerzero.telemetry.events import Event
 
-__all__ = ["Trace", "chrome_trace"]
-
 
 class Trace:
     """The newest events, up to a limit; a sink for `Events.subscribe`."""

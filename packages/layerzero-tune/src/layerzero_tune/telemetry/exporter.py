@@ -23,8 +23,6 @@ from layerzero.files import write_whole
 from layerzero.telemetry.metrics import CONTENT_TYPE, Family, text
 from layerzero_tune.telemetry.reading import PORT
 
-__all__ = ["FileExporter", "HttpExporter", "export", "snapshot"]
-
 _log = logging.getLogger("layerzero.telemetry")
 
 Families = Callable[[], Iterable[Family]]

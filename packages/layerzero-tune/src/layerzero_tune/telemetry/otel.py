@@ -12,8 +12,6 @@ from layerzero.errors import BackendNotAvailableError
 from layerzero.telemetry.events import Event
 from layerzero.version import __version__
 
-__all__ = ["Spans"]
-
 
 class Spans:
     """A sink that hands trees of events to a tracer (default: that of the program's tracer provider)."""

@@ -8,8 +8,6 @@ from typing import Any
 from layerzero.errors import BackendNotAvailableError
 from layerzero.telemetry.metrics import Family
 
-__all__ = ["Collector", "register"]
-
 
 class Collector:
     """Reads the families when Prometheus scrapes; nothing is counted twice and nothing is counted for it."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError
 
-__all__ = ["Reading", "parse_text", "read"]
-
 Labels = tuple[tuple[str, str], ...]
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')

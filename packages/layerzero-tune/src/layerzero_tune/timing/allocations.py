@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Places", "room"]
-
 _MOST = 6
 _SHARE = 0.1  # of the device's memory, for all copies and results
 _BESIDE = 2  # results take no more than the arguments, nearly always

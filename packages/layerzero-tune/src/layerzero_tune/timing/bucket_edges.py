@@ -21,8 +21,6 @@ from layerzero.perfdb.bucket import upper
 from layerzero.tuning.inputs import op_named
 from layerzero_tune.timing.race import Times
 
-__all__ = ["confirmed", "far_apart", "other_end", "tied", "weighed", "within"]
-
 _CLOSE = 0.05  # so near the fastest, another size of the bucket may decide
 _CLOSE_SHORT = 0.10  # the same where launches count
 _SHORT_US = 100.0

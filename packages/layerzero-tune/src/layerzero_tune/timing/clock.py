@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BEFORE", "MODES", "RULES", "Clock", "clock_for", "cpu_clock", "cuda_clock", "graphed", "launch_clock"]
-
 Clock = Callable[[Callable[[], Any], int], float]
 """(call, how often) -> µs a call."""
 

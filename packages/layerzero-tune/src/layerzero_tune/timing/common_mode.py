@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-__all__ = ["without_common_mode"]
-
 
 def without_common_mode(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The samples of each kernel without what the kernels have in common in a turn; all have one in every turn.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-__all__ = ["BUSY", "Load", "load", "others"]
-
 BUSY = 0.10  # a larger share of the cores used by others is said
 _LEAST = 10  # ticks of ten ms: a few of them say nothing about a moment
 

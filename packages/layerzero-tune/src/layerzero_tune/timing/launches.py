@@ -27,8 +27,6 @@ from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.race import Times
 from layerzero_tune.timing.steady import quick_core, quick_pace
 
-__all__ = ["SAME", "with_launch", "with_launches"]
-
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 15  # of a look, in turns with the others; the middle one counts, since the host is interrupted now and then

@@ -19,8 +19,6 @@ from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.steady import quick_core
 
-__all__ = ["LOOKS", "Race", "Times", "calls_a_sample", "leader", "over_time", "race", "winner_of"]
-
 LOOKS = 40  # rounds of a race that is spread over time
 
 _FEW_LOOKS = 6  # of one whose calls are longer than the pauses

@@ -8,8 +8,6 @@ from typing import Any
 
 from layerzero_tune.timing.clock import Clock
 
-__all__ = ["pass_screening", "screened"]
-
 _HOPELESS = 4.0  # a kernel whose fastest sample takes so many times the best one's is not raced
 _NEAR_US = 100.0  # but whoever is no further behind than this is: a late launch or an interruption is of that size
 _SAMPLES = 3  # of everyone, before anyone is left out: one sample is at the mercy of one interruption

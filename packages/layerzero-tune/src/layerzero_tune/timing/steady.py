@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MOVED", "Pace", "pace", "quick_core", "quick_pace"]
-
 MOVED = 0.10  # a change of speed by more than a tenth is said
 _MOST_CORES = 32  # are tried: a millisecond each
 _TRIES = 9

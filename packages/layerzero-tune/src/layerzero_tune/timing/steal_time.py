@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-__all__ = ["LIMIT", "Ticks", "ticks", "with_little_steal"]
-
 T = TypeVar("T")
 
 LIMIT = 0.02  # a larger share of the time that was wanted is said, and what was timed is timed again

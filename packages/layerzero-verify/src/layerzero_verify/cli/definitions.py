@@ -14,8 +14,6 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 if TYPE_CHECKING:
     from layerzero_verify.definitions import Definition, Outcome, Report
 
-__all__ = ["add"]
-
 _ROOT = click.option("--root", type=click.Path(path_type=Path), help="The dataset; else FIB_DATASET_PATH.")
 _TRUST = click.option(
     "--trust", multiple=True, type=click.Path(), help="A folder or file whose definitions may run their code."

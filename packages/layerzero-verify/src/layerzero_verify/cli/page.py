@@ -16,8 +16,6 @@ from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
 from layerzero_verify.report import Check, Level, Status, VerifyReport
 
-__all__ = ["render", "write"]
-
 _MEANING = {
     0: "Declarations and three models that have to run at all, before anything heavy.",
     1: "Each kernel alone, forward and backward, against the reference in float64.",

@@ -14,8 +14,6 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 if TYPE_CHECKING:
     from layerzero_verify.report import Level, VerifyReport
 
-__all__ = ["add"]
-
 _SHOWN = 12  # failures that are written out; --json has all of them
 _LANES = ("quick", "full", "stress")
 _CONFIGS = ("tiny", "gqa", "deep", "wide", "no_rope", "medium")

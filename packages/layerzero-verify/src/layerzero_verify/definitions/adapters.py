@@ -33,8 +33,6 @@ from layerzero_verify.definitions.adapting import (
 )
 from layerzero_verify.definitions.schema import Definition
 
-__all__ = ["ADAPTERS", "adapter_for"]
-
 _PAGED = ("kv_last_page_len", "sm_scale")
 _LOGITS = ("routing_logits", "gating_output", "router_logits")
 _ROUTING = (*_LOGITS, "routing_bias", "routed_scaling_factor", "local_expert_offset", "topk_ids", "topk_weights")

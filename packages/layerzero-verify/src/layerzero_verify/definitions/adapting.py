@@ -14,11 +14,6 @@ from torch import Tensor
 from layerzero.errors import LayerZeroError
 from layerzero_verify.definitions.schema import Definition, torch_dtype
 
-__all__ = [
-    "NORMED", "Adapter", "Inputs", "Op", "Unsupported", "block_tables", "epsilon", "first_of", "is_causal",
-    "last_page_len", "lengths_of", "takes", "widened",
-]  # fmt: skip
-
 Op = Callable[..., Any]
 Inputs = Mapping[str, Any]
 NORMED = ("hidden_states", "input", "x")  # names of what a norm takes

@@ -21,8 +21,6 @@ from layerzero_verify.definitions.reference import in_order
 from layerzero_verify.definitions.schema import Definition, torch_dtype
 from layerzero_verify.definitions.trace import Status, Workload
 
-__all__ = ["Bench", "Outputs", "Result", "Run", "Started", "bounds"]
-
 Outputs = dict[str, Tensor]
 Run = Callable[[dict[str, Any]], Any]
 

@@ -12,8 +12,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["NotCheckable", "derive", "violated"]
-
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -20,8 +20,6 @@ from layerzero_verify.definitions.schema import Definition, load_definition
 from layerzero_verify.definitions.trace import Trace, Workload, read_traces
 from layerzero_verify.lineup import unknown
 
-__all__ = ["Dataset", "Problem", "open_dataset"]
-
 # Another project's variable; the data it names is read, never run, so it decides nothing about trust.
 _ROOT_VARIABLE = "FIB_DATASET_PATH"
 _ROOT_DEFAULT = Path("~/.cache/flashinfer_bench/dataset")  # where that project looks without the variable

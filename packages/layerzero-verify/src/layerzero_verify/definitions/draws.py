@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_DEVIATE", "Verdict", "allowed_and_expected", "judge", "repeated"]
-
 Inputs = Mapping[str, Any]
 
 # One-sided chance of a right sampler beyond this: 3 in 10 million. Seeds are fixed, so a verdict never flickers.

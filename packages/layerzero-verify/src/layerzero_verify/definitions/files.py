@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from layerzero.errors import ConfigurationError
 
-__all__ = ["MISSING", "at", "json_lines", "parse_json", "read_text", "take", "take_map", "take_name"]
-
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
 

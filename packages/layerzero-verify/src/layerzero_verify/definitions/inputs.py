@@ -14,8 +14,6 @@ from layerzero_verify.definitions.making import Maker
 from layerzero_verify.definitions.schema import Definition, torch_dtype
 from layerzero_verify.definitions.trace import InputSource, Workload
 
-__all__ = ["copied", "make_inputs"]
-
 
 def make_inputs(
     definition: Definition, workload: Workload, device: torch.device | str, *, root: Path | None = None

@@ -18,8 +18,6 @@ from layerzero_verify.definitions.outcome import REFERENCE, Options, Outcome
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.trace import Status, Workload
 
-__all__ = ["check_isolated"]
-
 _END = "end"
 _READY = "ready"
 _START_LIMIT_S = 120.0  # importing torch and the backends is not the solution's time

@@ -17,8 +17,6 @@ from torch import Tensor
 from layerzero.errors import InvalidInputError, invalid
 from layerzero_verify.definitions.schema import Definition, TensorSpec, torch_dtype
 
-__all__ = ["Maker", "split"]
-
 _LOW_BIT = ("float8_e4m3fn", "float8_e5m2")
 _WEIGHTS = ("B", "w1", "w2", "w13", "gate_up_proj", "down_proj", "gemm1_weights", "gemm2_weights")
 # Made first: others follow from them.

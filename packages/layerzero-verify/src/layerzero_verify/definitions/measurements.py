@@ -26,8 +26,6 @@ from layerzero_verify.definitions.dataset import Dataset, open_dataset
 from layerzero_verify.definitions.inputs import make_inputs
 from layerzero_verify.definitions.trace import Status, Trace, read_traces
 
-__all__ = ["measurements_of"]
-
 _LARGEST = 1 << 28  # elements of made-up inputs: their shapes are what is needed
 
 

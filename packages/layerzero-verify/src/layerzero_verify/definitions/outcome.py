@@ -12,8 +12,6 @@ from layerzero.reasons import Reason
 from layerzero_verify.definitions.trace import Evaluation, Status, Trace, Workload
 from layerzero_verify.report import finite
 
-__all__ = ["REFERENCE", "Counts", "Options", "Outcome", "Report"]
-
 # The solution name of a definition's own code.
 REFERENCE = "reference"
 _METRICS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "mse", "hit_ratio")

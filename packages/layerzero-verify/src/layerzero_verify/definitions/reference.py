@@ -25,8 +25,6 @@ from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.reasons import Reason, reason
 from layerzero_verify.definitions.schema import Definition, load_definition, torch_dtype
 
-__all__ = ["CompileError", "NotTrustedError", "Trust", "compile_reference", "in_order"]
-
 
 class NotTrustedError(LayerZeroError):
     """The code of this definition may not run; says why and how to allow it."""

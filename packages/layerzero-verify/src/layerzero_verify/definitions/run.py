@@ -20,8 +20,6 @@ from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.sizes import DEFAULT, workloads_for
 from layerzero_verify.definitions.trace import Trace, Workload, append_traces
 
-__all__ = ["check", "check_definition", "environment", "traces_of", "write_traces"]
-
 _LIBRARIES = ("torch", "layerzero-core", "flashinfer-python", "sgl-kernel", "sglang", "triton")
 
 

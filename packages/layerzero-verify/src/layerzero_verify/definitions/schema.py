@@ -18,8 +18,6 @@ from layerzero_verify.definitions.files import at, parse_json, read_text, take, 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "Axis", "Definition", "TensorSpec", "load_definition", "parse_definition", "torch_dtype"]
-
 # The format's name of a dtype, and torch's.
 DTYPES: Mapping[str, str] = {
     "float32": "float32",

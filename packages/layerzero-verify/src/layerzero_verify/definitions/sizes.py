@@ -12,8 +12,6 @@ from layerzero_verify.definitions.constraints import derive
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.trace import InputSource, Workload
 
-__all__ = ["DEFAULT", "RUNNER", "SIZES", "Sizes", "axes_for", "workload_of", "workloads_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

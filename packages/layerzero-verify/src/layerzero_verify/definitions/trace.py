@@ -19,8 +19,6 @@ from layerzero.errors import ConfigurationError
 from layerzero.json_form import Plain
 from layerzero_verify.definitions.files import at, json_lines, take, take_map
 
-__all__ = ["Evaluation", "InputSource", "Status", "Trace", "Workload", "append_traces", "parse_trace", "read_traces"]
-
 
 class Status(enum.StrEnum):
     """How an evaluation ended; the words are the format's. A skip is not among them: it leaves no trace."""

@@ -22,8 +22,6 @@ from layerzero_verify.definitions.adapting import NORMED, block_tables, epsilon,
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.vendors import FLASHINFER, SGLANG
 
-__all__ = ["Truth", "find_truths"]
-
 # What has to be importable, and the distribution that brings it.
 _MODULES = {"flashinfer": ("flashinfer", "flashinfer-python"), "sglang": ("sgl_kernel", "sgl-kernel")}
 _EXPERTS = ("sglang", "sglang")

@@ -16,8 +16,6 @@ from torch import Tensor
 from layerzero_verify.definitions.adapting import NORMED, epsilon, first_of, is_causal, last_page_len, lengths_of
 from layerzero_verify.definitions.schema import Definition
 
-__all__ = ["FLASHINFER", "SGLANG"]
-
 Inputs = Mapping[str, Any]
 
 _WORKSPACE_BYTES = 128 * 1024 * 1024

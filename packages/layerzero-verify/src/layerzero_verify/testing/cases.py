@@ -26,20 +26,6 @@ from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.model.op import Op
 from layerzero.tuning.inputs import Draw
 
-__all__ = [
-    "GROUPS",
-    "Calls",
-    "Case",
-    "Group",
-    "cases_of",
-    "declare",
-    "drawn",
-    "dtypes_of",
-    "edges",
-    "fit",
-    "load_cases",
-]
-
 # dtypes the kit can draw and compare; the most exact first.
 _TESTABLE = ("float32", "float64", "float16", "bfloat16")
 # Groups whose cases are tried in every declared dtype.

@@ -8,8 +8,6 @@ from layerzero.model.enums import Causal, Layout, MaskKind
 from layerzero.model.kernel import KernelSpec
 from layerzero_verify.testing.cases import Calls, Labelled, edges, fit
 
-__all__ = ["attention", "layouts_of", "paged"]
-
 _CAUSAL = {"causal_top_left": Causal.TOP_LEFT, "causal_bottom_right": Causal.BOTTOM_RIGHT}
 _BOTTOM_RIGHT = Causal.BOTTOM_RIGHT
 

@@ -12,8 +12,6 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.quant import FORMATS, QuantScheme
 from layerzero_verify.testing.cases import Calls, Given, Labelled, fit
 
-__all__ = ["schemes_of", "weight_given"]
-
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 

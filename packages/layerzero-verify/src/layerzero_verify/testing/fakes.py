@@ -11,15 +11,6 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.spec import hookimpl
 
-__all__ = [
-    "FakeDist",
-    "FakeEntryPoint",
-    "capabilities",
-    "cpu",
-    "gpu",
-    "plugin",
-]
-
 
 def cpu(*features: str) -> DeviceSpec:
     """A CPU with these features."""

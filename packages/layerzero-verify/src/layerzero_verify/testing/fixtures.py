@@ -16,8 +16,6 @@ from torch import Tensor
 
 from layerzero.numerics import assert_close, tolerance
 
-__all__ = ["assert_like", "cuda_device", "device", "kept_state", "reset_cuda_state", "sample_tensors"]
-
 
 @pytest.fixture
 def device() -> torch.device:

@@ -34,8 +34,6 @@ from layerzero.registry.reading import decoded, read
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit
 
-__all__ = ["Found", "Recorder", "make", "prove", "write"]
-
 _SUITE = "from layerzero_verify.testing.suite import *\n"
 
 

@@ -17,8 +17,6 @@ from layerzero.tuning.truth import truth
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit, import_string
 
-__all__ = ["bounds", "call", "check", "context", "expected", "place", "refusal", "tensors"]
-
 
 def place(kit: Kit, spec: KernelSpec) -> torch.device:
     """The device a kernel is tried on; the plugin's hooks have skipped the test where there is none."""

@@ -16,8 +16,6 @@ import importlib_metadata
 
 from layerzero.plugin.discovery import dist_version, normalized
 
-__all__ = ["pretend"]
-
 
 @dataclass(frozen=True)
 class _Dist:

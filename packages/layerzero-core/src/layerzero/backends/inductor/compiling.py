@@ -23,8 +23,6 @@ import torch
 from layerzero.backends.inductor.toolchain import needs_compiler
 from layerzero.plugin import BackendNotAvailableError, DeviceSpec, artifact_folder
 
-__all__ = ["Inputs", "load", "main", "path_of"]
-
 Inputs = tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...]
 """For each tensor: an example shape, the dtype, and which axes are free."""
 

@@ -7,8 +7,6 @@ import torch
 from layerzero.backends.inductor.programs import PROGRAMS
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 
 def self_test() -> HealthReport:
     """RMSNorm of a row whose answer is known, and a quarter turn."""

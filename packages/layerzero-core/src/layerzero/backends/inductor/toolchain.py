@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from layerzero.plugin import DeviceSpec, Reason, reason
 
-__all__ = ["compiler", "needs_compiler"]
-
 
 def compiler() -> str | None:
     """The C++ compiler TorchInductor would call: CXX, else g++, else clang++."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cast"]
-
 # Beyond the largest finite number by half a step: what is farther away rounds to a number E4M3 does not have.
 _E4M3_LARGEST, _E4M3_OVERFLOW = 448.0, 464.0
 

@@ -9,8 +9,6 @@ from layerzero.backends.reference.precision import compute_dtype
 from layerzero.model.attention import Attended, packed
 from layerzero.model.grouped import GroupedBatch, Segment
 
-__all__ = ["grouped_attention"]
-
 
 def grouped_attention(
     query: Tensor,

@@ -7,8 +7,6 @@ import torch
 from layerzero.backends.reference.attention import attention
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 
 def self_test() -> HealthReport:
     """Equal keys give the mean of the values; a causal first row gives the first value."""

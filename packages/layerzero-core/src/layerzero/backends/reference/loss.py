@@ -7,8 +7,6 @@ from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype
 
-__all__ = ["cross_entropy"]
-
 
 def cross_entropy(
     logits: Tensor,

@@ -15,8 +15,6 @@ from layerzero.backends.reference.paged import one_by_one
 from layerzero.model.attention import Attended
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["mla_paged_attention"]
-
 
 def mla_paged_attention(
     q_nope: Tensor,

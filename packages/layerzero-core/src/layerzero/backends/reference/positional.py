@@ -10,8 +10,6 @@ from torch import Tensor
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.model.rotary import full_tables, full_width, rotate, rotated, token_rows
 
-__all__ = ["alibi_slopes", "rope", "rope_halves", "xpos"]
-
 
 def rope(
     q: Tensor,

@@ -20,8 +20,6 @@ from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
 from layerzero.reasons import ReasonCode
 
-__all__ = ["E2M1_VALUES", "LARGEST", "NF4_VALUES", "Scales", "dequantize", "group_view", "quantize", "quantized"]
-
 # Magnitudes of the codes 0..7 of E2M1; bit 3 is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX_EXPONENT = 2

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["sample", "sample_topk", "sample_topp", "sampling_probs"]
-
 Param = float | Tensor
 Kept = tuple[Tensor, Tensor | None]
 """Weights of tokens in the order of their ids, and these ids; None: of all tokens."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from layerzero.model.masks import ChunkMask
 
-__all__ = ["by_chunk", "lower_right"]
-
 
 def by_chunk(
     attend: Callable[[Tensor, Tensor, Tensor], Any],

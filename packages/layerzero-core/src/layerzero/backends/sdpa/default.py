@@ -22,8 +22,6 @@ from layerzero.backends.sdpa.varlen import mask_of
 from layerzero.model.attention import upright
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["attention", "latent_pages", "pages", "varlen"]
-
 
 def attention(
     query: Tensor,

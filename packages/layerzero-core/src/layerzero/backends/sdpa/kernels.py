@@ -18,11 +18,6 @@ from layerzero.backends.sdpa.chunked import by_chunk, lower_right
 from layerzero.model.attention import upright
 from layerzero.model.masks import ChunkMask
 
-__all__ = [
-    "by_group", "cudnn_cuda", "efficient_cuda", "flash_cpu", "flash_cuda", "fused", "group_attention", "math",
-    "rows_of", "squeezed",
-]  # fmt: skip
-
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
 _flash = torch._scaled_dot_product_flash_attention
 _math = torch._scaled_dot_product_attention_math

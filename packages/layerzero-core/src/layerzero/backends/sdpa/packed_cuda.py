@@ -15,8 +15,6 @@ from layerzero.backends.sdpa.paged import prepared
 from layerzero.model.attention import no_keys, offsets, upright
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["paged_flash", "varlen_flash"]
-
 
 def varlen_flash(
     query: Tensor,

@@ -12,8 +12,6 @@ from layerzero.backends.reference.paged import one_by_one
 from layerzero.backends.sdpa.varlen import attend_cpu
 from layerzero.model.kv_cache import PagedBatch
 
-__all__ = ["gather_cpu", "prepared"]
-
 
 class _Prepared:
     """What adapters found out about the pages of a batch, for the layers that follow."""

@@ -16,8 +16,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from layerzero.backends.sdpa.kernels import fused, rows_of, squeezed
 
-__all__ = ["cudnn", "efficient", "flash"]
-
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 

@@ -15,8 +15,6 @@ from layerzero.backends.reference.varlen import slopes_of
 from layerzero.backends.sdpa.kernels import flash_cpu
 from layerzero.model.attention import packed
 
-__all__ = ["attend_cpu", "each_cpu", "mask_of"]
-
 
 def each_cpu(
     query: Tensor,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cast"]
-
-
 # A number farther out than this would round to one that E4M3 does not have.
 _E4M3_OVERFLOW = 464.0
 

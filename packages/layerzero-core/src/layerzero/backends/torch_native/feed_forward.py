@@ -8,8 +8,6 @@ from torch import Tensor
 
 from layerzero.backends.reference import feed_forward as reference
 
-__all__ = ["mlp", "narrow_on_cpu"]
-
 
 def narrow_on_cpu(x: Tensor) -> bool:
     """Whether x is of 16 bits and on a CPU, most of which multiply such numbers slower than wide ones."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from layerzero.model.grouped import GroupedBatch, Segment
 
-__all__ = ["grouped_attention"]
-
 _forward_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # as torch.ops.aten has it, some 5 µs sooner
 _backward_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _forward_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default

@@ -7,8 +7,6 @@ import torch
 from layerzero.backends.torch_native.kernels import layer_norm, rms_norm
 from layerzero.plugin import HealthReport
 
-__all__ = ["self_test"]
-
 
 def self_test() -> HealthReport:
     """RMSNorm and LayerNorm of rows whose answers are known in closed form."""

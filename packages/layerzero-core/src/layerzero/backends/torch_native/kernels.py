@@ -8,17 +8,6 @@ from torch import Tensor
 
 from layerzero.backends.reference.feed_forward import activate
 
-__all__ = [
-    "add_rms_norm",
-    "embedding",
-    "gelu_and_mul",
-    "layer_norm",
-    "linear",
-    "relu_and_mul",
-    "rms_norm",
-    "silu_and_mul",
-]
-
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` over the last axis (fused on CUDA)."""

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cross_entropy"]
-
 _WIDE = (torch.float32, torch.float64)
 _MEAN, _SUM = 1, 2  # torch's numbers for these reductions
 _cross_entropy: Any = torch._C._nn.cross_entropy_loss  # what `F.cross_entropy` calls

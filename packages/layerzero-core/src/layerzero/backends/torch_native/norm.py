@@ -7,8 +7,6 @@ from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype
 
-__all__ = ["add_rms_norm", "gemma_add_rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm"]
-
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`torch.rms_norm` in the wide precision, rounded once, to the dtype of x."""

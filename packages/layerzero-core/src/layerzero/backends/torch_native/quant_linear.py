@@ -16,8 +16,6 @@ from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight, activation_scheme
 from layerzero.model.quant import QuantizedTensor
 
-__all__ = ["dequantized", "fp8_rowwise", "fp8_scaled", "int4_tiles", "int8_dynamic", "int8_rows", "pack_int4_tiles"]
-
 Weight = QuantizedTensor | PackedWeight
 
 

@@ -11,8 +11,6 @@ from layerzero.backends.reference.quantize import E2M1_VALUES, LARGEST, NF4_VALU
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme
 
-__all__ = ["dequantize", "quantize"]
-
 _FP8 = {QuantFormat.FP8_E4M3: torch.float8_e4m3fn, QuantFormat.FP8_E5M2: torch.float8_e5m2}
 _BINS = 512  # of [-1, 1]: two midpoints of NF4 never share one
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from layerzero.model.rotary import token_rows
 
-__all__ = ["rope_complex", "rope_halves"]
-
 
 def _adapter(turn: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Any]:
     """`lz.rope` by a function that turns one tensor."""

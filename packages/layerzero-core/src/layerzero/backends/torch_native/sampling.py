@@ -26,16 +26,6 @@ from torch import Tensor
 
 from layerzero.backends.reference import sampling as reference
 
-__all__ = [
-    "sample",
-    "sample_sorted",
-    "sample_topk",
-    "sample_topk_sorted",
-    "sample_topp",
-    "sample_topp_sorted",
-    "sampling_probs",
-]
-
 Param = float | Tensor
 
 _BUCKETS = 2048  # of weights, each a factor of 2**(1/64) below the one before; the last holds the rest

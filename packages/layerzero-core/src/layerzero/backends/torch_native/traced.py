@@ -11,8 +11,6 @@ from torch import Tensor
 from layerzero.backends.reference import moe as reference
 from layerzero.backends.torch_native import moe as native
 
-__all__ = ["grouped_gemm", "moe"]
-
 
 def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     """Rows of x, group after group, each times its group's weight transposed."""
