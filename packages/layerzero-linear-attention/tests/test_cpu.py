@@ -8,6 +8,7 @@ import torch
 from linear_attention_calls import BY_NAME, NAMES, NEEDS, ORACLES, example
 
 import layerzero as lz
+from layerzero_linear_attention import chunks
 from layerzero_linear_attention.build import LIBRARY
 
 pytestmark = [
@@ -68,15 +69,31 @@ def test_narrow_dtypes_are_rounded_once(name, dtype):
 
 
 @pytest.mark.parametrize("steps", ["channels", "tokens", "neither"])
-def test_the_convolution_takes_any_strides(steps):
+def test_the_convolution_takes_any_strides_and_every_way_leaves_the_same(steps):
     x, *rest = example("causal_conv1d", "silu", dtype="float32", channels=40, seq_len=67)
     laid = {
         "channels": x.transpose(1, 2).contiguous().transpose(1, 2),
         "tokens": x,
         "neither": torch.stack((x, x), -1)[..., 0],
     }[steps]
-    for found, wanted in zip(kernel("causal_conv1d")(laid, *rest), ORACLES["causal_conv1d"](x, *rest), strict=True):
-        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
+    op, wanted = BY_NAME["causal_conv1d"], ORACLES["causal_conv1d"](x, *rest)
+    out, state = kernel("causal_conv1d")(laid, *rest)
+    np.testing.assert_allclose(out.numpy(), wanted[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.numpy(), wanted[1], rtol=1e-4, atol=1e-5)
+    assert out.stride(1 if steps == "channels" else 2) == 1
+    for way in (op.fake, op.function, chunks.causal_conv1d):
+        assert way(laid, *rest)[0].stride() == out.stride(), way
+
+
+@pytest.mark.parametrize(("width", "kept"), [(4, 4), (4, 3), (3, 2), (2, 1), (1, 1), (8, 8), (4, 2), (3, 9)])
+@pytest.mark.parametrize("rows", [True, False])
+def test_the_convolution_goes_on_from_a_state_of_any_length(width, kept, rows):
+    for tokens in (1, 2, 9):
+        sizes = {"width": width, "state_len": kept, "channels": 300, "seq_len": tokens}
+        x, *rest = example("causal_conv1d", "initial_state", "bias", "silu", dtype="float32", **sizes)
+        laid = x.transpose(1, 2).contiguous().transpose(1, 2) if rows else x
+        for found, wanted in zip(kernel("causal_conv1d")(laid, *rest), ORACLES["causal_conv1d"](x, *rest), strict=True):
+            np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_values_that_are_no_numbers_stay_none_and_far_decays_are_zero():

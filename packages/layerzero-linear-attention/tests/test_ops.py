@@ -143,23 +143,25 @@ def test_wrong_calls_are_refused_in_words():
         lz.ops.causal_conv1d(x, weight, activation="gelu")
 
 
-def test_without_fla_core_the_backend_says_how_to_get_it():
+@pytest.mark.parametrize(("name", "dist"), [("fla", "fla-core"), ("flashinfer_linear", "flashinfer-python")])
+def test_without_its_vendor_a_backend_says_how_to_get_it(name, dist):
     from layerzero.plugin.manager import load_plugins
     from layerzero_verify.testing.vendors import pretend
 
-    with pretend({"fla-core": None}):
-        record = load_plugins(env={}).record("fla")
+    with pretend({dist: None}):
+        record = load_plugins(env={}).record(name)
     assert record.state == "unavailable"
-    assert "pip install 'layerzero-linear-attention[fla]'" in record.fix
+    assert f"pip install 'layerzero-linear-attention[{name.removesuffix('_linear')}]'" in record.fix
 
 
 def test_the_plugins_keep_the_contract_and_register_without_importing_a_vendor():
     from layerzero_verify.testing.kit import Kit
     from layerzero_verify.testing.vendors import pretend
 
-    with pretend({"fla-core": "0.6.0"}, dict.fromkeys(("fla", "triton"), ImportError("too early"))) as imported:
-        kits = [Kit.open(name) for name in ("fla", "linear_attention")]
+    vendors = {"fla-core": "0.6.0", "flashinfer-python": "0.6.6"}
+    with pretend(vendors, dict.fromkeys(("fla", "flashinfer", "triton"), ImportError("too early"))) as imported:
+        kits = [Kit.open(name) for name in ("fla", "flashinfer_linear", "linear_attention")]
     for kit in kits:
         assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
-    assert len(kits[0].kernels) == 4
+    assert [len(kit.kernels) for kit in kits[:2]] == [4, 2]
     assert imported == []

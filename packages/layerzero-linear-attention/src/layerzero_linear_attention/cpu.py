@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero.plugin import BackendNotAvailableError
 from layerzero_linear_attention.build import LIBRARY
+from layerzero_linear_attention.packed import empty_as, lies_in_rows
 
 _ALONE = 1 << 14  # elements of a state below which other threads are not worth waking
 
@@ -28,7 +29,7 @@ def _load() -> tuple[Any, int]:
     address, number, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     library.lz_delta.argtypes = [*(address,) * 9, *(number,) * 6, real, flag, flag, flag, address]
     library.lz_scan.argtypes = [*(address,) * 10, *(number,) * 6, flag, address]
-    library.lz_conv.argtypes = [*(address,) * 7, *(number,) * 8, flag, flag, address]
+    library.lz_conv.argtypes = [*(address,) * 7, *(number,) * 8, flag, flag, flag, address]
     for function in (library.lz_delta, library.lz_scan, library.lz_conv):
         function.restype = None
     try:
@@ -127,19 +128,21 @@ def causal_conv1d(
     cu_seqlens: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Sixteen channels side by side, whichever of channels and tokens lies dense; the activation in the same pass."""
+    """A row of channels a token or a row of tokens a channel, as x lies; the activation in the same pass."""
     given, taps = x.to(torch.float32), _dense(weight)
+    given = given if lies_in_rows(given) else given.contiguous()
+    rows = lies_in_rows(given) or x.shape[2] == 1
     added = None if bias is None else _dense(bias)
     state = None if initial_state is None else _dense(initial_state)
     offsets = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     channels, tokens = x.shape[1:]
     count = x.shape[0] if offsets is None else offsets.shape[0] - 1
     kept = taps.shape[1] - 1 if state is None else state.shape[2]
-    out = torch.empty(given.shape)
+    out = empty_as(given)
     last = torch.empty((count, channels, kept))
     _LIBRARY.lz_conv(
         given.data_ptr(), taps.data_ptr(), _address(added), _address(state), out.data_ptr(), last.data_ptr(),
-        _address(offsets), count, channels, tokens, taps.shape[1], kept, *given.stride(), activation == "silu",
+        _address(offsets), count, channels, tokens, taps.shape[1], kept, *given.stride(), activation == "silu", rows,
         _threads(out.numel()), _TEAM,
     )  # fmt: skip
     return out.to(x.dtype), last.to(x.dtype)

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["causal_conv1d", "causal_conv1d_step", "mamba2_scan", "mamba2_scan_step"]
+from layerzero_linear_attention.packed import empty_as
+
+__all__ = ["causal_conv1d", "causal_conv1d_step", "l2norm", "mamba2_scan", "mamba2_scan_step"]
 
 
 @triton.jit
@@ -141,6 +143,7 @@ def _scanned(
 @triton.jit
 def _conv(
     x, weight, bias, first, out, begins, sequences, channels, tokens, kept, row_step, channel_step, token_step,
+    out_channel_step, out_token_step,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A tile of channels and tokens; what lies before a sequence is its state, and zeros before that."""
@@ -169,7 +172,9 @@ def _conv(
         total += column * tl.load(weight + d * WIDTH + w, mask=in_d, other=0.0).to(tl.float32)[:, None]
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    spot = (row * channels + d[:, None]) * tokens + t[None, :]
+    spot = (
+        row * channels * tokens + d[:, None].to(tl.int64) * out_channel_step + t[None, :].to(tl.int64) * out_token_step
+    )
     tl.store(out + spot, total.to(out.dtype.element_ty), mask=in_d[:, None] & in_t[None, :])
 
 
@@ -211,7 +216,7 @@ def _convolved(
     width = weight.shape[1]
     kept = width - 1 if initial_state is None else initial_state.shape[2]
     first = None if initial_state is None else initial_state.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = empty_as(x)
     begins = sequences = None
     if cu_seqlens is not None:
         token = torch.arange(tokens, device=x.device, dtype=cu_seqlens.dtype)
@@ -220,6 +225,7 @@ def _convolved(
     block_t, block_d = tile
     _conv[(triton.cdiv(tokens, block_t), triton.cdiv(channels, block_d), batch)](
         x, weight.contiguous(), bias, first, out, begins, sequences, channels, tokens, kept, *x.stride(),
+        *out.stride()[1:],
         WIDTH=width, SILU=activation == "silu", BLOCK_T=block_t, BLOCK_D=block_d,
     )  # fmt: skip
     return out, _last_columns(x, first, cu_seqlens, kept)
@@ -241,3 +247,24 @@ def _last_columns(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, ke
         index = (old + kept).clamp(0, max(kept - 1, 0))[:, None].expand_as(fresh)
         past = torch.where((old + kept >= 0)[:, None], first.to(x.dtype).gather(-1, index), 0)
     return torch.where((old >= 0)[:, None], fresh, past).contiguous()
+
+
+@triton.jit
+def _l2norm(x, out, rows, width, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_W)
+    spot = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    given = tl.load(x + spot, mask=inside, other=0.0).to(tl.float32)
+    made = given * tl.rsqrt(tl.sum(given * given, 1) + 1e-6)[:, None]
+    tl.store(out + spot, made.to(out.dtype.element_ty), mask=inside)
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """Each row divided by its length, for kernels that do not do that themselves."""
+    width = x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, wide = out.numel() // max(width, 1), triton.next_power_of_2(width)
+    block = max(1, 2048 // wide)
+    _l2norm[(triton.cdiv(rows, block),)](x.contiguous(), out, rows, width, BLOCK_R=block, BLOCK_W=wide)
+    return out

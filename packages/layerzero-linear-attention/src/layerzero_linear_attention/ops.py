@@ -13,7 +13,7 @@ from layerzero.errors import invalid
 from layerzero.model.checks import expect_index
 from layerzero.model.cost import Roofline
 from layerzero.plugin import Call, Context, Op, expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero_linear_attention.packed import padded, unpadded
+from layerzero_linear_attention.packed import empty_as, lies_in_rows, padded, unpadded
 from layerzero_linear_attention.recurrence import sequential
 
 _TOKENS = "seq_len * (1 + (batch - 1) * (1 - varlen))"
@@ -90,6 +90,7 @@ def causal_conv1d(
 
     x [B, D, T], weight [D, W], bias [D]. `initial_state` [N, D, S] is what came before x, with zeros before that; the
     final state is the last S columns of it and x together (S = W - 1 without one). `activation` is None or "silu".
+    The channels of the result lie dense where those of x do, as a projection leaves them.
     Packed sequences: B = 1 and `cu_seqlens` [N + 1].
     """
     return run_conv(_windows, x, weight, bias, initial_state, cu_seqlens, activation)
@@ -201,10 +202,15 @@ def run_conv(
     out = run(columns, weight, bias) if length else given
     out = (F.silu(out) if activation == "silu" else out).to(x.dtype)
     if cu_seqlens is None:
-        return out.contiguous(), all_columns[..., length:].contiguous()
+        return _laid(out, x), all_columns[..., length:].contiguous()
     place = cu_seqlens.diff()[:, None] + torch.arange(kept, device=x.device)
     last = all_columns.gather(-1, place[:, None].expand(-1, x.shape[1], -1))
-    return unpadded(out.transpose(1, 2), cu_seqlens, tokens).transpose(1, 2).contiguous(), last
+    return _laid(unpadded(out.transpose(1, 2), cu_seqlens, tokens).transpose(1, 2), x), last
+
+
+def _laid(out: Tensor, x: Tensor) -> Tensor:
+    """A result without gaps, its channels dense where those of x are."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if lies_in_rows(x) else out.contiguous()
 
 
 def _windows(columns: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -341,7 +347,7 @@ def _fake_scan(
 
 def _fake_conv(x: Tensor, weight: Tensor, bias: Any, state: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     kept = weight.shape[1] - 1 if state is None else state.shape[2]
-    return _like(x, *x.shape), _like(x, _count(x, cu_seqlens), x.shape[1], kept)
+    return empty_as(x), _like(x, _count(x, cu_seqlens), x.shape[1], kept)
 
 
 def _delta_op(function: Callable[..., Any], describe: Callable[[Call], Context], decays: str) -> Op:

@@ -1,4 +1,4 @@
-"""Sequences packed behind each other, as rows of equal length and back."""
+"""How tensors lie: sequences packed behind each other, as rows of equal length and back; channels or tokens dense."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def unpadded(rows: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
     return rows[sequence, token - cu_seqlens[sequence]].unsqueeze(0)
+
+
+def lies_in_rows(x: Tensor) -> bool:
+    """Whether the channels of x [B, D, T] lie dense, as a projection leaves them; otherwise its tokens are taken to."""
+    return x.stride(1) == 1 and x.stride(2) != 1
+
+
+def empty_as(x: Tensor) -> Tensor:
+    """An output of x's shape without gaps, its channels dense where those of x are."""
+    batch, channels, tokens = x.shape
+    if lies_in_rows(x):
+        return x.new_empty(batch, tokens, channels).transpose(1, 2)
+    return x.new_empty(batch, channels, tokens)

@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t WIDEST = 512;  // of keys, values and states; capabilities.json says the same
 constexpr int64_t BLOCK = 32;    // columns whose sums stay in registers
-constexpr int64_t CHANNELS = 16, COLUMNS = 32, TAPS = 8;
 constexpr int64_t GROUP = 256;   // channels a thread takes: rows of a kilobyte where channels lie dense
 
 // --- threads: torch's own, by GOMP_parallel; the items are taken one after the other by whoever is free ---------------
@@ -191,76 +190,146 @@ CLONES void scan_item(const void* call, int64_t item) {
   }
 }
 
-// --- causal convolution: sixteen channels side by side, tokens in the order of time -----------------------------------
+// --- causal convolution: as x lies, either a row of channels a token, or a row of tokens a channel --------------------
 struct Conv {
   const float *x, *weight, *bias, *first;
   float *out, *last;
   const int64_t* cu;
   int64_t channels, tokens, taps, kept, row_step, channel_step, token_step;
-  int silu;
+  int silu, rows;
 };
 
-CLONES void conv_item(const void* call, int64_t item) {
-  const Conv& c = *static_cast<const Conv*>(call);
-  const int64_t D = c.channels, W = c.taps, S = c.kept, groups = (D + GROUP - 1) / GROUP, before = W - 1;
+// Sums of n <= GROUP columns, through the activation where asked, to where they belong.
+INLINE void finish(const float* sum, float* out, int64_t n, int silu) {
+  if (silu) {
+    float grown[GROUP];  // two loops: in one, the compiler branches on the bounds of the exponential
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) grown[i] = exponential(-sum[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] = sum[i] / (1 + grown[i]);
+  } else {
+    memcpy(out, sum, size_t(n) * sizeof(float));
+  }
+}
+
+// One token and a state of S columns: the state is read once, and written a column further.
+template <int W, int S>
+INLINE void conv_step(const Conv& c, const float* x, int64_t n, int64_t d0, int64_t many, float* out) {
+  const float *weight = c.weight + d0 * W, *first = c.first + (n * c.channels + d0) * S;
+  float *last = c.last + (n * c.channels + d0) * S, sum[GROUP];
+#pragma omp simd
+  for (int64_t d = 0; d < many; ++d) {
+    float made = (c.bias ? c.bias[d0 + d] : 0) + weight[d * W + W - 1] * x[d];
+    for (int w = 0; w < W - 1; ++w) made += weight[d * W + w] * first[d * S + S - W + 1 + w];
+    for (int s = 0; s < S - 1; ++s) last[d * S + s] = first[d * S + s + 1];
+    last[d * S + S - 1] = x[d];
+    sum[d] = made;
+  }
+  finish(sum, out, many, c.silu);
+}
+
+// A row of channels after the other; what is before the first of them is `past`.
+template <int W>
+INLINE void conv_rows(const Conv& c, const float* x, const float (*past)[GROUP], int64_t d0, int64_t many, int64_t begin,
+                      int64_t end, float* out) {
+  float weight[W][GROUP], bias[GROUP], sum[GROUP];
+  for (int64_t d = 0; d < many; ++d) {
+    bias[d] = c.bias ? c.bias[d0 + d] : 0;
+    for (int w = 0; w < W; ++w) weight[w][d] = c.weight[(d0 + d) * W + w];
+  }
+  for (int64_t t = begin; t < end; ++t, out += c.channels) {
+    const float* row[W];
+    for (int w = 0; w < W; ++w) {
+      const int64_t at = t - W + 1 + w;
+      row[w] = at >= begin ? x + at * c.token_step : past[at - begin + W - 1];
+    }
+#pragma omp simd
+    for (int64_t d = 0; d < many; ++d) {
+      float made = bias[d];
+      for (int w = 0; w < W; ++w) made += weight[w][d] * row[w][d];
+      sum[d] = made;
+    }
+    finish(sum, out, many, c.silu);
+  }
+}
+
+// The tokens of one channel; the first of them see what was before.
+template <int W>
+INLINE void conv_line(const Conv& c, const float* line, const float* past, int64_t d, int64_t length, float* out) {
+  const float *weight = c.weight + d * W, bias = c.bias ? c.bias[d] : 0;
+  float sum[GROUP], early[2 * W];
+  for (int64_t t = 0; t < length;) {
+    const float* from = line + t - (W - 1);
+    int64_t n = length - t < GROUP ? length - t : GROUP;
+    if (t < W - 1) {  // those whose window begins before the line
+      n = n < W - 1 - t ? n : W - 1 - t;
+      for (int i = 0; i < 2 * W - 2; ++i) early[i] = i < W - 1 ? past[i] : i - (W - 1) < length ? line[i - (W - 1)] : 0;
+      from = early + t;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+      float made = bias;
+      for (int w = 0; w < W; ++w) made += weight[w] * from[i + w];
+      sum[i] = made;
+    }
+    finish(sum, out + t, n, c.silu);
+    t += n;
+  }
+}
+
+template <int W>
+INLINE void conv_taps(const Conv& c, int64_t item) {
+  const int64_t D = c.channels, S = c.kept, groups = (D + GROUP - 1) / GROUP, before = W - 1;
   const int64_t n = item / groups, d0 = item % groups * GROUP, many = D - d0 < GROUP ? D - d0 : GROUP;
   int64_t row, begin, end;
   span(c.cu, n, c.tokens, &row, &begin, &end);
+  const int64_t length = end - begin;
   const float* x = c.x + row * c.row_step + d0 * c.channel_step;
   const float* first = c.first == nullptr ? nullptr : c.first + (n * D + d0) * S;
-  float weight[TAPS][GROUP], bias[GROUP] = {0}, past[TAPS][GROUP], column[COLUMNS + TAPS][CHANNELS];
-  if (many < GROUP) memset(weight, 0, sizeof weight), memset(past, 0, sizeof past), memset(column, 0, sizeof column);
-  for (int64_t w = 0; w < W; ++w)
-    for (int64_t d = 0; d < many; ++d) weight[w][d] = c.weight[(d0 + d) * W + w];
-  if (c.bias) memcpy(bias, c.bias + d0, size_t(many) * sizeof(float));
-  for (int64_t w = 0; w < before; ++w) {
-    const int64_t at = S - before + w;
-    for (int64_t d = 0; d < many; ++d) past[w][d] = first && at >= 0 ? first[d * S + at] : 0;
-  }
-  for (int64_t t0 = begin; t0 < end; t0 += COLUMNS) {
-    const int64_t count = end - t0 < COLUMNS ? end - t0 : COLUMNS;
-    for (int64_t at = 0; at < many; at += CHANNELS) {
-      const int64_t wide = many - at < CHANNELS ? many - at : CHANNELS;
-      const float* from = x + t0 * c.token_step + at * c.channel_step;
-      for (int64_t w = 0; w < before; ++w) memcpy(column[w], past[w] + at, sizeof column[w]);
-      if (c.channel_step == 1 && wide == CHANNELS) {
-        for (int64_t t = 0; t < count; ++t) memcpy(column[before + t], from + t * c.token_step, sizeof column[0]);
-      } else {
-        for (int64_t d = 0; d < wide; ++d)
-          for (int64_t t = 0; t < count; ++t) column[before + t][d] = from[t * c.token_step + d * c.channel_step];
+  if (c.rows) {
+    float* out = c.out + (row * c.tokens + begin) * D + d0;
+    const float* token = x + begin * c.token_step;
+    if (length == 1 && first && S == W) return conv_step<W, W>(c, token, n, d0, many, out);
+    if (length == 1 && first && W > 1 && S == before) return conv_step<W, W - 1>(c, token, n, d0, many, out);
+    float past[W][GROUP];
+    for (int64_t w = 0; w < before; ++w) {
+      const int64_t at = S - before + w;
+      for (int64_t d = 0; d < many; ++d) past[w][d] = first && at >= 0 ? first[d * S + at] : 0;
+    }
+    conv_rows<W>(c, x, past, d0, many, begin, end, out);
+  } else {
+    for (int64_t d = 0; d < many; ++d) {
+      float past[W];
+      for (int64_t w = 0; w < before; ++w) {
+        const int64_t at = S - before + w;
+        past[w] = first && at >= 0 ? first[d * S + at] : 0;
       }
-      float made[COLUMNS][CHANNELS];
-      for (int64_t t = 0; t < count; ++t) {
-        float* sum = made[t];
-        memcpy(sum, bias + at, sizeof made[t]);
-        for (int64_t w = 0; w < W; ++w) {
-          const float *tap = weight[w] + at, *old = column[t + w];
-#pragma omp simd
-          for (int64_t d = 0; d < CHANNELS; ++d) sum[d] += tap[d] * old[d];
-        }
-        if (c.silu) {
-          float grown[CHANNELS];  // two loops: in one, the compiler branches on the bounds of the exponential
-#pragma omp simd
-          for (int64_t d = 0; d < CHANNELS; ++d) grown[d] = exponential(-sum[d]);
-#pragma omp simd
-          for (int64_t d = 0; d < CHANNELS; ++d) sum[d] /= 1 + grown[d];
-        }
-      }
-      for (int64_t d = 0; d < wide; ++d) {
-        float* out = c.out + (row * D + d0 + at + d) * c.tokens + t0;
-        for (int64_t t = 0; t < count; ++t) out[t] = made[t][d];
-      }
-      for (int64_t w = 0; w < before; ++w) memcpy(past[w] + at, column[count + w], sizeof column[w]);
+      float* out = c.out + (row * D + d0 + d) * c.tokens + begin;
+      conv_line<W>(c, x + d * c.channel_step + begin, past, d0 + d, length, out);
     }
   }
   // the last columns of what was before and what came now
-  const int64_t length = end - begin, old = length < S ? S - length : 0;
+  const int64_t old = length < S ? S - length : 0;
   float* last = c.last + (n * D + d0) * S;
   for (int64_t s = 0; s < old; ++s)
     for (int64_t d = 0; d < many; ++d) last[d * S + s] = first ? first[d * S + length + s] : 0;
   for (int64_t s = old; s < S; ++s) {
     const float* line = x + (end + s - S) * c.token_step;
     for (int64_t d = 0; d < many; ++d) last[d * S + s] = line[d * c.channel_step];
+  }
+}
+
+CLONES void conv_item(const void* call, int64_t item) {
+  const Conv& c = *static_cast<const Conv*>(call);
+  switch (c.taps) {
+    case 1: return conv_taps<1>(c, item);
+    case 2: return conv_taps<2>(c, item);
+    case 3: return conv_taps<3>(c, item);
+    case 4: return conv_taps<4>(c, item);
+    case 5: return conv_taps<5>(c, item);
+    case 6: return conv_taps<6>(c, item);
+    case 7: return conv_taps<7>(c, item);
+    case 8: return conv_taps<8>(c, item);
   }
 }
 
@@ -283,8 +352,9 @@ EXPORT void lz_scan(const float* x, const float* step, const float* A, const flo
 
 EXPORT void lz_conv(const float* x, const float* weight, const float* bias, const float* first, float* out, float* last,
                     const int64_t* cu, int64_t count, int64_t channels, int64_t tokens, int64_t taps, int64_t kept,
-                    int64_t row_step, int64_t channel_step, int64_t token_step, int silu, int threads, void* team) {
+                    int64_t row_step, int64_t channel_step, int64_t token_step, int silu, int rows, int threads,
+                    void* team) {
   const Conv call = {x,    weight, bias, first,    out,          last,       cu,  channels, tokens,
-                     taps, kept,   row_step, channel_step, token_step, silu};
+                     taps, kept,   row_step, channel_step, token_step, silu, rows};
   spread(conv_item, &call, count * ((channels + GROUP - 1) / GROUP), threads, team);
 }
