@@ -47,7 +47,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models_decoding import Decoding, Graphed, shares
-from models_generate import ARCHITECTURES, WAYS, contestants_of, generate_case, made
+from models_generate import ARCHITECTURES, WAYS, contestants_of, generate_case, log_probability_errors, made
 from models_overhead import overheads
 from timing import RESULTS, commit, machine, write_json
 
@@ -221,6 +221,7 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
             ids = prompt(batch, args.prompt or (500 if cuda else 64), stock.config.vocab_size, args.device)
             try:
                 row = generate_case(contestants, ids, 128 if cuda else 32, timed, sync, args.seconds)
+                row["error of log-probabilities"] = log_probability_errors(stock, contestants, ids, 32)
             except Exception:
                 row = {"failed": traceback.format_exc()[-1500:]}
             figures[names[batch]] = row

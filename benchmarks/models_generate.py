@@ -10,7 +10,9 @@ import torch
 
 import layerzero as lz
 
-__all__ = ["ARCHITECTURES", "WAYS", "contestants_of", "generate_case", "made"]
+__all__ = ["ARCHITECTURES", "WAYS", "contestants_of", "generate_case", "log_probability_errors", "made"]
+
+_FEW = 8  # new tokens of the short calls: what a step takes is the difference
 
 Timed = Callable[[dict[str, Any], Callable[[], None], int, float], dict[str, Any]]
 Contestants = dict[str, tuple[Any, dict[str, Any]]]
@@ -81,7 +83,7 @@ def generate_case(
 ) -> dict[str, Any]:
     """Greedy tokens after a prompt, whole calls of `generate` timed; ms and tokens a second count new tokens."""
 
-    def written(model: Any, options: dict[str, Any]) -> torch.Tensor:
+    def written(model: Any, options: dict[str, Any], new: int = new) -> torch.Tensor:
         settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, **options}
         if model.generation_config.eos_token_id is None:  # nothing ends the text, and nobody has to look for it
             del settings["min_new_tokens"]
@@ -95,9 +97,33 @@ def generate_case(
     agree = int(same.long().cumprod(-1).sum(-1).min())
     calls = {name: (lambda pair=pair: written(*pair), _nothing) for name, pair in contestants.items()}
     found = timed(calls, sync, new, seconds)
+    few = {name: (lambda pair=pair: written(*pair, new=_FEW), _nothing) for name, pair in contestants.items()}
+    short = timed(few, sync, _FEW, seconds / 4)["ms"]
+    found["step_ms"] = {
+        name: round((ms * new - short[name] * _FEW) / (new - _FEW), 4) for name, ms in found["ms"].items()
+    }
     found["tokens_per_s"] = {name: round(ids.shape[0] / ms * 1e3, 1) for name, ms in found["ms"].items()}
     identical = bool(same.all())
     return {"batch": ids.shape[0], "prompt": ids.shape[1], "new": new, "identical": identical, "agree": agree, **found}
+
+
+def log_probability_errors(stock: Any, contestants: Contestants, ids: torch.Tensor, new: int) -> dict[str, float]:
+    """How far the log-probabilities of each way are from float32's over the text it wrote itself, in the mean.
+
+    Prompt and decode steps are those of the timed calls. Of each step the hundred tokens count that float32 holds for
+    the most probable.
+    """
+    truth = copy.deepcopy(stock).float()
+    found = {}
+    for name, (model, options) in contestants.items():
+        given = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "output_logits": True, **options}
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **given)
+        with torch.no_grad():
+            logits = truth(text.sequences[:, :-1], logits_to_keep=new).logits.float()
+        want, likely = logits.log_softmax(-1).topk(100)
+        got = torch.stack(text.logits, 1).float().log_softmax(-1).gather(-1, likely)
+        found[name] = float((got - want).abs().mean())
+    return found
 
 
 def _nothing() -> None:

@@ -229,6 +229,7 @@ def test_two_threads_generate_with_one_graphed_model() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice; tokens are compared
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor captures an empty one first, to have a pool
 def test_captured_steps_stay_right_beside_graphs_of_torch_compile() -> None:
     """torch.compile frees the workspaces of cuBLAS before it captures: ours must not lie in them."""
     stock = on_gpu("llama")
