@@ -63,10 +63,11 @@ def documents(taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any
             groups, graphs = (list(_groups(found, registered)) for found in (calls, _captured(calls)))
             if not groups:
                 continue
-            vendor = registry.backends[backend].vendor
-            versions = header["versions"]
+            spec, versions = registry.backends[backend], header["versions"]
+            vendor = spec.vendor
             entry = {
-                "device": header["device"], "commit": header["commit"], "version": header["backends"][backend],
+                # The version is the one they ship with; the commit is what was measured.
+                "device": header["device"], "commit": header["commit"], "version": spec.version,
                 "vendor": versions.get(vendor, "") if vendor else "", "torch": versions["torch"],
                 "threads": header["threads"], "capped": header["capped"] or "",
                 "busy": round(max(item["busy"] for item in calls), 3), "groups": groups,
