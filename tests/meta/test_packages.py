@@ -180,6 +180,7 @@ FOUND_ONLY = {  # used where they happen to be installed, and in no extra since 
     "layerzero-verify": {"flashinfer", "sglang"},  # other truths for definitions
     "layerzero-cpu": {"zentorch"},  # AMD's kernels
     "layerzero-flashattn": {"flash_attn_interface"},  # FlashAttention 3 is on no index
+    "layerzero-vllm": {"vllm"},  # which loads this package, not the other way round
 }
 
 

@@ -1,0 +1,1 @@
+"""LayerZero inside vLLM; `plugin.register` is what vLLM runs, `lz vllm explain` says what was chosen."""

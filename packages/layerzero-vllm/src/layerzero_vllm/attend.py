@@ -1,0 +1,152 @@
+"""Attention of one layer over vLLM's KV cache by the ops of LayerZero; knows vLLM's shapes, imports nothing of vLLM.
+
+A layer's KV cache is [blocks, kv heads, page, 2 * head_dim]. On a CPU the block of a head holds its keys and then its
+values, so that a page of either is contiguous; on CUDA every token holds its key and then its value, as vLLM's own
+kernels read and write it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero_vllm.choice import LayerKind, Phase
+
+__all__ = ["Example", "Settings", "agrees", "attend", "batch_of", "example", "halves", "interleaved", "race", "write"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of a layer that are the same at every call."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the ops take them; a window of W tokens is the query's own and the W - 1 before it."""
+        window = None if self.window is None else (self.window - 1, 0)
+        return {
+            "scale": self.scale,
+            "window": window,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+
+def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [blocks, kv heads, page, head_dim] of a cache packed as on a CPU."""
+    blocks, heads, page, twice = kv_cache.shape
+    both = kv_cache.view(blocks, heads, 2 * page, twice // 2)
+    return both[:, :, :page], both[:, :, page:]
+
+
+def interleaved(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [blocks, kv heads, page, head_dim] of a cache packed as on CUDA."""
+    keys, values = kv_cache.chunk(2, dim=-1)
+    return keys, values
+
+
+def write(key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    """Put new tokens [tokens, kv heads, head_dim] into their slots of a CPU's cache; slot -1 is padding."""
+    keys, values = halves(kv_cache)
+    page = keys.shape[2]
+    tokens = slots.shape[0]
+    if tokens and int(slots.min()) < 0:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        key, value, slots = key[kept], value[kept], slots[kept]
+    else:
+        key, value = key[:tokens], value[:tokens]
+    block = torch.div(slots, page, rounding_mode="floor")
+    offset = slots - block * page
+    keys[block, :, offset] = key
+    values[block, :, offset] = value
+
+
+def batch_of(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Any:
+    """The `lz.paged_batch` of vLLM's metadata: it is made once a step and shared by all layers of a KV-cache group."""
+    query_lens = query_start_loc.diff()
+    if query_lens.dtype is not block_table.dtype:
+        query_lens = query_lens.to(block_table.dtype)
+    if seq_lens.dtype is not block_table.dtype:
+        seq_lens = seq_lens.to(block_table.dtype)
+    new = query_lens.tolist()
+    if all(count == 1 for count in new):
+        return lz.paged_batch(block_table, seq_lens, host_lens=seq_lens.tolist())
+    return lz.paged_batch(block_table, seq_lens, query_lens=query_lens, host_lens=(seq_lens.tolist(), new))
+
+
+def attend(query: Tensor, caches: tuple[Tensor, Tensor], batch: Any, settings: Settings) -> Tensor:
+    """Attention of packed queries [tokens, heads, head_dim] over the pages of their sequences."""
+    found: Tensor = lz.paged_attention(query, *caches, batch, layout="HND", **settings.options)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A drawn batch of one phase: what a layer is called with, all cached tokens, and vLLM's metadata of it."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    new: Tensor
+    cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+
+
+def example(kind: LayerKind, phase: Phase, dtype: torch.dtype) -> Example:
+    """A batch of this phase; `new` are the places, in keys, values and slots, of the tokens that this step adds."""
+    device, page = kind.device, kind.block_size
+    generator = torch.Generator(device=device).manual_seed(0)
+    pages = -(-phase.context // page)
+    tokens = torch.arange(phase.batch * phase.context, device=device)
+    sequence, position = tokens // phase.context, tokens % phase.context
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return Example(
+        query=drawn(phase.batch * phase.query, kind.num_heads, kind.head_dim),
+        keys=drawn(len(tokens), kind.num_kv_heads, kind.head_dim),
+        values=drawn(len(tokens), kind.num_kv_heads, kind.head_dim),
+        slots=sequence * pages * page + position,
+        new=tokens[position >= phase.context - phase.query],
+        cache=torch.zeros(phase.batch * pages, kind.num_kv_heads, page, 2 * kind.head_dim, dtype=dtype, device=device),
+        block_table=torch.arange(phase.batch * pages, dtype=torch.int32, device=device).view(phase.batch, pages),
+        query_start_loc=torch.arange(phase.batch + 1, dtype=torch.int32, device=device) * phase.query,
+        seq_lens=torch.full((phase.batch,), phase.context, dtype=torch.int32, device=device),
+    )
+
+
+def agrees(one: Tensor, other: Tensor) -> bool:
+    """Whether two results of one batch differ by no more than kernels of this dtype do that add in another order."""
+    limit = {torch.float32: 1e-4}.get(one.dtype, 3e-2)
+    return bool(torch.isfinite(one).all()) and bool(torch.allclose(one.float(), other.float(), rtol=limit, atol=limit))
+
+
+def race(ways: Mapping[str, Callable[[], Any]], seconds: float = 0.15) -> dict[str, float]:
+    """Microseconds of a call by each way: in turns; the least of each counts, which other load spoils last."""
+    for way in ways.values():
+        way(), way()
+    best = dict.fromkeys(ways, float("inf"))
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or (time.perf_counter() < end and rounds < 200):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            best[name] = min(best[name], (time.perf_counter() - begin) * 1e6)
+        rounds += 1
+    return best

@@ -1,0 +1,146 @@
+"""Which of vLLM's kernels and ours a layer kind gets: pure functions of what was measured when the engine started.
+
+A layer kind is what attention kernels are told apart by; layers of one KV-cache group that are of one kind are measured
+once. On a CPU the two sides pack the KV cache differently, so one of them writes and reads it in every phase; on CUDA
+both read the same pages, and each phase is chosen for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+__all__ = [
+    "OURS",
+    "THEIRS",
+    "Choice",
+    "LayerKind",
+    "Phase",
+    "choose_each",
+    "choose_one",
+    "left_alone",
+    "phases",
+    "refusals",
+]
+
+OURS, THEIRS = "layerzero", "vllm"
+# A candidate of ours has to be clearly quicker: times taken at start-up scatter by a few per cent.
+MARGIN = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What the attention of a layer asks of a kernel."""
+
+    device: str
+    dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_cache_dtype: str = "auto"
+    attn_type: str = "decoder"
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    non_causal: bool = False
+    kv_transfer: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}", self.dtype, self.attn_type]
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"softcap {self.softcap:g}"] if self.softcap else []
+        words += [name for name in ("alibi", "sinks", "non_causal", "kv_transfer") if getattr(self, name)]
+        words += [f"KV {self.kv_cache_dtype}"] if self.kv_cache_dtype != "auto" else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One kind of batch: `batch` sequences with `query` new tokens each after which they have `context` tokens."""
+
+    name: str
+    batch: int
+    query: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.name} B{self.batch}" if self.query == 1 else f"{self.name} B{self.batch}x{self.query}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who serves a kind of layer in a phase, and why; times in microseconds by candidate."""
+
+    kind: LayerKind
+    phase: str
+    winner: str
+    reason: str
+    kernel: str = ""
+    times: Mapping[str, float] = field(default_factory=dict)
+
+    def given_up(self, reason: str) -> Choice:
+        """vLLM's instead, although ours was quicker here."""
+        return replace(self, winner=THEIRS, kernel="vLLM's own", reason=f"{self.reason}; {reason}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as the report holds them."""
+        return asdict(self) | {"kind": str(self.kind), "times": dict(self.times)}
+
+
+def phases(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> tuple[Phase, ...]:
+    """Batches to measure: decode of one sequence and of many, a prompt, and a chunk of a prompt that began earlier."""
+    context = min(512, max_model_len)
+    prompt = min(256, max_num_batched_tokens, max_model_len)
+    found = [Phase("decode", 1, 1, context), Phase("decode", min(16, max_num_seqs), 1, context)]
+    found += [Phase("prefill", 1, prompt, prompt), Phase("chunked prefill", 1, min(128, prompt), context)]
+    return tuple(dict.fromkeys(found))
+
+
+def refusals(kind: LayerKind) -> tuple[str, ...]:
+    """Why our ops cannot serve this kind of layer; empty where they can."""
+    found = []
+    if kind.attn_type != "decoder":
+        found.append(f"{kind.attn_type} attention is left to vLLM")
+    if kind.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        found.append(f"a KV cache in {kind.kv_cache_dtype} is left to vLLM")
+    if kind.kv_transfer:
+        found.append("a KV cache that other engines read is packed as vLLM packs it")
+    if kind.sinks:
+        found.append("paged_attention takes no sinks")
+    if kind.non_causal:
+        found.append("paged_attention is causal")
+    return tuple(found)
+
+
+def choose_each(kind: LayerKind, times: Mapping[str, Mapping[str, float]], kernels: Mapping[str, str]) -> list[Choice]:
+    """The quicker side for each phase, where both read the same KV cache."""
+    return [_choice(kind, phase, timed, kernels, _quicker({phase: timed})) for phase, timed in times.items()]
+
+
+def choose_one(kind: LayerKind, times: Mapping[str, Mapping[str, float]], kernels: Mapping[str, str]) -> list[Choice]:
+    """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
+    winner = _quicker(times)
+    return [_choice(kind, phase, timed, kernels, winner) for phase, timed in times.items()]
+
+
+def _quicker(times: Mapping[str, Mapping[str, float]]) -> str:
+    ratios = [timed[THEIRS] / timed[OURS] for timed in times.values()]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return OURS if mean >= MARGIN and min(ratios) >= 1 / MARGIN else THEIRS
+
+
+def _choice(kind: LayerKind, phase: str, timed: Mapping[str, float], kernels: Mapping[str, str], winner: str) -> Choice:
+    ratio = timed[THEIRS] / timed[OURS]
+    reason = f"{ratio:.2f}x as quick as vLLM's"
+    if winner == THEIRS and ratio >= MARGIN:
+        reason += ", but slower in another phase of the same KV cache"
+    return Choice(kind, phase, winner, reason, kernels[phase] if winner == OURS else "vLLM's own", dict(timed))
+
+
+def left_alone(kind: LayerKind, names: Iterable[str], reason: str) -> list[Choice]:
+    """vLLM serves a kind in all phases, for a reason that is no time."""
+    return [Choice(kind, name, THEIRS, reason, "vLLM's own") for name in names]

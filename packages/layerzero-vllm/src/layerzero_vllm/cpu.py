@@ -1,0 +1,182 @@
+"""The attention backend of a CPU, in place of CPU_ATTN; imported by vLLM when it builds the first attention layer.
+
+Both sides keep the KV cache in the same tensor and pack it differently. Per KV-cache group one of them is chosen when
+vLLM makes the group's metadata builder, before any request; it then writes and reads that cache in every phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn as stock
+
+import layerzero as lz
+from layerzero_vllm import attend
+from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, phases, refusals
+from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(stock.CPUAttentionBackend):
+    """CPU_ATTN with our implementation and metadata; what it supports is what vLLM's supports."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuImpl]:
+        """The implementation that holds both sides."""
+        return CpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuBuilder]:
+        """The builder that chooses for its group."""
+        return CpuBuilder
+
+
+class CpuImpl(stock.CPUAttentionBackendImpl):
+    """One layer's attention: vLLM's until its group has chosen ours."""
+
+    ours = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        window = None if self.sliding_window < 0 else self.sliding_window
+        self.settings = attend.Settings(self.scale, window, self.logits_soft_cap or None, self.alibi_slopes)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new tokens as the chosen side packs them."""
+        if self.ours:
+            attend.write(key, value, kv_cache, slot_mapping)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of this step's tokens into `output` [tokens, heads, head_dim]."""
+        if attn_metadata is None or not self.ours:
+            given = (layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            super().forward(*given)
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        found = attend.attend(query[:tokens], attend.halves(kv_cache), attn_metadata.batch, self.settings)
+        output[:tokens].view(found.shape).copy_(found)
+        return output
+
+
+class CpuBuilder(stock.CPUAttentionMetadataBuilder):
+    """Metadata of a KV-cache group; when it is made it chooses for the layers of the group."""
+
+    ours = False
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        check_scales(layers)
+        kinds = {kind_of(layer.impl, "cpu", kv_cache_spec.block_size, vllm_config): layer for layer in layers.values()}
+        choices = agreed(lambda: self._choose(kinds))
+        # one cache, one packing: layers that vLLM serves decide for their whole group
+        self.ours = bool(choices) and all(choice.winner == OURS for choice in choices)
+        for layer in layers.values():
+            layer.impl.ours = self.ours
+        tell(choices)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """vLLM's metadata, or the same fields without its schedule and with a planned batch."""
+        common = common_attn_metadata
+        report().step("decode" if common.max_query_len == 1 else "prefill or mixed")
+        if not self.ours:
+            return super().build(common_prefix_len, common, fast_build)
+        if common.causal is not True:
+            raise NotImplementedError("attention that is not causal: LAYERZERO_VLLM=off serves this model")
+        return self._planned(common)
+
+    def _planned(self, common: Any) -> Any:
+        metadata = stock.CPUAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+        )
+        metadata.batch = attend.batch_of(common.block_table_tensor, common.seq_lens, common.query_start_loc)
+        return metadata
+
+    def _choose(self, kinds: dict[LayerKind, Any]) -> list[Choice]:
+        scheduler, model = self.vllm_config.scheduler_config, self.vllm_config.model_config
+        told = phases(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, model.max_model_len)
+        against = [reason for kind in kinds for reason in refusals(kind)]
+        if against:
+            return [choice for kind in kinds for choice in left_alone(kind, map(str, told), "; ".join(against))]
+        found = [choice for kind, layer in kinds.items() for choice in self._measured(kind, layer, told)]
+        if any(choice.winner == THEIRS for choice in found):
+            names = [str(kind) for kind in kinds]
+            said = f"vLLM's is quicker for the KV-cache group of {' and '.join(names)}"
+            return [choice if choice.winner == THEIRS else choice.given_up(said) for choice in found]
+        return found
+
+    def _measured(self, kind: LayerKind, layer: Any, told: tuple[Phase, ...]) -> list[Choice]:
+        """Race both sides on drawn batches of every phase, the writing of new tokens included."""
+        times, kernels = {}, {}
+        for phase in told:
+            drawn = attend.example(kind, phase, self.vllm_config.model_config.dtype)
+            ways, kernels[str(phase)] = self._ways(layer, phase, drawn)
+            one, other = (way().clone() for way in ways.values())
+            if not attend.agrees(one, other):
+                return left_alone(kind, map(str, told), f"the two sides disagree on a drawn batch of {phase}")
+            times[str(phase)] = attend.race(ways)
+        return choose_one(kind, times, kernels)
+
+    def _ways(self, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Callable[[], Tensor]], str]:
+        impl, new = layer.impl, drawn.new
+        key, value, slots = drawn.keys[new], drawn.values[new], drawn.slots[new]
+        common = CommonAttentionMetadata(
+            query_start_loc=drawn.query_start_loc,
+            query_start_loc_cpu=drawn.query_start_loc,
+            seq_lens=drawn.seq_lens,
+            num_reqs=phase.batch,
+            num_actual_tokens=len(new),
+            max_query_len=phase.query,
+            max_seq_len=phase.context,
+            block_table_tensor=drawn.block_table,
+            slot_mapping=slots,
+        )
+
+        def way(impl_class: type[Any], metadata: Any) -> Callable[[], Tensor]:
+            cache, output = drawn.cache.clone(), torch.empty_like(drawn.query)
+            impl.ours = impl_class is CpuImpl
+            impl_class.do_kv_cache_update(impl, layer, drawn.keys, drawn.values, cache, drawn.slots)
+
+            def run() -> Tensor:
+                impl.ours = impl_class is CpuImpl
+                impl_class.do_kv_cache_update(impl, layer, key, value, cache, slots)
+                impl_class.forward(impl, layer, drawn.query, key, value, cache, metadata, output)
+                return output
+
+            return run
+
+        planned = self._planned(common)
+        theirs = stock.CPUAttentionMetadataBuilder.build(self, 0, common)
+        ways = {OURS: way(CpuImpl, planned), THEIRS: way(stock.CPUAttentionBackendImpl, theirs)}
+        caches = attend.halves(drawn.cache)
+        options = impl.settings.options
+        return ways, lz.which("paged_attention", drawn.query, *caches, planned.batch, layout="HND", **options)

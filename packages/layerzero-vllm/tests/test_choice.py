@@ -1,0 +1,74 @@
+"""Who serves a layer kind: what our ops cannot is vLLM's, the rest goes by time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_each, choose_one, left_alone, phases, refusals
+
+KIND = LayerKind("cpu", "float32", 8, 2, 64, 128)
+
+
+def timed(**ratios):
+    """Times in which ours is `ratio` times as quick as vLLM's."""
+    return {phase: {OURS: 100.0, THEIRS: 100.0 * ratio} for phase, ratio in ratios.items()}
+
+
+def chosen(choose, **ratios):
+    kernels = dict.fromkeys(ratios, "cpu.paged_attention.flash")
+    return {choice.phase: choice for choice in choose(KIND, timed(**ratios), kernels)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"non_causal": True}, "causal"),
+        ({"kv_transfer": True}, "packed"),
+    ],
+)
+def test_what_our_ops_cannot_serve_is_left_to_vllm_with_the_reason(changes, words):
+    kind = dataclasses.replace(KIND, **changes)
+    (why,) = refusals(kind)
+    assert words in why
+    (choice,) = left_alone(kind, ["decode B1"], why)
+    assert (choice.winner, choice.reason) == (THEIRS, why)
+
+
+def test_window_soft_cap_and_alibi_are_served():
+    assert refusals(dataclasses.replace(KIND, window=64, softcap=50.0, alibi=True)) == ()
+
+
+def test_one_packing_takes_the_side_that_wins_on_the_whole_and_loses_nowhere():
+    found = chosen(choose_one, decode=1.4, prefill=1.0)
+    assert {choice.winner for choice in found.values()} == {OURS}
+    assert found["decode"].kernel == "cpu.paged_attention.flash" and "1.40x" in found["decode"].reason
+
+
+def test_one_phase_that_is_clearly_slower_leaves_all_phases_to_vllm():
+    found = chosen(choose_one, decode=1.9, prefill=0.9)
+    assert {choice.winner for choice in found.values()} == {THEIRS}
+    assert "another phase" in found["decode"].reason and "another phase" not in found["prefill"].reason
+
+
+def test_equal_times_leave_vllm_as_it_is():
+    assert {choice.winner for choice in chosen(choose_one, decode=1.01, prefill=1.0).values()} == {THEIRS}
+
+
+def test_where_both_read_the_same_cache_each_phase_is_chosen_for_itself():
+    found = chosen(choose_each, decode=1.5, prefill=0.8)
+    assert (found["decode"].winner, found["prefill"].winner) == (OURS, THEIRS)
+
+
+def test_phases_fit_the_limits_of_the_engine():
+    for phase in phases(4, 64, 96):
+        assert phase.batch <= 4 and phase.query <= 64 and phase.query <= phase.context <= 96
+    assert {str(phase) for phase in phases(256, 8192, 4096)} == {
+        "decode B1",
+        "decode B16",
+        "prefill B1x256",
+        "chunked prefill B1x128",
+    }
