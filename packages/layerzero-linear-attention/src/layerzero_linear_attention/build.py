@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent / "native" / "recurrence.cpp"
-LIBRARY = SOURCE.parent.parent / "_recurrence.so"
+LIBRARY = SOURCE.parent.parent / "_native.so"
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-Wall", "-Wextra",

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t WIDEST = 512;  // of keys, values and states; capabilities.json says the same
 constexpr int64_t BLOCK = 32;    // columns whose sums stay in registers
+constexpr int64_t TAPS = 8;      // of a convolution, at most
 constexpr int64_t GROUP = 256;   // channels a thread takes: rows of a kilobyte where channels lie dense
 
 // --- threads: torch's own, by GOMP_parallel; the items are taken one after the other by whoever is free ---------------
@@ -228,25 +229,26 @@ INLINE void conv_step(const Conv& c, const float* x, int64_t n, int64_t d0, int6
   finish(sum, out, many, c.silu);
 }
 
-// A row of channels after the other; what is before the first of them is `past`.
+// A row of channels after the other; what is before the first of them is `past`. W is 0 for any number of taps.
 template <int W>
 INLINE void conv_rows(const Conv& c, const float* x, const float (*past)[GROUP], int64_t d0, int64_t many, int64_t begin,
                       int64_t end, float* out) {
-  float weight[W][GROUP], bias[GROUP], sum[GROUP];
+  const int64_t taps = W ? W : c.taps;
+  float weight[W ? W : TAPS][GROUP], bias[GROUP], sum[GROUP];
   for (int64_t d = 0; d < many; ++d) {
     bias[d] = c.bias ? c.bias[d0 + d] : 0;
-    for (int w = 0; w < W; ++w) weight[w][d] = c.weight[(d0 + d) * W + w];
+    for (int64_t w = 0; w < taps; ++w) weight[w][d] = c.weight[(d0 + d) * taps + w];
   }
   for (int64_t t = begin; t < end; ++t, out += c.channels) {
-    const float* row[W];
-    for (int w = 0; w < W; ++w) {
-      const int64_t at = t - W + 1 + w;
-      row[w] = at >= begin ? x + at * c.token_step : past[at - begin + W - 1];
+    const float* row[W ? W : TAPS];
+    for (int64_t w = 0; w < taps; ++w) {
+      const int64_t at = t - taps + 1 + w;
+      row[w] = at >= begin ? x + at * c.token_step : past[at - begin + taps - 1];
     }
 #pragma omp simd
     for (int64_t d = 0; d < many; ++d) {
       float made = bias[d];
-      for (int w = 0; w < W; ++w) made += weight[w][d] * row[w][d];
+      for (int64_t w = 0; w < taps; ++w) made += weight[w][d] * row[w][d];
       sum[d] = made;
     }
     finish(sum, out, many, c.silu);
@@ -256,20 +258,21 @@ INLINE void conv_rows(const Conv& c, const float* x, const float (*past)[GROUP],
 // The tokens of one channel; the first of them see what was before.
 template <int W>
 INLINE void conv_line(const Conv& c, const float* line, const float* past, int64_t d, int64_t length, float* out) {
-  const float *weight = c.weight + d * W, bias = c.bias ? c.bias[d] : 0;
-  float sum[GROUP], early[2 * W];
+  const int64_t taps = W ? W : c.taps, before = taps - 1;
+  const float *weight = c.weight + d * taps, bias = c.bias ? c.bias[d] : 0;
+  float sum[GROUP], early[2 * TAPS];
   for (int64_t t = 0; t < length;) {
-    const float* from = line + t - (W - 1);
+    const float* from = line + t - before;
     int64_t n = length - t < GROUP ? length - t : GROUP;
-    if (t < W - 1) {  // those whose window begins before the line
-      n = n < W - 1 - t ? n : W - 1 - t;
-      for (int i = 0; i < 2 * W - 2; ++i) early[i] = i < W - 1 ? past[i] : i - (W - 1) < length ? line[i - (W - 1)] : 0;
+    if (t < before) {  // those whose window begins before the line
+      n = n < before - t ? n : before - t;
+      for (int64_t i = 0; i < 2 * before; ++i) early[i] = i < before ? past[i] : i - before < length ? line[i - before] : 0;
       from = early + t;
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
       float made = bias;
-      for (int w = 0; w < W; ++w) made += weight[w] * from[i + w];
+      for (int64_t w = 0; w < taps; ++w) made += weight[w] * from[i + w];
       sum[i] = made;
     }
     finish(sum, out + t, n, c.silu);
@@ -279,7 +282,8 @@ INLINE void conv_line(const Conv& c, const float* line, const float* past, int64
 
 template <int W>
 INLINE void conv_taps(const Conv& c, int64_t item) {
-  const int64_t D = c.channels, S = c.kept, groups = (D + GROUP - 1) / GROUP, before = W - 1;
+  const int64_t D = c.channels, S = c.kept, groups = (D + GROUP - 1) / GROUP;
+  const int64_t before = (W ? W : c.taps) - 1;
   const int64_t n = item / groups, d0 = item % groups * GROUP, many = D - d0 < GROUP ? D - d0 : GROUP;
   int64_t row, begin, end;
   span(c.cu, n, c.tokens, &row, &begin, &end);
@@ -289,9 +293,11 @@ INLINE void conv_taps(const Conv& c, int64_t item) {
   if (c.rows) {
     float* out = c.out + (row * c.tokens + begin) * D + d0;
     const float* token = x + begin * c.token_step;
-    if (length == 1 && first && S == W) return conv_step<W, W>(c, token, n, d0, many, out);
-    if (length == 1 && first && W > 1 && S == before) return conv_step<W, W - 1>(c, token, n, d0, many, out);
-    float past[W][GROUP];
+    if constexpr (W > 1) {
+      if (length == 1 && first && S == W) return conv_step<W, W>(c, token, n, d0, many, out);
+      if (length == 1 && first && S == before) return conv_step<W, W - 1>(c, token, n, d0, many, out);
+    }
+    float past[TAPS][GROUP];
     for (int64_t w = 0; w < before; ++w) {
       const int64_t at = S - before + w;
       for (int64_t d = 0; d < many; ++d) past[w][d] = first && at >= 0 ? first[d * S + at] : 0;
@@ -299,7 +305,7 @@ INLINE void conv_taps(const Conv& c, int64_t item) {
     conv_rows<W>(c, x, past, d0, many, begin, end, out);
   } else {
     for (int64_t d = 0; d < many; ++d) {
-      float past[W];
+      float past[TAPS];
       for (int64_t w = 0; w < before; ++w) {
         const int64_t at = S - before + w;
         past[w] = first && at >= 0 ? first[d * S + at] : 0;
@@ -321,16 +327,7 @@ INLINE void conv_taps(const Conv& c, int64_t item) {
 
 CLONES void conv_item(const void* call, int64_t item) {
   const Conv& c = *static_cast<const Conv*>(call);
-  switch (c.taps) {
-    case 1: return conv_taps<1>(c, item);
-    case 2: return conv_taps<2>(c, item);
-    case 3: return conv_taps<3>(c, item);
-    case 4: return conv_taps<4>(c, item);
-    case 5: return conv_taps<5>(c, item);
-    case 6: return conv_taps<6>(c, item);
-    case 7: return conv_taps<7>(c, item);
-    case 8: return conv_taps<8>(c, item);
-  }
+  c.taps == 4 ? conv_taps<4>(c, item) : c.taps == 3 ? conv_taps<3>(c, item) : conv_taps<0>(c, item);
 }
 
 }  // namespace
