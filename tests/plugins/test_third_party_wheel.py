@@ -7,11 +7,13 @@ first test checks it.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from layerzero_verify.scaffold import write_plugin
 from tools import faulty_plugins as faults
 from tools.fresh import Fresh, fresh
 from tools.workspace import ROOT
@@ -71,10 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 def package(place: Fresh) -> Path:
     """The package a stranger makes: scaffold, then a higher priority and a kernel that leaves a trace."""
     # What `lz plugin new acme` calls; the command itself is tested with the other commands.
-    write = "import sys; from layerzero.plugin.scaffold import write_plugin; write_plugin('acme', sys.argv[1])"
-    done = place.run("-c", write, str(place.folder))
-    target = place.folder / "layerzero-acme"
-    assert done.returncode == 0 and target.is_dir(), done.stdout[-1500:] + done.stderr[-1500:]
+    target = write_plugin("acme", place.folder)
     descriptor = target / "src" / "layerzero_acme" / "capabilities.json"
     document = json.loads(descriptor.read_text(encoding="utf-8"))
     document["ops"]["rms_norm"][0]["priority"] = 95
@@ -120,6 +119,40 @@ def test_the_wheel_is_found_selected_run_and_gone_after_uninstalling(place: Fres
     assert {key: after[key] for key in ("rms_norm", "attention", "records")} == {
         key: before[key] for key in ("rms_norm", "attention", "records")
     }
+
+
+_ASK_IN_C = """
+import torch
+import layerzero as lz
+
+x, weight = torch.randn(4, 64), torch.randn(64)
+lz.reset()
+out = lz.rms_norm(x, weight)
+torch.testing.assert_close(out, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight)
+torch.testing.assert_close(lz.ops.squared_relu(x, 2.0), 2.0 * torch.relu(x) ** 2)
+print("ANSWER", lz.which("rms_norm", x, weight), lz.which("squared_relu", x, 2.0))
+"""
+
+
+@pytest.mark.needs_tool("cc")
+def test_a_kernel_in_c_and_a_new_op_go_from_scaffold_to_chosen_wheels(place: Fresh) -> None:
+    norm = write_plugin("cnorm", place.folder, op="rms_norm", lang="c")
+    descriptor = norm / "src" / "layerzero_cnorm" / "capabilities.json"
+    descriptor.write_text(descriptor.read_text(encoding="utf-8").replace('"priority": 1', '"priority": 95'))
+    new_op = write_plugin("crelu", place.folder, op="squared_relu", lang="c")
+    place.install(norm, new_op, ROOT / "packages" / "layerzero-verify")
+    try:
+        tags = [wheel.name.split("-", 2)[2] for wheel in (place.folder / "wheels").glob("layerzero_c[nr]*.whl")]
+        assert len(tags) == 2 and all(tag.startswith("cp311-abi3-") for tag in tags)
+        assert sys.platform != "linux" or all("-manylinux_2_" in tag for tag in tags)
+        answer = place.run("-c", _ASK_IN_C)
+        assert answer.stdout == "ANSWER cnorm.rms_norm.c crelu.squared_relu.c\n", answer.stderr[-3000:]
+        for package in (norm, new_op):
+            kit = place.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
+            assert kit.returncode == 0, kit.stdout[-3000:]
+            assert int(kit.stdout.split(" passed")[0].split()[-1]) >= 20, kit.stdout[-300:]
+    finally:
+        place.pip("uninstall", "-y", "layerzero-cnorm", "layerzero-crelu")
 
 
 @pytest.mark.req("R-REG-04")

@@ -71,7 +71,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "Extend": {
-        "plugin": (f"{_CLI}.plugins", "Write, check and list backend packages."),
+        "plugin": (_VERIFY, "Write, check and list backend packages."),
         "verify": (_VERIFY, "Compare kernels, layers, models and training with the truth."),
         "definitions": (_VERIFY, "Read kernel definitions, and check kernels against them."),
     },

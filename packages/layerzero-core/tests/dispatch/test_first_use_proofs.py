@@ -213,7 +213,7 @@ def test_the_proofs_we_ship_are_whole_and_of_the_versions_here() -> None:
 def test_a_stranger_proves_his_kernels_with_the_kit(site: Path, tmp_path: Path) -> None:
     import subprocess
 
-    from layerzero.plugin.scaffold import write_plugin
+    from layerzero_verify.scaffold import write_plugin
 
     target = write_plugin("acme", tmp_path)
     (site / "layerzero_acme").symlink_to(target / "src" / "layerzero_acme")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.plugin.scaffold import write_plugin
+from layerzero_verify.scaffold import write_plugin
 
 __all__ = ["BROKEN", "Broken", "build"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from layerzero.dispatch import modes
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError, did_you_mean
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.op import Call, OperationSpec
@@ -61,7 +61,10 @@ def _check_backend(backend: str, world: World) -> None:
         if backend in (record.name, *record.backends) and record.reasons:
             raise BackendNotAvailableError(f"backend {backend!r} could not be loaded", reasons=record.reasons)
     names = sorted({kernel.backend for kernel in known.kernels.values()})
-    raise UnknownNameError(f"unknown backend {backend!r}", code="BACKEND_UNKNOWN", value=backend, limit=names)
+    hint = did_you_mean(backend, {*names, *known.kernels}, f"use one of: {', '.join(names)}")
+    raise UnknownNameError(
+        f"unknown backend {backend!r}", code="BACKEND_UNKNOWN", value=backend, limit=names, hint=hint
+    )
 
 
 def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world: World) -> Context:

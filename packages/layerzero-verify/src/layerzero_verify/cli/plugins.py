@@ -11,13 +11,14 @@ from typing import Any
 import click
 
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, working
-from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
+
+__all__ = ["plugin"]
 
 _STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
 
 
-@cli.group("plugin")
+@click.group("plugin")
 def plugin() -> None:
     """Write, check and list backend packages."""
 
@@ -25,17 +26,26 @@ def plugin() -> None:
 @verb(plugin, "new")
 @click.argument("name")
 @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), default=".", show_default=True)
-def new(name: str, folder: Path) -> Answer:
+@click.option("--op", help="The op its kernel computes; a name that nobody has becomes a new op.")
+@click.option(
+    "--lang", type=click.Choice(["python", "triton", "c"]), default="python", show_default=True, help="Of its kernel."
+)
+def new(name: str, folder: Path, op: str | None, lang: str) -> Answer:
     """Write a complete backend package that passes the conformance kit as it is.
 
     \b
     lz plugin new mybackend --dir ~/work
-    """
-    from layerzero.plugin.scaffold import write_plugin
+    lz plugin new mybackend --op rms_norm --lang c
+    lz plugin new mybackend --op squared_relu --lang triton
 
-    target = write_plugin(name, folder)
+    In C it becomes one wheel for Python 3.11 and later (abi3). The kernel of a known op stands behind the built-in
+    ones until `priority` in capabilities.json is raised.
+    """
+    from layerzero_verify.scaffold import write_plugin
+
+    target = write_plugin(name, folder, op=op, lang=lang)
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    steps = [f"pip install -e {target}", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
+    steps = [f"pip install -e '{target}[test]'", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
     blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
     blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
     return Answer({"path": str(target), "files": files, "next": steps}, blocks)
@@ -76,7 +86,7 @@ def list_() -> Answer:
 @click.option("--family", help="Family of devices, where this machine pretends to be another one.")
 @click.option("--dry-run", is_flag=True, help="Run the kit, write nothing.")
 def prove(name: str, family: str | None, dry_run: bool) -> Answer:
-    """Run the conformance kit and write proofs.json beside the plugin's capabilities.json (needs layerzero-verify).
+    """Run the conformance kit and write proofs.json beside the plugin's capabilities.json.
 
     Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
     serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
@@ -96,7 +106,7 @@ def prove(name: str, family: str | None, dry_run: bool) -> Answer:
 @verb(plugin, "check")
 @click.argument("name")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds the probe may take.")
-@click.option("--kit", is_flag=True, help="Also run the conformance kit (needs layerzero-verify).")
+@click.option("--kit", is_flag=True, help="Also run the conformance kit.")
 def check(name: str, timeout: float | None, kit: bool) -> Answer:
     """Check one plugin: does it load, what does its probe say, and does it pass the conformance kit.
 
@@ -127,9 +137,7 @@ def _run_kit(name: str, *options: str) -> tuple[dict[str, Any], list[str], int]:
 
     Where it could not run, what was said stands in place of what was found.
     """
-    from layerzero.companions import part
-
-    command = [sys.executable, "-P", "-m", f"{part('layerzero.testing').__name__}.proofs", name, *options]
+    command = [sys.executable, "-P", "-m", "layerzero_verify.testing.proofs", name, *options]
     with working("running the conformance kit …"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     written, _, said = done.stdout.partition("\n{\n")

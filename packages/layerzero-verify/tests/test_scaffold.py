@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,8 +12,8 @@ import pytest
 
 from layerzero.errors import InvalidInputError
 from layerzero.plugin.manager import load_plugins
-from layerzero.plugin.scaffold import write_plugin
 from layerzero.registry.capabilities import load_capabilities
+from layerzero_verify.scaffold import write_plugin
 
 
 def test_the_package_is_complete(tmp_path: Path) -> None:
@@ -102,6 +103,57 @@ def test_the_new_plugin_passes_the_kit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
     assert passed >= 80, done.stdout[-500:]
+
+
+@pytest.mark.parametrize("op", [None, "rms_norm", "squared_relu"])
+@pytest.mark.parametrize("lang", ["python", "triton", "c"])
+def test_every_language_and_a_new_op_give_a_package_that_can_be_read(tmp_path: Path, lang: str, op: str | None) -> None:
+    target = write_plugin("fresh", tmp_path, op=op, lang=lang)
+    texts = {path: path.read_text(encoding="utf-8") for path in target.rglob("*") if path.is_file()}
+    assert not [str(path) for path, text in texts.items() if re.search("@[A-Z]+@", text)]
+    for path in target.rglob("*.py"):
+        compile(texts[path], str(path), "exec")
+    tomllib.loads(texts[target / "pyproject.toml"])
+    found = load_capabilities(target / "src/layerzero_fresh/capabilities.json")
+    assert {kernel.op for kernel in found.kernels} == (
+        {"rms_norm", "attention"} if (op, lang) == (None, "python") else {op or "rms_norm"}
+    )
+    assert (target / "src/layerzero_fresh/op.py").exists() == (op == "squared_relu")
+    assert (target / "hatch_build.py").exists() == (lang == "c")
+
+
+def test_an_op_without_an_example_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no example in c of the known op 'attention'"):
+        write_plugin("fresh", tmp_path, op="attention", lang="c")
+    with pytest.raises(InvalidInputError, match="cannot be the name of an op"):
+        write_plugin("fresh", tmp_path, op="Not an op")
+    assert list(tmp_path.iterdir()) == []
+
+
+_INTERPRETED = """
+import torch
+from layerzero_fresh import kernels
+
+x, weight = torch.randn(5, 96), torch.randn(96)
+if hasattr(kernels, "rms_norm"):
+    wanted = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(kernels.rms_norm(x, None, 1e-6), wanted)
+    torch.testing.assert_close(kernels.rms_norm(x.T.contiguous().T, weight, 1e-6), wanted * weight)
+else:
+    torch.testing.assert_close(kernels.squared_relu(x, 2.0), 2.0 * torch.relu(x) ** 2)
+print("right")
+"""
+
+
+@pytest.mark.needs_package("triton")
+@pytest.mark.parametrize("op", ["rms_norm", "squared_relu"])
+def test_the_triton_kernels_are_right_in_tritons_interpreter(tmp_path: Path, op: str) -> None:
+    target = write_plugin("fresh", tmp_path, op=op, lang="triton")
+    env = {**os.environ, "PYTHONPATH": str(target / "src"), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED], env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout == "right\n", done.stderr[-2000:]
 
 
 def test_the_kernels_do_not_outrank_the_built_in_ones(tmp_path: Path) -> None:
