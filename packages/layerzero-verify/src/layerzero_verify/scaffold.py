@@ -19,8 +19,6 @@ from layerzero.errors import InvalidInputError
 from layerzero.plugin.discovery import BUILTINS
 from layerzero.version import __version__
 
-__all__ = ["write_plugin"]
-
 _TEMPLATE = Path(__file__).with_name("template")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}\Z")
 _TAKEN = frozenset({*BUILTINS, "core", "layerzero", "testing", "any", "auto"})

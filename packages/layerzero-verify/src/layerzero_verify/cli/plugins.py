@@ -13,8 +13,6 @@ import click
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, working
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
-__all__ = ["plugin"]
-
 _STATE_STYLES = {"ok": "green", "unavailable": "yellow", "failed": "bold red", "denied": "dim"}
 
 
