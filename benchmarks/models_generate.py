@@ -71,9 +71,7 @@ def contestants_of(stock: Any, ways: Iterable[str]) -> Contestants:
     for way in ways:
         patch, options = WAYS[way]
         if str(patch) not in models:
-            model = models[str(patch)] = lz.patch(copy.deepcopy(stock), **(patch or {}))
-            if patch and patch.get("graphs"):  # the stock model's graphs are in this process too: see known issues
-                vars(model)["_layerzero"].beside_compile = True
+            models[str(patch)] = lz.patch(copy.deepcopy(stock), **(patch or {}))
         found[way] = (models[str(patch)], options)
     return found
 

@@ -234,7 +234,6 @@ def test_captured_steps_stay_right_beside_graphs_of_torch_compile() -> None:
     """torch.compile frees the workspaces of cuBLAS before it captures: ours must not lie in them."""
     stock = on_gpu("llama")
     model = lz.patch(copy.deepcopy(stock), graphs=True)
-    vars(model)["_layerzero"].beside_compile = True
     given = {"input_ids": zoo.tokens(2).cuda()}
     want = zoo.generated(stock, given)
     for _ in range(3):

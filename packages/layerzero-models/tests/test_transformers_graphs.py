@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -344,12 +343,3 @@ def test_a_model_with_a_state_besides_keys_and_values_is_left() -> None:
     found = lz.patched(lz.patch(mamba, graphs=True))
     assert found is not None and found.graphs is None
     assert any(item.why == "graphs: it makes caches or masks of its own" for item in found.left)
-
-
-def test_steps_are_not_captured_beside_graphs_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepper, model = graphs.Stepper(None), SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", ModuleType("captures"))
-    assert "graphs-beside-compile" in stepper._unready(model)
-    stepper.beside_compile = True
-    with pytest.raises(AttributeError):  # it looks on, at what this model does not have
-        stepper._unready(model)

@@ -40,7 +40,6 @@ _GIVEN = frozenset(("input_ids", "position_ids", "attention_mask", "past_key_val
 _AHEAD = 256  # places that a cache has room for beyond the prompt; then it moves into the next bucket
 _SEEING = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
 _OURS = "_layerzero_stops_late"
-_COMPILED = "torch._inductor.cudagraph_trees"  # imported when torch.compile captures its first graph
 # Whether the call of `generate` that is under way is seen by nobody else; None outside of one.
 _generating: ContextVar[bool | None] = ContextVar("layerzero_generating", default=None)
 _compiling = torch.compiler.is_compiling
@@ -145,7 +144,6 @@ class Stepper:
 
     def __init__(self, memory: int | None) -> None:
         self.eager = False
-        self.beside_compile = False  # whether to capture and replay although torch.compile does
         self.plain: Counter[str] = Counter()
         self.steps = 0
         self._memory = memory
@@ -154,7 +152,7 @@ class Stepper:
 
     def __deepcopy__(self, memo: Any) -> Stepper:
         made = Stepper(self._memory)
-        made.eager, made.beside_compile = self.eager, self.beside_compile
+        made.eager = self.eager
         return made
 
     # -- whether, and with what ------------------------------------------------------------------------
@@ -179,8 +177,6 @@ class Stepper:
     def _unready(self, model: Any) -> str:
         if not self.eager and model.device.type != "cuda":
             return f"CUDA graphs need a CUDA device, the model is on {model.device.type}"
-        if not (self.eager or self.beside_compile) and _COMPILED in sys.modules:
-            return "torch.compile has CUDA graphs in this process (known issue graphs-beside-compile)"
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or getattr(model, "_tp_size", None):
             return "the model is on several devices"
         if model.training or model.config._attn_implementation != NAME:
