@@ -59,7 +59,8 @@ def test_it_is_called_by_its_name_and_hot_after_the_first_call(found: dict[str, 
 
 
 def test_a_hot_call_costs_what_that_of_rms_norm_does(found: dict[str, Any]) -> None:
-    assert found["overhead"] < 1.8, "one more tensor enters the key"
+    own, norm = found["overhead"]
+    assert 0 < own <= norm, "entered functions; one more tensor enters the key"
 
 
 def test_its_gradient_is_the_formulas_with_every_kernel(found: dict[str, Any]) -> None:
