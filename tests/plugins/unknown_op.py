@@ -66,7 +66,7 @@ def hot() -> list[int]:
 
 @tried
 def overhead() -> list[int]:
-    """How many functions, of Python and of C, a hot call enters beside its kernel: its own, and that of `lz.rms_norm`."""
+    """How many functions, of Python and of C, a hot call enters: its own, and one of `lz.rms_norm`."""
     from layerzero.runtime.state import state
 
     lz.rms_norm(X, WEIGHT)

@@ -71,6 +71,11 @@ class LayerZeroError(Exception):
 
     default_code = "VALUE_INVALID"
 
+    def __init_subclass__(cls, code: str = "", **kwargs: object) -> None:
+        """`code` is what an error of this class has where none is given."""
+        super().__init_subclass__(**kwargs)
+        cls.default_code = code or cls.default_code
+
     def __init__(
         self,
         message: str = "",
@@ -106,58 +111,40 @@ def invalid(code: ReasonCode | str, value: object = None, limit: object = None, 
     return InvalidInputError(message, code=code, value=value, limit=limit)
 
 
-class UnknownNameError(LayerZeroError, LookupError):
+class UnknownNameError(LayerZeroError, LookupError, code="OP_UNKNOWN"):
     """A name that no op, kernel, backend or device bears."""
 
-    default_code = "OP_UNKNOWN"
 
-
-class NoKernelFoundError(LayerZeroError):
+class NoKernelFoundError(LayerZeroError, code="NO_KERNEL"):
     """Every candidate, the reference included, was rejected."""
 
-    default_code = "NO_KERNEL"
 
-
-class LockedKernelError(NoKernelFoundError):
+class LockedKernelError(NoKernelFoundError, code="LOCKED_KERNEL_UNAVAILABLE"):
     """The op is locked to a kernel that cannot run for this call."""
 
-    default_code = "LOCKED_KERNEL_UNAVAILABLE"
 
-
-class KernelExecutionError(LayerZeroError):
+class KernelExecutionError(LayerZeroError, code="KERNEL_RAISED"):
     """A kernel raised and no other candidate could take over."""
 
-    default_code = "KERNEL_RAISED"
 
-
-class DeviceLostError(KernelExecutionError):
+class DeviceLostError(KernelExecutionError, code="DEVICE_LOST"):
     """An error no later call on that device survives: the process must be restarted."""
 
-    default_code = "DEVICE_LOST"
 
-
-class CudaGraphUnsafeError(LayerZeroError):
+class CudaGraphUnsafeError(LayerZeroError, code="CUDA_GRAPH_UNSAFE"):
     """Inside a graph capture no safe kernel exists."""
 
-    default_code = "CUDA_GRAPH_UNSAFE"
 
-
-class BackendNotAvailableError(LayerZeroError):
+class BackendNotAvailableError(LayerZeroError, code="BACKEND_NOT_INSTALLED"):
     """The backend is missing or unusable on this machine."""
 
-    default_code = "BACKEND_NOT_INSTALLED"
 
-
-class ConfigurationError(LayerZeroError):
+class ConfigurationError(LayerZeroError, code="CONFIG_INVALID"):
     """A setting, a file or an environment variable is wrong."""
 
-    default_code = "CONFIG_INVALID"
 
-
-class PolicyValidationError(ConfigurationError):
+class PolicyValidationError(ConfigurationError, code="POLICY_INVALID"):
     """A policy is wrong; `.line` and `.key` point at the place when it came from a file."""
-
-    default_code = "POLICY_INVALID"
 
     def __init__(self, message: str = "", *, line: int | None = None, key: str | None = None, **kwargs: object) -> None:
         super().__init__(message, **kwargs)  # type: ignore[arg-type]
@@ -165,66 +152,48 @@ class PolicyValidationError(ConfigurationError):
         self.key = key
 
 
-class CapabilitiesError(ConfigurationError):
+class CapabilitiesError(ConfigurationError, code="SCHEMA_INVALID"):
     """A capabilities descriptor is wrong; `.key` points at the field."""
-
-    default_code = "SCHEMA_INVALID"
 
     def __init__(self, message: str = "", *, key: str | None = None, **kwargs: object) -> None:
         super().__init__(message, **kwargs)  # type: ignore[arg-type]
         self.key = key
 
 
-class DispatchTableError(ConfigurationError):
+class DispatchTableError(ConfigurationError, code="PLAN_FILE_INVALID"):
     """A dispatch table cannot be read or does not hold here."""
 
-    default_code = "PLAN_FILE_INVALID"
 
-
-class PackageMissingError(LayerZeroError, ImportError):
+class PackageMissingError(LayerZeroError, ImportError, code="PACKAGE_MISSING"):
     """A name or verb of a package beside the core that is not installed."""
 
-    default_code = "PACKAGE_MISSING"
 
-
-class PluginError(LayerZeroError):
+class PluginError(LayerZeroError, code="PLUGIN_REGISTER_FAILED"):
     """A plugin broke the plugin contract."""
 
-    default_code = "PLUGIN_REGISTER_FAILED"
 
-
-class PlanMismatchError(LayerZeroError):
+class PlanMismatchError(LayerZeroError, code="PLAN_ARGUMENTS_CHANGED"):
     """A plan made with check=True was called with arguments it was not bound for."""
 
-    default_code = "PLAN_ARGUMENTS_CHANGED"
 
-
-class SelectionTimeoutError(LayerZeroError, TimeoutError):
+class SelectionTimeoutError(LayerZeroError, TimeoutError, code="SELECTION_TIMEOUT"):
     """A thread waited too long for another thread's selection."""
 
-    default_code = "SELECTION_TIMEOUT"
 
-
-class TuningError(LayerZeroError):
+class TuningError(LayerZeroError, code="TUNING_IMPOSSIBLE"):
     """A call cannot be measured here."""
 
-    default_code = "TUNING_IMPOSSIBLE"
 
-
-class DistributedError(LayerZeroError):
+class DistributedError(LayerZeroError, code="RANK_DISAGREEMENT"):
     """Ranks disagree, or one does not answer; `.ranks` names those that are meant, where that is known."""
-
-    default_code = "RANK_DISAGREEMENT"
 
     def __init__(self, message: str = "", *, ranks: tuple[int, ...] = (), **kwargs: object) -> None:
         super().__init__(message, **kwargs)  # type: ignore[arg-type]
         self.ranks = ranks
 
 
-class CacheCorruptionError(LayerZeroError):
+class CacheCorruptionError(LayerZeroError, code="CACHE_CORRUPT"):
     """A stored cache failed its check."""
-
-    default_code = "CACHE_CORRUPT"
 
 
 # -- names that are not known -------------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ from layerzero.errors import LayerZeroError
 from layerzero.reasons import ReasonCode
 
 
-class HubError(LayerZeroError):
+class HubError(LayerZeroError, code="HUB_NOT_ALLOWED"):
     """A hub kernel was refused, or could not be fetched, verified or loaded."""
-
-    default_code = "HUB_NOT_ALLOWED"
 
 
 def refuse(code: ReasonCode | str, value: object = None, limit: object = None, *, detail: str = "") -> HubError:

@@ -19,10 +19,8 @@ Inputs = Mapping[str, Any]
 NORMED = ("hidden_states", "input", "x")  # names of what a norm takes
 
 
-class Unsupported(LayerZeroError):
+class Unsupported(LayerZeroError, code="FEATURE_UNSUPPORTED"):
     """No op of ours computes this, or not in this form."""
-
-    default_code = "FEATURE_UNSUPPORTED"
 
 
 @dataclass(frozen=True, slots=True)

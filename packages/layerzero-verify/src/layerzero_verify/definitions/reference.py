@@ -26,16 +26,12 @@ from layerzero.reasons import Reason, reason
 from layerzero_verify.definitions.schema import Definition, load_definition, torch_dtype
 
 
-class NotTrustedError(LayerZeroError):
+class NotTrustedError(LayerZeroError, code="PATH_NOT_TRUSTED"):
     """The code of this definition may not run; says why and how to allow it."""
 
-    default_code = "PATH_NOT_TRUSTED"
 
-
-class CompileError(ConfigurationError):
+class CompileError(ConfigurationError, code="SCHEMA_INVALID"):
     """The code of a trusted definition does not compile, or raises before `run` can be called."""
-
-    default_code = "SCHEMA_INVALID"
 
 
 @dataclass(frozen=True, slots=True)
