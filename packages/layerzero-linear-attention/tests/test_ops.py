@@ -165,3 +165,15 @@ def test_the_plugins_keep_the_contract_and_register_without_importing_a_vendor()
         assert (kit.load_error, kit.hook_error, kit.register_error) == (None, None, None)
     assert [len(kit.kernels) for kit in kits[:2]] == [4, 2]
     assert imported == []
+
+
+def test_a_package_made_without_a_compiler_keeps_its_kernels_for_gpus(monkeypatch, tmp_path):
+    from layerzero.plugin import Registrar
+    from layerzero_linear_attention import plugin
+
+    monkeypatch.setattr(plugin, "LIBRARY", tmp_path / "none.so")
+    registrar = Registrar("linear_attention")
+    plugin.layerzero_register(registrar)
+    kernels = registrar.backends["linear_attention"].kernels
+    assert {item.op for item in kernels} == {"mamba2_scan", "causal_conv1d"}
+    assert all("triton" in item.kernel_id for item in kernels)

@@ -1,4 +1,4 @@
-"""The hooks of this package: four ops, and the backend of their CPU kernels."""
+"""The hooks of this package: four ops, and the backend of its own kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layerzero_register(registrar: Registrar) -> None:
 
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
-    """No vendor is needed; a package made without a compiler has no kernels of its own."""
+    """No vendor is needed; a package made without a compiler has no kernels for CPUs."""
     return vendor_status(_capabilities(), device)
 
 
@@ -38,4 +38,9 @@ def layerzero_health(backend: str) -> HealthReport:
 
 def _capabilities() -> dict[str, Any]:
     described: dict[str, Any] = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
-    return described if LIBRARY.exists() else described | {"ops": {}}
+    if not LIBRARY.exists():
+        ops = {
+            op: [item for item in kernels if "cpu" not in item["platforms"]] for op, kernels in described["ops"].items()
+        }
+        described["ops"] = {op: kernels for op, kernels in ops.items() if kernels}
+    return described
