@@ -61,12 +61,14 @@ SURFACE = {
 
 SIGNATURES = {
     "attention": "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *, layout='BHSD', "
-    "window=None, enable_gqa=False, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
+    "window=None, enable_gqa=False, softcap=None, alibi_slopes=None, sinks=None, return_lse=False, backend=None)",
     "paged_attention": "(query, key_cache, value_cache, batch, context_lens=None, *, scale=None, layout='NHD', "
-    "window=None, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
-    "paged_batch": "(block_tables, context_lens, *, query_lens=None, host_lens=None, capture=False)",
+    "window=None, softcap=None, alibi_slopes=None, sinks=None, is_causal=True, k_scale=None, v_scale=None, "
+    "return_lse=False, backend=None)",
+    "paged_batch": "(block_tables, context_lens, *, query_lens=None, host_lens=None, capture=False, cross=False)",
     "varlen_attention": "(query, key, value, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
-    "is_causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, return_lse=False, backend=None)",
+    "is_causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, sinks=None, return_lse=False, "
+    "backend=None)",
     "block_mask": "(blocks, block_size)",
     "chunk_mask": "(size)",
     "relative_bias": "(table, q_len, k_len, *, buckets='t5', bidirectional=True, max_distance=128, q_offset=None)",

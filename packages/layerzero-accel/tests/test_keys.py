@@ -55,11 +55,11 @@ def attention_call(rng: random.Random) -> tuple[Any, ...]:
     mask = torch.empty(rows, max(cols, 1), dtype=rng.choice((torch.bool, dtype))) if rng.random() < 0.2 else None
     slopes = torch.empty(heads) if rng.random() < 0.1 else None
     causal = rng.choice((False, False, True, "bottom_right"))
-    return (q, k, v, mask, 0.0, causal, None, layout, None, False, None, slopes, rng.random() < 0.1, None)
+    return (q, k, v, mask, 0.0, causal, None, layout, None, False, None, slopes, None, rng.random() < 0.1, None)
 
 
 def canonical(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, mask, dropout, causal, scale, _, window, _, softcap, slopes, lse, _ = values
+    q, k, v, mask, dropout, causal, scale, _, window, _, softcap, slopes, _, lse, _ = values
     return (q, k, v, mask, dropout, causal, scale, window, softcap, slopes, lse)
 
 

@@ -323,7 +323,7 @@ def test_a_subclass_a_keyword_and_a_number_too_many_are_pythons(name, handed_on)
     C_FORMS[name](*marked)
     assert handed_on[0] == name
     with pytest.raises(TypeError, match="positional argument"):
-        C_FORMS[name](*args, None)
+        C_FORMS[name](*args, None, None)  # sinks of attention may follow, nothing else
     with pytest.raises(TypeError, match="unexpected keyword"):
         C_FORMS[name](*args, colour="red")
 

@@ -81,7 +81,7 @@ def _function(native: Any, op: Op, kinds: str) -> Callable[..., Any]:
         "layerzero" if name in PUBLIC else op.function.__module__,  # where it is found by name, by pickle for one
         f"{name}{shown}\n--\n\n{inspect.getdoc(op.function)}",
         parameters,
-        tuple(names.index(argument) for argument in op.arguments),
+        tuple(names.index(argument) for argument in op.arguments[: len(op.arguments) - op.trailing]),
         op.function,
         _quietly((_FINDS.get(name) if op is PUBLIC.get(name) else None) or _find(op)),
         _rescue(op),

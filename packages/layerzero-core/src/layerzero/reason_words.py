@@ -361,3 +361,5 @@ class ReasonCode(enum.StrEnum):
     PERF_SHIPPED_INVALID = "PERF_SHIPPED_INVALID", _C.CACHE, "the measurements that came with {value} do not count: {limit}", "install the package again, or run lz tune: what is measured here always counts"
     PERF_SHIPPED_VERSION = "PERF_SHIPPED_VERSION", _C.CACHE, "the measurements that came with {value} do not count: taken of {limit}", "install the measured version, or run lz tune"
     PERF_SHIPPED_DEVICE = "PERF_SHIPPED_DEVICE", _C.CACHE, "of the measurements that came with {value} only the reached rates count: taken on {limit}", "run lz tune on this machine"
+    SINKS_UNSUPPORTED = "SINKS_UNSUPPORTED", _C.FEATURE, "attention sinks are not supported", "use a kernel that declares sinks, or lse: the result is then rescaled"
+    KV_SCALES_UNSUPPORTED = "KV_SCALES_UNSUPPORTED", _C.FEATURE, "scales of the KV cache are not supported", "use a kernel that declares kv_scales, or lets the query and the result be scaled instead"

@@ -30,9 +30,10 @@ __all__ = ["context"]
 
 _SHAPES = ("shape", "q", "k", "v", "weight")
 _SIZES = {"context": "seq_len_k", "rotary_dim": "rotary_dim", "top_k": "top_k"}
+_FLAGS = ("alibi", "bias", "interleaved", "lse", "no_weight", "sinks")
 # What an option says beside sizes: words among the needs, fields of the context.
 _WORDS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
-    **{name: lambda given, name=name: (name,) for name in ("alibi", "bias", "interleaved", "lse", "no_weight")},  # type: ignore[misc]
+    **{name: lambda given, name=name: (name,) for name in _FLAGS},  # type: ignore[misc]
     "activation": lambda given: (f"activation_{given}",),
     "approximate": lambda given: (f"gelu_{given}",),
     "softcap": lambda given: ("softcap",),
@@ -91,7 +92,7 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
         args = _made(public, draft, where, given)
     except torch.OutOfMemoryError:  # too large to be real here; then without torch's own checks
         args = _made(public, draft, "meta", given)
-    named = {**(public.keywords(args) if public.keywords else dict(zip(public.arguments, args, strict=True)))}
+    named = {**(public.keywords(args) if public.keywords else dict(zip(public.arguments, args, strict=False)))}
     if "layout" in public.signature.parameters:
         named.setdefault("layout", given.get("layout", "BHSD"))
     canonical, layout, asked = public.normalize((), {**named, "backend": backend})

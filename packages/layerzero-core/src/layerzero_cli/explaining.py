@@ -50,6 +50,7 @@ _OPTIONS = (
     _attention("--softcap", type=float, help="Cap of the logits."),
     _attention("--dropout", type=float, help="Dropout probability."),
     _attention("--alibi", is_flag=True, help="ALiBi slopes."),
+    _attention("--sinks", is_flag=True, help="A learned score per head in the denominator."),
     _attention("--lse", is_flag=True, help="Also return the log-sum-exp."),
     _other("--interleaved", is_flag=True, help="rope: pairs (2i, 2i+1)."),
     _other("--no-weight", is_flag=True, help="Norms: without a weight."),

@@ -36,6 +36,7 @@ def attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention over [B, H, S, D] tensors of any strides whose last axis is dense; GQA without expanding keys."""
     batch, heads, queries, dim = query.shape
@@ -49,11 +50,12 @@ def attention(
     left, right = (-1, -1) if window is None else window
     run = _decode if queries * heads <= DECODE_ROWS * key.shape[1] else _prefill
     factor = 1.0 / math.sqrt(dim) if scale is None else scale
-    causal, cap = causal_word(is_causal), softcap or 0.0
-    if run(query, key, value, out, lse, attn_mask, alibi_slopes, factor, cap, causal, left, right) is False:
+    last = () if sinks is None else (sinks.to(torch.float32),)
+    rest = (attn_mask, alibi_slopes, factor, softcap or 0.0, causal_word(is_causal), left, right, *last)
+    if run(query, key, value, out, lse, *rest) is False:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out = query.new_empty((batch, heads, queries, dim_v))
-        run(query, key, value, out, lse, attn_mask, alibi_slopes, factor, cap, causal, left, right)
+        run(query, key, value, out, lse, *rest)
     return out if lse is None else (out, lse)
 
 

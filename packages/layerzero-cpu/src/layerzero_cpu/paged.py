@@ -29,8 +29,10 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
 ) -> Any:
-    """Causal, bottom-right attention of packed queries [tokens, Hq, D] over the pages of their sequences."""
+    """Attention, bottom-right aligned, of packed queries [tokens, Hq, D] over the pages of their sequences."""
     tokens, heads, dim = query.shape
     hnd = layout == "HND"
     out = query.new_empty((tokens, heads, value_cache.shape[3]))
@@ -42,7 +44,9 @@ def paged_attention(
     run = _decode if rows <= DECODE_ROWS * key_cache.shape[1 if hnd else 2] else _prefill
     factor, cap = 1.0 / math.sqrt(dim) if scale is None else scale, softcap or 0.0
     tables, contexts, lengths = batch.block_tables, batch.context_lens, batch.query_lens
-    more = (tables, contexts, lengths, out, lse, alibi_slopes, factor, cap, left, right, hnd)
+    order = hnd + 2 * (not is_causal)
+    last = () if sinks is None else (sinks.to(torch.float32),)
+    more = (tables, contexts, lengths, out, lse, alibi_slopes, factor, cap, left, right, order, *last)
     if run(query, key_cache, value_cache, *more) is False:
         run(query.contiguous(), key_cache.contiguous(), value_cache.contiguous(), *more)
     return out if lse is None else (out, lse)

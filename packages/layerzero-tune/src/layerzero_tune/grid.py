@@ -50,7 +50,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("shape", "q", "k", "v", "weight", "window"), "shape"),
     **dict.fromkeys(("dtype", "backend", "layout", "activation", "approximate", "format", "granularity"), "word"),
-    **dict.fromkeys(("alibi", "lse", "grad", "interleaved", "no_weight", "bias"), "flag"),
+    **dict.fromkeys(("alibi", "sinks", "lse", "grad", "interleaved", "no_weight", "bias"), "flag"),
     **dict.fromkeys(("context", "rotary_dim", "top_k"), "whole"),
     **dict.fromkeys(("softcap", "dropout", "top_p"), "number"),
     "causal": "choice",

@@ -39,6 +39,7 @@ def _attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Any:
     if not (attn_mask is None or isinstance(attn_mask, Tensor)) or dropout_p:
         return NotImplemented
@@ -66,8 +67,13 @@ def _attention(
     powers = torch.where(seen, scores, -math.inf).to(torch.promote_types(scores.dtype, torch.float32))
     limits = torch.finfo(powers.dtype)
     top = powers.amax(-1, keepdim=True).clamp_min(limits.min)
+    if sinks is not None:
+        beside = sinks.to(powers.dtype)[:, None, None]
+        top = torch.maximum(top, beside)
     parts = torch.exp(powers - top)
     total = parts.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(beside - top)
     out = torch.einsum("bhij,bhjd->bhid", (parts / total.clamp_min(limits.tiny)).to(values.dtype), values)
     if not return_lse:
         return out
@@ -85,10 +91,19 @@ def _paged(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
-    *rest: Any,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Any:
-    if key_cache.dtype is not torch.float64 or any(item is not None for item in rest):
-        return NotImplemented  # a cache with scales is another formula
+    if key_cache.dtype is not torch.float64:
+        return NotImplemented
+    if k_scale is not None or v_scale is not None:
+        axes = (-1, 1) if layout == "NHD" else (-1, 1, 1)
+        key_cache, value_cache = (
+            cache if scale is None else cache * torch.as_tensor(scale).to(cache).reshape(axes)
+            for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
+        )
     axis = 0 if layout == "NHD" else 1  # of a page's tokens; they come after the heads here
     outs, lses, start = [], [], 0
     for row, (context, new) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
@@ -101,7 +116,8 @@ def _paged(
         )
         q = query[start : start + new].transpose(0, 1)[None]
         slopes = alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        out, lse = _attention(q, k, v, None, 0.0, "bottom_right", scale, window, softcap, slopes, True)
+        causal = "bottom_right" if is_causal else False
+        out, lse = _attention(q, k, v, None, 0.0, causal, scale, window, softcap, slopes, True, sinks)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
         start += new

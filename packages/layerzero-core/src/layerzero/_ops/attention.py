@@ -51,7 +51,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
     dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
     window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
     dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
     window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | ChunkMask | None = ...,
     dropout_p: float = ..., is_causal: bool | str = ..., scale: float | None = ..., *, layout: str = ...,
     window: int | Sequence[int] | None = ..., enable_gqa: bool = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def attention(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -97,8 +99,10 @@ def attention(
     the head counts; without keys the result is zeros. `is_causal=True` is top-left aligned as in SDPA,
     `"bottom_right"` as in FlashAttention. `window` is (left, right) keys around the query's position, an int
     means (window, 0). `attn_mask` is a tensor, an `lz.block_mask` or an `lz.chunk_mask`. A fully masked row gives
-    zeros. `return_lse=True` gives (out, lse): natural log, float32, [B, Hq, Sq]. `backend` restricts the choice to
-    one backend or kernel id. Nested tensors of layout torch.jagged go to `lz.varlen_attention`; the result is one too.
+    zeros. `sinks` [Hq] are one more score per head that joins the softmax's denominator and attends nothing (gpt-oss).
+    `return_lse=True` gives (out, lse): natural log, float32, [B, Hq, Sq], sinks included. `backend` restricts the
+    choice to one backend or kernel id. Nested tensors of layout torch.jagged go to `lz.varlen_attention`; the result
+    is one too.
     """
     if scale is not None:
         if type(scale) is not float:
@@ -112,7 +116,10 @@ def attention(
     ) and not aside.quiet:
         first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
         return _seen(*first, layout=layout, window=window, enable_gqa=enable_gqa, softcap=softcap,
-                     alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend)  # fmt: skip
+                     alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend)  # fmt: skip
+    if sinks is not None:  # these calls have keys of their own, so that all others do not look at it
+        first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _cold(None, (*first, window, softcap, alibi_slopes, return_lse, sinks), layout, backend)
     hot_key: Any
     try:
         hot_key = (
@@ -198,7 +205,7 @@ def attention(
 def _seen(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
     """A call that torch wants to see (`dispatch.hot.watched`); of nested tensors it sees the packed call below."""
     if any(isinstance(item, Tensor) and item.is_nested for item in (query, key, value)):
-        words = (options[name] for name in ("window", "softcap", "alibi_slopes", "return_lse"))
+        words = (options[name] for name in ("window", "softcap", "alibi_slopes", "return_lse", "sinks"))
         return _cold(None, (query, key, value, *rest, *words), options["layout"], options["backend"])
     args, layout, backend = PUBLIC["attention"].normalize((query, key, value, *rest), options)
     again = functools.partial(attention, query, key, value, *rest, **options)
@@ -207,9 +214,9 @@ def _seen(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
 
 def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None) -> Any:
     """A call that is new here: check what the key could not, then select."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse = given
+    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse, *rest = given
     if not isinstance(query, Tensor) and (proxy := fx_proxy((query, key, value))) is not None:
-        named = dict(zip(ATTENTION.arguments, given, strict=True)) | {"layout": layout, "backend": backend}
+        named = dict(zip(ATTENTION.arguments, given, strict=False)) | {"layout": layout, "backend": backend}
         return fx_node(proxy, PUBLIC["attention"], named)
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, Tensor):
@@ -227,9 +234,10 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         hot_key, dropout_p = None, plain_number(dropout_p)  # a tensor's key would never be met again
     if dropout_p == 1.0:
         hot_key = None  # it shares its key with every other dropout
-    args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
-    if isinstance(attn_mask, MASK_VALUES):
-        return _with_mask_value(args, layout, backend)
+    last = (sides, softcap, alibi_slopes, return_lse, *rest)
+    args = ATTENTION.shorten((query, key, value, attn_mask, dropout_p, is_causal, scale, *last))
+    if isinstance(attn_mask, MASK_VALUES) or len(args) > 11:
+        return _by_generic_key(args, layout, backend)
     world = current_world()
     if hot_key is None:
         return miss(ATTENTION, world, None, args, layout, backend)
@@ -237,8 +245,8 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
     return miss(ATTENTION, world, hot_key, args, layout, backend, bucketed_key(world, hot_key))
 
 
-def _with_mask_value(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
-    """A call whose mask is a value has a key of its own, looked up here: calls without one never see it."""
+def _by_generic_key(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
+    """A call with sinks, or whose mask is a value, has a key of its own, looked up here: other calls never see it."""
     world = current_world()
     try:
         key = generic_key("attention", args, layout, backend)
@@ -279,7 +287,8 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _describe(call: Call) -> Context:
-    query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse = call.args
+    args = ATTENTION.lengthen(call.args)
+    query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse, sinks = args
     ctx = attention_context(
         query,
         key,
@@ -292,6 +301,7 @@ def _describe(call: Call) -> Context:
         window=window,
         softcap=softcap,
         alibi_slopes=slopes,
+        sinks=sinks,
         return_lse=return_lse,
         backend=call.backend,
         device=call.device,
@@ -352,8 +362,9 @@ ATTENTION = register(
         keeps_order=True,
         arguments=(
             "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
-            "alibi_slopes", "return_lse",
+            "alibi_slopes", "return_lse", "sinks",
         ),
+        trailing=1,
         canonical=_canonical,
         describe=_describe,
         reference="layerzero.backends.reference.attention:attention",
@@ -367,12 +378,12 @@ ATTENTION = register(
             "k": "batch,num_kv_heads,seq_len_k,head_dim",
             "v": "batch,num_kv_heads,seq_len_k,head_dim_v",
         },
-        options=("layout", "causal", "dropout", "window", "softcap", "lse", "mask", "alibi",),
+        options=("layout", "causal", "dropout", "window", "softcap", "lse", "mask", "alibi", "sinks",),
         example="layerzero._ops.examples_attention:attention",
         tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),
         random=lambda args: args[4] > 0.0,
         autocast=True,
-        keyed="TTTOZWFWAIAOWW",
+        keyed="TTTOZWFWAIAOAWW",
     )
 )  # fmt: skip

@@ -46,7 +46,7 @@ def attention(draw: Draw) -> Args:
     dropout = (ctx.dropout_p or 0.1) if ctx.dropout else 0.0
     return (
         query, key, value, _mask(draw, rows, cols), dropout, _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        _softcap(draw), slopes(draw), "lse" in needs,
+        _softcap(draw), slopes(draw), "lse" in needs, *sinks(draw),
     )  # fmt: skip
 
 
@@ -112,6 +112,14 @@ def slopes(draw: Draw) -> Tensor | None:
     return found.requires_grad_() if "mask_grad" in draw.ctx.needs else found
 
 
+def sinks(draw: Draw) -> Args:
+    """Sinks, from far below the scores to far above, where the call has them."""
+    if "sinks" not in draw.ctx.needs:
+        return ()
+    found = torch.linspace(-2.0, 4.0, draw.size("num_heads"), device=draw.device)
+    return (found.requires_grad_() if "sinks_grad" in draw.ctx.needs else found,)
+
+
 # -- pages -----------------------------------------------------------------------------------------
 def paged_batch(draw: Draw) -> tuple[PagedBatch, int, int]:
     """Page tables whose pages are spread over the cache, and lengths that fit the context; how many tokens and pages.
@@ -138,7 +146,9 @@ def paged_batch(draw: Draw) -> tuple[PagedBatch, int, int]:
     lengths = list(lengths or [longest] * batch)
     if queries is None:
         return make_paged_batch(table, _told(draw, lengths), None, lengths), tokens, blocks
-    made = make_paged_batch(table, _told(draw, lengths), _told(draw, queries), (lengths, list(queries)))
+    cross = draw.ctx.causal is Causal.NONE
+    host = lengths, list(queries)
+    made = make_paged_batch(table, _told(draw, lengths), _told(draw, queries), host, cross=cross)
     return made, tokens, blocks
 
 
@@ -170,10 +180,20 @@ def paged(draw: Draw) -> Args:
     dtype = getattr(torch, ctx.kv_cache_dtype or ctx.dtype)
     query = draw.main(tokens, heads, dim, odd=False)
     caches = [_cache(draw, (blocks, *inner, size), dtype) for size in (dim, width)]
+    last: Args = sinks(draw)
+    if "kv_scales" in needs or ctx.causal is Causal.NONE:
+        last = (*(last or (None,)), ctx.causal is not Causal.NONE)
+    if "kv_scales" in needs:
+        each = draw.choice("scales_for", "")
+        last = (*last, *(_kv_scale(draw, number, kv_heads if each == "heads" else 1) for number in (0.5, 1.5)))
     return (
         query, *caches, batch, ctx.scale, ctx.window, _softcap(draw),
-        slopes(draw), "lse" in needs, layout.value,
+        slopes(draw), "lse" in needs, layout.value, *last,
     )  # fmt: skip
+
+
+def _kv_scale(draw: Draw, number: float, count: int) -> Tensor:
+    return torch.linspace(number, 2 * number, count, device=draw.device)
 
 
 def _cache(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -210,7 +230,7 @@ def varlen(draw: Draw) -> Args:
     return (
         *_packed(draw, sum(lengths_q), sum(lengths_k)), offsets_q, offsets_k, max(longest_q, max(lengths_q, default=0)),
         max(longest_k, max(lengths_k, default=0)), _CAUSAL[ctx.causal], ctx.scale, ctx.window,
-        _softcap(draw), slopes(draw), "lse" in needs,
+        _softcap(draw), slopes(draw), "lse" in needs, *sinks(draw),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key
+from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
@@ -20,6 +21,7 @@ from layerzero.model.describe import (
     check_devices,
     check_floating,
     check_scale,
+    check_sinks,
     check_softcap,
     dtype_name,
     parse_layout,
@@ -42,6 +44,7 @@ def paged_batch(
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
     capture: bool = False,
+    cross: bool = False,
 ) -> PagedBatch:
     """Plan a batch once, for all layers: page numbers [B, blocks], KV lengths [B], new tokens [B] (one each if None).
 
@@ -51,8 +54,11 @@ def paged_batch(
     For CUDA graphs: `capture=True`, one call of each op outside of the graph, which plans, then the capture. Before a
     replay with other lengths or pages, `batch.update(block_tables, context_lens)` plans again into the same buffers.
     The batch has to live as long as its graph.
+
+    `cross=True` is for cross-attention: the context is another sequence, and may be shorter than the queries. Such a
+    batch is attended with `is_causal=False`.
     """
-    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture)
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture, cross)
 
 
 @overload
@@ -60,7 +66,8 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
     context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
     window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
+    sinks: Tensor | None = ..., is_causal: bool = ..., k_scale: float | Tensor | None = ...,
+    v_scale: float | Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -69,7 +76,8 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
     context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
     window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-    return_lse: Literal[True], backend: str | None = ...,
+    sinks: Tensor | None = ..., is_causal: bool = ..., k_scale: float | Tensor | None = ...,
+    v_scale: float | Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -78,7 +86,8 @@ def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch | Tensor,
     context_lens: Tensor | None = ..., *, scale: float | None = ..., layout: str = ...,
     window: int | Sequence[int] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
-    return_lse: bool, backend: str | None = ...,
+    sinks: Tensor | None = ..., is_causal: bool = ..., k_scale: float | Tensor | None = ...,
+    v_scale: float | Tensor | None = ..., return_lse: bool, backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -94,20 +103,37 @@ def paged_attention(
     window: int | Sequence[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Attention of query [tokens, Hq, D] over pages [blocks, page, Hkv, D] (NHD) or [blocks, Hkv, page, D] (HND).
 
     Causal, bottom-right aligned: the last query token of a sequence sees its whole context. `batch` is a
-    `lz.paged_batch`; the form `(…, block_tables, context_lens)` also works and plans at every call.
+    `lz.paged_batch`; the form `(…, block_tables, context_lens)` also works and plans at every call. With
+    `is_causal=False` every query sees the whole context, which may be shorter than the queries (cross-attention).
+    `sinks` [Hq] as in `lz.attention`. `k_scale` and `v_scale` are what the numbers of the caches are multiplied by
+    (FP8 caches): one number, or a tensor of one or of Hkv numbers.
     """
     planned = _planned(batch, context_lens)
     check_scale(scale)
     check_softcap(softcap)
     sides = parse_window(window)
     args = (query, key_cache, value_cache, planned, scale, sides, softcap, alibi_slopes, return_lse, layout)
+    if sinks is not None or is_causal is not True or k_scale is not None or v_scale is not None:
+        causal = _causal(is_causal, planned, sides)
+        args = PAGED_ATTENTION.shorten((*args, sinks, causal, k_scale, v_scale))
     return keyed(PAGED_ATTENTION, _key, args, layout, backend)
+
+
+def _causal(is_causal: Any, batch: PagedBatch, window: tuple[int, int] | None) -> bool:
+    """Whether a query may not see the keys behind its own; one query a sequence has none behind it."""
+    if not isinstance(is_causal, bool):
+        raise invalid("TYPE_INVALID", f"is_causal: {type(is_causal).__name__}", "True or False")
+    return is_causal or (batch.is_decode and window is None)
 
 
 def _planned(batch: Any, context_lens: Any) -> PagedBatch:
@@ -150,7 +176,7 @@ def _check_index_dtypes(batch: PagedBatch) -> None:
 
 def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
-    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, layout = args
+    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, layout, *last = args
     _check_index_dtypes(batch)
     check_pages(key_cache, batch, 4, _TOKENS.get(layout))
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
@@ -160,7 +186,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
         query.requires_grad
         or key_cache.requires_grad
         or value_cache.requires_grad
-        or (slopes is not None and slopes.requires_grad)
+        or any(map(needs_grad, (slopes, *last)))
     )
     return (
         "paged_attention",
@@ -175,20 +201,25 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
         None if slopes is None else describe_tensor(slopes),
         return_lse,
         layout,
+        *map(part, last),
         backend,
         mode_key(grad),
     )
 
 
 def _describe(call: Call) -> Context:
-    query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout = call.args
+    args = PAGED_ATTENTION.lengthen(call.args)
+    query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout, *last = args
+    sinks, is_causal, k_scale, v_scale = last
     for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
         expect_rank(expect_tensor(item, name), name, (rank,))
     if slopes is not None:
         expect_tensor(slopes, "alibi_slopes")
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
     check_devices(
-        query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes
-    )
+        query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes,
+        sinks=sinks, **{name: item for name, item in scales.items() if isinstance(item, Tensor)},
+    )  # fmt: skip
     word = check_floating(query, "query")
     cache_word = check_floating(key_cache, "key_cache")
     if dtype_name(value_cache) != cache_word:
@@ -226,6 +257,11 @@ def _describe(call: Call) -> Context:
         (batch.batch_size, heads),
     ):
         raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
+    if is_causal and batch.is_cross:
+        raise invalid("BLOCK_TABLE_INVALID", "with more queries than context", "is_causal=False")
+    check_sinks(sinks, heads)
+    for name, item in scales.items():
+        _check_kv_scale(item, name, kv_heads)
     needs = {
         "gqa": heads != kv_heads,
         "window": window is not None,
@@ -233,9 +269,13 @@ def _describe(call: Call) -> Context:
         "alibi": slopes is not None,
         "lse": return_lse,
         # As in attention: most kernels have no gradient for slopes, nor one through the log-sum-exp.
-        "mask_grad": call.needs_grad and slopes is not None and slopes.requires_grad,
+        "mask_grad": call.needs_grad and any(map(needs_grad, (slopes, k_scale, v_scale))),
         "lse_backward": bool(return_lse) and call.needs_grad,
         "paged_prefill": not batch.is_decode,
+        "sinks": sinks is not None,
+        "sinks_grad": call.needs_grad and needs_grad(sinks),
+        "kv_scales": k_scale is not None or v_scale is not None,
+        "non_causal": not is_causal,
     }
     dims = {
         "batch": batch.batch_size,
@@ -258,7 +298,7 @@ def _describe(call: Call) -> Context:
         (query, key_cache, value_cache),
         dtypes=(word,),
         rank=3,
-        causal=Causal.BOTTOM_RIGHT,
+        causal=Causal.BOTTOM_RIGHT if is_causal else Causal.NONE,
         window=window,
         kv_cache_dtype=cache_word,
         kv_cache_layout=order,
@@ -267,9 +307,18 @@ def _describe(call: Call) -> Context:
     )
 
 
+def _check_kv_scale(scale: Any, name: str, kv_heads: int) -> None:
+    if isinstance(scale, Tensor):
+        check_floating(scale, name)
+        if scale.numel() != 1 and tuple(scale.shape) != (kv_heads,):
+            raise invalid("SHAPE_INVALID", f"{name} {tuple(scale.shape)}", f"one number, or [{kv_heads}]")
+    elif scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise invalid("VALUE_INVALID", f"{name}={scale}", "a finite number, a tensor, or None")
+
+
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
-    batch = _planned(given["batch"], given["context_lens"])
-    told = {**given, "batch": batch, "window": parse_window(given["window"])}
+    batch, sides = _planned(given["batch"], given["context_lens"]), parse_window(given["window"])
+    told = {**given, "batch": batch, "window": sides, "is_causal": _causal(given["is_causal"], batch, sides)}
     return tuple(told[name] for name in PAGED_ATTENTION.arguments)
 
 
@@ -288,7 +337,12 @@ PAGED_ATTENTION = register(
             "alibi_slopes",
             "return_lse",
             "layout",
+            "sinks",
+            "is_causal",
+            "k_scale",
+            "v_scale",
         ),
+        trailing=4,
         describe=_describe,
         reference="layerzero.backends.reference.paged:paged_attention",
         cost=Roofline(
@@ -304,7 +358,7 @@ PAGED_ATTENTION = register(
             "seq_len_q": "1",
             "seq_len_k": "max(1, num_blocks // batch) * page_size",
         },
-        options=("layout", "context", "window", "softcap", "lse", "alibi"),
+        options=("layout", "context", "window", "softcap", "lse", "alibi", "sinks"),
         example="layerzero._ops.examples_attention:paged",
         tolerance="attention",
         growing=("seq_len_q", "seq_len_k"),

@@ -105,7 +105,7 @@ def dispatch(spec: OperationSpec, args: tuple[Any, ...], layout: str | None = No
         except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an option that cannot be hashed
             key = bound = None
     if key is None and (proxy := fx_proxy(args)) is not None:
-        named = dict(zip(spec.arguments, args, strict=True)) | {"layout": layout, "backend": backend}
+        named = dict(zip(spec.arguments, args, strict=False)) | {"layout": layout, "backend": backend}
         return fx_node(proxy, public_op(spec.op_id), named)
     if bound is not None and (bound.guard is None or bound.guard()):
         try:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.signature import keyed, register
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key
+from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_heads, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
@@ -23,6 +23,7 @@ from layerzero.model.describe import (
     check_devices,
     check_floating,
     check_scale,
+    check_sinks,
     check_softcap,
     dtype_name,
     parse_causal,
@@ -44,7 +45,8 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
     scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
     scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., is_causal: bool | str = ...,
     scale: float | None = ..., window: int | Sequence[int] | None = ..., softcap: float | None = ...,
-    alibi_slopes: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
+    alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -80,6 +82,7 @@ def varlen_attention(
     window: int | Sequence[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -97,8 +100,9 @@ def varlen_attention(
     sides = parse_window(window)
     args = (
         query, key, value, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, is_causal, scale, sides, softcap,
-        alibi_slopes, return_lse,
+        alibi_slopes, return_lse, sinks,
     )  # fmt: skip
+    args = VARLEN_ATTENTION.shorten(args)
     return keyed(VARLEN_ATTENTION, functools.partial(_key, equal), args, None, backend)
 
 
@@ -165,12 +169,12 @@ def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -
 
 def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     """Lengths and token counts enter as buckets, so that changing batches stay hot."""
-    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, _, window, softcap, slopes, return_lse = args
+    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, _, window, softcap, slopes, return_lse, *last = args
     if max_q is None or max_k is None:
         return None
     sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
     grad = _grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (slopes is not None and slopes.requires_grad)
+        query.requires_grad or key.requires_grad or value.requires_grad or any(map(needs_grad, (slopes, *last)))
     )
     return (
         "varlen_attention",
@@ -187,20 +191,24 @@ def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) ->
         softcap is None,
         None if slopes is None else describe_tensor(slopes),
         return_lse,
+        *map(part, last),
         backend,
         mode_key(grad),
     )  # fmt: skip
 
 
 def _describe(call: Call) -> Context:
-    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window, softcap, slopes, return_lse = call.args
+    args = VARLEN_ATTENTION.lengthen(call.args)
+    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window, softcap, slopes, return_lse, sinks = args
     for name, item, rank in (
         ("query", query, 3), ("key", key, 3), ("value", value, 3), ("cu_seqlens_q", cu_q, 1), ("cu_seqlens_k", cu_k, 1),
     ):  # fmt: skip
         expect_rank(expect_tensor(item, name), name, (rank,))
     if slopes is not None:
         expect_tensor(slopes, "alibi_slopes")
-    check_devices(query=query, key=key, value=value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes)
+    check_devices(
+        query=query, key=key, value=value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes, sinks=sinks
+    )
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     _check_offsets(cu_q, cu_k)
     expect_heads(query, key, value)
@@ -208,16 +216,19 @@ def _describe(call: Call) -> Context:
     batch = cu_q.shape[0] - 1
     if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
+    check_sinks(sinks, heads)
     causal = parse_causal(is_causal)
     check_scale(scale)
     check_softcap(softcap)
     equal = _lengths(query, key, cu_q, cu_k, max_q, max_k)[2]
     needs = {
         "gqa": heads != kv_heads,
-        "mask_grad": call.needs_grad and slopes is not None and slopes.requires_grad,
+        "mask_grad": call.needs_grad and needs_grad(slopes),
         "window": window is not None,
         "softcap": softcap is not None,
         "alibi": slopes is not None,
+        "sinks": sinks is not None,
+        "sinks_grad": call.needs_grad and needs_grad(sinks),
         "lse": bool(return_lse),
         "lse_backward": bool(return_lse) and call.needs_grad,
         "causal_top_left": causal is Causal.TOP_LEFT,
@@ -282,8 +293,13 @@ VARLEN_ATTENTION = register(
         plain="layerzero.backends.reference.varlen:varlen_masked",
         input_kinds=(
                 "tensor", "tensor", "tensor", "tensor", "tensor", "number", "number", "flag", "number", "object",
-                "number", "tensor?", "flag",
+                "number", "tensor?", "flag", "tensor?",
             ),
+        arguments=(
+                "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal",
+                "scale", "window", "softcap", "alibi_slopes", "return_lse", "sinks",
+            ),
+        trailing=1,
         describe=_describe,
         reference="layerzero.backends.reference.varlen:varlen_attention",
         cost=Roofline(
@@ -299,7 +315,7 @@ VARLEN_ATTENTION = register(
             "seq_len_q": "min(seq_len_k, tokens)",
             "batch": "max(1, ceil(tokens_k / seq_len_k))",
         },
-        options=("context", "causal", "window", "softcap", "lse", "alibi",),
+        options=("context", "causal", "window", "softcap", "lse", "alibi", "sinks",),
         example="layerzero._ops.examples_attention:varlen",
         tolerance="attention",
         growing=_GROWING,

@@ -25,20 +25,34 @@ Finish = Callable[[Any], Any]
 
 _QKV_FIRST = frozenset({"attention", "varlen_attention"})
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIBI, _LSE = range(11)
-_KEYS, _VALUES, _BATCH, _PAGE_LAYOUT = 1, 2, 3, 9  # of the canonical arguments of paged_attention
+_KEYS, _VALUES, _BATCH, _PAGE_SCALE, _PAGE_LAYOUT = 1, 2, 3, 4, 9  # of the canonical arguments of paged_attention
+_K_SCALE, _V_SCALE = 12, 13
+# Where return_lse stands, and the arguments that are left out where they have these defaults, the first of them sinks.
+_LSE_OF = {"attention": _LSE, "varlen_attention": 12, "paged_attention": 8}
+_TRAILING = {
+    "attention": (11, (None,)),
+    "varlen_attention": (13, (None,)),
+    "paged_attention": (10, (None, True, None, None)),
+}
 
 
 def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
     """Wrap a kernel so that it takes the call's own arguments."""
     if ctx.folded:
         return _folding_axes(adapt(fn, replace(ctx, folded=False), names, follow_autocast))
+    wanted = set(names)
+    if "sinks:rescale" in wanted:
+        swapped = any(name.startswith("layout:") for name in wanted)
+        bshd = ctx.op == "attention" and ctx.rank == 4 and ctx.layout is not None and ctx.layout.value == "BSHD"
+        fn = _rescaled(fn, ctx.op, bshd is not swapped)
+    if "kv_scales:around" in wanted:
+        fn = _scaled_around(fn)
     before: list[Step] = []
     after: list[Finish] = []
     # A mask may be float32 beside half-precision inputs and slopes are always precise: only q, k, v are cast.
     count = 3 if ctx.op in _QKV_FIRST else None
     if ctx.autocast is not None and follow_autocast:
         before.append(_casting(_dtype(ctx.autocast), count, only_floating_below_double=True))
-    wanted = set(names)
     for name in sorted(wanted):
         if name.startswith("cast:"):
             target = name.rpartition("->")[2]
@@ -56,6 +70,67 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
     if not before and not after and ctx.autocast is None:
         return fn
     return _composed(fn, tuple(before), tuple(reversed(after)), ctx)
+
+
+def _without(values: list[Any], op: str, *places: int) -> list[Any]:
+    """The arguments with defaults in these places, where they may be left out."""
+    first, defaults = _TRAILING[op]
+    for place in places:
+        if place < len(values):
+            values[place] = defaults[place - first]
+    while len(values) > first and values[-1] is defaults[len(values) - 1 - first]:
+        values.pop()
+    return values
+
+
+def _rescaled(fn: Callable[..., Any], op: str, bshd: bool) -> Callable[..., Any]:
+    """Attention with sinks by a kernel that has none: what it gives shrinks by the share of the sink."""
+    lse_at, (at, _) = _LSE_OF[op], _TRAILING[op]
+
+    def run(*args: Any) -> Any:
+        values, return_lse, sinks = list(args), args[lse_at], args[at]
+        values[lse_at] = True
+        out, lse = fn(*_without(values, op, at))
+        beside = sinks.to(lse.dtype)
+        if op == "attention":
+            beside = beside[:, None]
+        # Finite: a row without any key has no share at all, of sinks that are -inf neither.
+        share = torch.sigmoid(lse.clamp_min(torch.finfo(lse.dtype).min) - beside).unsqueeze(-1)
+        out = (out * (share.transpose(1, 2) if bshd else share)).to(out.dtype)
+        return (out, torch.logaddexp(lse, beside)) if return_lse else out
+
+    return run
+
+
+def _scaled_around(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Paged attention over scaled caches by a kernel that takes no scales: (q k) s = (q s) k, and w (v s) = (w v) s."""
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        query, layout = values[_QUERY], values[_PAGE_LAYOUT]
+        group = query.shape[1] // values[_KEYS].shape[2 if layout == "NHD" else 1]
+        k_scale, v_scale = (*args[_K_SCALE:], None)[:2]
+        if isinstance(k_scale, Tensor) and k_scale.numel() == 1 and k_scale.is_cpu and not k_scale.requires_grad:
+            k_scale = k_scale.item()
+        if isinstance(k_scale, Tensor):
+            values[_QUERY] = (query * _of_heads(k_scale, group)).to(query.dtype)
+        elif k_scale is not None:
+            own = values[_PAGE_SCALE]
+            values[_PAGE_SCALE] = k_scale * (query.shape[2] ** -0.5 if own is None else own)
+        found = fn(*_without(values, "paged_attention", _K_SCALE, _V_SCALE))
+        if v_scale is None:
+            return found
+        out = found[0] if isinstance(found, tuple) else found
+        out = (out * (_of_heads(v_scale, group) if isinstance(v_scale, Tensor) else v_scale)).to(out.dtype)
+        return (out, *found[1:]) if isinstance(found, tuple) else out
+
+    return run
+
+
+def _of_heads(scale: Tensor, group: int) -> Tensor:
+    """One number for each head of the queries, or for all of them: [Hq or 1, 1]."""
+    flat = scale.reshape(-1)
+    return (flat if flat.numel() == 1 else flat.repeat_interleave(group)).unsqueeze(-1).float()
 
 
 def _folding_axes(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "check_dropout",
     "check_floating",
     "check_scale",
+    "check_sinks",
     "check_softcap",
     "check_window_fits",
     "dtype_name",
@@ -304,6 +305,16 @@ def check_scale(scale: float | None) -> None:
         raise invalid("SCALE_INVALID", str(scale))
 
 
+def check_sinks(sinks: Any, heads: int) -> None:
+    """Refuse sinks that are not one number for each head of the queries."""
+    if sinks is None:
+        return
+    _check_tensor(sinks, "sinks")
+    check_floating(sinks, "sinks")
+    if tuple(sinks.shape) != (heads,):
+        raise invalid("SHAPE_INVALID", str(tuple(sinks.shape)), f"[{heads}]", "sinks do not fit the heads")
+
+
 def attention_context(
     query: Tensor,
     key: Tensor | None = None,
@@ -317,6 +328,7 @@ def attention_context(
     window: int | Sequence[int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     device: DeviceSpec | None = None,
@@ -333,10 +345,10 @@ def attention_context(
         raise invalid("TYPE_INVALID", f"backend: {type(backend).__name__}", "a backend name or kernel id")
     special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
     tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
-    for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes)):
+    for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if given is not None:
             _check_tensor(given, name)
-    check_devices(query=query, key=key, value=value, attn_mask=tensor_mask, alibi_slopes=alibi_slopes)
+    check_devices(query=query, key=key, value=value, attn_mask=tensor_mask, alibi_slopes=alibi_slopes, sinks=sinks)
     words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
     notes: tuple[Reason, ...] = ()
     if layout is None:
@@ -371,6 +383,7 @@ def attention_context(
         raise invalid(
             "SHAPE_INVALID", str(tuple(alibi_slopes.shape)), f"[{dims['num_heads']}]", "alibi_slopes do not fit"
         )
+    check_sinks(sinks, dims["num_heads"])
     grad = bool(requires_grad)
     if requires_grad is None:
         grad = any(t.requires_grad for t in (query, key, value))
@@ -385,6 +398,8 @@ def attention_context(
         "window": sides is not None,
         "softcap": softcap is not None,
         "alibi": alibi_slopes is not None,
+        "sinks": sinks is not None,
+        "sinks_grad": grad and sinks is not None and sinks.requires_grad,
         "lse": bool(return_lse),
         # A gradient through the log-sum-exp itself, which most kernels return without one.
         "lse_backward": bool(return_lse) and grad,

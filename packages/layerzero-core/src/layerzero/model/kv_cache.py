@@ -41,12 +41,14 @@ class PagedBatch:
     query_lens_host: tuple[int, ...]
     capture: bool = False
     plans: dict[Any, BatchPlan] = field(default_factory=dict, repr=False)
-    # Read at every call, hence counted once: sequences, query tokens, the longest of both, one new token each.
+    # Read at every call, hence counted once: sequences, query tokens, the longest of both, one new token each, more
+    # queries than context in one of them.
     batch_size: int = field(init=False, repr=False)
     total_q: int = field(init=False, repr=False)
     max_query_len: int = field(init=False, repr=False)
     max_context_len: int = field(init=False, repr=False)
     is_decode: bool = field(init=False, repr=False)
+    is_cross: bool = field(init=False, repr=False)
     # What `check_page_numbers` has looked at, for the layers that follow.
     _looked_at: Any = field(default=None, init=False, repr=False)
 
@@ -60,6 +62,8 @@ class PagedBatch:
         object.__setattr__(self, "max_query_len", max(queries, default=0))
         object.__setattr__(self, "max_context_len", max(contexts, default=0))
         object.__setattr__(self, "is_decode", all(length == 1 for length in queries))
+        more = any(query > context > 0 for context, query in zip(contexts, queries, strict=True))
+        object.__setattr__(self, "is_cross", more)
 
     def update(
         self,
@@ -76,7 +80,7 @@ class PagedBatch:
         """
         if not self.capture:
             raise invalid(ReasonCode.VALUE_INVALID, "a batch made without capture=True", "capture=True")
-        fresh = make_paged_batch(block_tables, context_lens, query_lens, host_lens)
+        fresh = make_paged_batch(block_tables, context_lens, query_lens, host_lens, cross=self.is_cross)
         kept = (tuple(self.block_tables.shape), self.query_lens is None, self.total_q, self.is_decode)
         given = (tuple(fresh.block_tables.shape), fresh.query_lens is None, fresh.total_q, fresh.is_decode)
         if kept != given:
@@ -154,7 +158,7 @@ class PagedBatch:
         tables = self.block_tables
         return (
             type(tables), tables.dtype, self.context_lens.dtype, tables.is_cpu, tables.get_device(),
-            len(self.context_lens_host), self.is_decode, tables.is_contiguous(),
+            len(self.context_lens_host), self.is_decode, tables.is_contiguous(), self.is_cross,
         )  # fmt: skip
 
 
@@ -164,12 +168,13 @@ def make_paged_batch(
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
     capture: bool = False,
+    cross: bool = False,
 ) -> PagedBatch:
     """Check the metadata and bring the lengths to the host, once per batch.
 
     `host_lens` spares the device-to-host copy when the caller knows the lengths already: the context lengths, or a
     pair (context lengths, query lengths). They are trusted to equal the tensors. `capture` makes a batch whose tensors
-    are its own and stay where they are, for calls inside a CUDA graph.
+    are its own and stay where they are, for calls inside a CUDA graph. `cross` allows more queries than context.
     """
     for name, tensor, rank in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
         _check_tensor(name, tensor, rank)
@@ -184,7 +189,7 @@ def make_paged_batch(
         queries = known_query
     else:
         queries = (1,) * batch if query_lens is None else tuple(query_lens.tolist())
-    _check_lengths(contexts, queries, batch, has_query_lens=query_lens is not None)
+    _check_lengths(contexts, queries, batch, has_query_lens=query_lens is not None, cross=cross)
     if not capture:
         return PagedBatch(block_tables, context_lens, query_lens, contexts, queries)
     own = None if query_lens is None else query_lens.clone()
@@ -227,7 +232,9 @@ def _split_host_lens(
         raise invalid(ReasonCode.TYPE_INVALID, f"host_lens {host_lens!r}", "ints, or a pair of int sequences") from None
 
 
-def _check_lengths(contexts: tuple[int, ...], queries: tuple[int, ...], batch: int, *, has_query_lens: bool) -> None:
+def _check_lengths(
+    contexts: tuple[int, ...], queries: tuple[int, ...], batch: int, *, has_query_lens: bool, cross: bool
+) -> None:
     for name, lengths in (("context_lens", contexts), ("query_lens", queries)):
         if len(lengths) != batch:
             raise _invalid(f"of {batch} rows", f"{len(lengths)} {name}")
@@ -237,7 +244,7 @@ def _check_lengths(contexts: tuple[int, ...], queries: tuple[int, ...], batch: i
         raise _invalid("without query_lens", "host query lengths other than 1")
     for row, (context, query) in enumerate(zip(contexts, queries, strict=True)):
         # A sequence without any context is a padding row (a captured graph has a fixed batch): it yields zeros.
-        if query > context > 0:
+        if query > context > 0 and not cross:
             raise _invalid(f"row {row} with {query} query tokens", f"a context of {context}, new tokens included")
 
 

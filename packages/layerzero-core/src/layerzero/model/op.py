@@ -146,6 +146,8 @@ class Op(OperationSpec):
     keyed       how each parameter enters the key of layerzero-accel, one letter each (`layerzero_accel.functions`),
                 where that does not follow from its kind
     fusable     moves memory more than it computes: a compiler had better see its formula than one launch
+    trailing    how many of the last arguments came to the op after kernels of it had been written: a call in which
+                they have their defaults leaves them out (`shorten`), so that those kernels need not take them
     """
 
     op_id: str = ""
@@ -178,6 +180,7 @@ class Op(OperationSpec):
     row_wise: tuple[int, ...] = ()
     keyed: str = ""
     fusable: bool = False
+    trailing: int = 0
     signature: inspect.Signature = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +223,18 @@ class Op(OperationSpec):
         bound.apply_defaults()
         given = bound.arguments
         canonical = self.canonical(given) if self.canonical else tuple(given[name] for name in self.arguments)
-        return canonical, given.get("layout"), given.get("backend")
+        return self.shorten(canonical), given.get("layout"), given.get("backend")
+
+    def shorten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Canonical arguments without the last ones that may be left out, where they have their defaults."""
+        kept, least = len(args), len(self.arguments) - self.trailing
+        while kept > least and args[kept - 1] is self.signature.parameters[self.arguments[kept - 1]].default:
+            kept -= 1
+        return args[:kept]
+
+    def lengthen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All canonical arguments, with the defaults of those that were left out."""
+        return *args, *(self.signature.parameters[name].default for name in self.arguments[len(args) :])
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, str]:

@@ -50,7 +50,8 @@ def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
     ctx = describe(public, canonical, layout, backend, world)
     bound = ready(public, ctx, world, canonical)
     given = public.signature.bind(*args, **kwargs).arguments
-    options = {name: item for name, item in given.items() if not modes.tensors_of((item,))}
+    kept = public.arguments[len(public.arguments) - public.trailing :]  # these are said once, tensors or not
+    options = {name: item for name, item in given.items() if name in kept or not modes.tensors_of((item,))}
     build = _BUILDERS.get(op, _general)
     if op == "attention" and given.get("attn_mask") is not None and not isinstance(canonical[3], Tensor):
         build = _general  # a CausalBias or a mask value: it has to be read at each call
@@ -125,6 +126,8 @@ def _complete(
 
 
 def _attention(call: _Call) -> Any:
+    if len(call.canonical) > 11:
+        return _general(call)
     spec, bound, canonical, planned_layout, planned_backend, options = call
     run, parameters = bound.run, spec.signature.parameters
     _, _, _, mask, p, causal, fixed_scale, sides, cap, slopes, lse = canonical

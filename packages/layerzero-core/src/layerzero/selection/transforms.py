@@ -104,6 +104,25 @@ def _cast_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
     return Transform(f"cast_kv:{ctx.kv_cache_dtype}->{ctx.dtype}", copy_cost_us(ctx, count, 6))
 
 
+def _rescale(kernel: KernelSpec, ctx: Context) -> Transform | None:
+    """Sinks after the kernel: its result times the share that its log-sum-exp has beside them."""
+    if "lse" not in kernel.features or ctx.dtype == "float64":  # a log-sum-exp is float32
+        return None
+    asked = {"lse", "lse_backward"} if ctx.needs_grad else {"lse"}
+    plain = replace(ctx, needs=(ctx.needs - {"sinks", "sinks_grad"}) | asked)
+    known = {item.code for item in kernel.check_call(ctx)}
+    if any(item.code not in known for item in kernel.check_call(plain)):
+        return None
+    count = (ctx.dim("tokens") or (ctx.batch or 1) * (ctx.seq_len_q or 1)) * (ctx.num_heads or 1)
+    return Transform("sinks:rescale", copy_cost_us(ctx, count * (ctx.dim("head_dim_v") or ctx.head_dim or 1), 4))
+
+
+def _scale_around(kernel: KernelSpec, ctx: Context) -> Transform:
+    """Scales of a cache on the query before and on the result after, which are far smaller than the cache."""
+    count = (ctx.dim("tokens") or 1) * (ctx.num_heads or 1) * (ctx.head_dim or 1)
+    return Transform("kv_scales:around", copy_cost_us(ctx, count, 2))
+
+
 def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.op != "attention":
         return None
@@ -126,7 +145,7 @@ def _fold(what: str) -> Callable[[KernelSpec, Context], Transform | None]:
     return build
 
 
-# reason code -> (word in the kernel's `adapt`, builder)
+# reason code -> (word in the kernel's `adapt`, "" where every kernel allows it, builder)
 _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | None]]] = {
     ReasonCode.LAYOUT_UNSUPPORTED: ("layout", _layout),
     ReasonCode.NOT_CONTIGUOUS: ("contiguous", _contiguous),
@@ -136,6 +155,8 @@ _CURES: dict[ReasonCode, tuple[str, Callable[[KernelSpec, Context], Transform | 
     ReasonCode.DTYPE_UNSUPPORTED: ("dtype", _cast),
     ReasonCode.DTYPE_MIXED: ("dtype", _unify),
     ReasonCode.KV_CACHE_DTYPE_MISMATCH: ("kv_dtype", _cast_kv),
+    ReasonCode.SINKS_UNSUPPORTED: ("", _rescale),
+    ReasonCode.KV_SCALES_UNSUPPORTED: ("", _scale_around),
     ReasonCode.GQA_UNSUPPORTED: ("gqa", _expand_kv),
     ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED: ("mask", _fold("causal")),
     ReasonCode.WINDOW_UNSUPPORTED: ("mask", _fold("window")),
@@ -154,7 +175,7 @@ def adaptations(kernel: KernelSpec, ctx: Context, reasons: list[Reason]) -> tupl
     steps: dict[str, Transform] = {}
     for item in reasons:
         word, build = _CURES.get(item.code, ("", None))
-        step = build(kernel, ctx) if build is not None and word in kernel.adapt else None
+        step = build(kernel, ctx) if build is not None and (not word or word in kernel.adapt) else None
         if step is None:
             standing.append(item)
         else:

@@ -36,12 +36,26 @@ def traced(
     enable_gqa: bool = False,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Traced for `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
     if query.is_nested or key.is_nested or value.is_nested:
-        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
+        given = (
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            window,
+            softcap,
+            alibi_slopes,
+            return_lse,
+            sinks,
+        )
         return nested_attention(
             forms.varlen_attention,  # type: ignore[attr-defined] # generated
             given,
@@ -55,7 +69,7 @@ def traced(
         how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
         found = traced(
             query, key, value, attn_mask, dropout_p, is_causal, scale, layout=layout, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, return_lse=return_lse, backend=backend,
+            alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
         )  # fmt: skip
         return unfold(found, how)
     causal = causal_word(is_causal)
@@ -67,8 +81,9 @@ def traced(
     mask = written_out(attn_mask, query, key, layout, window)
     around = sides(window)
     rest = (CAUSAL[causal], scale, pair(around), softcap, alibi_slopes, return_lse)
-    canonical = (query, key, value, mask, dropout_p, *rest)
-    grad = differentiable(backend, query, key, value, mask, alibi_slopes)
+    last = () if sinks is None else (sinks,)
+    canonical = (query, key, value, mask, dropout_p, *rest, *last)
+    grad = differentiable(backend, query, key, value, mask, alibi_slopes, sinks)
     own = "plain"
     if dropout_p == 0.0 and not (grad and return_lse):  # the fused kernels give no gradient through the log-sum-exp
         own = chosen("attention", canonical, layout, backend, grad)
@@ -76,10 +91,10 @@ def traced(
         return attend(*canonical, layout)
     if own:
         return write_attention(own, canonical)
-    args = (query, key, value, mask, causal, scale, layout, around, softcap, alibi_slopes)
+    args = (query, key, value, mask, causal, scale, layout, around, softcap, alibi_slopes, sinks)
     if return_lse:
         return place(torch.ops.layerzero.attention_lse, *args, backend)
-    call = "" if recorded(query, key, value, mask, alibi_slopes) else spelled()
+    call = "" if sinks is not None or recorded(query, key, value, mask, alibi_slopes) else spelled()
     if not call:
         return torch.ops.layerzero.attention.default(*args, backend)
     return torch.ops.layerzero.attention.call(query, key, value, mask, alibi_slopes, call)

@@ -66,7 +66,7 @@ def traced_form(op: Op) -> Callable[..., Any]:
 def bridge(op: Op, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """One call, by its canonical arguments, through its opaque op."""
     _generate(op)
-    named = op.keywords(args) if op.keywords else dict(zip(op.arguments, args, strict=True))
+    named = op.keywords(args) if op.keywords else dict(zip(op.arguments, args, strict=False))
     if op.lowering:
         named["layout"] = layout
     if any(named.get(name, default) != default for name, default in left_out(op).items()):

@@ -30,7 +30,7 @@ def nested_attention(varlen: Callable[..., Any], given: tuple[Any, ...], layout:
 
     `varlen` is the public function, or its twin in a traced graph.
     """
-    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse = given
+    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse, *rest = given
     order = parse_layout(layout)
     if attn_mask is not None:
         raise _refused(f"beside an attn_mask ({type(attn_mask).__name__})")
@@ -51,6 +51,7 @@ def nested_attention(varlen: Callable[..., Any], given: tuple[Any, ...], layout:
     tokens = (packed_q.tokens, packed_k.tokens, packed_v.tokens)
     longest = {"max_seqlen_q": packed_q.longest, "max_seqlen_k": packed_k.longest}
     options = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "return_lse": return_lse}
+    options |= dict(zip(("sinks",), rest, strict=False))
     words = {"is_causal": is_causal, "scale": scale, "backend": backend, **longest, **options}
     found = varlen(*tokens, packed_q.offsets, packed_k.offsets, **words)
     out, lse = found if return_lse else (found, None)

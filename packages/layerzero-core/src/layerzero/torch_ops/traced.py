@@ -51,11 +51,12 @@ def paged_batch(
     query_lens: Tensor | None = None,
     host_lens: Sequence[int] | tuple[Sequence[int], Sequence[int]] | None = None,
     capture: bool = False,
+    cross: bool = False,
 ) -> PagedBatch:
     """Traced for `lz.paged_batch`."""
     if host_lens is None:
         torch._dynamo.graph_break(msg="lz.paged_batch reads lengths from a tensor; give it host_lens to keep one graph")
-    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture)
+    return make_paged_batch(block_tables, context_lens, query_lens, host_lens, capture, cross)
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Any:

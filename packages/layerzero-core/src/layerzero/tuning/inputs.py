@@ -169,7 +169,7 @@ def build(
     layout = context.layout.value if context.layout is not None and "layout" not in spec.arguments else None
     if strides is not None:
         args = _relaid(args, strides)
-    kwargs = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=True))
+    kwargs = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=False))
     if layout is not None:
         kwargs["layout"] = layout
     if context.backend is not None:

@@ -101,7 +101,7 @@ constexpr int64_t DECODE_ROWS = 16;  // as in attention.py
 // attention(query, key, value, mask, dropout, causal, scale, window, softcap, slopes, lse)
 PyObject* attention(const Adapter& a, PyObject* const* given) {
   PyObject *causal = given[5], *window = given[7], *lse = given[10];
-  Arg args[12];
+  Arg args[13];
   Plain p;
   int way = truth(causal);
   args[9].i = way >= 0 ? way : 2;
@@ -131,9 +131,9 @@ PyObject* attention(const Adapter& a, PyObject* const* given) {
   else if (!number(given[6], &args[7].f)) return nullptr;
   int64_t shape[4] = {q.size(0), q.size(1), q.size(2), v.size(3)};
   if (!(q.size(3) == v.size(3) ? p.like(q, &args[3]) : p.made(shape, 4, q.dtype, &args[3]))) return nullptr;
-  args[4].t = Tensor{nullptr, nullptr, nullptr, 0, NONE};
+  args[4].t = args[12].t = Tensor{nullptr, nullptr, nullptr, 0, NONE};
   if (truth(lse) == 1 && !p.made(shape, 3, F32, &args[4])) return nullptr;
-  if (!p.run(a, q.size(2) * q.size(1) <= DECODE_ROWS * k.size(1) ? 0 : 1, args, 12)) return nullptr;
+  if (!p.run(a, q.size(2) * q.size(1) <= DECODE_ROWS * k.size(1) ? 0 : 1, args, 13)) return nullptr;
   return truth(lse) == 1 ? p.both() : p.first();
 }
 
@@ -153,7 +153,7 @@ Adapter ADAPTERS[ADAPTER_COUNT] = {
     {"relu_and_mul", 1, 3, ONE("gated", "TTi"), &gated, UNSET},
     {"rope", 8, 0, ONE("rope", "TOTTOTOiii"), &rope, UNSET},
     {"linear", 4, 0, ONE("linear", "TTOTi"), &linear, UNSET},
-    {"attention", 11, 0, {"attention_decode", "attention_prefill"}, {"TTTTOOOffiii", "TTTTOOOffiii"},
+    {"attention", 11, 0, {"attention_decode", "attention_prefill"}, {"TTTTOOOffiiio", "TTTTOOOffiiio"},
      &attention, UNSET},
     {"sample", 6, 0, ONE("sample", "TTOOiOfOfOf"), &sample, UNSET},
     {"sample_topk", 4, 1, ONE("sample", "TTOOiOfOfOf"), &sample, UNSET},

@@ -59,6 +59,8 @@ struct Rules {
   int64_t left, right;   // keys seen on either side of the query's position; FAR: all
   const float* slopes;   // ALiBi, or null
   int64_t slopes_batch, slopes_head;
+  const float* sinks;  // one more score a head, without a value; or null
+  int64_t sinks_head;
   const char* mask;  // or null
   DType mask_dtype;
   int64_t mask_batch, mask_head, mask_query, mask_key;
@@ -183,11 +185,23 @@ LZ_INLINE float log_sum(const Running& r) {
   return r.max + log_of(r.sum);
 }
 
+// Lets the sink of a head join the sum of a row; what was accumulated before must be multiplied by the result.
+LZ_INLINE float join_sink(const Rules& rules, int64_t head, Running& r) {
+  const float sink = rules.sinks[head * rules.sinks_head];
+  const float max = sink > r.max ? sink : r.max;
+  if (max == -INF) return 1.0f;
+  const float factor = r.max == max ? 1.0f : r.max == -INF ? 0.0f : exp_of(r.max - max);
+  r.sum = r.sum * factor + (sink == max ? 1.0f : sink == -INF ? 0.0f : exp_of(sink - max));
+  r.max = max;
+  return factor;
+}
+
 // One finished row: divided by its sum and stored; a row that sees nothing gives zeros.
 template <class T>
-inline void write_row(const Problem& p, const Sequence& seq, int64_t head, int64_t query, const Running& run, const float* acc) {
+inline void write_row(const Problem& p, const Sequence& seq, int64_t head, int64_t query, Running run, const float* acc) {
   T* out = reinterpret_cast<T*>(p.out) + seq.out_at + head * p.out_head + query * p.out_seq;
-  const vf inverse = splat(run.sum == 0.0f ? 0.0f : 1.0f / run.sum);
+  const float factor = p.rules.sinks ? join_sink(p.rules, head, run) : 1.0f;
+  const vf inverse = splat(run.sum == 0.0f ? 0.0f : factor / run.sum);
   int64_t c = 0;
   for (; c + W <= p.dim_v; c += W) store(out + c, load(acc + c) * inverse);
   if (c < p.dim_v) store_part(out + c, load(acc + c) * inverse, p.dim_v - c);

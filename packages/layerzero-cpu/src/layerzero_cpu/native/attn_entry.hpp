@@ -7,11 +7,12 @@ namespace lz {
 namespace LZ_ISA {
 
 // query, key, value [B, H, S, D], out; lse, mask, slopes or None; scale, softcap (0: none), causal (0 no, 1 top left,
-// 2 bottom right), window left and right (-1: open).
-#define DENSE_SIGNATURE "TTTTOOOffiii"
+// 2 bottom right), window left and right (-1: open); sinks.
+#define DENSE_SIGNATURE "TTTTOOOffiiio"
 // query [tokens, H, D], key pages, value pages, block table, context lengths, query lengths or None, out; lse, slopes or
-// None; scale, softcap, window left and right, 1 for pages [blocks, heads, page, dim] (else [blocks, page, heads, dim]).
-#define PAGED_SIGNATURE "TTTTTOTOOffiii"
+// None; scale, softcap, window left and right; 1 for pages [blocks, heads, page, dim] (else [blocks, page, heads, dim]), plus
+// 2 where a query sees the keys behind its own; sinks.
+#define PAGED_SIGNATURE "TTTTTOTOOffiiio"
 
 LZ_INLINE bool floats(DType t) { return t == F32 || t == BF16 || t == F16; }
 LZ_INLINE int64_t integer(const Tensor& t, int64_t i) {
@@ -41,6 +42,14 @@ inline Status set_slopes(const Tensor& slopes, int64_t batch, int64_t heads, Rul
   rules.slopes = slopes.as<float>();
   rules.slopes_batch = each ? slopes.step(0) : 0;
   rules.slopes_head = slopes.step(-1);
+  return nullptr;
+}
+
+inline Status set_sinks(const Tensor& sinks, int64_t heads, Rules& rules) {
+  if (!sinks) return nullptr;
+  if (sinks.dtype != F32 || sinks.ndim != 1 || sinks.size(0) != heads) return "sinks must be float32 [heads]";
+  rules.sinks = sinks.as<float>();
+  rules.sinks_head = sinks.step(0);
   return nullptr;
 }
 
@@ -100,6 +109,7 @@ template <class F> inline Status with_dense(Call& call, const F& run) {
   const int64_t sizes[4] = {batch, p.heads, queries, keys};
   if (Status wrong = set_mask(call.t(5), q.dtype, sizes, p.rules)) return wrong;
   if (Status wrong = set_slopes(call.t(6), batch, p.heads, p.rules)) return wrong;
+  if (Status wrong = set_sinks(call.t(12), p.heads, p.rules)) return wrong;
   if (lse) {
     if (lse.dtype != F32 || lse.ndim != 3 || lse.size(0) != batch || lse.size(1) != p.heads || lse.size(2) != queries)
       return "lse must be float32 [batch, heads, queries]";
@@ -125,7 +135,7 @@ template <class F> inline Status with_pages(Call& call, const F& run) {
   const Tensor &q = call.t(0), &k = call.t(1), &v = call.t(2), &table = call.t(3), &contexts = call.t(4);
   const Tensor &lengths = call.t(5), &out = call.t(6), &lse = call.t(7);
   if (q.ndim != 3 || k.ndim != 4 || v.ndim != 4 || out.ndim != 3) return "paged attention takes query [tokens, heads, dim] and pages of four axes";
-  const bool hnd = call.i(13) != 0;
+  const bool hnd = call.i(13) & 1, causal = !(call.i(13) & 2);
   const int head_axis = hnd ? 1 : 2, seq_axis = hnd ? 2 : 1;
   Problem p = {};
   if (Status wrong = set_heads(q, out, k, v, q.size(1), k.size(head_axis), p)) return wrong;
@@ -139,8 +149,9 @@ template <class F> inline Status with_pages(Call& call, const F& run) {
     return "query lengths must be int32 or int64 [B]";
   p.rules.scale = float(call.f(9));
   p.rules.softcap = float(call.f(10));
-  set_window(call.i(11), call.i(12), true, p.rules);
+  set_window(call.i(11), call.i(12), causal, p.rules);
   if (Status wrong = set_slopes(call.t(8), batch, p.heads, p.rules)) return wrong;
+  if (Status wrong = set_sinks(call.t(14), p.heads, p.rules)) return wrong;
   if (lse) {
     if (lse.dtype != F32 || lse.ndim != 2 || lse.size(0) != tokens || lse.size(1) != p.heads) return "lse must be float32 [tokens, heads]";
     p.lse = lse.as<float>();

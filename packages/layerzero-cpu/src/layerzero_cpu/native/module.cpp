@@ -69,13 +69,15 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
   Made made;
   if (e->run == nullptr)
     return PyErr_Format(PyExc_RuntimeError, "%s was not built for %s or less", e->method.ml_name, ISAS[chosen].name);
-  if (count != Py_ssize_t(strlen(signature)))
+  const Py_ssize_t most = Py_ssize_t(strlen(signature)), least = Py_ssize_t(strcspn(signature, "o"));
+  if (count < least || count > most)
     return PyErr_Format(PyExc_TypeError, "%s: expected %d arguments, got %d", e->method.ml_name,
-                        int(strlen(signature)), int(count));
+                        int(most), int(count));
   int64_t bytes = 0;
-  for (int n = 0; n < count; ++n) {
-    PyObject* item = given[n];
+  for (int n = 0; n < most; ++n) {
+    PyObject* item = n < count ? given[n] : &_Py_NoneStruct;
     switch (signature[n]) {
+      case 'o':
       case 'O':
         if (item == &_Py_NoneStruct) {
           args[n].t = Tensor{nullptr, nullptr, nullptr, 0, NONE};
@@ -95,7 +97,7 @@ PyObject* call_kernel(PyObject* self, PyObject* const* given, Py_ssize_t count) 
     }
   }
   Status status = nullptr;
-  if (!run_kernel(e, args, int(count), bytes, &status)) return nullptr;
+  if (!run_kernel(e, args, int(most), bytes, &status)) return nullptr;
   if (status == nullptr) {
     Py_IncRef(&_Py_NoneStruct);
     return &_Py_NoneStruct;

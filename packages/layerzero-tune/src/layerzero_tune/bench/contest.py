@@ -156,7 +156,7 @@ def compete(
         gate = gate_of(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
         kernels, entries = _admitted(spec, decision, measuring, names, call, gate)
         calls: dict[str, Callable[[], Any]] = dict(kernels)
-        given = dict(zip(spec.arguments, call.args, strict=True))
+        given = dict(zip(spec.arguments, call.args, strict=False))
         plain = torch_default(ctx.op, {**given, "layout": call.layout or call.kwargs.get("layout")})
         if plain is not None:
             calls[TORCH_DEFAULT] = plain

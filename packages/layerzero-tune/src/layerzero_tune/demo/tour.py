@@ -188,7 +188,7 @@ def _check(call: Call, ctx: Context) -> Check:
     args, layout, _ = spec.normalize(call.args, call.kwargs)
 
     def run(*args: Any) -> Any:
-        named = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=True))
+        named = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=False))
         return getattr(lz, call.op)(**named)
 
     with torch.random.fork_rng([]):

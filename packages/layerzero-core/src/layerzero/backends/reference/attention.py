@@ -34,11 +34,12 @@ def attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over [B, H, S, D] tensors; key and value may have fewer heads (GQA, MQA).
 
     A row that may attend nothing gives zeros, and -inf as its log-sum-exp. The log-sum-exp is natural, float32,
-    [B, Hq, Sq]. Dropout draws from torch's global generator.
+    [B, Hq, Sq]. Dropout draws from torch's global generator. Sinks [Hq] are the score of one more key without a value.
     """
     mask: Tensor | None = dense_mask(attn_mask, query.shape[-2], key.shape[-2], query.device)
     dtype = compute_dtype(query, key, value)
@@ -54,11 +55,16 @@ def attention(
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
 
+        if sinks is not None:
+            column = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, column), dim=-1)
         # A row of nothing but -inf has no softmax: compute it on zeros, then blank the result, so that neither
         # the output nor a gradient turns into NaN.
         dead = (scores == -math.inf).all(dim=-1, keepdim=True)
         scores = scores.masked_fill(dead, 0.0)
         weights = torch.softmax(scores, dim=-1).masked_fill(dead, 0.0)
+        if sinks is not None:
+            weights = weights[..., :-1]
         if dropout_p > 0.0:
             weights = F.dropout(weights, dropout_p)
         out = _weighted_sum(weights, value.to(dtype)).to(query.dtype)

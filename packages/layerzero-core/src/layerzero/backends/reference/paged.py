@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
+from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.reference.varlen import slopes_of
 from layerzero.errors import InvalidInputError
 from layerzero.model.attention import Attended, packed
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.reasons import ReasonCode
 
-__all__ = ["all_pages", "one_by_one", "paged_attention"]
+__all__ = ["all_pages", "one_by_one", "paged_attention", "scaled"]
 
 
 def paged_attention(
@@ -29,6 +30,10 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
 ) -> Attended:
     """Causal (bottom-right) attention of packed queries [total_q, Hq, D] over the pages of their sequences.
 
@@ -39,13 +44,24 @@ def paged_attention(
     page_size = key_cache.shape[1] if layout == "NHD" else key_cache.shape[2]
     _check(query, batch, page_size)
     if batch.capture:
-        options = (scale, window, softcap, alibi_slopes, return_lse, layout)
+        options = (scale, window, softcap, alibi_slopes, return_lse, layout, sinks, is_causal, k_scale, v_scale)
         return _on_device(query, key_cache, value_cache, batch, *options)
+    causal = "bottom_right" if is_causal else False
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor | None) -> Attended:
-        return attention(queries, keys, values, None, 0.0, "bottom_right", scale, window, softcap, slopes, return_lse)
+        keys, values = scaled(keys, k_scale, queries), scaled(values, v_scale, queries)
+        rest = (window, softcap, slopes, return_lse, sinks)
+        return attention(queries, keys, values, None, 0.0, causal, scale, *rest)
 
     return one_by_one(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes, return_lse)
+
+
+def scaled(pages: Tensor, scale: float | Tensor | None, query: Tensor) -> Tensor:
+    """Keys or values [B, Hkv, S, D] times the scale of their cache, which is one number or one for each head."""
+    if scale is None:
+        return pages
+    factor = scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
+    return pages.to(compute_dtype(query, pages)) * factor
 
 
 def one_by_one(
@@ -97,7 +113,7 @@ def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pag
     A graph keeps the numbers of the host as they were when it was captured, while `batch.update` changes the tensors.
     So every token looks at all pages of its row, behind a mask; what the table holds beyond a context is ignored.
     """
-    scale, window, softcap, alibi_slopes, return_lse, layout = options
+    scale, window, softcap, alibi_slopes, return_lse, layout, sinks, is_causal, k_scale, v_scale = options
     tokens = torch.arange(query.shape[0], device=query.device)
     if batch.query_lens is None:
         rows, behind = tokens, torch.zeros_like(tokens)
@@ -109,15 +125,21 @@ def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pag
     pages = batch.block_tables.to(torch.int64)[rows].clamp(0, key_cache.shape[0] - 1)
     keys, values = (all_pages(cache, pages, layout) for cache in (key_cache, value_cache))
     slot = torch.arange(keys.shape[2], device=query.device)
-    allowed = slot <= position
+    last = position if is_causal else position + behind.unsqueeze(-1)  # the newest token of the sequence
+    allowed = slot <= last
     if window is not None and window[0] >= 0:
         allowed &= slot >= position - window[0]
+    if window is not None and window[1] >= 0:
+        allowed &= slot <= position + window[1]
+    keys, values = scaled(keys, k_scale, query), scaled(values, v_scale, query)
     mask = allowed[:, None, None, :]
     if alibi_slopes is not None:
         slopes = alibi_slopes[rows] if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
         bias = -slopes.unsqueeze(-1) * (position - slot).abs().unsqueeze(1)
         mask = bias.unsqueeze(2).masked_fill(~mask, -torch.inf)
-    result = attention(query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse)
+    result = attention(
+        query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks
+    )
     if isinstance(result, tuple):
         return result[0].squeeze(2), result[1].squeeze(2)
     return result.squeeze(2)

@@ -32,6 +32,7 @@ def varlen_attention(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Attended:
     """Attention of packed queries [Tq, Hq, D] over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
 
@@ -41,11 +42,11 @@ def varlen_attention(
     if not _readable(cu_seqlens_q, cu_seqlens_k):
         return varlen_masked(
             query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, is_causal, scale, window, softcap, alibi_slopes,
-            return_lse,
+            return_lse, sinks,
         )  # fmt: skip
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
-        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse)
+        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, sinks)
 
     return one_by_one(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, return_lse)
 
@@ -97,6 +98,7 @@ def varlen_masked(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Attended:
     """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host.
 
@@ -114,7 +116,7 @@ def varlen_masked(
         bias = -slopes.to(wide).unsqueeze(-1) * (own_k - ends.unsqueeze(-1)).abs()
         mask = bias.masked_fill(~keep, -torch.inf).unsqueeze(0)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse)
+    found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks)
     return packed((found,), query, value, return_lse)
 
 

@@ -67,6 +67,9 @@ test_chunks_are_attended_by_themselves = _checks(
     "chunk_mask", "Causal within chunks counted from the first key, queries aligned to the end."
 )
 test_softcap_is_applied = _checks("softcap", "Scores become cap * tanh(score / cap), after the scale.")
+test_sinks_join_the_denominator = _checks("sinks", "One more score per head, without a value, under the fraction line.")
+test_paged_queries_see_the_whole_context = _checks("non_causal", "is_causal=False: also the keys behind a query.")
+test_scales_of_the_cache_are_applied = _checks("kv_scales", "Keys and values are the cache times its scales.")
 test_alibi_bias_is_right = _checks("alibi", "-slope * distance, positions aligned to the end.")
 
 
