@@ -73,17 +73,18 @@ def samples(grad=True):
     codes = lz.quantize(rand(4, 32, grad=False), "int8", granularity="channel")
     packed = lz.quantize(rand(4, 32, grad=False), "nvfp4")
     return [
-        ("attention", (q, k, v, None, "none", None, "BHSD", None, None, None, None)),
-        ("attention", (q, k, v, mask, "none", 0.3, "BHSD", None, None, None, None)),
-        ("attention", (transposed, k, v, None, "top_left", None, "BHSD", None, None, None, None)),
+        ("attention", (q, k, v, None, "none", None, "BHSD", None, None, None, None, None)),
+        ("attention", (q, k, v, mask, "none", 0.3, "BHSD", None, None, None, None, None)),
+        ("attention", (transposed, k, v, None, "top_left", None, "BHSD", None, None, None, None, None)),
         ("attention", (*swapped(q, k, v), None, "bottom_right", None, "BSHD", [2, 0], 5.0,
-                       torch.rand(4), None)),
-        ("attention", (*(leaf(t[:, 0]) for t in (q, k, v)), None, "none", None, "BHSD", None, None, None, None)),
-        ("attention_lse", (q, k, v, mask, "none", None, "BHSD", None, None, None, None)),
+                       torch.rand(4), rand(4, grad=grad), None)),
+        ("attention", (*(leaf(t[:, 0]) for t in (q, k, v)), None, "none", None, "BHSD", None, None, None, None, None)),
+        ("attention_lse", (q, k, v, mask, "none", None, "BHSD", None, None, None, None, None)),
         ("attention_lse", (*swapped(q, k, v), None, "top_left", None, "BSHD", None, None, None,
-                           None)),
-        ("paged_attention", (*pages(grad), None, "NHD", None, None, None, None)),
-        ("paged_attention_lse", (*pages(grad), 0.5, "NHD", [3, 0], None, None, None)),
+                           rand(4, grad=grad), None)),
+        ("paged_attention", (*pages(grad), None, "NHD", None, None, None, None, True, None, None, None, None, None)),
+        ("paged_attention_lse", (*pages(grad), 0.5, "NHD", [3, 0], None, None, rand(4, grad=grad), False, 0.5, None, None,
+                                 rand(2, grad=False), None)),
         ("rms_norm", (x, weight, 1e-6, None)),
         ("rms_norm", (x, None, 1e-6, None)),
         ("rms_norm", (leaf(x.transpose(0, 1)), weight, 1e-6, None)),
@@ -239,7 +240,7 @@ def test_autocast_casts_where_the_public_op_does():
 def test_the_memory_order_does_not_depend_on_the_kernel(backend, transposed):
     q, k, v = swapped(*(t.detach() for t in qkv())) if transposed else qkv(grad=False)
     layout = "BSHD" if transposed else "BHSD"
-    out = op("attention")(q, k, v, None, "none", None, layout, None, None, None, backend)
+    out = op("attention")(q, k, v, None, "none", None, layout, None, None, None, None, backend)
     assert out.stride() == q.stride()
 
 
