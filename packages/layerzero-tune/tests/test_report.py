@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -54,6 +55,10 @@ CASES = [
 ]
 
 
+BEHIND = replace(CASES[4], name="slow norm", torch_us=3.0)
+FACTS = {"device": "GPU", "measured": "2026-11-17", "cores": "2", "threads": "2", "load": "0.3", "steadiness": "quiet"}
+
+
 # -- figures -----------------------------------------------------------------------------------------
 def test_a_library_alone_is_its_own_kernels_and_torch_elsewhere():
     found = figures(CASES)
@@ -73,6 +78,19 @@ def test_torch_is_part_of_the_fastest_of_all_but_not_of_the_oracle():
     found = figures([case])
     assert found.ratio.geomean == 1.0 and found.layerzero.geomean == pytest.approx(1.25)
     assert found.libraries["torch default"].geomean == 1.0 and found.speedup == pytest.approx(0.8)
+
+
+def test_a_case_where_torch_is_faster_says_why():
+    assert [case.behind for case in CASES] == [""] * 5
+    assert BEHIND.behind == "no kernel that may run here is as fast; the nearest is beta.rms_norm.x"
+    late = replace(CASES[0], chosen="reference.attention.x")
+    assert "alpha.attention.x is as fast as torch" in late.behind and "lz tune" in late.behind
+    short = replace(CASES[2], torch_us=25.0, call_us=30.0)
+    assert short.behind == "the kernel keeps up; finding it adds 5.0 µs to a call this short"
+    assert "others used the machine" in replace(BEHIND, busy=True).behind
+    page = render([*CASES, BEHIND], FACTS)
+    assert "Torch default is faster in one case" in page and page.index("steadiness") < page.index("figure-fastest")
+    assert "Torch default is faster" not in render(CASES, FACTS)
 
 
 def test_the_public_call_is_what_is_held_against_torch():
@@ -314,6 +332,34 @@ def allowing(page: str, script: str) -> str:
 # Drives the page as a reader would, and leaves what it saw in the document.
 _DRIVE = """
 const seen = {};
+// Texts whose contrast with what lies behind them is below 4.5, as WCAG 2.1 AA counts it.
+const parts = (text) => {
+  const found = text.match(/[\\d.]+/g).map(Number);
+  return text.startsWith("color") ? [...found.slice(0, 3), found[3] ?? 1]
+    : [...found.slice(0, 3).map((part) => part / 255), found[3] ?? 1];
+};
+const light = (colour) => {
+  const [r, g, b] = colour.map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (element) => {
+  for (let place = element; place; place = place.parentElement) {
+    const found = parts(getComputedStyle(place).backgroundColor);
+    if (found[3] === 1) return found;
+  }
+  return [1, 1, 1, 1];
+};
+const faint = () => {
+  const low = [];
+  for (const element of document.querySelectorAll("main *")) {
+    const texts = [...element.childNodes].filter((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!texts.length || element.matches("option, script") || !element.getClientRects().length) continue;
+    const pair = [light(parts(getComputedStyle(element).color)), light(behind(element))].sort();
+    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    if (ratio < 4.5) low.push(`${element.tagName} ${texts[0].textContent.trim().slice(0, 20)} ${ratio.toFixed(2)}`);
+  }
+  return low;
+};
 const count = () => document.querySelectorAll(".case:not([hidden])").length;
 const pick = (name, value) => {
   const field = document.querySelector(`[data-filter=${name}]`);
@@ -335,11 +381,28 @@ setTimeout(() => {
   seen.wide = document.documentElement.scrollWidth - innerWidth;
   seen.back = getComputedStyle(document.body).backgroundColor;
   seen.inner = innerWidth;
+  for (const place of document.querySelectorAll("details")) place.open = true;
+  seen.headings = document.querySelectorAll("th:not([scope])").length;
+  const marks = ["header", "main", "footer", "form[role=search]"];
+  seen.landmarks = marks.filter((name) => document.querySelector(name)).length;
+  seen.unreachable = [...document.querySelectorAll(".scroll")].filter((box) => box.tabIndex !== 0).length;
+  seen.faint = faint();
   const note = document.createElement("pre");
   note.id = "seen";
   note.textContent = JSON.stringify(seen);
   document.body.append(note);
 }, 50);
+"""
+
+
+_AXE = """
+document.querySelectorAll("details").forEach((place) => (place.open = true));
+setTimeout(() => axe.run().then((found) => {
+  const note = document.createElement("pre");
+  note.id = "axe";
+  note.textContent = JSON.stringify(found.violations.map((item) => item.id));
+  document.body.append(note);
+}), 50);
 """
 
 
@@ -361,6 +424,21 @@ def test_in_a_browser_filters_count_sorts_order_and_nothing_overflows(tmp_path: 
     assert seen["text"] == 1 and seen["beta"] == 2 and seen["first"] == "chunk 128 over 512" and seen["opened"] == 1
     assert seen["wide"] <= 0 and seen["inner"] <= max(width, 500)
     assert seen["back"] == ("rgb(17, 20, 27)" if dark else "rgb(246, 247, 249)")
+    assert (seen["headings"], seen["landmarks"], seen["unreachable"], seen["faint"]) == (0, 4, 0, [])
+
+
+@pytest.mark.needs_tool("chromium")
+@pytest.mark.skipif(
+    "LAYERZERO_AXE" not in os.environ, reason="LAYERZERO_AXE names no axe.min.js (npm install axe-core)"
+)
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing_in_the_page(tmp_path: Path, dark: bool):
+    axe = Path(os.environ["LAYERZERO_AXE"]).read_text(encoding="utf-8").replace("</script>", "<\\/script>")
+    path = tmp_path / "page.html"
+    path.write_text(allowing(allowing(render([*CASES, BEHIND], FACTS), axe), _AXE), encoding="utf-8")
+    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    dom = browser(tmp_path, *theme, "--virtual-time-budget=20000", "--dump-dom", path.as_uri())
+    assert json.loads(re.search(r'<pre id="axe">(.*?)</pre>', dom, re.S)[1]) == []
 
 
 def test_plain_torch_is_timed_beside_what_was_tuned(tmp_path: Path, lab):

@@ -97,6 +97,8 @@ def add(group: click.Group) -> None:
 
 def document(found: Sequence[Outcome], **more: Any) -> dict[str, Any]:
     """The measurements as `lz report` reads them."""
+    import datetime
+    import os
     import platform
 
     import torch
@@ -111,7 +113,11 @@ def document(found: Sequence[Outcome], **more: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "layerzero": __version__,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
     }
+    more["measured"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"format": FORMAT, "machine": machine, **more, "cases": [item.to_json() for item in found]}
 
 

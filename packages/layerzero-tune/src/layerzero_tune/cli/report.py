@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,10 @@ def add(group: click.Group) -> None:
         if not cases:
             source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
             raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
-        line, found = written(out, render(cases, facts)), figures(cases)
+        found = figures(cases)
+        quiet = "all cases" if not found.busy else f"{found.cases - found.busy} of {found.cases} cases"
+        facts["steadiness"] = f"the machine was quiet in {quiet}"
+        line = written(out, render(cases, facts))
         return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, [*_blocks(found), line])
 
 
@@ -78,12 +82,14 @@ def _facts(data: Mapping[str, Any]) -> dict[str, str]:
     """What a file says about its own making, as far as it is text or a number."""
     machine = data.get("machine")
     found = {**(machine if isinstance(machine, dict) else {}), **data}
-    names = ("device", "gpu", "cpu", "cores", "arch", "driver", "torch", "python", "layerzero", "commit", "command",
-             "measured", "load", "method")  # fmt: skip
+    names = ("device", "gpu", "cpu", "arch", "measured", "cores", "threads", "load", "driver", "torch", "python",
+             "layerzero", "commit", "command", "method")  # fmt: skip
     return {name: str(found[name]) for name in names if isinstance(found.get(name), (str, int, float))}
 
 
 def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], dict[str, str]]:
+    import datetime
+
     import torch
 
     from layerzero import __version__
@@ -97,7 +103,18 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
     where = path or place(current_world().policy)
     if where is None:
         raise click.UsageError("measurements are switched off here; name a database with --perfdb, or files")
-    facts = {"source": f"PerfDB {where.name}", "torch": torch.__version__, "layerzero": __version__}
+    rows = PerfDB(where).all()
+    days = sorted({datetime.date.fromtimestamp(item.measured_at).isoformat() for item in rows})
+    threads = sorted({str(item.platform.threads) for item in rows if item.platform.threads})
+    facts = {
+        "source": f"PerfDB {where.name}",
+        "measured": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])) or "never",
+        "cores": str(os.cpu_count()),
+        "threads": ", ".join(threads) or "not written down",
+        "load": f"{os.getloadavg()[0]:.2f} now",
+        "torch": torch.__version__,
+        "layerzero": __version__,
+    }
     calls, beside = calls_path(where), {}
     if with_torch and calls.exists():
         with working("timing plain torch beside what was tuned"):
@@ -114,6 +131,10 @@ def _blocks(found: Figures) -> list[Block]:
             (name, f"{item.geomean:.3f}", f"{item.worst:.2f}", f"{item.used_in} of {item.cases}") for name, item in ways
         ]
     blocks: list[Block] = [Line(f"{found.cases} cases", "bold")]
+    if found.layerzero is not None:
+        headline = f"chosen ÷ the fastest of all, torch included: {found.layerzero.geomean:.3f}"
+        worst = f", worst {found.layerzero.worst:.2f} ({found.layerzero.worst_case})"
+        blocks.append(Line(headline + worst, "bold", hang=2))
     if found.ratio is not None:
         text = f"chosen ÷ oracle: {found.ratio.geomean:.3f}, worst {found.ratio.worst:.2f} ({found.ratio.worst_case})"
         blocks.append(Line(text, hang=2))

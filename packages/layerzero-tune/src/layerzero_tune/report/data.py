@@ -15,6 +15,7 @@ from typing import Any
 from layerzero.errors import ConfigurationError
 
 FORMAT = "layerzero-bench/1"
+SLOWER = 0.95  # so much of torch's speed or less is worth a reader's eye
 _NOT_LIBRARIES = frozenset({"reference"})
 
 
@@ -72,6 +73,24 @@ class Measured:
     def ratio(self) -> float:
         """Chosen over oracle; 1 is perfect."""
         return self.chosen_us / self.oracle_us
+
+    @property
+    def over_fastest(self) -> float:
+        """Chosen over the fastest of all, torch included: the headline."""
+        return self.chosen_us / self.floor_us
+
+    @property
+    def behind(self) -> str:
+        """Why torch default was faster than what ran, by more than a reader can overlook; "" where it was not."""
+        if self.torch_us is None or self.speedup is None or self.speedup >= SLOWER:
+            return ""
+        if self.busy:
+            return "others used the machine meanwhile: measure again when it is quiet"
+        if self.oracle_us <= self.torch_us and self.chosen != self.best:
+            return f"{self.best} is as fast as torch; the choice was made by other times than these: lz tune"
+        if self.call_us is not None and self.chosen_us * SLOWER <= self.torch_us:
+            return f"the kernel keeps up; finding it adds {self.call_us - self.chosen_us:.1f} µs to a call this short"
+        return f"no kernel that may run here is as fast; the nearest is {self.best}"
 
     @property
     def speedup(self) -> float | None:

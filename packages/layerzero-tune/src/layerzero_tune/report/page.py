@@ -14,7 +14,7 @@ from layerzero_cli.html import breakable as _kernel
 from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
 from layerzero_tune.bench.plot import short_time as _time
-from layerzero_tune.report.data import Figures, Measured, figures, phase
+from layerzero_tune.report.data import SLOWER, Figures, Measured, figures, phase
 from layerzero_tune.report.maps import Map, axes, backend, backends, maps
 from layerzero_tune.timing.clock import BEFORE
 
@@ -24,7 +24,6 @@ _BUSY = (
     '<p class="busy"><strong>{busy} of {cases} cases were measured while others used the machine.</strong> Ratios of '
     "one run mostly hold, times by themselves do not; measure again when it is quiet.</p>"
 )
-_SLOWER = 0.95  # so much of torch's speed or less is worth a reader's eye
 
 
 def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
@@ -40,6 +39,7 @@ def render(cases: Sequence[Measured], facts: Mapping[str, str]) -> str:
         title=_e(title),
         cards=_cards(found),
         busy=_BUSY.format(busy=found.busy, cases=found.cases) if found.busy else "",
+        behind=_behind(cases),
         facts="".join(f"<div><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>" for name, value in facts.items()),
         choices=_choices(cases),
         legend="".join(f'<span class="chip c{number}">{_e(name)}</span>' for name, number in colours.items()),
@@ -59,10 +59,15 @@ def _times(value: float | None) -> str:
 def _cards(found: Figures) -> str:
     nearest = min(found.libraries.items(), key=lambda item: item[1].geomean, default=None)
     cards = [
+        (
+            "fastest",
+            "–" if found.layerzero is None else f"{found.layerzero.geomean:.3f}",
+            "÷ the fastest of all, torch included (1 is perfect)",
+        ),
+        ("farthest", "–" if found.layerzero is None else f"{found.layerzero.worst:.2f}", "the same, worst case"),
         ("count", str(found.cases), "cases measured"),
         ("speedup", _times(found.speedup), "faster than torch default (geometric mean)"),
-        ("ratio", "–" if found.ratio is None else f"{found.ratio.geomean:.3f}", "chosen ÷ oracle (1 is perfect)"),
-        ("worst", "–" if found.ratio is None else f"{found.ratio.worst:.2f}", "chosen ÷ oracle, worst case"),
+        ("ratio", "–" if found.ratio is None else f"{found.ratio.geomean:.3f}", "÷ the fastest kernel (the oracle)"),
     ]
     if nearest is not None:
         cards.append(
@@ -72,6 +77,19 @@ def _cards(found: Figures) -> str:
         f'<div class="card"><b id="figure-{key}">{_e(value)}</b><span>{_e(text)}</span></div>'
         for key, value, text in cards
     )
+
+
+def _behind(cases: Sequence[Measured]) -> str:
+    """The cases where torch default beats the choice, each with the reason."""
+    told = [(case, why) for case in cases if case.chosen in case.kernels and (why := case.behind)]
+    if not told:
+        return ""
+    rows = "".join(
+        f'<li><a href="#{_anchor(case)}">{_e(case.name)}</a>: {_times(case.speedup)} torch; {_e(why)}</li>'
+        for case, why in sorted(told, key=lambda item: item[0].speedup or 0.0)
+    )
+    one = "one case" if len(told) == 1 else f"{len(told)} cases"
+    return f'<section class="behind" id="behind"><h2>Torch default is faster in {one}</h2><ul>{rows}</ul></section>'
 
 
 def _choices(cases: Sequence[Measured]) -> str:
@@ -93,18 +111,19 @@ def _choices(cases: Sequence[Measured]) -> str:
 
 # -- winner maps ----------------------------------------------------------------------------------------
 def _map(group: Map, colours: Mapping[str, int]) -> str:
-    head = "".join(f"<th>{_e(value)}</th>" for value in group.columns)
+    head = "".join(f'<th scope="col">{_e(value)}</th>' for value in group.columns)
     rows = []
     for row in group.rows:
         cells = "".join(
             "<td>" + "".join(_chip(case, colours) for case in group.cells.get((row, column), ())) + "</td>"
             for column in group.columns
         )
-        rows.append(f"<tr><th>{_e(row)}</th>{cells}</tr>")
+        rows.append(f'<tr><th scope="row">{_e(row)}</th>{cells}</tr>')
     return (
         f'<figure class="map"><figcaption><strong>{_e(group.title)}</strong> '
         f"<small>{_e(group.down)} ↓ {_e(group.across)} →</small></figcaption>"
-        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{_e(group.title)}">'
+        f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
         "</div></figure>"
     )
 
@@ -113,7 +132,7 @@ def _chip(case: Measured, colours: Mapping[str, int]) -> str:
     name = backend(case.chosen)
     extra = axes(case).rest
     note = f"<small>{_e(extra)}</small>" if extra else ""
-    slow = ' class="slow"' if case.speedup is not None and case.speedup < _SLOWER else ""
+    slow = ' class="slow"' if case.speedup is not None and case.speedup < SLOWER else ""
     gain = f" · <em{slow}>{_times(case.speedup)}</em>" if case.speedup is not None else ""
     variant = case.chosen.rpartition(".")[2]
     return (
@@ -139,6 +158,7 @@ def _data(case: Measured) -> str:
         "text": f"{case.name} {case.op} {case.chosen}".lower(),
         "speedup": "" if case.speedup is None else f"{case.speedup:.6g}",
         "ratio": f"{case.ratio:.6g}",
+        "fastest": f"{case.over_fastest:.6g}",
     }
     return " ".join(f'data-{name}="{_e(value)}"' for name, value in values.items())
 
@@ -150,7 +170,8 @@ def _ways(found: Figures) -> str:
     ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
     slowest = max(item.geomean for _, item in ways)
     return "".join(
-        f"<tr{' class=own' if name == 'LayerZero' else ''}><th>{_e(name)}</th>"
+        f"<tr{' class=own' if name == 'LayerZero' else ''}>"
+        f'<th scope="row">{_e(name)}</th>'
         f'<td><div class="bar"><i style="width:{100 * item.geomean / slowest:.1f}%"></i></div></td>'
         f'<td class="num">{item.geomean:.3f}</td>'
         f'<td class="num">{item.worst:.2f} <small>{_e(item.worst_case)}</small></td>'
@@ -187,8 +208,9 @@ def _case(case: Measured, colours: Mapping[str, int]) -> str:
     return (
         f'<details class="case" id="{_anchor(case)}" {_data(case)}><summary>{head}</summary>'
         f'<p class="soft">{_e(case.dtype)}, {_e(case.mode)}, {_e(case.device)}: {_e(sizes)}'
-        f'{", while others used the machine" if case.busy else ""}</p><div class="scroll">'
-        "<table><thead><tr><th>kernel</th><th></th><th>median</th><th>largest error</th></tr></thead>"
+        f'{", while others used the machine" if case.busy else ""}</p><div class="scroll" '
+        f'tabindex="0" role="region" aria-label="{_e(case.name)}, every kernel"><table><thead><tr>'
+        '<th scope="col">kernel</th><td></td><th scope="col">median</th><th scope="col">largest error</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>{f'<ul>{refused}</ul>' if refused else ''}</details>"
     )
 

@@ -32,8 +32,10 @@
     const ratios = numbers(visible, "ratio");
     write("count", visible.length);
     write("speedup", gains.length ? `${mean(gains).toFixed(2)}×` : "–");
+    const whole = numbers(visible, "fastest");
     write("ratio", ratios.length ? mean(ratios).toFixed(3) : "–");
-    write("worst", ratios.length ? Math.max(...ratios).toFixed(2) : "–");
+    write("fastest", whole.length ? mean(whole).toFixed(3) : "–");
+    write("farthest", whole.length ? Math.max(...whole).toFixed(2) : "–");
     document.getElementById("shown").textContent = `${visible.length} of ${cases.length}`;
   };
   const sort = (how) => {
