@@ -73,6 +73,16 @@ def test_padding_and_tokens_beyond_the_slots_are_not_written():
     assert keys.count_nonzero() == values.count_nonzero() == 2 * 2 * 32
 
 
+def test_a_new_step_may_bring_other_slots_in_the_same_tensor():
+    cache, slots = torch.zeros(2, 2, 16, 64), torch.tensor([3])
+    for slot in (3, 20):
+        slots[0] = slot
+        attend.forget()
+        attend.write(torch.full((1, 2, 32), slot + 1.0), torch.zeros(1, 2, 32), cache, slots)
+    keys, _ = attend.halves(cache)
+    assert (keys[0, 0, 3, 0], keys[1, 1, 4, 0]) == (4, 21)
+
+
 def test_results_that_differ_or_are_not_finite_disagree():
     one = torch.randn(3, 4)
     assert attend.agrees(one, one + 1e-6)

@@ -58,6 +58,13 @@ def test_equal_times_leave_vllm_as_it_is():
     assert {choice.winner for choice in chosen(choose_one, decode=1.01, prefill=1.0).values()} == {THEIRS}
 
 
+def test_a_pinned_side_is_taken_whatever_the_times_are():
+    kernels = dict.fromkeys(("decode", "prefill"), "cpu.paged_attention.flash")
+    for choose in (choose_one, choose_each):
+        found = choose(KIND, timed(decode=0.5, prefill=2.0), kernels, OURS)
+        assert {choice.winner for choice in found} == {OURS} and "pinned" in found[0].reason
+
+
 def test_where_both_read_the_same_cache_each_phase_is_chosen_for_itself():
     found = chosen(choose_each, decode=1.5, prefill=0.8)
     assert (found["decode"].winner, found["prefill"].winner) == (OURS, THEIRS)

@@ -79,3 +79,14 @@ def test_another_release_is_refused_with_its_number_and_what_is_supported(vllm, 
 def test_a_word_that_is_not_understood_is_an_error():
     with pytest.raises(ValueError, match="off, on or strict"):
         plugin.mode({plugin.VARIABLE: "onn"})
+
+
+def test_a_side_can_be_pinned_and_another_word_is_an_error():
+    assert [plugin.pinned({plugin.CHOICE: word}) for word in ("", "measured", "vllm", "layerzero")] == [
+        None,
+        None,
+        "vllm",
+        "layerzero",
+    ]
+    with pytest.raises(ValueError, match="measured, layerzero or vllm"):
+        plugin.pinned({plugin.CHOICE: "mine"})

@@ -12,20 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "OURS",
-    "THEIRS",
-    "Choice",
-    "LayerKind",
-    "Phase",
-    "choose_each",
-    "choose_one",
-    "left_alone",
-    "phases",
-    "refusals",
-]
-
 OURS, THEIRS = "layerzero", "vllm"
+Times = Mapping[str, Mapping[str, float]]  # phase, side, microseconds
 # A candidate of ours has to be clearly quicker: times taken at start-up scatter by a few per cent.
 MARGIN = 1.02
 
@@ -116,29 +104,46 @@ def refusals(kind: LayerKind) -> tuple[str, ...]:
     return tuple(found)
 
 
-def choose_each(kind: LayerKind, times: Mapping[str, Mapping[str, float]], kernels: Mapping[str, str]) -> list[Choice]:
-    """The quicker side for each phase, where both read the same KV cache."""
-    return [_choice(kind, phase, timed, kernels, _quicker({phase: timed})) for phase, timed in times.items()]
+def choose_each(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
+    """The quicker side for each phase, where both read the same KV cache; `pinned` is taken whatever the times are."""
+    return [
+        _choice(kind, phase, timed, kernels, pinned or _quicker({phase: timed}), pinned)
+        for phase, timed in times.items()
+    ]
 
 
-def choose_one(kind: LayerKind, times: Mapping[str, Mapping[str, float]], kernels: Mapping[str, str]) -> list[Choice]:
+def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
     """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
-    winner = _quicker(times)
-    return [_choice(kind, phase, timed, kernels, winner) for phase, timed in times.items()]
+    winner = pinned or _quicker(times)
+    return [_choice(kind, phase, timed, kernels, winner, pinned) for phase, timed in times.items()]
 
 
-def _quicker(times: Mapping[str, Mapping[str, float]]) -> str:
+def _quicker(times: Times) -> str:
     ratios = [timed[THEIRS] / timed[OURS] for timed in times.values()]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return OURS if mean >= MARGIN and min(ratios) >= 1 / MARGIN else THEIRS
 
 
-def _choice(kind: LayerKind, phase: str, timed: Mapping[str, float], kernels: Mapping[str, str], winner: str) -> Choice:
+def _choice(
+    kind: LayerKind,
+    phase: str,
+    timed: Mapping[str, float],
+    kernels: Mapping[str, str],
+    winner: str,
+    pinned: str | None,
+) -> Choice:
     ratio = timed[THEIRS] / timed[OURS]
     reason = f"{ratio:.2f}x as quick as vLLM's"
-    if winner == THEIRS and ratio >= MARGIN:
+    if pinned is not None:
+        reason += f"; {pinned} is pinned"
+    elif winner == THEIRS and ratio >= MARGIN:
         reason += ", but slower in another phase of the same KV cache"
     return Choice(kind, phase, winner, reason, kernels[phase] if winner == OURS else "vLLM's own", dict(timed))
+
+
+def rows_won(times: Mapping[int, Mapping[str, float]]) -> frozenset[int]:
+    """The measured numbers of rows at which ours is the quicker linear."""
+    return frozenset(rows for rows, timed in times.items() if timed[THEIRS] / timed[OURS] >= MARGIN)
 
 
 def left_alone(kind: LayerKind, names: Iterable[str], reason: str) -> list[Choice]:

@@ -12,8 +12,6 @@ from layerzero_cli.output import Answer, Block, Line, Table
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_vllm.report import folder, newest, read
 
-__all__ = ["vllm"]
-
 
 @click.group("vllm")
 def vllm() -> None:

@@ -6,6 +6,7 @@ vLLM makes the group's metadata builder, before any request; it then writes and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
-from layerzero_vllm import attend
+from layerzero_vllm import attend, linear
 from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, phases, refusals
+from layerzero_vllm.plugin import pinned
 from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
 
-__all__ = ["CpuBackend"]
+linear.install()  # before the weights of the first model are packed
 
 
 class CpuBackend(stock.CPUAttentionBackend):
@@ -100,6 +102,7 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata, or the same fields without its schedule and with a planned batch."""
         common = common_attn_metadata
+        attend.forget()
         report().step("decode" if common.max_query_len == 1 else "prefill or mixed")
         if not self.ours:
             return super().build(common_prefix_len, common, fast_build)
@@ -144,7 +147,7 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
             if not attend.agrees(one, other):
                 return left_alone(kind, map(str, told), f"the two sides disagree on a drawn batch of {phase}")
             times[str(phase)] = attend.race(ways)
-        return choose_one(kind, times, kernels)
+        return choose_one(kind, times, kernels, pinned(os.environ))
 
     def _ways(self, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Callable[[], Tensor]], str]:
         impl, new = layer.impl, drawn.new

@@ -3,8 +3,10 @@
 | LAYERZERO_VLLM | |
 |---|---|
 | unset, off | vLLM is left alone: none of its modules is imported or changed |
-| on | attention on a CPU is chosen here; a vLLM that is not supported is left alone, with a warning |
+| on | attention and linears on a CPU are chosen here; a vLLM that is not supported is left alone, with a warning |
 | strict | the same, but what would be a warning stops vLLM |
+
+LAYERZERO_VLLM_CHOICE=layerzero or vllm takes that side wherever it can serve, instead of the quicker one.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ import logging
 import os
 from collections.abc import Mapping
 
-__all__ = ["SUPPORTED", "VARIABLE", "UnsupportedVllm", "check_version", "mode", "register"]
-
 VARIABLE = "LAYERZERO_VLLM"
+CHOICE = "LAYERZERO_VLLM_CHOICE"
 SUPPORTED = ("0.26", "0.32")
 
 _log = logging.getLogger("layerzero.vllm")
@@ -34,6 +35,14 @@ def mode(environ: Mapping[str, str]) -> str:
     if said not in words:
         raise ValueError(f"{VARIABLE}={said!r} is not understood, expected off, on or strict")
     return words[said]
+
+
+def pinned(environ: Mapping[str, str]) -> str | None:
+    """The side that is taken without measuring, None where times decide; raises ValueError for another word."""
+    said = environ.get(CHOICE, "").strip().lower()
+    if said not in ("", "measured", "layerzero", "vllm"):
+        raise ValueError(f"{CHOICE}={said!r} is not understood, expected measured, layerzero or vllm")
+    return said if said in ("layerzero", "vllm") else None
 
 
 def check_version(version: str) -> None:

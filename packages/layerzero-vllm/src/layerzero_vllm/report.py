@@ -16,8 +16,6 @@ from typing import Any
 
 from layerzero.files import user_cache, write_whole
 
-__all__ = ["FOLDER", "Report", "folder", "newest", "read"]
-
 FOLDER = "LAYERZERO_VLLM_REPORTS"
 FORMAT = 1
 PERIOD_S = 10.0

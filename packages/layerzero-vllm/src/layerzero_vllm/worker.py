@@ -11,8 +11,6 @@ from layerzero_vllm.choice import Choice, LayerKind
 from layerzero_vllm.plugin import mode
 from layerzero_vllm.report import Report
 
-__all__ = ["agreed", "check_scales", "kind_of", "report", "tell"]
-
 T = TypeVar("T")
 _log = logging.getLogger("layerzero.vllm")
 _report: Report | None = None

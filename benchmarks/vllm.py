@@ -1,0 +1,241 @@
+"""vLLM with LayerZero beside stock vLLM on a CPU: tokens, throughput, start-up. Run it with the Python that has vLLM.
+
+    python benchmarks/vllm.py --machine NAME [--models FOLDER] [--small] [--rounds N] [--prompts N] [--shape llama …]
+
+For each model two engines live at once, one with LAYERZERO_VLLM=on and one without; they take turns, so that what else
+the machine does weighs on both alike. Models are random checkpoints of about 100 M parameters (--small: 5 M) whose
+query and key weights are large enough for attention to be peaked. Greedy tokens are compared in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHAPES = ("llama", "qwen3", "gemma")
+SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4} | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+LARGE = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8} | {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+COMMON = {"head_dim": 64, "max_position_embeddings": 2048}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 256, "seed": 0}
+# what is timed: prompts, their tokens, new tokens
+CASES = {"decode B1": (1, 32, 48), "decode B8": (8, 32, 48), "prefill": (8, 400, 1)}
+PARTING = 1e-5  # a difference of the two best log-probabilities that either engine may decide its way
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+def make_model(shape: str, folder: Path, sizes: dict[str, int]) -> Path:
+    """A saved random checkpoint; made once."""
+    where = folder / shape
+    if where.exists():
+        return where
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    names = {"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma2"}
+    options: dict[str, Any] = {**sizes, **COMMON, "tie_word_embeddings": shape == "gemma"}
+    if shape == "gemma":
+        options |= {"sliding_window": 64, "query_pre_attn_scalar": 64}
+        options |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    config = getattr(transformers, f"{names[shape]}Config")(**options)
+    model = getattr(transformers, f"{names[shape]}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                peaked = 4.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+                weight.normal_(std=1.0 if "embed_tokens" in name else peaked / math.sqrt(weight.shape[1]))
+    model.save_pretrained(where)
+    return where
+
+
+def mixed_prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Short and long prompts, a third of them with a common beginning for the prefix cache."""
+    draw = random.Random(0)
+    shared = [draw.randrange(vocabulary) for _ in range(80)]
+    lengths = (3, 17, 60, 130, 300)
+    return [
+        (shared if index % 3 == 0 else []) + [draw.randrange(vocabulary) for _ in range(draw.choice(lengths))]
+        for index in range(count)
+    ]
+
+
+# -- one engine, in a process of its own -----------------------------------------------------------------------------
+def serve(model: str, dtype: str, options: dict[str, Any]) -> None:
+    """Answer one JSON request a line: prompts and new tokens in, seconds, tokens and best log-probabilities out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints on both; answers go alone
+    begin = time.perf_counter()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    engine = LLM(model=model, dtype=dtype, skip_tokenizer_init=True, **{**ENGINE, **options})
+    print(json.dumps({"start_s": time.perf_counter() - begin}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        wanted = {"max_tokens": asked["new"], "logprobs": 2 if asked["compare"] else None}
+        sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **wanted)
+        prompts = [TokensPrompt(prompt_token_ids=one) for one in asked["prompts"]]
+        begin = time.perf_counter()
+        found = [one.outputs[0] for one in engine.generate(prompts, sampling, use_tqdm=False)]
+        answer: dict[str, Any] = {
+            "seconds": time.perf_counter() - begin,
+            "tokens": [list(one.token_ids) for one in found],
+        }
+        if asked["compare"]:
+            best = [
+                [sorted((item.logprob for item in step.values()), reverse=True)[:2] for step in one.logprobs]
+                for one in found
+            ]
+            answer["gaps"] = [[pair[0] - pair[1] for pair in one] for one in best]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Engine:
+    """A process that serves one model, with or without LayerZero."""
+
+    def __init__(self, model: Path, dtype: str, mode: str, options: dict[str, Any], env: dict[str, str]) -> None:
+        words = [sys.executable, __file__, "--serve", str(model), dtype, json.dumps(options)]
+        given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        given |= {"OMP_WAIT_POLICY": "passive", "LAYERZERO_VLLM": mode}
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **given, **env}
+        )
+        self.start_s: float = self._answer()["start_s"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the engine ended with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def generate(self, prompts: list[list[int]], new: int, *, compare: bool = False) -> dict[str, Any]:
+        """Tokens of all prompts, and the seconds they took."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "new": new, "compare": compare}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextmanager
+def engines(model: Path, dtype: str, options: dict[str, Any], reports: Path) -> Iterator[tuple[Engine, Engine]]:
+    """Stock and ours, started one after the other."""
+    stock = Engine(model, dtype, "off", options, {})
+    ours = Engine(model, dtype, "on", options, {"LAYERZERO_VLLM_REPORTS": str(reports)})
+    try:
+        yield stock, ours
+    finally:
+        stock.close()
+        ours.close()
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+def partings(stock: dict[str, Any], ours: dict[str, Any]) -> list[float]:
+    """Where tokens part: the difference of stock's two best log-probabilities at that token, for each prompt."""
+    found = []
+    for one, other, gaps in zip(stock["tokens"], ours["tokens"], stock["gaps"], strict=True):
+        part = next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        found += [] if part is None else [gaps[part]]
+    return found
+
+
+def measured(pair: tuple[Engine, Engine], rounds: int, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Tokens a second of both by case, in turns; the median of the ratios of neighbours counts."""
+    draw = random.Random(1)
+    for name, (count, length, new) in CASES.items():
+        ratios, rates = [], []
+        for turn in range(rounds + 1):  # the first one warms up
+            prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+            order = pair if turn % 2 else pair[::-1]
+            times = {engine: engine.generate(prompts, new)["seconds"] for engine in order}
+            work = count * (length if new == 1 else new)
+            if turn:
+                ratios.append(times[pair[0]] / times[pair[1]])
+                rates.append([work / times[engine] for engine in pair])
+        stock, ours = (round(statistics.median(rate[side] for rate in rates), 1) for side in (0, 1))
+        yield {"case": name, "stock_tokens_s": stock, "tokens_s": ours, "times": round(statistics.median(ratios), 3)}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))
+    sys.path.insert(0, str(Path(__file__).parent))
+    from timing import RESULTS, commit, machine, write_json
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", required=True, help="a folder of benchmarks/results")
+    parser.add_argument("--models", type=Path, default=Path("build/vllm-models"), help="where checkpoints are kept")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
+    parser.add_argument("--small", action="store_true", help="5 M parameters: for a first look")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=200, help="whose tokens are compared")
+    parser.add_argument("--json", type=Path, help="where to write, instead of the machine's folder")
+    given = parser.parse_args()
+    sizes = SMALL if given.small else LARGE
+    folder = given.models / ("small" if given.small else "large")
+    options = {"enforce_eager": given.eager}
+    found = []
+    for shape, dtype in itertools.product(given.shape, given.dtype):
+        model = make_model(shape, folder, sizes)
+        reports = given.models / "reports" / f"{shape}-{dtype}"
+        with engines(model, dtype, options, reports) as pair:
+            row: dict[str, Any] = {"model": shape, "dtype": dtype}
+            row |= {"start_s": round(pair[1].start_s, 1), "stock_start_s": round(pair[0].start_s, 1)}
+            if dtype == "float32":
+                prompts = mixed_prompts(given.prompts, sizes["vocab_size"])
+                stock, ours = (engine.generate(prompts, 16, compare=True) for engine in pair)
+                apart = partings(stock, ours)
+                row |= {
+                    "prompts": len(prompts),
+                    "parted": len(apart),
+                    "parted_beyond": sum(gap >= PARTING for gap in apart),
+                }
+            row["cases"] = list(measured(pair, given.rounds, sizes["vocab_size"]))
+        newest = max(reports.glob("worker-*.json"), key=lambda file: file.stat().st_mtime)
+        told = json.loads(newest.read_text(encoding="utf-8"))
+        row["chosen"] = [
+            {key: one[key] for key in ("kind", "phase", "kernel", "reason")}
+            for one in (*told["choices"], *told["linears"])
+        ]
+        found.append(row)
+        print(json.dumps({key: row[key] for key in row if key != "chosen"}), flush=True)
+    times = [case["times"] for row in found for case in row["cases"]]
+    command = "python benchmarks/vllm.py " + " ".join(sys.argv[1:])
+    report = {"commit": commit(), "command": command, "machine": machine(), "versions": told["versions"]}
+    report |= {
+        "sizes": sizes,
+        "geometric_mean": round(math.exp(statistics.fmean(map(math.log, times))), 3),
+        "models": found,
+    }
+    write_json(given.json or RESULTS / given.machine / "vllm.json", report)
+
+
+if __name__ == "__main__":
+    main()
