@@ -107,7 +107,8 @@ SIGNATURES = {
     "topk_gate": "(router_logits, k, *, scoring='softmax', renormalize=True, bias=None, num_groups=1, top_groups=1, "
     "scale=1.0, backend=None)",
     "grouped_gemm": "(x, weights, group_sizes, *, backend=None)",
-    "moe": "(x, gate_up, down, topk_weights, topk_ids, *, activation='silu', expert_offset=0, backend=None)",
+    "moe": "(x, gate_up, down, topk_weights, topk_ids, *, activation='silu', expert_offset=0, gate_up_bias=None, "
+    "down_bias=None, alpha=1.702, limit=None, interleaved=False, backend=None)",
     "column_linear": "(x, weight, bias=None, activation=None, *, group=None, gather_output=False, out_features=None, "
     "backend=None)",
     "row_linear": "(x, weight, bias=None, *, group=None, split_input=False, reduce_dtype=None, backend=None)",

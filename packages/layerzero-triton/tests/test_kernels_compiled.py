@@ -105,10 +105,32 @@ def linear():
     dequantized(blank(16, 4096), weight, None, "silu")
 
 
+def mxfp4():
+    from layerzero.model.enums import QuantFormat
+    from layerzero.model.quant import QuantizedTensor
+    from layerzero_triton.linear import dequantized
+
+    codes, scale = blank(4096, 2048, dtype=torch.uint8), blank(4096, 128, dtype=torch.float8_e8m0fnu)
+    weight = QuantizedTensor(codes, scale, QuantFormat.MXFP4, "block", (4096, 4096), BF16, 32)
+    dequantized(blank(16, 4096), weight, None, None)
+
+
+def experts():
+    from layerzero_triton.experts import moe
+
+    for tokens in (1, 8192):
+        shares, ids = blank(tokens, 8, dtype=F32), blank(tokens, 8, dtype=torch.int64)
+        weights = blank(128, 1536, 2048), blank(128, 2048, 768)
+        moe(blank(tokens, 2048), *weights, shares, ids, "silu", 0, None, None, 1.702, None, False)
+
+
 KERNELS = {
     f.__name__: f
-    for f in (rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear)
-}
+    for f in (
+        rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear, mxfp4,
+        experts,
+    )
+}  # fmt: skip
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 QUICK = {("rms", "sm_90"), ("layer_norm", "sm_90"), ("silu", "gfx942"), ("paged", "sm_90"), ("shortlist", "sm_90")}
 

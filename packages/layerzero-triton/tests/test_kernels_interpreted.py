@@ -412,6 +412,40 @@ linear_case("int8 tensor", "int8", "tensor", bias=False)
 linear_case("int8 channel, zero point, split", "int8", "channel", splits=2, symmetric=False, activation="silu")
 linear_case("int8 block, zero point", "int8", "block", block_size=32, symmetric=False, activation="gelu_tanh")
 linear_case("e4m3 channel", "fp8_e4m3", "channel", activation="gelu")
+linear_case("int4 block, zero point", "int4", "block", block_size=32, symmetric=False, activation="silu")
+linear_case("int4 channel, split", "int4", "channel", splits=2)
+linear_case("mxfp4", "mxfp4", "block", activation="relu")
+
+
+def experts_case(name, tokens=7, experts=6, hidden=40, inner=24, dtype=F32, gated=True, activation="silu", **given):
+    @case(f"experts {name}")
+    def run():
+        from layerzero.backends.reference.moe import moe as truth
+        from layerzero_triton.config import ExpertsConfig
+        from layerzero_triton.experts import moe
+
+        x = torch.randn(tokens, hidden).to(dtype)
+        first = (torch.randn(experts, 2 * inner if gated else inner, hidden) * 0.2).to(dtype)
+        second = (torch.randn(experts, hidden, inner) * 0.2).to(dtype)
+        if given.get("transposed"):
+            first, second = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (first, second))
+        biases = (None, None)
+        if given.get("bias"):
+            biases = (torch.randn(experts, first.shape[1]).to(dtype), torch.randn(experts, hidden).to(dtype))
+        offset = experts if given.get("foreign") else 0
+        ids = torch.rand(tokens, 3 * experts if offset else experts).topk(3, -1).indices
+        ids[:1] = -1 if offset else 2  # a token of no expert, or one that names an expert three times
+        limit, interleaved = given.get("limit"), given.get("interleaved", False)
+        args = (x, first, second, torch.rand(tokens, 3), ids, activation, offset, *biases, 1.702, limit, interleaved)
+        got = moe(*args, config=ExpertsConfig(16, (32, 32, 4, 1), (16, 16, 4, 1)))
+        return differs("moe", got, truth(*args), dtype)
+
+
+experts_case("gated")
+experts_case("ungated, of other ranks", gated=False, activation="relu", foreign=True, dtype=F16)
+experts_case("of gpt-oss", activation="swigluoai", bias=True, limit=0.5, interleaved=True, transposed=True)
+experts_case("of many tokens", tokens=100, experts=5, hidden=32, inner=16, foreign=True)
+experts_case("without tokens", tokens=0)
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 

@@ -53,9 +53,11 @@ def layer(dtype, *, tokens=7, experts=6, top_k=3, hidden=24, inner=16, gated=Tru
     )
 
 
-def oracle(x, gate_up, down, weights, ids, activation="silu", offset=0):
+def oracle(x, gate_up, down, weights, ids, activation="silu", offset=0, **oss):
     """Every slot gets copies of its own expert's weights; slots of other ranks get zeros. Differentiable."""
     x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    if oss:
+        return _gpt_oss(x, gate_up, down, weights, ids, **oss)
     here = (ids >= offset) & (ids < offset + down.shape[0])
     mine = torch.where(here, ids - offset, 0).long()
     up = torch.einsum("th,tkih->tki", x, gate_up[mine])
@@ -63,6 +65,77 @@ def oracle(x, gate_up, down, weights, ids, activation="silu", offset=0):
     mid = ACTS[activation](up[..., :inner]) * up[..., inner:] if up.shape[-1] == 2 * inner else ACTS[activation](up)
     each = torch.einsum("tki,tkhi->tkh", mid, down[mine])
     return torch.einsum("tkh,tk->th", each, weights * here)
+
+
+def _gpt_oss(x, gate_up, down, weights, ids, gate_up_bias, down_bias, alpha, limit):
+    """The experts of gpt-oss, token by token, place by place."""
+    rows = []
+    for token in range(x.shape[0]):
+        total = torch.zeros_like(x[0])
+        for place, expert in enumerate(ids[token].tolist()):
+            both = gate_up[expert] @ x[token] + gate_up_bias[expert].double()
+            gate, up = both[0::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+            result = down[expert] @ ((up + 1) * gate / (1 + torch.exp(-alpha * gate))) + down_bias[expert].double()
+            total = total + weights[token, place] * result
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "stored"),
+    [
+        (kernel, dtype, stored)
+        for kernel, dtype in served(*DTYPES)
+        for stored in ("as given", "transposed")
+        if stored == "as given" or not kernel.endswith("grouped_cpu")  # which takes contiguous weights alone
+    ],
+)
+@pytest.mark.req("R-MOE-02")
+def test_experts_of_gpt_oss_equal_the_formula(kernel, dtype, stored):
+    """Biases, the clamped and shifted gate, gate and up in turn; from weights as they lie and from transposed ones."""
+    x, gate_up, down, weights, ids = layer(dtype)
+    if stored == "transposed":
+        gate_up, down = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (gate_up, down))
+    oss = {
+        "gate_up_bias": draw(6, 32, dtype=dtype, seed=4, scale=0.5),
+        "down_bias": draw(6, 24, dtype=dtype, seed=5, scale=0.5),
+        "alpha": 1.5,
+        "limit": 0.7,
+    }
+    out = lz.moe(x, gate_up, down, weights, ids, activation="swigluoai", interleaved=True, backend=kernel, **oss)
+    assert_close(out, oracle(x, gate_up, down, weights, ids, **oss), tolerance("moe", dtype, k=24))
+    assert (out - lz.moe(x, gate_up, down, weights, ids, backend=kernel)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_biases_are_those_of_the_formula(kernel):
+    x, gate_up, down, weights, ids = layer(torch.float32, tokens=4)
+    biases = {"gate_up_bias": draw(6, 32, seed=4, scale=0.5).float(), "down_bias": draw(6, 24, seed=5).float()}
+    options = {"alpha": 1.5, "limit": 0.7}
+    slope = draw(4, 24, dtype=torch.float32, seed=9, scale=0.3)
+    leaves = [t.requires_grad_() for t in (x, gate_up, down, weights, *biases.values())]
+    out = lz.moe(
+        x, gate_up, down, weights, ids, activation="swigluoai", interleaved=True, backend=kernel, **biases, **options
+    )
+    got = torch.autograd.grad(out, leaves, slope)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    want = torch.autograd.grad(_gpt_oss(*wide[:4], ids, *wide[4:], **options), wide, slope.double())
+    assert_close(list(got), list(want), tolerance("gradient", torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("gated", "given", "said"),
+    [
+        (False, {"interleaved": True}, "experts with a gate"),
+        (False, {"activation": "swigluoai"}, "experts with a gate"),
+        (True, {"limit": 0.0}, "above 0"),
+        (True, {"alpha": "1"}, "a number"),
+        (True, {"down_bias": torch.zeros(6, 3)}, "down_bias"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(gated, given, said):
+    with pytest.raises(InvalidInputError, match=said):
+        lz.moe(*layer(torch.float32, gated=gated), **given)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), served(*DTYPES))

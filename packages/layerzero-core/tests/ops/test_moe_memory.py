@@ -79,7 +79,9 @@ def kernel_named(kernel_id):
 
 def context(args, backend=None):
     """What selection sees of a call of `lz.moe`, with the very number of tokens."""
-    return describe(public_op("moe"), (*args, "silu", 0), None, backend, current_world())
+    return describe(
+        public_op("moe"), (*args, "silu", 0, None, None, 1.702, None, False), None, backend, current_world()
+    )
 
 
 @pytest.mark.parametrize("kernel_id", ["torch.moe.segments", "torch.moe.grouped_cpu", "reference.moe.plain"])
@@ -95,7 +97,7 @@ def test_the_declared_workspace_bounds_what_a_forward_takes(kernel_id, dtype, co
             declared = spec.workspace_bytes(context(args))
             with torch.no_grad(), Peak() as peak:
                 peak.given(*args)
-                run(*args, "silu", 0)
+                run(*args, "silu", 0, None, None, 1.702, None, False)
             taken[route] = peak.most
             assert peak.most <= declared, f"{route}, {tokens} tokens: {peak.most} bytes, declared {declared}"
         # and the bound is near what the worst routing takes; a single token drowns in the indices
@@ -168,10 +170,10 @@ def test_the_declared_workspace_bounds_what_a_gpu_takes(kernel_id):
         ctx = context(args, kernel_id)
         assert not spec.check(ctx), [str(item) for item in spec.check(ctx)]
         with torch.no_grad():
-            run(*args, "silu", 0)  # the BLAS takes a workspace of its own, once
+            run(*args, "silu", 0, None, None, 1.702, None, False)  # the BLAS takes a workspace of its own, once
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            out = run(*args, "silu", 0)
+            out = run(*args, "silu", 0, None, None, 1.702, None, False)
         taken = torch.cuda.max_memory_allocated() - before
         assert taken <= spec.workspace_bytes(ctx) + out.numel() * out.element_size()
 
@@ -191,8 +193,8 @@ def test_the_grouped_kernel_is_right_on_a_gpu_and_inside_a_graph():
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = run(*args, "silu", 0)
+                captured = run(*args, "silu", 0, None, None, 1.702, None, False)
             args[4].copy_(args[4].flip(0))  # another routing, the same graph
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(captured, run(*args, "silu", 0))
+            assert torch.equal(captured, run(*args, "silu", 0, None, None, 1.702, None, False))

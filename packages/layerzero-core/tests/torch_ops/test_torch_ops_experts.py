@@ -42,14 +42,15 @@ def samples(grad=True, dtype=torch.float32):
 
     ids = torch.tensor([[0, 2], [1, 2], [5, -1]])
     shares = torch.rand(3, 2, generator=torch.Generator().manual_seed(1)).requires_grad_(grad)
+    usual = (None, None, 1.702, None, False, None)  # biases, alpha, limit, interleaved, backend
     return {
         "mlp": (tensor(2, 3, 8), tensor(32, 8), tensor(8, 16), None, "silu", tensor(32), None, tensor(8), None),
         "mlp split": (tensor(3, 8), tensor(16, 8), tensor(8, 16), tensor(16, 8), "gelu", None, None, None, None),
         "topk_gate": (tensor(5, 12), 3, "sigmoid", True, rand(12, grad=False), 4, 2, 2.5, None),
         "grouped_gemm": (tensor(7, 8), tensor(3, 16, 8), torch.tensor([2, 0, 4]), None),
-        "moe": (tensor(3, 8), tensor(3, 16, 8), tensor(3, 8, 8), shares, ids, "silu", 0, None),
+        "moe": (tensor(3, 8), tensor(3, 16, 8), tensor(3, 8, 8), shares, ids, "silu", 0, *usual),
         "moe strided": (
-            leaf(tensor(8, 3).mT), leaf(tensor(3, 8, 16).mT), tensor(3, 8, 8), shares, ids, "relu", 1, None,
+            leaf(tensor(8, 3).mT), leaf(tensor(3, 8, 16).mT), tensor(3, 8, 8), shares, ids, "relu", 1, *usual,
         ),
     }  # fmt: skip
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 __all__ = [
     "SHORTLISTS",
+    "ExpertsConfig",
     "LinearConfig",
     "NormConfig",
     "PagedConfig",
     "ShortlistConfig",
     "activation_config",
+    "experts_config",
     "linear_config",
     "next_power",
     "norm_config",
@@ -145,6 +147,27 @@ def linear_config(m: int, n: int, k: int, block_size: int | None, sms: int) -> L
     steps = -(-k // block_k)
     splits = 1 if tiles >= sms else max(1, min(8, 2 * sms // tiles, steps // 4))
     return LinearConfig(block_m, block_n, block_k, splits, 4 if block_m <= 64 else 8, 4 if block_m <= 32 else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Rows of a tile, and for each of the two products its columns, its step of the inner axis, warps and stages."""
+
+    block_m: int
+    first: tuple[int, int, int, int]
+    second: tuple[int, int, int, int]
+
+
+def experts_config(slots: int, experts: int) -> ExpertsConfig:
+    """Tiles about as high as an expert has rows: few rows read the weight once, in tiles that fill the device."""
+    rows = slots / experts
+    if rows <= 12:
+        return ExpertsConfig(16, (64, 128, 4, 4), (64, 128, 4, 4))
+    if rows <= 32:
+        return ExpertsConfig(32, (128, 64, 4, 4), (128, 64, 4, 4))
+    if rows <= 96:
+        return ExpertsConfig(64, (128, 64, 4, 4), (128, 64, 4, 4))
+    return ExpertsConfig(128, (256, 64, 8, 3), (128, 64, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)

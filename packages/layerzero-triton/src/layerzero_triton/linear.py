@@ -1,4 +1,4 @@
-"""`linear` with an INT8 or FP8 weight, activations as they are. Canonical arguments of `linear`."""
+"""`linear` with a weight of INT8, FP8, INT4 or MXFP4 codes, activations as they are. Canonical arguments."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor
 from layerzero_triton.config import LinearConfig, linear_config, unit_of
 from layerzero_triton.kernels import dequant as device
-from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, collecting, interpreting, prepare, remember, sm_count
 
 __all__ = ["dequantized"]
 
 _product = Launcher(device.product)
 _finish = Launcher(device.finish)
 _known: set[Any] = set()
+_FOUR = {QuantFormat.INT4: "int4", QuantFormat.MXFP4: "e2m1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ def dequantized(
     if m == 0 or n == 0:
         return out
     scale, zero = source.scale, source.zero_point
+    if scale.dtype is torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
     if scale.dim() and not scale.is_contiguous():
         scale = scale.contiguous()
     zero = None if zero is None else zero.contiguous()
@@ -65,7 +69,7 @@ def dequantized(
     if plans is None:
         if config is None:
             _prepared(x, source, bias, activation)
-        chosen = config or linear_config(m, n, k, source.block_size, sm_count(x.device))
+        chosen = config or _config(m, source, x.device)
         plans = _planned(rows, codes, scale, source, zero is not None, bias is not None, activation, chosen)
         remember(_plans, key, plans)
     parts = out
@@ -77,12 +81,19 @@ def dequantized(
     return out
 
 
+def _config(m: int, source: QuantizedTensor, device: torch.device) -> LinearConfig:
+    """Tiles for so many rows; the short blocks of MXFP4 do not bound a step."""
+    block = None if source.fmt is QuantFormat.MXFP4 else source.block_size
+    return linear_config(m, *source.shape, block, sm_count(device))
+
+
 def _planned(
     rows: Tensor, codes: Tensor, scale: Tensor, source: QuantizedTensor, shifted: bool, biased: bool,
     activation: str | None, chosen: LinearConfig,
 ) -> _Plans:  # fmt: skip
     (n, k), m = source.shape, rows.shape[0]
-    blocks = source.granularity == "block"
+    four = _FOUR.get(source.fmt, "none")
+    blocks = source.granularity == "block" and four != "e2m1"
     s_n = 0 if source.granularity == "tensor" else scale.shape[-1]
     steps = -(-k // chosen.block_k)
     each = -(-steps // chosen.splits)
@@ -96,7 +107,7 @@ def _planned(
         (m, n, k // unit, rows.stride(0) // unit, codes.stride(0) // unit, s_n, 1 if blocks else 0, each),
         (
             chosen.block_m, chosen.block_n, chosen.block_k, k % chosen.block_k == 0, unit, blocks, per, shifted,
-            biased, kind, splits > 1, 8,
+            biased, kind, splits > 1, 8, four, not interpreting() and torch.version.hip is None,
         ),
         chosen.warps,
         chosen.stages,
@@ -116,7 +127,7 @@ def _prepared(x: Tensor, source: QuantizedTensor, bias: Tensor | None, activatio
     _known.add(key)
     with collecting() as launches:
         for rows in (1, 32, 64, 128, 4096):
-            sizes = linear_config(rows, *source.shape, source.block_size, sm_count(x.device))
+            sizes = _config(rows, source, x.device)
             like = torch.empty((rows, source.shape[1]), dtype=x.dtype, device=x.device)
             dequantized(like, source, bias, activation, sizes)
     prepare(launches, x.device)

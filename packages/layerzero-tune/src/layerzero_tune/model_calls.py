@@ -220,4 +220,18 @@ class _Calls:
         first = self._tensor(s.experts, 2 * s.inner, s.hidden)
         second = self._tensor(s.experts, s.hidden, s.inner)
         shares, ids = self._tensor(rows, k, dtype=torch.float32), self._tensor(rows, k, dtype=torch.int64)
-        return self._ctx("moe", self._tensor(rows, s.hidden), first, second, shares, ids, s.activation, 0)
+        return self._ctx(
+            "moe",
+            self._tensor(rows, s.hidden),
+            first,
+            second,
+            shares,
+            ids,
+            s.activation,
+            0,
+            None,
+            None,
+            1.702,
+            None,
+            False,
+        )

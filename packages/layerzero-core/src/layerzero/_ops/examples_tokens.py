@@ -141,4 +141,10 @@ def moe(draw: Draw) -> Args:
     shares = draw.uniform(tokens, k).add_(0.1)
     shares = shares / shares.sum(-1, keepdim=True)
     ids = ids.to(draw.index()).contiguous()
-    return (x, first, second, shares, ids, activation(draw, "silu"), draw.choice("expert_offset", 0))
+    biases: tuple[Tensor | None, ...] = (None, None)
+    if "expert_bias" in needs:
+        biases = tuple(draw.leaf(draw.normal(experts, width, dtype=draw.dtype(3))) for width in (rows, hidden))
+    word = "swigluoai" if "activation_swigluoai" in needs else activation(draw, "silu")
+    limit = 0.5 if "clamped" in needs else None  # low enough that many numbers meet it
+    offset = draw.choice("expert_offset", 0)
+    return (x, first, second, shares, ids, word, offset, *biases, 1.702, limit, "interleaved" in needs)

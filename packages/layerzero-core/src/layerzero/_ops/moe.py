@@ -71,6 +71,11 @@ def moe(
     *,
     activation: str = "silu",
     expert_offset: int = 0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    interleaved: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """x [T, H] through each token's experts, weighted and summed: [T, H].
@@ -80,10 +85,20 @@ def moe(
     `expert_offset` on; any other id (another rank's, or -1 for none) adds nothing, so the results of all ranks of an
     expert-parallel group add up to the whole. An id named twice by one token counts twice. The sum is taken in float32;
     autocast casts every floating input, the router's weights among them.
+
+    `gate_up_bias` [E, 2 I] and `down_bias` [E, H] are added to each expert's products. With `interleaved` the rows of
+    `gate_up` alternate, a gate and its up. `limit` bounds the gate from above and up on both sides. The activation
+    "swigluoai" of gpt-oss is gate * sigmoid(alpha * gate) * (up + 1). A view of weights that are stored transposed
+    will do: `gate_up.transpose(1, 2)`.
     """
     return dispatch(  # type: ignore[no-any-return]
-        MOE, (x, gate_up, down, topk_weights, topk_ids, activation, expert_offset), backend=backend
-    )
+        MOE,
+        (
+            x, gate_up, down, topk_weights, topk_ids, activation, expert_offset, gate_up_bias, down_bias, alpha, limit,
+            interleaved,
+        ),
+        backend=backend,
+    )  # fmt: skip
 
 
 # -- what a call must be -------------------------------------------------------------------------------
@@ -148,7 +163,7 @@ def _describe_grouped(call: Call) -> Context:
 
 
 def _describe_moe(call: Call) -> Context:
-    x, gate_up, down, shares, ids, activation, expert_offset = call.args
+    x, gate_up, down, shares, ids, activation, expert_offset, *biases, alpha, limit, interleaved = call.args
     x, gate_up, down = expect_tensor(x, "x"), expect_tensor(gate_up, "gate_up"), expect_tensor(down, "down")
     expect_rank(x, "x", (2,))
     expect_rank(gate_up, "gate_up", (3,))
@@ -159,7 +174,13 @@ def _describe_moe(call: Call) -> Context:
     if not experts or gate_up.shape[2] != hidden:
         raise invalid("SHAPE_INVALID", str(tuple(gate_up.shape)), f"[E >= 1, 2 I, {hidden}]", "x and gate_up disagree")
     expect_shape(down, "down", (experts, hidden, inner))
-    needs = {gating(rows, inner, "gate_up"), check_activation(activation)}
+    needs = {gating(rows, inner, "gate_up")}
+    needs.add("activation_swigluoai" if activation == "swigluoai" else check_activation(activation))
+    needs |= _gate_options(activation, alpha, limit, interleaved, "gated" in needs)
+    for bias, name, width in zip(biases, ("gate_up_bias", "down_bias"), (rows, hidden), strict=True):
+        if bias is not None:
+            expect_shape(bias, name, (experts, width))
+            needs.add("expert_bias")
     index = expect_index(ids, "topk_ids")
     expect_rank(ids, "topk_ids", (2,))
     top_k = ids.shape[1]
@@ -172,8 +193,27 @@ def _describe_moe(call: Call) -> Context:
         raise invalid("TYPE_INVALID", f"expert_offset: {type(expert_offset).__name__}", "an int")
     check_devices(x=x, gate_up=gate_up, down=down, topk_weights=shares, topk_ids=ids)
     dims = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner": inner}
-    made = simple_context(call, "moe", x, {"gate_up": gate_up, "down": down}, dims, needs, index_dtype=index)
+    others = {"gate_up": gate_up, "down": down, "gate_up_bias": biases[0], "down_bias": biases[1]}
+    made = simple_context(call, "moe", x, others, dims, needs, index_dtype=index)
     return replace(made, strides=stride_class((x, gate_up, down)))
+
+
+def _gate_options(activation: str, alpha: Any, limit: Any, interleaved: Any, gated: bool) -> set[str]:
+    """What the options of the gate ask of a kernel; experts without a gate take none of them."""
+    if not isinstance(interleaved, bool):
+        raise invalid("TYPE_INVALID", f"interleaved: {type(interleaved).__name__}", "True or False")
+    for value, name in ((alpha, "alpha"), (limit, "limit")):
+        if value is None and name == "limit":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "a number")
+        if not math.isfinite(value) or value <= 0:
+            raise invalid("VALUE_INVALID", f"{name}={value}", "a finite number above 0")
+    asked = {"swigluoai": activation == "swigluoai", "clamped": limit is not None, "interleaved": interleaved}
+    found = {name for name, wanted in asked.items() if wanted}
+    if found and not gated:
+        raise invalid("VALUE_INVALID", ", ".join(sorted(found)), "experts with a gate: gate_up [E, 2 I, H]")
+    return found - {"swigluoai"}
 
 
 def _canonical_gate(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ FEATURES = frozenset({
     "generator", "tensor_params", "nested", "block_mask", "chunk_mask", "head_dim_v", "tp_invariant", "mask_grad",
     "mixed_weight",
     "gelu_none", "gelu_tanh", "activation_gelu", "activation_gelu_tanh", "activation_silu", "activation_relu",
+    "activation_swigluoai", "expert_bias", "clamped",
     "sample_top_k", "sample_top_p", "sample_min_p", "greedy", "no_draft_probs", "paged_prefill", "batched_tables",
     "no_key", "mixed_tables", "double_backward", "sinks", "sinks_grad",
     "kv_scales", "non_causal",

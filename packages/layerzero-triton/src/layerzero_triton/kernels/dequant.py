@@ -1,14 +1,107 @@
-"""Product with an INT8 or FP8 weight: device code.
+"""Product with an INT8, FP8, INT4 or MXFP4 weight: device code.
 
 Codes are exact in 16 bits, so they are multiplied as they are and the sums, in float32, are scaled afterwards: once
 for a scale a tensor or channel, once a block of the inner axis for a scale a block. A zero point is taken out of the
-sums: (code - zero) * x adds up to code * x minus zero times the sum of x.
+sums: (code - zero) * x adds up to code * x minus zero times the sum of x. An MXFP4 code times its scale, a power of
+two, is exact in bfloat16 too: there the codes are scaled at once, since its blocks are short.
+
+A byte of a four-bit format holds the codes of an even column and of the odd one after it. They are not put back in
+turn: the even columns of x meet the low halves, the odd ones the high halves.
 """
 
 import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
+
+# A register of four bytes to four low and four high codes, two to a register: bytes become halves of 16 bits, whose low
+# four bits then make the number 128 + (code ^ 8) in bfloat16, from which 136 is taken.
+_INT4_ASM = """
+{
+.reg .b32 a, b, c, d, one, off;
+mov.b32 one, 0x3F803F80;
+mov.b32 off, 0xC308C308;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, 0x000F000F, 0x43084308, 0x6A;
+lop3.b32 b, b, 0x000F000F, 0x43084308, 0x6A;
+lop3.b32 c, c, 0x000F000F, 0x43084308, 0x6A;
+lop3.b32 d, d, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 $0, a, one, off;
+fma.rn.bf16x2 $1, b, one, off;
+fma.rn.bf16x2 $2, c, one, off;
+fma.rn.bf16x2 $3, d, one, off;
+}
+"""
+# E2M1: sign, exponent and mantissa moved to their places in bfloat16, whose exponent is larger by 126.
+_E2M1_ASM = """
+{
+.reg .b32 a, b, s, t, up, none;
+mov.b32 up, 0x7E807E80;
+mov.b32 none, 0x80008000;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 s, a, 12;
+shl.b32 t, a, 6;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 s, s, 0x80008000, t, 0xEA;
+fma.rn.bf16x2 $0, s, up, none;
+shl.b32 s, b, 12;
+shl.b32 t, b, 6;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 s, s, 0x80008000, t, 0xEA;
+fma.rn.bf16x2 $1, s, up, none;
+shl.b32 s, a, 8;
+shl.b32 t, a, 2;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 s, s, 0x80008000, t, 0xEA;
+fma.rn.bf16x2 $2, s, up, none;
+shl.b32 s, b, 8;
+shl.b32 t, b, 2;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 s, s, 0x80008000, t, 0xEA;
+fma.rn.bf16x2 $3, s, up, none;
+}
+"""
+INT4_ASM, E2M1_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM)
+
+
+@triton.jit
+def halves(codes, LIKE: tl.constexpr, FOUR: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of the low and of the high halves of bytes, in the dtype LIKE; FOUR is "int4" or "e2m1"."""
+    if ASM and LIKE == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            INT4_ASM if FOUR == "int4" else E2M1_ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low = _number((codes & 0xF).to(tl.int32), FOUR).to(LIKE)
+        high = _number((codes >> 4).to(tl.int32), FOUR).to(LIKE)
+    return low, high
+
+
+@triton.jit
+def _number(code, FOUR: tl.constexpr):
+    """The number of a code from 0 to 15, in float32."""
+    if FOUR == "int4":
+        result = ((code ^ 8) - 8).to(tl.float32)
+    else:
+        power = (code >> 1) & 3
+        size = tl.where(power == 0, (code & 1).to(tl.float32) * 0.5, (2 + (code & 1)).to(tl.float32) * 0.5)
+        size *= tl.where(power > 1, (1 << (tl.maximum(power, 1) - 1)).to(tl.float32), 1.0)
+        result = tl.where(code > 7, -size, size)
+    return result
+
+
+@triton.jit
+def power_of_two(scale, LIKE: tl.constexpr):
+    """E8M0 bytes as numbers: exponents of float32, 255 the mark of no number."""
+    whole = scale.to(tl.int32)
+    bits = tl.where(whole == 0, 0x400000, whole << 23)  # 2^-127 is subnormal
+    return tl.where(whole == 255, float("nan"), bits.to(tl.float32, bitcast=True)).to(LIKE)
+
 
 _NUMBERS = ["m", "n", "k", "x_m", "w_n", "s_n", "s_b", "each"]
 
@@ -19,12 +112,13 @@ def product(
     m: tl.int32, n: tl.int32, k: tl.int32, x_m: tl.int64, w_n: tl.int64, s_n: tl.int64, s_b: tl.int64, each: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UNIT: tl.constexpr,
     BLOCKS: tl.constexpr, PER: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """x [m, k] times codes [n, k]; program (tile, split of the inner axis).
 
     With one split `out` is the result, [m, n] contiguous; else float32 [splits, m, n], scaled, for `finish`. A split is
-    `each` steps of BLOCK_K long. With BLOCKS there is a scale for each PER steps of the inner axis.
+    `each` steps of BLOCK_K long. With BLOCKS there is a scale for each PER steps of the inner axis; with MXFP4 (FOUR is
+    "e2m1") one for every 32 columns.
     """
     x_m, w_n, k = x_m * UNIT, w_n * UNIT, k * UNIT
     tile = tl.program_id(0)
@@ -37,6 +131,7 @@ def product(
     good_m, good_n = rows < m, columns < n
     piece = tl.program_id(1)
     inner = tl.arange(0, BLOCK_K)
+    packed = tl.arange(0, BLOCK_K // 2)
     left = x + tl.where(good_m, rows, 0).to(tl.int64)[:, None] * x_m
     right = codes + tl.where(good_n, columns, 0).to(tl.int64)[None, :] * w_n
     scales = scale + tl.where(good_n, columns, 0) * s_n
@@ -45,24 +140,50 @@ def product(
     last = tl.minimum((piece + 1) * each, tl.cdiv(k, BLOCK_K))
     for step in range(piece * each, last):
         at = step * BLOCK_K + inner
-        if EVEN_K:
+        if FOUR != "none":
+            half = step * (BLOCK_K // 2) + packed
+            if EVEN_K:
+                given = tl.load(left + at[None, :])
+                codes_here = tl.load(right + half[:, None])
+            else:
+                given = tl.load(left + at[None, :], mask=(at < k)[None, :], other=0.0)
+                codes_here = tl.load(right + half[:, None], mask=(half < k // 2)[:, None], other=0)
+            even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
+            evens, odds = halves(codes_here, x.dtype.element_ty, FOUR, ASM)
+            if FOUR == "e2m1":
+                block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
+                power = tl.load(scales[None, :] + block[:, None], mask=(block < k // 32)[:, None], other=0)
+                factor = tl.broadcast_to(
+                    power_of_two(power, x.dtype.element_ty)[:, None, :], [BLOCK_K // 32, 16, BLOCK_N]
+                )
+                factor = tl.reshape(factor, [BLOCK_K // 2, BLOCK_N])
+                evens, odds = evens * factor, odds * factor
+        elif EVEN_K:
             given = tl.load(left + at[None, :])
             weights = tl.load(right + at[:, None])
         else:
             given = tl.load(left + at[None, :], mask=(at < k)[None, :], other=0.0)
             weights = tl.load(right + at[:, None], mask=(at < k)[:, None], other=0.0)
-        if BLOCKS:
+        if FOUR == "e2m1":
+            acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
+        elif BLOCKS:
             here = tl.load(scales + (step // PER) * s_b).to(tl.float32)
-            part = tl.dot(given, weights.to(given.dtype))
+            if FOUR == "none":
+                part = tl.dot(given, weights.to(given.dtype))
+            else:
+                part = tl.dot(odd, odds, tl.dot(even, evens))
             if ZERO:
                 point = tl.load(zero + tl.where(good_n, columns, 0) * s_n + (step // PER) * s_b).to(tl.float32)
                 part -= tl.sum(given.to(tl.float32), axis=1)[:, None] * point[None, :]
             acc += part * here[None, :]
         else:
-            acc = tl.dot(given, weights.to(given.dtype), acc)
+            if FOUR == "none":
+                acc = tl.dot(given, weights.to(given.dtype), acc)
+            else:
+                acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
             if ZERO:
                 sums += tl.sum(given.to(tl.float32), axis=1)
-    if not BLOCKS:
+    if not BLOCKS and FOUR != "e2m1":
         if ZERO:
             point = tl.load(zero + tl.where(good_n, columns, 0) * s_n).to(tl.float32)
             acc -= sums[:, None] * point[None, :]

@@ -92,3 +92,7 @@ for _kind in ("gated", "ungated"):
     moe("result", f"{_kind}_other_ranks", _kind, ids="foreign", expert_offset=6)
     for _word in ACTIVATIONS:
         moe("activation", f"{_kind}_{_word}", _kind, f"activation_{_word}", activation=_word)
+    moe("result", f"{_kind}_bias", _kind, "expert_bias")
+moe("result", "clamped", "gated", "clamped")
+moe("result", "interleaved", "gated", "interleaved")
+moe("result", "gpt_oss", "gated", "activation_swigluoai", "expert_bias", "clamped", "interleaved", ids="foreign")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,11 +28,26 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def gated(x: Tensor, activation: str, inner: int) -> Tensor:
-    """The activation of x [..., inner], or of the first half of x [..., 2 inner] times the second."""
+def gated(
+    x: Tensor,
+    activation: str,
+    inner: int,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """The activation of x [..., inner], or of the gate in x [..., 2 inner] times what stands beside it.
+
+    The gate is the first half of x, or with `interleaved` every other number. `limit` bounds the gate from above and
+    the other on both sides. "swigluoai" is gate * sigmoid(alpha * gate) * (up + 1).
+    """
     if x.shape[-1] == inner:
         return activate(x, activation)
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "swigluoai":
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
     return activate(gate, activation) * up
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.feed_forward import feed_forward
+from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
@@ -107,9 +108,18 @@ def moe(
     topk_ids: Tensor,
     activation: str,
     expert_offset: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """The weighted sum of each token's experts, in float32; ids that are not of these experts add nothing."""
-    wide = compute_dtype(x, gate_up, down)
+    wide, inner = compute_dtype(x, gate_up, down), down.shape[2]
+
+    def bias(of: Tensor | None, expert: int) -> Tensor | None:
+        return None if of is None else of[expert].to(wide)
+
     ids = topk_ids.to(torch.int64) - expert_offset
     with no_autocast(x.device.type):
         tokens, shares = x.to(wide), topk_weights.to(wide)
@@ -119,6 +129,14 @@ def moe(
             mine = named.any(dim=-1, keepdim=True)
             share = torch.where(named, shares, 0.0).sum(dim=-1, keepdim=True)
             inputs = torch.where(mine, tokens, 0.0)
-            result = feed_forward(inputs, first.to(wide), second.to(wide), None, activation, None, None, None)
+            # Nested, so that what stands between the products is given back as soon as it was used.
+            result = F.linear(
+                gated(
+                    F.linear(inputs, first.to(wide), bias(gate_up_bias, expert)),
+                    activation, inner, alpha, limit, interleaved,
+                ),
+                second.to(wide),
+                bias(down_bias, expert),
+            )  # fmt: skip
             out = out + torch.where(mine, result * share, 0.0)
     return out.to(x.dtype)

@@ -6,7 +6,8 @@ Two forms. `segments` reads on the host how many tokens each expert has and mult
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ __all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk
 
 # Rows from which building keys pays.
 _FEW = 16
+
+# gate_up, down and their biases
+Experts = Sequence[Any]
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -130,6 +134,11 @@ def moe_segments(
     topk_ids: Tensor,
     activation: str,
     expert_offset: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Expert by expert, at most as many rows at a time as there are tokens: that bounds the scratch memory."""
     experts, inner = down.shape[0], down.shape[2]
@@ -137,32 +146,48 @@ def moe_segments(
     slots, ends = _by_expert(topk_ids, expert_offset, experts)
     bounds = ends.tolist()
 
+    parts = (gate_up, down, gate_up_bias, down_bias)
     narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
     token_of = slots // top_k
 
-    def computed(start: int, end: int, first: Tensor, second: Tensor) -> Tensor:
+    def computed(start: int, end: int, expert: Experts) -> Tensor:
         rows = x[token_of[start:end]]
+        first, second, *biases = expert
         if narrow:
             rows, first, second = rows.float(), first.float(), second.float()
-        return F.linear(gated(F.linear(rows, first), activation, inner), second)
+            biases = [None if bias is None else bias.float() for bias in biases]
+        middle = gated(F.linear(rows, first, biases[0]), activation, inner, alpha, limit, interleaved)
+        return F.linear(middle, second, biases[1])
 
     results = x.new_zeros(tokens * top_k, x.shape[1], dtype=torch.float32 if narrow else x.dtype)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, topk_weights)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parts, topk_weights)):
         # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
-        parts = zip(_ranges(bounds), gate_up.unbind(0), down.unbind(0), strict=True)
-        rows = [computed(start, end, first, second) for (start, end), first, second in parts]
+        each = (repeat(None, experts) if part is None else part.unbind(0) for part in parts)
+        rows = [computed(start, end, expert) for (start, end), *expert in zip(_ranges(bounds), *each, strict=True)]
         results = results.index_copy(0, slots[: bounds[-1]], torch.cat(rows))
     else:
         for expert, (start, end) in enumerate(_ranges(bounds)):
             for first in range(start, end, tokens):
                 last = min(first + tokens, end)
-                results[slots[first:last]] = computed(first, last, gate_up[expert], down[expert])
+                mine = [None if part is None else part[expert] for part in parts]
+                results[slots[first:last]] = computed(first, last, mine)
     return _combined(results, topk_weights, topk_ids, expert_offset, experts).to(x.dtype)
 
 
 def _ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _owners(ends: Tensor, slots: Tensor) -> Tensor:
+    """The expert of each sorted slot; the last one for those behind every group, which are blanked afterwards."""
+    rows = torch.arange(slots.shape[0], device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, rows, right=True).clamp_max(ends.shape[0] - 1)
+
+
+def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None) -> Tensor:
+    """Each row plus the bias of its expert."""
+    return rows if bias is None or owner is None else rows + bias[owner]
 
 
 def moe(
@@ -173,6 +198,11 @@ def moe(
     topk_ids: Tensor,
     activation: str,
     expert_offset: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """All experts in two calls of `F.grouped_mm`."""
     experts, inner = down.shape[0], down.shape[2]
@@ -182,7 +212,12 @@ def moe(
     inside = torch.arange(slots.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
     rows = torch.where(inside, x[slots // topk_ids.shape[1]], 0.0)
     # Nested, so that what stands between the products is given back as soon as it was used.
-    middle = gated(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), activation, inner)
-    rows = torch.where(inside, _grouped_mm(middle, down.transpose(1, 2), offs=ends), 0.0)
+    owner = None if gate_up_bias is None and down_bias is None else _owners(ends, slots)
+    middle = gated(
+        _biased(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), gate_up_bias, owner),
+        activation, inner, alpha, limit, interleaved,
+    )  # fmt: skip
+    rows = _biased(_grouped_mm(middle, down.transpose(1, 2), offs=ends), down_bias, owner)
+    rows = torch.where(inside, rows, 0.0)
     back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
     return _combined(rows[back], topk_weights, topk_ids, expert_offset, experts)

@@ -1,0 +1,113 @@
+"""`moe` in four launches, six for many tokens: order by expert, product and gate, product back, weighted sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero_triton.config import ExpertsConfig, experts_config, next_power, unit_of
+from layerzero_triton.kernels import experts as device
+from layerzero_triton.kernels.launch import Launcher
+
+__all__ = ["moe"]
+
+_route, _count, _tabulate = Launcher(device.route), Launcher(device.count), Launcher(device.tabulate)
+_arrange, _product, _combine = Launcher(device.arrange), Launcher(device.product), Launcher(device.combine)
+
+_FEW = 256  # slots that one program puts in order
+_CHUNK = 256
+
+
+def moe(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_offset: int,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    alpha: float,
+    limit: float | None,
+    interleaved: bool,
+    config: ExpertsConfig | None = None,
+) -> Tensor:
+    """Canonical arguments of `moe`; `config` is for measuring."""
+    (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
+    experts, inner = down.shape[0], down.shape[2]
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if not tokens or not hidden:
+        return out
+    slots = tokens * top_k
+    chosen = config or experts_config(slots, experts)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    ids, shares = topk_ids.contiguous(), topk_weights.contiguous()
+    order, ends, tiles = _ordered(ids, slots, experts, expert_offset, chosen.block_m)
+    most = min(slots, -(-slots // chosen.block_m) + experts)  # tiles there can be
+
+    rows = gate_up.shape[1]
+    gate = "none" if rows == inner else "turns" if interleaved else "halves"
+    middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
+    first = (x, gate_up, gate_up_bias, order, ends, tiles, middle)
+    _multiply(first, most, top_k, alpha, limit, activation, gate, True, chosen.block_m, *chosen.first)
+    results = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    second = (middle, down, down_bias, order, ends, tiles, results)
+    _multiply(second, most, top_k, 0.0, None, "none", "none", False, chosen.block_m, *chosen.second)
+
+    block = min(1024, next_power(hidden))
+    _combine(
+        (tokens, -(-hidden // block), 1), (results, ids, shares, out), (hidden, experts, expert_offset), (top_k, block)
+    )
+    return out
+
+
+def _ordered(ids: Tensor, slots: int, experts: int, offset: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots by expert, where each expert's end, and the tiles of rows."""
+    bins = max(16, next_power(experts))
+    chunks = -(-slots // _CHUNK)
+    few = slots <= _FEW
+    most = min(slots, -(-slots // block_m) + experts)
+    sizes = (slots, bins, bins, 2 + 2 * most, 0 if few else chunks * bins)
+    together = torch.empty(sum(-(-size // 4) * 4 for size in sizes), dtype=torch.int32, device=ids.device)
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(together[at : at + size])
+        at += -(-size // 4) * 4  # aligned to 16 bytes
+    order, starts, ends, tiles, counts = parts
+    numbers = (slots, experts, offset)
+    if few:
+        _route((1, 1, 1), (ids, order, starts, ends, tiles), numbers, (max(16, next_power(slots)), block_m, bins), 4)
+        return order, ends, tiles
+    _count((chunks, 1, 1), (ids, counts), numbers, (_CHUNK, bins), 4)
+    held = max(1, min(next_power(chunks), 8192 // bins))
+    _tabulate((1, 1, 1), (counts, starts, ends, tiles), (chunks, experts), (held, block_m, bins), 8)
+    _arrange((chunks, 1, 1), (ids, order, starts, counts), numbers, (_CHUNK, bins), 8)
+    return order, ends, tiles
+
+
+def _multiply(
+    tensors: tuple[Any, ...], most: int, top_k: int, alpha: float, limit: float | None, activation: str, gate: str,
+    first: bool, block_m: int, block_n: int, block_k: int, warps: int, stages: int,
+) -> None:  # fmt: skip
+    x, weights, bias, *rest = tensors
+    if weights.stride(2) != 1 and weights.stride(1) != 1:
+        weights = weights.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    w_e, w_n, w_k = weights.stride()
+    along_k = w_k == 1
+    n, k = weights.shape[1:]
+    unit = unit_of(w_e, w_n if along_k else w_k, x.stride(0), k)
+    _product(
+        (most * -(-n // block_n), 1, 1),
+        (x, weights, bias, *rest),
+        (n, k // unit, x.stride(0) // unit, w_e // unit, w_n // unit, w_k // unit, top_k, alpha, limit or 0.0),
+        (
+            block_m, block_n, block_k, k % block_k == 0, n % block_n == 0, unit, along_k, bias is not None, activation,
+            gate, limit is not None, first,
+        ),
+        warps,
+        stages,
+    )  # fmt: skip
