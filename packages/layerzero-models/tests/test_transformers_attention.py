@@ -190,12 +190,13 @@ def test_attention_sinks_take_their_share(side: str | None) -> None:
     lz.patch(model)
     assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
     assert torch.equal(zoo.generated(model, given), tokens)
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == "layerzero"
 
 
 def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gpt-oss has biases and a gate of its own; the path that copies every token's weights is never taken."""
+    """A gate that no op has; the path that copies every token's weights is never taken."""
     import transformers as t
     from transformers.integrations import moe
 
@@ -213,6 +214,9 @@ def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     )  # fmt: skip
     torch.manual_seed(0)
     model = t.GptOssForCausalLM(config).eval()
+    kind = type(model.model.layers[0].mlp.experts)
+    own_gate = kind._apply_gate
+    monkeypatch.setattr(kind, "_apply_gate", lambda self, both: own_gate(self, both) * 0.5)
     given = zoo.inputs(model)
     want, tokens = zoo.logits(model, given), zoo.generated(model, given)
     lz.enable_transformers()
@@ -222,7 +226,7 @@ def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     assert torch.equal(zoo.generated(model, given), tokens)
     assert set(ways) == {"grouped_mm_experts_forward"}
     said = [record.getMessage() for record in caplog.records if record.name == "layerzero.transformers"]
-    assert len(said) == 1 and "its experts have a bias, or no gate" in said[0]
+    assert len(said) == 1 and "it has a gate of its own" in said[0]
 
 
 @pytest.fixture

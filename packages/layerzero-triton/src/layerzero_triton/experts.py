@@ -11,8 +11,6 @@ from layerzero_triton.config import ExpertsConfig, experts_config, next_power, u
 from layerzero_triton.kernels import experts as device
 from layerzero_triton.kernels.launch import Launcher
 
-__all__ = ["moe"]
-
 _route, _count, _tabulate = Launcher(device.route), Launcher(device.count), Launcher(device.tabulate)
 _arrange, _product, _combine = Launcher(device.arrange), Launcher(device.product), Launcher(device.combine)
 

@@ -12,26 +12,43 @@ from torch import Tensor
 from layerzero import moe
 from layerzero_models.transformers.probes import activation_of
 
-WORD = "_layerzero_activation"  # where patched experts keep the activation's word in `lz.moe`
-# experts that are not patched -> the same, "" for those that `lz.moe` does not compute
-_words: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+OPTIONS = "_layerzero_experts"  # where patched experts keep the options of their calls of `lz.moe`
+# experts that are not patched -> the same, None for those that `lz.moe` does not compute
+_known: WeakKeyDictionary[Any, dict[str, Any] | None] = WeakKeyDictionary()
 _left: set[tuple[type, str]] = set()  # what was said of those, once for a kind
 _log = logging.getLogger("layerzero.transformers")
 
 
-def unfit(module: Any) -> str:
-    """Why `lz.moe` does not compute what these experts do; empty when it does."""
-    if not getattr(module, "has_gate", False) or getattr(module, "has_bias", True):
-        return "its experts have a bias, or no gate"
-    if getattr(module, "is_transposed", True) or not getattr(module, "is_concatenated", True):
-        return "its weights are stored transposed or interleaved"
+def options_of(module: Any) -> dict[str, Any] | str:
+    """The options of `lz.moe` with which it computes what these experts do; or why it does not."""
+    if not getattr(module, "has_gate", False):
+        return "its experts have no gate"
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert"
+    interleaved = not getattr(module, "is_concatenated", True)
     if type(module)._apply_gate.__name__ != "_default_apply_gate":
-        return "it has a gate of its own"
-    if activation_of(module.act_fn, module.down_proj) is None:
-        return f"no op has its activation {type(module.act_fn).__name__}"
-    return ""
+        options = _own_gate(module, interleaved)
+        return "it has a gate of its own" if options is None else options
+    if interleaved:  # the gate that transformers brings takes halves
+        return "its weights are stored interleaved"
+    found = activation_of(module.act_fn, module.down_proj)
+    return f"no op has its activation {type(module.act_fn).__name__}" if found is None else {"activation": found[2]}
+
+
+@torch.no_grad()
+def _own_gate(module: Any, interleaved: bool) -> dict[str, Any] | None:
+    """The options of a gate like that of gpt-oss; None where the module's gate gives other numbers."""
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if not isinstance(alpha, float) or not isinstance(limit, float):
+        return None
+    gate = torch.linspace(-3 * limit, 3 * limit, 257, device=module.down_proj.device)
+    up = gate.roll(100)
+    got = module._apply_gate(torch.stack((gate, up), dim=-1 if interleaved else 0).flatten())
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    want = gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if got.shape != want.shape or not bool(((got - want).abs() <= 1e-5 * want.abs().clamp_min(1.0)).all()):
+        return None
+    return {"activation": "swigluoai", "alpha": alpha, "limit": limit, "interleaved": interleaved}
 
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -39,24 +56,27 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
     That is the one it takes by default: of the others, one copies the weights of every token's experts.
     """
-    word = getattr(module, WORD, None)
-    if word is None:  # not patched: the implementation was chosen by name
-        word = "" if torch.compiler.is_compiling() else _word(module)
-    if not word:
+    options = getattr(module, OPTIONS, None)
+    if options is None and not torch.compiler.is_compiling():  # not patched: the implementation was chosen by name
+        options = _found(module)
+    if options is None:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         own: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return own
-    return moe(hidden_states, module.gate_up_proj, module.down_proj, top_k_weights, top_k_index, activation=word)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if module.has_bias:
+        options = {**options, "gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
+    return moe(hidden_states, gate_up, down, top_k_weights, top_k_index, **options)
 
 
-def _word(module: Any) -> str:
-    found = _words.get(module)
-    if found is None:
-        why = unfit(module)
-        activation = None if why else activation_of(module.act_fn, module.down_proj)
-        found = _words[module] = "" if activation is None else activation[2]
-        if not found and (type(module), why) not in _left:
-            _left.add((type(module), why))
-            _log.warning("%s are left to transformers' grouped products: %s", type(module).__name__, why)
-    return found
+def _found(module: Any) -> dict[str, Any] | None:
+    if module not in _known:
+        options = options_of(module)
+        _known[module] = None if isinstance(options, str) else options
+        if isinstance(options, str) and (type(module), options) not in _left:
+            _left.add((type(module), options))
+            _log.warning("%s are left to transformers' grouped products: %s", type(module).__name__, options)
+    return _known[module]

@@ -146,13 +146,12 @@ def _experts(model: Any, record: _Record) -> None:
     found = [(name, m) for name, m in model.named_modules() if hasattr(type(m), "_apply_gate") and hasattr(m, "config")]
     fit = False
     for name, module in found:
-        why = experts.unfit(module)
-        activation = None if why else probes.activation_of(module.act_fn, module.down_proj)
-        if why or activation is None:
-            record.leave(name, module, why)
+        options = experts.options_of(module)
+        if isinstance(options, str):
+            record.leave(name, module, options)
             continue
         fit = True
-        record.changes.set(module, experts.WORD, activation[2])
+        record.changes.set(module, experts.OPTIONS, options)
         record.did(name, module, "moe")
     if fit:
         choose_experts(model, record.changes)
