@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_POLL_S = 0.02
 
 
 def user_cache(name: str) -> Path:
@@ -44,18 +49,43 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def set_aside(path: Path) -> str:
+    """Move a damaged file out of the way and keep it; its new name, "" where another process was faster."""
+    kept = path.with_name(f"{path.name}.corrupt-{uuid.uuid4().hex}")
+    try:
+        os.replace(path, kept)
+    except FileNotFoundError:
+        return ""
+    return kept.name
+
+
+def ours_alone(found: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and nobody else may write to it."""
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & others)
+
+
 @contextmanager
-def locked(path: Path, mode: int = 0o600) -> Iterator[None]:
-    """Hold the advisory lock of this lock file: two processes that add to one file at once both end up in it."""
+def locked(path: Path, mode: int = 0o600, timeout_s: float = math.inf) -> Iterator[bool]:
+    """Hold the advisory lock of this lock file, which all processes share; False when it could not be had in time."""
     try:
         import fcntl
     except ImportError:  # Windows: a write stays whole, the last of two writers wins
-        yield
+        yield False
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    deadline = time.monotonic() + timeout_s
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        held = False
+        while not held:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX if timeout_s == math.inf else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        yield held
     finally:
         os.close(handle)  # closing releases the lock

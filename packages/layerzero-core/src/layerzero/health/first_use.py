@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layerzero.files import locked, write_whole
+from layerzero.files import locked, ours_alone, write_whole
 from layerzero.reasons import Reason, reason
 
 FOLDER = "first_use"
@@ -85,7 +85,7 @@ class FirstUses:
         write_whole(self.folder / who.file, json.dumps(data, indent=1) + "\n")
 
     def _ours(self, found: os.stat_result, what: Path) -> bool:
-        if os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        if ours_alone(found):
             return True
         shown = f"{what} with mode {stat.S_IMODE(found.st_mode):04o}"
         self.problem = reason("CONFIG_INVALID", shown, "your own folder, mode 0700")

@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import locked, user_cache, write_whole
+from layerzero.files import locked, set_aside, user_cache, write_whole
 from layerzero.reasons import Reason, ReasonCode, reason
 
 SUSPECTED = 2
@@ -126,20 +125,12 @@ class Quarantine:
         except FileNotFoundError:
             return {}, {}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self._set_aside(f"{type(error).__name__}: {error}")
+            if kept := set_aside(self.path):
+                words = f"{self.path.name}: {type(error).__name__}: {error}"
+                why = reason(ReasonCode.CACHE_CORRUPT, words, detail=f"kept as {kept}")
+                self.problems = (*self.problems, why)
             return {}, {}
         return {entry.key: entry for entry in entries}, suspects
-
-    def _set_aside(self, why: str) -> None:
-        kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
-        try:
-            os.replace(self.path, kept)
-        except FileNotFoundError:
-            return  # another process was faster
-        self.problems = (
-            *self.problems,
-            reason(ReasonCode.CACHE_CORRUPT, f"{self.path.name}: {why}", detail=f"kept as {kept.name}"),
-        )
 
     def _write(self, entries: Mapping[_Key, QuarantineEntry], suspects: Mapping[_Key, int]) -> None:
         data: dict[str, Any] = {

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from layerzero import files
 from layerzero.plugin.artifacts import OWN, cache_folder, distrust
 from layerzero.reasons import reason
 
@@ -38,7 +37,6 @@ DEEP_FOLDERS = {
 }
 # What makes a library keep compiled kernels at all: without it FlashAttention 4 compiles for seconds in every process.
 _SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-_POLL_S = 0.02
 EVIDENCE = 8  # names kept per artifact
 # Locks and files on their way to their real name.
 _PASSING = re.compile(r"(^|[._-])te?mp|\.lock$|^[0-9a-f]{32}\b")
@@ -112,30 +110,7 @@ def new_entries(before: frozenset[str]) -> tuple[str, ...]:
     return tuple(found[:EVIDENCE])
 
 
-@contextmanager
-def locked(folder: Path, name: str, timeout_s: float) -> Iterator[bool]:
-    """Hold an advisory lock that all processes share; False when it could not be had in time.
-
-    Two processes that need one artifact compile it once: the second finds it in the library's cache.
-    """
-    try:
-        import fcntl
-    except ImportError:  # no fcntl here: the libraries' own caches still write whole files
-        yield False
-        return
+def locked(folder: Path, name: str, timeout_s: float) -> AbstractContextManager[bool]:
+    """Two processes that need one artifact compile it once: the second finds it in the library's cache."""
     (folder / "locks").mkdir(mode=0o700, exist_ok=True)
-    handle = os.open(folder / "locks" / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + timeout_s
-    try:
-        held = False
-        while not held:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_POLL_S)
-        yield held
-    finally:
-        os.close(handle)  # closing releases the lock
+    return files.locked(folder / "locks" / f"{name}.lock", timeout_s=timeout_s)

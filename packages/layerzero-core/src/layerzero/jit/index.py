@@ -11,13 +11,12 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.files import write_whole
+from layerzero.files import set_aside, write_whole
 from layerzero.jit.cache import locked
 from layerzero.model.artifact import Artifact
 
@@ -107,12 +106,8 @@ class Index:
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
-            try:
-                os.replace(self.path, kept)
-            except FileNotFoundError:
-                return {}  # another process was faster
-            _log.warning("the index of compiled kernels was corrupt (%s); kept as %s", error, kept.name)
+            if kept := set_aside(self.path):
+                _log.warning("the index of compiled kernels was corrupt (%s); kept as %s", error, kept)
             return {}
         except OSError as error:
             _log.warning("the index of compiled kernels cannot be read: %s", error)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
 from layerzero import env
 from layerzero.errors import ConfigurationError
-from layerzero.files import user_cache
+from layerzero.files import ours_alone, user_cache
 from layerzero.reasons import Reason, reason
 
 OWN = "artifacts"  # what backends compile themselves, beside the folders of Triton and the other libraries
@@ -26,7 +25,7 @@ def distrust(folder: Path) -> Reason | None:
         mode = folder.stat()
     except OSError:
         return None
-    if os.name != "posix" or (mode.st_uid == os.getuid() and not mode.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+    if ours_alone(mode):
         return None
     shown = f"{folder} with mode {stat.S_IMODE(mode.st_mode):04o}"
     return reason("CONFIG_INVALID", shown, "your own folder, mode 0700")

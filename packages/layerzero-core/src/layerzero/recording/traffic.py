@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerzero.errors import ConfigurationError, LayerZeroError
-from layerzero.files import locked, write_whole
+from layerzero.files import locked, set_aside, write_whole
 from layerzero.json_form import plain
 from layerzero.model.context import Context, Strides, TokenizerIdentity
 from layerzero.model.device import DeviceSpec
@@ -228,7 +228,7 @@ def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:
             try:
                 before = load(path)
             except ConfigurationError:
-                os.replace(path, f"{os.fspath(path)}.corrupt-{os.getpid()}")
+                set_aside(whole)
         save(before + traffic, path)
 
 
