@@ -64,8 +64,9 @@ format: setup ## let ruff put the layout right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## links of the documentation
+docs: setup ## the documentation site in build/site/html, warnings as errors; links of all pages
 	$(PY) -m tools.check_docs
+	$(PY) -m tools.site
 
 wheels: setup ## wheels of all packages in dist/
 	rm -rf dist

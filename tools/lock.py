@@ -28,8 +28,9 @@ TORCH = "2.13.0"
 CONSTRAINTS = ROOT / "constraints.txt"
 LOCK = ROOT / "requirements.lock"
 
-# Not a choice between equals: importlib-metadata 10 brings a package that patches builtins.__import__.
-_EXTRA_LIMITS = ("importlib-metadata>=8,<9",)
+# Not a choice between equals: importlib-metadata 10 brings a package that patches builtins.__import__; soupsieve 3
+# wants Python 3.11.5, so two versions of it would be pinned for Python 3.11, and the folder of wheels holds one.
+_EXTRA_LIMITS = ("importlib-metadata>=8,<9", "soupsieve<3")
 _ACCELERATOR = re.compile(r"^(nvidia-|cuda-|triton|pytorch-triton|rocm)")
 
 _CONSTRAINTS_HEAD = f"""\
