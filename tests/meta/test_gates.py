@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tools.gates import Figure, Waiver, figures, judged, waivers
+from tools.gates import Figure, Waiver, figures, judged, unread, waivers
 from tools.prove import lanes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +23,39 @@ def test_every_kept_figure_is_inside_its_limit_or_waived_with_a_reason() -> None
     assert not unexplained
 
 
+def test_every_kept_file_with_limits_is_read(tmp_path: Path) -> None:
+    assert not unread()
+    kept = tmp_path / "machine"
+    kept.mkdir()
+    (kept / "new.json").write_text('{"benchmark": "new", "fast": 1.0}')
+    assert unread(tmp_path) == ["machine/new.json"], "a file in which nothing is judged is named"
+    planted = {
+        "untuned.json": {"figures": {"worst": {"value": 1.3, "at_most": 1.25}}},
+        "cli_start.json": {"command": "python benchmarks/cli_start.py", "limit_ms": 150.0,
+                           "commands": {"lz --help": {"least_ms": 151.0}}},
+        "ops_host.json": {"command": "python benchmarks/adapters.py --ops", "limit": {"us": 3.0},
+                          "ops": {"rope": {"more_us": 3.1}}},
+        "models.json": {"benchmark": "models", "machine": {"gpu": "H"}, "limits": {"decode": 1.3, "overhead": 3.0},
+                        "overhead_us": {"norm": 3.2}, "figures": {"decode B1": {"times faster": {"patched": 1.2}}}},
+    }  # fmt: skip
+    for name, data in planted.items():
+        (kept / name).write_text(json.dumps(data))
+    outside = {(figure.file.partition("/")[2], figure.name) for figure, _ in judged(list(figures(tmp_path)), [])}
+    assert outside == {
+        ("untuned.json", "worst"), ("cli_start.json", "lz --help"), ("ops_host.json", "rope: µs more than torch"),
+        ("models.json", "overhead of norm, µs"), ("models.json", "decode B1: × stock"),
+    }  # fmt: skip
+
+
 @pytest.mark.req("R-GATE-02")
 def test_a_waiver_covers_what_it_names_and_no_more(tmp_path: Path) -> None:
     slow, slower = Figure("m/x.json", "a", 1.4, 1.0), Figure("m/x.json", "a", 1.6, 1.0)
     low = Figure("m/x.json", "b", 0.5, 1.0, at_least=True)
     allowed = [Waiver("m/*.json", "a", 1.5, "because it is so and that is accepted")]
     assert [waiver is not None for _, waiver in judged([slow, slower, low], allowed)] == [True, False, False]
+    none = [Waiver("m/*.json", "c", 1.0, "because it is so and that is accepted", worst=2)]
+    counts = [Figure("m/x.json", "c", 2.0, 0.0), Figure("m/x.json", "c", 3.0, 0.0)]
+    assert [waiver is not None for _, waiver in judged(counts, none)] == [True, False]
     assert judged([Figure("m/x.json", "a", 0.9, 1.0), Figure("m/x.json", "b", 2.0, 1.0, at_least=True)], []) == []
     file = tmp_path / "waivers.toml"
     for text in ('up_to = 2.0\nwhy = "so"', 'up_to = 1.0\nwhy = "a reason of five words"'):
