@@ -68,12 +68,13 @@ docs: setup ## the documentation site in build/site/html, warnings as errors; li
 	$(PY) -m tools.check_docs
 	$(PY) -m tools.site
 
-wheels: setup ## wheels of all packages in dist/
+# RELEASE=yes: sdists too, the same bytes from the same commit, checked, with bill of materials and signed manifest (tools/release.py)
+wheels: setup $(if $(RELEASE),build/venv-release/.stamp) ## wheels of all packages in dist/; RELEASE=yes: all files of a release
 	rm -rf dist
-	for package in $$($(PY) -m tools.workspace packages); do \
+	$(if $(RELEASE),LAYERZERO_REQUIRE=1 $(OBJECTS) $(PY) -m tools.release build --into dist && exit 0;) for package in $$($(PY) -m tools.workspace packages); do \
 		$(OBJECTS) $(PY) -m build --wheel --no-isolation --outdir dist $$package; done
 
-lock: setup ## constraints.txt, requirements.lock and uv.lock from the pyproject files
+lock: setup ## constraints.txt, uv.lock and the two requirements files from the pyproject files
 	$(PY) -m tools.lock
 
 # an install without a network, docs/offline.md: all wheels in a folder, and on the other machine an environment from them alone
@@ -132,6 +133,13 @@ setup-run: | $(PY)
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.run-stamp $(VENV)/.native-stamp
 setup: | $(PY)
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.dev-stamp $(VENV)/.native-stamp
+
+# the programs that look at a release, apart from everything else
+build/venv-release/.stamp: pyproject.toml | $(PY)
+	$(PY) -m venv build/venv-release
+	$(PY) -m tools.workspace requirements release > build/requirements-release.txt
+	build/venv-release/bin/python -m pip --disable-pip-version-check install -qq -r build/requirements-release.txt
+	@touch $@
 
 # an environment of their own that sees what is in $(VENV); nothing of it is needed to build, test or run
 TOOLS := build/venv-tools

@@ -1,4 +1,7 @@
-"""`make lock` writes the pins from the pyproject files: constraints.txt, requirements.lock and uv.lock.
+"""`make lock` writes the pins from the pyproject files: constraints.txt, requirements.lock, its part for servers
+(requirements-runtime.lock) and uv.lock.
+
+    python -m tools.lock runtime layerzero-core layerzero-triton     prints that part for some of the packages
 
 constraints.txt (versions) and requirements.lock (versions and hashes) are universal, valid on every platform.
 constraints.txt also pins the group `tools`; the lock is resolved within it, so they always agree. Releases younger than
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from tools.workspace import ROOT, dev_requirements, group, project_name, run_req
 __all__ = ["TORCH", "main", "resolve", "torch_requirements"]
 
 TORCH = "2.13.0"
+RUNTIME = ROOT / "requirements-runtime.lock"
 CONSTRAINTS = ROOT / "constraints.txt"
 LOCK = ROOT / "requirements.lock"
 
@@ -78,8 +83,37 @@ def resolve(lines: list[str], *, hashes: bool, within: str = "") -> str:
     return done.stdout
 
 
-def main() -> int:
-    """Write the three files."""
+_RUNTIME_HEAD = """\
+# Made by `make lock` (tools/lock.py); do not edit. The part of requirements.lock that a server needs: what our packages
+# ask for, without the tools of developers; `python -m tools.lock runtime layerzero-core …` prints that of some.
+# torch is not in it, as there; vendors (FlashInfer, FlashAttention, …) are in no lock.
+"""
+
+
+def runtime(names: Sequence[str] = ()) -> str:
+    """The entries of requirements.lock that some of our packages need to run, as uv.lock knows their dependencies."""
+    wanted = [word for name in names for word in ("--package", name)] or ["--all-packages"]
+    command = [sys.executable, "-m", "uv", "--quiet", "export", "--frozen", "--offline", "--no-default-groups"]
+    command += ["--no-emit-workspace", "--no-hashes", "--no-header", "--no-annotate", *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"uv could not read uv.lock:\n{done.stderr}")
+    # numpy: torch warns at import when it is missing; and what torch itself asks for
+    needed = {project_name(line) for line in (*done.stdout.splitlines(), "numpy") if line.strip()}
+    waiting = [project_name(line) for line in torch_requirements()]
+    while waiting:
+        if (name := waiting.pop()) not in needed:
+            needed.add(name)
+            waiting += [project_name(line) for line in requires(name) or () if "extra ==" not in line]
+    blocks = re.split(r"\n(?=[a-z0-9])", LOCK.read_text(encoding="utf-8").removeprefix(_LOCK_HEAD).rstrip("\n"))
+    return "".join(f"{block}\n" for block in blocks if project_name(block) in needed)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Write the four files, or print the runtime lock of some packages."""
+    if argv[:1] == ["runtime"]:
+        print(_RUNTIME_HEAD + runtime(argv[1:]), end="")
+        return 0
     lines = sorted({*run_requirements(), *dev_requirements(), *torch_requirements(), *_EXTRA_LIMITS})
     pins = resolve(sorted({*lines, *group("tools")}), hashes=False)
     lock = resolve(lines, hashes=True, within=pins)
@@ -87,9 +121,10 @@ def main() -> int:
     LOCK.write_text(_LOCK_HEAD + lock, encoding="utf-8")
     wheelhouse.download()
     wheelhouse.lock()
-    print(f"wrote {CONSTRAINTS.name}, {LOCK.name} and uv.lock")
+    RUNTIME.write_text(_RUNTIME_HEAD + runtime(), encoding="utf-8")
+    print(f"wrote {CONSTRAINTS.name}, {LOCK.name}, {RUNTIME.name} and uv.lock")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ Read straight from the pyproject files with the standard library alone, so that 
     python -m tools.workspace requirements dev     the root's dependency group `dev` and the extras that no kernel needs
     python -m tools.workspace requirements bare    what is installed without its own dependencies
     python -m tools.workspace requirements tools   the root's dependency group `tools`, for an environment of its own
+    python -m tools.workspace requirements release the programs that look at a release, the same way
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def main(argv: Sequence[str]) -> int:
             lines = dev_requirements()
         case ["requirements", "bare"]:
             lines = group("bare")
-        case ["requirements", "tools"]:
-            lines = group("tools")
+        case ["requirements", "tools" | "release" as name]:
+            lines = group(name)
         case _:
             print(__doc__, file=sys.stderr)
             return 2

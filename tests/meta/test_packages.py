@@ -130,6 +130,17 @@ def test_constraints_and_lock_agree_and_only_torch_is_without_hash():
         assert "--hash=sha256:" in block, block
 
 
+def test_the_runtime_lock_is_what_our_packages_need_and_no_tool():
+    text = (ROOT / "requirements-runtime.lock").read_text(encoding="utf-8")
+    found, development = pins(text), {project_name(line) for line in group("dev")}
+    assert found.items() <= pins(LOCK).items() and "://" not in text
+    needed = {project_name(line) for package in PACKAGES for line in package.dependencies} - {"torch"}
+    assert needed <= {name for name, _ in found}
+    assert not {name for name, _ in found} & {"pytest", "mypy", "ruff", "hypothesis", "uv", "transformers", "hatchling"}
+    assert development - {name for name, _ in found} >= {"pytest", "ruff", "tox"}
+    assert all("--hash=sha256:" in block for block in re.split(r"\n(?=[a-z])", text.partition("\nclick")[2]))
+
+
 def test_importlib_metadata_stays_before_the_release_that_patches_import():
     assert pins(CONSTRAINTS)["importlib-metadata", ""] == "8.9.0"
 
