@@ -25,11 +25,13 @@ def enable_transformers(*, auto_patch: bool | None = None) -> str:
     found = version_of("transformers", (5, 0))
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from layerzero_models.transformers import batching
     from layerzero_models.transformers.attending import attend
     from layerzero_models.transformers.masking import mask
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    batching.install(NAME, _configs)
     _register_experts()
     if auto_patch is not None:
         _auto_patch(auto_patch)

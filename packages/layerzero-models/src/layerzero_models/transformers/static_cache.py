@@ -16,8 +16,13 @@ from layerzero_models.transformers.masking import Note
 
 # Splits the context by the size of the cache and reads the lengths on the device, so that a graph captured once stays
 # right while they grow. No other kernel promises that.
-_KERNEL = "triton.paged_attention.split"
+KERNEL = "triton.paged_attention.split"
 _PAGES = (128, 64, 32, 16)
+
+
+def present() -> bool:
+    """Whether the kernel is installed."""
+    return KERNEL in current_world().registry.kernels
 
 
 def decode(
@@ -42,13 +47,13 @@ def decode(
     memo = current_world().memo  # what is true of one World may change in the next
     unusable = memo.setdefault("static_cache", set())
     case = (query.shape, key.shape, query.dtype, window is None, softcap is None)
-    if size is None or not same or case in unusable or _KERNEL not in current_world().registry.kernels:
+    if size is None or not same or case in unusable or not present():
         return None
     batch = _batch(used, key.shape[0], key.shape[1], key.shape[2], size, key.device)
     try:
         paged: Tensor = paged_attention(
             query[:, :, 0], _pages(key, size), _pages(value, size), batch, scale=scale, window=window, softcap=softcap,
-            layout="HND", backend=_KERNEL,
+            layout="HND", backend=KERNEL,
         )  # fmt: skip
     except (NoKernelFoundError, BackendNotAvailableError):  # denied, not compiled yet, or not for these tensors
         unusable.add(case)

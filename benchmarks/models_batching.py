@@ -1,0 +1,95 @@
+"""`generate_batch` of 64 mixed prompts: transformers' own sdpa, the same with our attention, and the patched model."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from models_generate import ARCHITECTURES, made
+
+import layerzero as lz
+
+
+def prompts(count: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """Prompts of 16 to `longest` tokens, the same every time."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(16, longest + 1, (count,), generator=draw).tolist()
+    return [torch.randint(0, vocabulary, (length,), generator=draw).tolist() for length in lengths]
+
+
+def batched(model: Any, given: list[list[int]], new: int) -> list[list[int]]:
+    """The new tokens of each prompt. The manager is kept: graphs are captured in the first call, which nobody times."""
+    known = transformers.ContinuousBatchingConfig.__dataclass_fields__
+    pages = len(given) * (max(map(len, given)) + new + 255) // 256 + 8
+    wanted = {"max_batch_tokens": 2048, "num_blocks": pages, "auto_switch_to_flash": False}
+    config = transformers.ContinuousBatchingConfig(**{name: wanted[name] for name in wanted if name in known})
+    greedy = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(
+        given, generation_config=greedy, continuous_batching_config=config, persistent_manager=True
+    )
+    return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
+
+
+def race(stock: Any, given: list[list[int]], new: int, rounds: int) -> dict[str, Any]:
+    """Seconds of whole calls, the contestants in turn; how many requests have the tokens of sdpa."""
+    by_name = copy.deepcopy(stock)
+    lz.enable_transformers()
+    by_name.set_attn_implementation("layerzero")
+    contestants = {"sdpa": stock, "layerzero": by_name, "patched": lz.patch(copy.deepcopy(stock))}
+    tokens: dict[str, list[list[int]]] = {}
+    for name, model in contestants.items():
+        begin = time.perf_counter()
+        tokens[name] = batched(model, given, new)
+        print(f"{name}: first call {time.perf_counter() - begin:.1f} s", flush=True)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, model in contestants.items():
+            begin = time.perf_counter()
+            batched(model, given, new)
+            seconds[name].append(time.perf_counter() - begin)
+        print({name: round(times[-1], 3) for name, times in seconds.items()}, flush=True)
+    least = {name: min(times) for name, times in seconds.items()}
+    return {
+        "prompts": len(given), "tokens": sum(map(len, given)), "new": new, "rounds": rounds,
+        "seconds": {name: [round(item, 4) for item in times] for name, times in seconds.items()},
+        "tokens_per_s": {name: round(len(given) * new / time, 1) for name, time in least.items()},
+        "speedup": {name: round(least["sdpa"] / time, 3) for name, time in least.items()},
+        "same": {name: sum(map(list.__eq__, tokens["sdpa"], found)) for name, found in tokens.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--architecture", default="llama-1b", choices=sorted(ARCHITECTURES))
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the architecture has")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=1000)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    lz.configure(jit="block")
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    changes = {"num_hidden_layers": args.layers} if args.layers else {}
+    stock = made(args.architecture, args.device, dtype, **changes)
+    given = prompts(args.prompts, args.longest, 1000)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    figures = {
+        "architecture": args.architecture, **changes, "device": device, "dtype": str(dtype), "torch": torch.__version__,
+        "transformers": transformers.__version__, "layerzero": lz.__version__,
+        **race(stock, given, args.new, args.rounds),
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`generate_batch` of transformers (continuous batching) with `attn_implementation="layerzero"`.
+
+A batch is packed: the tokens of all requests one after another, beside offsets. Prompts, and steps of requests that are
+at different places, are `lz.varlen_attention` over keys gathered from the cache; a step of one new token each is
+`lz.paged_attention` over the pages themselves.
+
+transformers 5.17 looks for `paged|layerzero`; 5.22 takes names that it knows and those with "flash" in them, whose
+functions it loads itself. Both make no mask, capture CUDA graphs and prepare the next batch meanwhile only for the
+latter. So while a manager lives, a model with our attention has it under the name `BATCHED`, set without the loader.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from layerzero import attention as _attention
+from layerzero import paged_attention as _paged_attention
+from layerzero import varlen_attention as _varlen_attention
+from layerzero.errors import BackendNotAvailableError, NoKernelFoundError
+from layerzero.model.kv_cache import PagedBatch
+from layerzero_models.transformers.attending import attend
+from layerzero_models.transformers.static_cache import KERNEL, present
+
+# whether one or two tensors come back is only known to the callers here
+attention: Any = _attention
+paged_attention: Any = _paged_attention
+varlen_attention: Any = _varlen_attention
+
+BATCHED = "layerzero_flash"
+_OWN = "_layerzero_batching"  # on our functions: transformers' own
+_PLAN = "_layerzero_plan"  # on a block table: the plans of one forward pass
+
+
+def install(name: str, configs: Any) -> None:
+    """Let transformers batch models whose attention is `name`; `configs` lists the configurations of a model."""
+    try:
+        from transformers.generation.continuous_batching import continuous_api, initialization
+    except ImportError:  # an early 5.x
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(BATCHED, attend_batch)
+    AttentionMaskInterface.register(BATCHED, flash_attention_mask)
+    managers: Any = continuous_api.ContinuousBatchingManager
+    switch, ensure = managers.switch_to_cb_friendly_attn, initialization.ensure_decode_fast_path_is_available
+    if hasattr(switch, _OWN):
+        return
+
+    @functools.wraps(switch)
+    def switched(manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation not in (name, BATCHED):
+            switch(manager, model, *args, **kwargs)
+            return
+        for config in configs(model):
+            if vars(config).get("_attn_implementation_internal") == name:
+                config._attn_implementation_internal = BATCHED
+        manager._original_attn_impl = name  # what the manager gives back when it ends
+
+    @functools.wraps(ensure)
+    def ensured(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+        if config._attn_implementation != BATCHED:
+            ensure(config, cb_config, *args, **kwargs)
+        elif not _pages_serve(config):
+            cb_config.max_blocks_per_request = 0
+
+    setattr(switched, _OWN, switch)
+    managers.switch_to_cb_friendly_attn = switched
+    initialization.ensure_decode_fast_path_is_available = ensured
+
+
+def _pages_serve(config: Any) -> bool:
+    """Whether decode steps can read the pages: no layer has a window, and on a GPU a kernel reads lengths there."""
+    kinds = getattr(config, "layer_types", None)
+    windowed = (
+        getattr(config, "sliding_window", None) is not None if kinds is None else set(kinds) != {"full_attention"}
+    )
+    return not windowed and (not torch.cuda.is_available() or present())
+
+
+# The cache is written in place, as views: a graph would copy all of it for every layer.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_batch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """query [1, H, T, D], key and value [1, Hkv, T, D] of the new tokens of all requests to ([1, T, H, D], None)."""
+    if cache is None:  # a forward pass of the same model beside the batches
+        return attend(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window,
+            softcap=softcap, s_aux=s_aux, **rest,
+        )  # fmt: skip
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)
+    packed = query[0].transpose(0, 1)
+    offsets = rest["cu_seq_lens_k"]
+    longest_q, longest = (
+        rest[f"max_length_{side}" if f"max_length_{side}" in rest else f"max_seqlen_{side}"] for side in "qk"
+    )  # 5.17 has the latter
+    if isinstance(offsets, dict):
+        kind = "full_attention" if sliding_window is None else "sliding_attention"
+        offsets, longest = offsets[kind], longest[kind]
+    if rest.get("block_table") is not None:
+        found = _decode(
+            module.layer_idx, packed, key, value, offsets, cache, rest["block_table"], scaling, softcap, s_aux
+        )
+    else:
+        keys, values = _gathered(module.layer_idx, key, value, cache, rest)
+        window = None if sliding_window is None else (sliding_window - 1, 0)
+        found = _varlen(
+            packed, keys, values, rest["cu_seq_lens_q"], offsets, longest_q, longest, scaling, window, softcap, s_aux
+        )
+    return found[None, ..., :width], None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float | None,
+    window: tuple[int, int] | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    count = query.shape[0]
+    if query.is_cpu:  # what lies behind the last request is padding
+        query = query[: int(cu_q[-1])]
+        key, value = key[: int(cu_k[-1])], value[: int(cu_k[-1])]
+    found = varlen_attention(
+        query, key, value, cu_q.int(), cu_k.int(), max_seqlen_q=max_q, max_seqlen_k=max_k, is_causal="bottom_right",
+        scale=scale, window=window, softcap=softcap, return_lse=sinks is not None,
+    )  # fmt: skip
+    out = _shared(found, sinks)
+    return pad(out, (0, 0, 0, 0, 0, count - out.shape[0])) if out.shape[0] != count else out
+
+
+def _shared(found: Any, sinks: Tensor | None) -> Tensor:
+    """The values' share of the softmax beside a sink for each head; all of it without sinks."""
+    if sinks is None:
+        return found  # type: ignore[no-any-return]
+    out, lse = found
+    return out * torch.sigmoid(lse - sinks.float()).to(out.dtype)[..., None]  # type: ignore[no-any-return]
+
+
+def _gathered(layer: int, key: Tensor, value: Tensor, cache: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Write the new keys and values, then those of all requests [T, Hkv, D], packed in the order of the batch."""
+    if hasattr(cache, "layer_to_allocator"):
+        keys, values = cache.update(key, value, layer, dict(given))
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    keys, values = cache.update(key, value, layer, given["read_index"], given["write_index"])  # transformers 5.17
+    return keys, values
+
+
+class _Plan(NamedTuple):
+    """What all layers of one forward pass share: where the new tokens go, and the batch."""
+
+    layer: int
+    slots: Tensor
+    batch: PagedBatch
+
+
+def _decode(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, cache: Any, tables: Tensor,
+    scale: float | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One new token each: written into its page, then attention over the pages."""
+    if hasattr(cache, "layer_to_allocator"):
+        own = cache.layer_to_allocator[layer]
+        group, trash = own.index, own.write_trash_index
+        keys, values = own.get_cache_for_block_table(layer)
+    else:  # transformers 5.17
+        group, place = cache.layer_index_to_group_indices[layer]
+        trash = cache.write_trash_index
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        keys, values = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    plans: dict[int, _Plan] = vars(tables).setdefault(_PLAN, {})
+    plan = plans.get(group)
+    if plan is None or plan.layer >= layer:  # another forward pass: a graph has to hold what makes its plan
+        slots, batch = _planned(tables[group], offsets, keys.shape[1], trash)
+    else:
+        slots, batch = plan.slots, plan.batch
+    plans[group] = _Plan(layer, slots, batch)
+    for pages, new in ((keys, key), (values, value)):
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new[0].transpose(0, 1))
+    if query.is_cpu:
+        return _shared(
+            paged_attention(query, keys, values, batch, scale=scale, softcap=softcap, return_lse=sinks is not None),
+            sinks,
+        )
+    try:
+        return _shared(
+            paged_attention(
+                query, keys, values, batch, scale=scale, softcap=softcap, return_lse=sinks is not None, backend=KERNEL
+            ),
+            sinks,
+        )
+    except (NoKernelFoundError, BackendNotAvailableError):  # denied, or not for these tensors
+        seen = torch.arange(batch.max_context_len, device=query.device) < batch.context_lens[:, None]
+        both = (pages[batch.block_tables.clamp(min=0)].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
+        found = attention(
+            query[:, :, None], *both, seen[:, None, None], scale=scale, softcap=softcap, return_lse=sinks is not None
+        )
+        return _shared(found, None if sinks is None else sinks[:, None])[:, :, 0]
+
+
+def _planned(tables: Tensor, offsets: Tensor, page: int, trash: int) -> tuple[Tensor, PagedBatch]:
+    """Where among all tokens of the cache the new ones go, and the batch. A row without a request has length 0."""
+    lengths = offsets.diff().int()
+    last = (lengths - 1).clamp(min=0).long()
+    places = tables.gather(1, (last // page)[:, None])[:, 0].long() * page + last % page
+    slots = torch.where(lengths > 0, places, trash)
+    rows = lengths.shape[0]
+    longest = tables.shape[1] * page
+    known = tuple(lengths.tolist()) if lengths.is_cpu else (longest,) * rows
+    return slots, PagedBatch(tables, lengths, None, known, (1,) * rows)
