@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound
     from layerzero.selection.world import World
 
-__all__ = ["KINDS", "accelerated", "attention_key", "of_plugin", "put_in_place", "rms_norm_key"]
-
 _LETTERS = {"tensor": "T", "tensor?": "O", "number": "N", "flag": "W", "text": "W"}
 
 

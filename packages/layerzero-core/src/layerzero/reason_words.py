@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ReasonCategory", "ReasonCode"]
-
 
 class ReasonCategory(enum.StrEnum):
     """What part of the world a reason speaks about."""

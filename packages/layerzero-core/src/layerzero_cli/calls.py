@@ -26,8 +26,6 @@ from layerzero_cli.words import device as device_of
 from layerzero_cli.words import dtype as dtype_of
 from layerzero_cli.words import is_here
 
-__all__ = ["context"]
-
 _SHAPES = ("shape", "q", "k", "v", "weight")
 _SIZES = {"context": "seq_len_k", "rotary_dim": "rotary_dim", "top_k": "top_k"}
 _FLAGS = ("alibi", "bias", "interleaved", "lse", "no_weight", "sinks")

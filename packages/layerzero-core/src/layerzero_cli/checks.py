@@ -14,8 +14,6 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 if TYPE_CHECKING:
     from layerzero.public.checks import Check, DoctorReport, ReadinessReport
 
-__all__ = ["check_blocks"]
-
 
 @verb(cli, "doctor")
 @click.argument("backend", required=False)

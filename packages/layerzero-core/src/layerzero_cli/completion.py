@@ -19,8 +19,6 @@ from layerzero_cli.output import Answer, Line
 from layerzero_cli.root import cli
 from layerzero_cli.verbs import verb
 
-__all__ = ["complete_backend", "complete_device", "complete_kernel", "complete_op"]
-
 _INSTALL = {
     "bash": 'eval "$(lz completion bash)"  in ~/.bashrc',
     "zsh": 'eval "$(lz completion zsh)"  in ~/.zshrc',

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from layerzero.reasons import Reason
     from layerzero.telemetry.report import SelectionReport
 
-__all__ = ["call_options"]
-
 _SHAPE = ShapeType()
 # Options that describe a call, under the headings of `--help`.
 _shape, _where, _attention, _other = (

@@ -7,8 +7,6 @@ import hashlib
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["breakable", "content_policy", "escaped", "page"]
-
 
 def escaped(text: object) -> str:
     """A text from outside, as it may stand in a page."""

@@ -9,8 +9,6 @@ from layerzero._ops.signature import public_op
 from layerzero.dispatch.run import current_world
 from layerzero.model.op import Op
 
-__all__ = ["page"]
-
 
 def page(op_id: str) -> str:
     """Signature, arguments, sizes on the command line, tolerance and kernels of an op."""

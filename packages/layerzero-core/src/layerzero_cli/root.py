@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-__all__ = ["COMMANDS", "VERBS", "cli"]
-
 COMMANDS = "layerzero.commands"
 """Group of entry points: a verb's name, and its click command or the function that adds it to a group."""
 

@@ -11,8 +11,6 @@ import click
 if TYPE_CHECKING:
     from layerzero.model.device import DeviceSpec
 
-__all__ = ["ShapeType", "device", "dtype", "is_here", "known_names"]
-
 _DTYPES = {
     "fp64": "float64", "f64": "float64", "double": "float64",
     "fp32": "float32", "f32": "float32", "float": "float32",

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from layerzero_linear_attention.packed import empty_as
 
-__all__ = ["causal_conv1d", "causal_conv1d_step", "l2norm", "mamba2_scan", "mamba2_scan_step"]
-
 
 @triton.jit
 def _scan(

@@ -7,24 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "SHORTLISTS",
-    "ExpertsConfig",
-    "LinearConfig",
-    "NormConfig",
-    "PagedConfig",
-    "ShortlistConfig",
-    "activation_config",
-    "experts_config",
-    "linear_config",
-    "next_power",
-    "norm_config",
-    "paged_config",
-    "rope_config",
-    "shortlist_config",
-    "unit_of",
-]
-
 
 def next_power(value: int) -> int:
     """The smallest power of two that is not below `value`."""

@@ -15,8 +15,6 @@ from layerzero_triton.config import LinearConfig, linear_config, unit_of
 from layerzero_triton.kernels import dequant as device
 from layerzero_triton.kernels.launch import Launcher, Plan, collecting, interpreting, prepare, remember, sm_count
 
-__all__ = ["dequantized"]
-
 _product = Launcher(device.product)
 _finish = Launcher(device.finish)
 _known: set[Any] = set()

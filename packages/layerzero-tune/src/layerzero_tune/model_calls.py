@@ -21,8 +21,6 @@ from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.recording.traffic import Recorded, Traffic
 
-__all__ = ["ModelShape", "model_traffic"]
-
 PREFILL = (512, 2048, 8192)
 DECODE = (512, 2048, 8192)
 BATCHES = (1, 8, 32)

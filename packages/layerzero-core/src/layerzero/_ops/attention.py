@@ -36,8 +36,6 @@ from layerzero.runtime.current import now, scope
 if TYPE_CHECKING:
     from layerzero.model.masks import BlockMask
 
-__all__ = ["ATTENTION", "attention"]
-
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms

@@ -15,8 +15,6 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.masks import block_mask, chunk_mask
 from layerzero.tuning.inputs import Draw, lay
 
-__all__ = ["attention", "grouped", "latent", "paged", "varlen"]
-
 Args = tuple[Any, ...]
 
 SOFTCAP = 30.0

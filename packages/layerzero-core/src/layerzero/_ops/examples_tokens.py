@@ -10,8 +10,6 @@ from torch import Tensor
 from layerzero._ops.examples_rows import activation
 from layerzero.tuning.inputs import Draw
 
-__all__ = ["cross_entropy", "gate", "grouped_gemm", "moe", "sampling"]
-
 Args = tuple[Any, ...]
 
 TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05

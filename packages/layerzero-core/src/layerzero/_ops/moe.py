@@ -20,8 +20,6 @@ from layerzero.model.describe import check_devices, check_floating, stride_class
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import same
 
-__all__ = ["GROUPED_GEMM", "MOE", "TOPK_GATE", "grouped_gemm", "moe", "topk_gate"]
-
 SCORINGS = ("softmax", "sigmoid")
 
 

@@ -32,8 +32,6 @@ from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import with_lse
 
-__all__ = ["PAGED_ATTENTION", "check_pages", "paged_attention", "paged_batch"]
-
 _grad_enabled = torch.is_grad_enabled
 
 

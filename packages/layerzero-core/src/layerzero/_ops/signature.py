@@ -19,8 +19,6 @@ from layerzero.runtime.current import builtin_ops, now, scope
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
 
-__all__ = ["PUBLIC", "dispatch", "fx_node", "fx_proxy", "keyed", "public_op", "register"]
-
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack

@@ -33,8 +33,6 @@ from layerzero.model.enums import Causal
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import with_lse
 
-__all__ = ["VARLEN_ATTENTION", "varlen_attention"]
-
 _grad_enabled = torch.is_grad_enabled
 _PLAIN = (Tensor, Parameter)
 _GROWING = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")

@@ -18,8 +18,6 @@ from layerzero.model.folding import fold, unfold
 from layerzero.model.kv_cache import pages_in_use
 from layerzero.model.masks import dense_mask
 
-__all__ = ["adapt", "squeeze", "swap_back", "swap_layout", "unsqueeze"]
-
 Step = Callable[[list[Any]], None]
 Finish = Callable[[Any], Any]
 

@@ -21,25 +21,6 @@ from layerzero.reasons import Reason, reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "attention_context",
-    "check_devices",
-    "check_dropout",
-    "check_floating",
-    "check_scale",
-    "check_sinks",
-    "check_softcap",
-    "check_window_fits",
-    "dtype_name",
-    "infer_layout",
-    "parse_causal",
-    "parse_layout",
-    "parse_window",
-    "plain_number",
-    "stride_class",
-    "stride_class_of",
-]
-
 # The largest bound of a window that is a number at all, and one that lies beyond the last key of any call.
 _LARGEST, _BEYOND_KEYS = (1 << 63) - 1, (1 << 31) - 1
 

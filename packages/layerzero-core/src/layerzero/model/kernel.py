@@ -20,8 +20,6 @@ from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Plat
 from layerzero.model.formula import Formula
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = ["BackendSpec", "KernelSpec", "Limit"]
-
 _ID = re.compile(r"^[a-z0-9_\-]+\.[a-z0-9_]+\.[a-z0-9_\-]+$")
 
 # Each feature's own reason code; any other feature reports FEATURE_UNSUPPORTED.

@@ -21,8 +21,6 @@ from layerzero.model.cost import Cost
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import OpKind
 
-__all__ = ["Call", "Op", "OperationSpec", "annotation_text", "kind_of_argument", "parameters"]
-
 _OUTPUTS = {
     OpKind.TENSOR: {"tensor", "tensors", "quantized"},
     OpKind.SAMPLING: {"ids"},

@@ -20,8 +20,6 @@ from layerzero.model.op import Op
 if TYPE_CHECKING:
     from layerzero.model.decision import Decision
 
-__all__ = ["Plan", "plan"]
-
 
 class Plan(Protocol):
     """A bound call, as `lz.plan` gives it."""

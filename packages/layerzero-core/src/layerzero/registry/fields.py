@@ -15,8 +15,6 @@ from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layo
 from layerzero.registry.containers import Field, Record, either, list_of, map_of, tuple_of
 from layerzero.registry.kinds import EXPRESSION, FLAG, Kind, choice, nearest, number, text, whole
 
-__all__ = ["DEFAULT_API", "DOCUMENT", "DTYPES", "FEATURES", "FLAG_FEATURES", "KERNEL", "SCHEMA_VERSION"]
-
 SCHEMA_VERSION = "1.0"
 DEFAULT_API = ">=2,<3"
 

@@ -16,8 +16,6 @@ from layerzero.model.enums import Causal, Layout, MaskKind, Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
 
-__all__ = ["ISOLATED", "adaptations", "apart", "copy_cost_us", "elements", "passage"]
-
 # Rough prices, for ranking only: bytes per µs of a copy, and the host cost of one torch call in µs.
 _BYTES_PER_US = {Platform.CPU: 8_000.0}
 _BYTES_PER_US_GPU = 1_500_000.0

@@ -19,8 +19,6 @@ from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable, place, recorded
 from layerzero.torch_ops.written import chosen, spelled, write_attention
 
-__all__ = ["traced"]
-
 
 def traced(
     query: Tensor,

@@ -22,8 +22,6 @@ from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import HELPERS, Variant, left_out, variants
 from layerzero.torch_ops.opaque import OpaqueOp
 
-__all__ = ["bridge", "opaque_of", "schema", "traced_form"]
-
 # Where the generated functions live: a module that Dynamo may trace, so that guards on it can be told from others.
 _SPACE = vars(traced)
 

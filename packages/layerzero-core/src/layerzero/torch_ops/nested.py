@@ -16,8 +16,6 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.describe import check_dropout, parse_layout
 from layerzero.model.enums import Layout
 
-__all__ = ["nested_attention"]
-
 
 class _Packed(NamedTuple):
     tokens: Tensor  # [T, H, D]

@@ -17,8 +17,6 @@ from layerzero.torch_ops import basis, sites, traced
 from layerzero.torch_ops.lowering import CAUSAL
 from layerzero.torch_ops.opaque import autocast_dtype
 
-__all__ = ["chosen", "prepare", "spelled", "write", "write_attention"]
-
 comptime: Any = None  # torch._dynamo.comptime.comptime, once Dynamo is there
 
 _here = threading.local()

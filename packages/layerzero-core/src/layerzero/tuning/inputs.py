@@ -33,8 +33,6 @@ from layerzero.model.op import Op, OperationSpec
 from layerzero.runtime.current import builtin_ops
 from layerzero.runtime.state import state
 
-__all__ = ["Call", "Draw", "build", "buildable", "conditions", "op_named"]
-
 ArgumentStrides = Sequence[Sequence[int] | None]
 
 

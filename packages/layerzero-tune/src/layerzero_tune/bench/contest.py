@@ -38,8 +38,6 @@ from layerzero_tune.timing.race import over_time, race
 from layerzero_tune.timing.steady import Pace, pace
 from layerzero_tune.timing.steal_time import with_little_steal
 
-__all__ = ["CALL", "Entry", "Outcome", "compete"]
-
 CALL = "layerzero"
 """The public function itself, dispatch included."""
 

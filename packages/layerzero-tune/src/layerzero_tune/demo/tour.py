@@ -39,8 +39,6 @@ from layerzero_tune.demo.stations import DECODE, PREFILL, Check, DecodeStep, Sta
 from layerzero_tune.draws import gate
 from layerzero_tune.timing.race import race
 
-__all__ = ["TICKS", "take"]
-
 TICKS = 3 + len(PREFILL) + len(DECODE)
 
 

@@ -17,8 +17,6 @@ from layerzero.model.op import OperationSpec
 from layerzero_tune.timing.baselines import BASELINES
 from layerzero_tune.timing.race import Times
 
-__all__ = ["CALLING_US", "Make", "loses", "maker", "result_of"]
-
 CALLING_US = 1.0
 """What calling a kernel through its binding may take beyond a call of torch: every choice pays it, so none loses by
 it."""

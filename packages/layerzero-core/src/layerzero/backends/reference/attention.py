@@ -19,8 +19,6 @@ from torch import Tensor
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.model.masks import BlockMask, ChunkMask, dense_mask
 
-__all__ = ["alibi_bias", "attention", "band", "inside"]
-
 
 def attention(
     query: Tensor,

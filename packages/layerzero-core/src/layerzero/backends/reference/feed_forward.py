@@ -10,8 +10,6 @@ from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["ACTIVATIONS", "activate", "feed_forward", "gated", "mlp"]
-
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 

@@ -17,8 +17,6 @@ from layerzero.backends.reference.precision import compute_dtype, no_autocast
 from layerzero.errors import InvalidInputError
 from layerzero.reasons import ReasonCode
 
-__all__ = ["check_groups", "grouped_gemm", "moe", "topk_gate"]
-
 
 # -- routing -----------------------------------------------------------------------------------------
 def _best(values: Tensor, count: int) -> Tensor:

@@ -16,8 +16,6 @@ from layerzero.model.attention import Attended, packed
 from layerzero.model.kv_cache import PagedBatch
 from layerzero.reasons import ReasonCode
 
-__all__ = ["all_pages", "one_by_one", "paged_attention", "scaled"]
-
 
 def paged_attention(
     query: Tensor,

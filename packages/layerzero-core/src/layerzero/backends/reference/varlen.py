@@ -15,8 +15,6 @@ from torch import Tensor
 from layerzero.backends.reference.attention import attention, inside
 from layerzero.model.attention import Attended, packed
 
-__all__ = ["one_by_one", "slopes_of", "varlen_attention", "varlen_masked"]
-
 
 def varlen_attention(
     query: Tensor,

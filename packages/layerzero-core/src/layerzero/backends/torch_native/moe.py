@@ -19,8 +19,6 @@ from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
 
-__all__ = ["grouped_gemm", "grouped_gemm_segments", "moe", "moe_segments", "topk_gate"]
-
 # Rows from which building keys pays.
 _FEW = 16
 
