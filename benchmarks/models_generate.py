@@ -113,7 +113,7 @@ def log_probability_errors(stock: Any, contestants: Contestants, ids: torch.Tens
     """
     truth = copy.deepcopy(stock).float()
     found = {}
-    for name, (model, options) in contestants.items():
+    for name, (model, options) in {"stock": (stock, {}), **contestants}.items():
         given = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "output_logits": True, **options}
         text = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **given)
         with torch.no_grad():
