@@ -279,9 +279,89 @@ def test_linear_with_a_quantized_weight(granularity, fmt, dtype):
             close("linear", dequantized(x, weight, bias, "silu"), want, dtype)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_linear_with_four_bit_codes(granularity, dtype):
+    import layerzero as lz
+    from layerzero_triton.linear import dequantized
+
+    for rows, n, k in [(1, 4096, 4096), (33, 1000, 1280), (300, 520, 512), (17, 40, 128)]:
+        x, bias = made(rows, k, dtype=dtype), made(n, dtype=dtype)
+        for options in ({}, {"symmetric": False}):
+            weight = lz.quantize(made(n, k, scale=0.02), "int4", granularity=granularity, **options)
+            want = true_linear.linear(x.double(), weight, bias.double(), "silu")
+            close("linear", dequantized(x, weight, bias, "silu"), want, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 300])
+def test_linear_with_an_mxfp4_weight(rows):
+    import layerzero as lz
+    from layerzero_triton.linear import dequantized, widened
+
+    for n, k in [(4096, 4096), (1000, 1280), (40, 96)]:
+        x, bias = made(rows, k, dtype=torch.bfloat16), made(n, dtype=torch.bfloat16)
+        weight = lz.quantize(made(n, k, scale=0.02), "mxfp4")
+        want = true_linear.linear(x.double(), weight, bias.double(), "silu")
+        for kernel in (dequantized, widened):
+            close("linear", kernel(x, weight, bias, "silu"), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_rows_in_codes_are_those_of_the_reference(fmt):
+    import layerzero as lz
+    from layerzero_triton.scaled import encoded
+
+    x = made(37, 1000, dtype=torch.bfloat16)
+    x[3] = 0.0
+    want = lz.quantize(x, fmt, granularity="channel", backend="reference")
+    codes, scales = encoded(x, want.data.dtype)
+    assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(scales, want.scale)
+    x[5, 7], x[6, 1] = float("nan"), float("inf")
+    codes, scales = encoded(x, want.data.dtype)
+    assert scales.isfinite().logical_not().nonzero()[:, 0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_linear_of_codes_with_codes(granularity, fmt):
+    import layerzero as lz
+    from layerzero.model.packed import PackedWeight
+    from layerzero_triton.scaled import dynamic, rowwise
+
+    for rows, n, k in [(1, 4096, 4096), (33, 1008, 1280), (300, 528, 512), (2048, 4096, 4096)]:
+        x, bias = made(rows, k, dtype=torch.bfloat16), made(n, dtype=torch.bfloat16)
+        weight = PackedWeight(lz.quantize(made(n, k, scale=0.02), fmt, granularity=granularity), act="dynamic")
+        want = true_linear.linear(x, weight, bias, None)
+        close("linear", dynamic(x, weight, bias, None), want, torch.bfloat16)
+        if fmt == "fp8_e4m3" and granularity != "block":
+            close("linear", rowwise(x, weight, bias, None), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2000])
+def test_experts(tokens, dtype):
+    from layerzero.backends.reference.moe import moe as truth
+    from layerzero_triton.experts import moe
+
+    for oss, hidden, inner in ((False, 256, 192), (True, 288, 160), (True, 100, 36)):
+        gate_up, down = (
+            made(8, 2 * inner, hidden, dtype=dtype, scale=0.1),
+            made(8, hidden, inner, dtype=dtype, scale=0.1),
+        )
+        if oss:
+            gate_up, down = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (gate_up, down))
+        biases = (made(8, 2 * inner, dtype=dtype), made(8, hidden, dtype=dtype)) if oss else (None, None)
+        ids = torch.rand(tokens, 24, device="cuda").topk(4, -1).indices
+        args = (
+            made(tokens, hidden, dtype=dtype), gate_up, down, torch.rand(tokens, 4, device="cuda"), ids,
+            "swigluoai" if oss else "silu", 8 if oss else 0, *biases, 1.702, 7.0 if oss else None, oss,
+        )  # fmt: skip
+        close("moe", moe(*args), truth(*args), dtype, k=hidden)
+
+
 @pytest.mark.req("R-GRAPH-04")
 def test_capture_and_replay():
-    from layerzero_triton import activation, layer_norm, norm, rope
+    from layerzero_triton import activation, experts, layer_norm, norm, rope
 
     x, r, w = made(16, 4096, dtype=torch.bfloat16), made(16, 4096, dtype=torch.bfloat16), made(4096)
     replayed(lambda: norm.rms_norm(x, w, 1e-6), x)
@@ -290,6 +370,10 @@ def test_capture_and_replay():
     replayed(lambda: activation.silu_and_mul(x), x)
     q, k, cos, sin = made(2, 8, 5, 64), made(2, 2, 5, 64), made(5, 32), made(5, 32)
     replayed(lambda: rope.rope(q, k, cos, sin, False, "BHSD", None, False), q, k)
+    gate_up, down, shares = made(4, 64, 4096, scale=0.1), made(4, 4096, 32, scale=0.1), torch.rand(16, 2, device="cuda")
+    ids = torch.randint(4, (16, 2), device="cuda")
+    given = (gate_up.bfloat16(), down.bfloat16(), shares, ids, "silu", 0, None, None, 1.702, None, False)
+    replayed(lambda: experts.moe(x, *given), x)
 
 
 def test_the_second_launch_of_a_shape_does_not_go_through_triton():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.model.enums import QuantFormat
@@ -17,6 +18,7 @@ from layerzero_triton.kernels.launch import Launcher, Plan, collecting, interpre
 
 _product = Launcher(device.product)
 _finish = Launcher(device.finish)
+_widen = Launcher(device.widen)
 _known: set[Any] = set()
 _FOUR = {QuantFormat.INT4: "int4", QuantFormat.MXFP4: "e2m1"}
 
@@ -79,6 +81,28 @@ def dequantized(
     return out
 
 
+def widened(x: Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
+    """For many rows: an MXFP4 weight written out in bfloat16, which holds it exactly, then torch's product."""
+    source = weight if isinstance(weight, QuantizedTensor) else weight.source
+    n, k = source.shape
+    codes = source.data.contiguous()
+    wide = torch.empty((n, k), dtype=torch.bfloat16, device=x.device)
+    powers = source.scale.view(torch.uint8).contiguous()
+    grid = (-(-n // 8), -(-k // 512), 1)
+    _widen(grid, (codes, powers, wide), (n, k // 32), (8, 512, _asm()), 4)
+    out = F.linear(x, wide, bias)
+    if activation is None:
+        return out
+    if activation.startswith("gelu"):
+        return F.gelu(out.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
+    return (F.silu if activation == "silu" else F.relu)(out.float()).to(x.dtype)
+
+
+def _asm() -> bool:
+    """Whether NVIDIA's assembler sees our kernels."""
+    return not interpreting() and torch.version.hip is None
+
+
 def _config(m: int, source: QuantizedTensor, device: torch.device) -> LinearConfig:
     """Tiles for so many rows; the short blocks of MXFP4 do not bound a step."""
     block = None if source.fmt is QuantFormat.MXFP4 else source.block_size
@@ -105,7 +129,7 @@ def _planned(
         (m, n, k // unit, rows.stride(0) // unit, codes.stride(0) // unit, s_n, 1 if blocks else 0, each),
         (
             chosen.block_m, chosen.block_n, chosen.block_k, k % chosen.block_k == 0, unit, blocks, per, shifted,
-            biased, kind, splits > 1, 8, four, not interpreting() and torch.version.hip is None,
+            biased, kind, splits > 1, 8, four, _asm(),
         ),
         chosen.warps,
         chosen.stages,

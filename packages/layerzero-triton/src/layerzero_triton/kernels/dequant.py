@@ -217,3 +217,30 @@ def finish(
     if KIND != "none":
         acc = _gate(acc, KIND)
     tl.store(out + row * n + columns, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "blocks_k"])
+def widen(
+    codes, scale, out, n: tl.int32, blocks_k: tl.int32, ROWS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """MXFP4 codes [n, k / 2] and their powers of two as numbers [n, k]; a tile of BLOCK columns a program."""
+    k = blocks_k * 32
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bytes_here = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    inside = (rows < n)[:, None] & (bytes_here < blocks_k * 16)[None, :]
+    at = rows.to(tl.int64)[:, None]
+    low, high = halves(
+        tl.load(codes + at * (blocks_k * 16) + bytes_here[None, :], mask=inside, other=0),
+        out.dtype.element_ty,
+        "e2m1",
+        ASM,
+    )
+    blocks = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    power = tl.load(
+        scale + at * blocks_k + blocks[None, :], mask=(rows < n)[:, None] & (blocks < blocks_k)[None, :], other=0
+    )
+    factor = power_of_two(power, out.dtype.element_ty)[:, :, None]
+    factor = tl.reshape(tl.broadcast_to(factor, [ROWS, BLOCK // 32, 16]), [ROWS, BLOCK // 2])
+    number = tl.reshape(tl.join(low * factor, high * factor), [ROWS, BLOCK])
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at * k + columns[None, :], number, mask=(rows < n)[:, None] & (columns < k)[None, :])
