@@ -193,6 +193,30 @@ def test_attention_sinks_take_their_share(side: str | None) -> None:
     assert model.model.layers[0].mlp.experts.config._experts_implementation == "layerzero"
 
 
+def test_experts_of_deepseek_v3_are_routed() -> None:
+    """Shared experts, groups of experts, sigmoid scores with a correction bias: what is routed is the experts' work."""
+    import transformers as t
+
+    from layerzero_verify.models import _lively
+
+    config = t.DeepseekV3Config(
+        vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=3,
+        n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = t.DeepseekV3ForCausalLM(config).eval()
+    _lively(model, "deepseek_v3", 0)
+    given = zoo.inputs(model)
+    want, tokens = zoo.logits(model, given), zoo.generated(model, given)
+    lz.patch(model)
+    assert model.model.layers[1].mlp.experts.config._experts_implementation == "layerzero"
+    assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
+    assert torch.equal(zoo.generated(model, given), tokens)
+
+
 def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
