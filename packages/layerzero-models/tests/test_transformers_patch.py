@@ -42,6 +42,20 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 # -- what it does ------------------------------------------------------------------------------------
+def test_after_a_run_the_report_tells_which_kernels_run_its_ops() -> None:
+    model = lz.patch(zoo.made("llama"))
+    report = lz.patched(model)
+    assert report is not None and report.kernels() == ()
+    with torch.no_grad():
+        model(**zoo.inputs(model))
+    found = report.kernels()
+    assert {item.op for item in found} >= {"attention", "silu_and_mul"}
+    ran = lz.explain(model, zoo.inputs(model)).kernels
+    assert {item.kernel for item in found} <= {*ran}
+    attention = next(item for item in found if item.op == "attention")
+    assert attention.sizes["seq_len_q"] >= 12 and attention.why and attention.kernel in str(attention)
+
+
 def test_the_report_counts_what_was_patched_and_says_why_the_rest_was_not() -> None:
     report = lz.patched(lz.patch(zoo.made("llama")))
     assert report is not None

@@ -12,7 +12,7 @@ from layerzero_cli.root import COMMANDS, VERBS, cli
 
 
 def test_the_names_the_verbs_and_the_parts_are_found():
-    for name in ("compile", "plan_block", "solve", "tune"):
+    for name in ("compare", "compile", "plan_block", "solve", "tune"):
         assert companions.names()[name].load() is getattr(lz, name)
     verbs = {name for verbs in VERBS.values() for name, (home, _) in verbs.items() if home == "layerzero-tune"}
     dist = importlib.metadata.distribution("layerzero-tune")

@@ -38,7 +38,7 @@ _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize")},
     "layerzero-tune": {
-        NAMES: ("compile", "plan_block", "solve", "tune"),
+        NAMES: ("compare", "compile", "plan_block", "solve", "tune"),
         PARTS: (
             "grid-files",
             "model-calls",

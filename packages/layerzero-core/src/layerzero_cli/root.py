@@ -40,6 +40,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Measure": {
         "tune": (_TUNE, "Measure every kernel for the calls that matter; selection uses the times from then on."),
+        "compare": (_TUNE, "Time a model or a function before and after, in one interleaved run."),
         "bench": (_TUNE, "Time every kernel that may run a call, head to head."),
         "perfdb": (_TUNE, "Look at measured kernel times, move them between machines, and tidy up."),
         "report": (_TUNE, "Write what was measured as one HTML page."),

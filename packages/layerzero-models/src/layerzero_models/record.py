@@ -102,6 +102,24 @@ class GraphReport(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class Ran(Plain):
+    """Calls of one kind that run by one kernel.
+
+    sizes  of the call that was decided; lengths that grow stand for their bucket
+    why    the time it is expected to take, or what it was ranked by
+    """
+
+    op: str
+    kernel: str
+    sizes: Mapping[str, int]
+    why: str
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={value}" for name, value in self.sizes.items())
+        return f"{self.op}: {self.kernel}  {self.why}\n    {sizes}"
+
+
+@dataclass(frozen=True, slots=True)
 class PatchReport(Plain):
     """All of it, with the library and its version. Printed, it is counted by kind; `to_json` names every part."""
 
@@ -111,6 +129,24 @@ class PatchReport(Plain):
     patched: tuple[Patched, ...] = ()
     left: tuple[Left, ...] = ()
     graphs: GraphReport | None = None
+
+    def kernels(self) -> tuple[Ran, ...]:
+        """What runs the ops of the patched parts, after a run: every kind of call this process has decided.
+
+        Calls of other models of the process with the same ops are among them; `lz.explain(model, inputs)` runs a model
+        once and tells part by part.
+        """
+        from layerzero.dispatch.late import current_world
+
+        ops = {op for item in self.patched for op in item.op.split(" + ")}
+        found = {}
+        for bound in list(current_world().hot.values()):
+            decision, kernel = bound.decision, bound.kernel_id
+            if decision.op in ops:
+                winner = decision.candidate(kernel)
+                why = winner.speed or f"ranked by {winner.source}"
+                found[decision.context, kernel] = Ran(decision.op, kernel, dict(decision.context.dims), why)
+        return tuple(sorted(found.values(), key=lambda item: (item.op, item.kernel, str(item.sizes))))
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.library} {self.version}): {len(self.patched)} parts patched"]

@@ -40,11 +40,15 @@ class ModelCall:
         """JSON-compatible."""
         return {"part": self.part, "ran": self.ran, "count": self.count, **self.report.to_dict()}
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
+        """The time it is expected to take, or what it was ranked by."""
         winner = self.report.decision.candidate(self.ran)
-        time = winner.speed or f"ranked by {winner.source}"
+        return winner.speed or f"ranked by {winner.source}"
+
+    def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.report.context.dims)
-        return f"{self.count:5} × {self.ran}  {time}\n        {self.part or 'the model'}: {self.report.op} {sizes}"
+        return f"{self.count:5} × {self.ran}  {self.why}\n        {self.part or 'the model'}: {self.report.op} {sizes}"
 
 
 @dataclass(frozen=True, slots=True)
