@@ -111,7 +111,8 @@ class Engine:
     """A process that serves one model, with or without LayerZero."""
 
     def __init__(self, model: Path, dtype: str, mode: str, options: dict[str, Any], env: dict[str, str]) -> None:
-        words = [sys.executable, __file__, "--serve", str(model), dtype, json.dumps(options)]
+        # -P: a file of this name beside it must not be taken for vLLM
+        words = [sys.executable, "-P", __file__, "--serve", str(model), dtype, json.dumps(options)]
         given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         given |= {"OMP_WAIT_POLICY": "passive", "LAYERZERO_VLLM": mode}
         self.process = subprocess.Popen(

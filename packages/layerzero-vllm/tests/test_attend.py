@@ -26,7 +26,12 @@ def expected(drawn, settings, sequences):
         if settings.alibi_slopes is not None:
             scores = scores - settings.alibi_slopes.double()[:, None, None] * behind
         hidden = (behind < 0) | (behind >= (settings.window or tokens))
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if settings.sinks is not None:  # one more key of each head, without a value
+            sinks = settings.sinks.double()[:, None, None].expand(-1, new, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+            values = torch.cat([values, torch.zeros_like(values[:1])])
+        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
     return torch.cat(found)
 
 
@@ -37,8 +42,9 @@ def expected(drawn, settings, sequences):
         attend.Settings(0.5, window=7),
         attend.Settings(0.5, softcap=5.0),
         attend.Settings(0.5, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625])),
+        attend.Settings(0.5, sinks=torch.tensor([0.0, 1.0, 3.0, -2.0])),
     ],
-    ids=["plain", "window", "softcap", "alibi"],
+    ids=["plain", "window", "softcap", "alibi", "sinks"],
 )
 @pytest.mark.parametrize(
     "phase", [Phase("decode", 3, 1, 40), Phase("prefill", 2, 21, 21), Phase("chunked prefill", 2, 5, 37)], ids=str

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_each, choose_one, left_alone, phases, refusals
+from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_one, left_alone, phases, refusals
 
 KIND = LayerKind("cpu", "float32", 8, 2, 64, 128)
 
@@ -16,9 +16,9 @@ def timed(**ratios):
     return {phase: {OURS: 100.0, THEIRS: 100.0 * ratio} for phase, ratio in ratios.items()}
 
 
-def chosen(choose, **ratios):
+def chosen(**ratios):
     kernels = dict.fromkeys(ratios, "cpu.paged_attention.flash")
-    return {choice.phase: choice for choice in choose(KIND, timed(**ratios), kernels)}
+    return {choice.phase: choice for choice in choose_one(KIND, timed(**ratios), kernels)}
 
 
 @pytest.mark.parametrize(
@@ -38,36 +38,30 @@ def test_what_our_ops_cannot_serve_is_left_to_vllm_with_the_reason(changes, word
     assert (choice.winner, choice.reason) == (THEIRS, why)
 
 
-def test_window_soft_cap_and_alibi_are_served():
-    assert refusals(dataclasses.replace(KIND, window=64, softcap=50.0, alibi=True)) == ()
+def test_window_soft_cap_alibi_and_sinks_are_served():
+    assert refusals(dataclasses.replace(KIND, window=64, softcap=50.0, alibi=True, sinks=True)) == ()
 
 
 def test_one_packing_takes_the_side_that_wins_on_the_whole_and_loses_nowhere():
-    found = chosen(choose_one, decode=1.4, prefill=1.0)
+    found = chosen(decode=1.4, prefill=1.0)
     assert {choice.winner for choice in found.values()} == {OURS}
     assert found["decode"].kernel == "cpu.paged_attention.flash" and "1.40x" in found["decode"].reason
 
 
 def test_one_phase_that_is_clearly_slower_leaves_all_phases_to_vllm():
-    found = chosen(choose_one, decode=1.9, prefill=0.9)
+    found = chosen(decode=1.9, prefill=0.9)
     assert {choice.winner for choice in found.values()} == {THEIRS}
     assert "another phase" in found["decode"].reason and "another phase" not in found["prefill"].reason
 
 
 def test_equal_times_leave_vllm_as_it_is():
-    assert {choice.winner for choice in chosen(choose_one, decode=1.01, prefill=1.0).values()} == {THEIRS}
+    assert {choice.winner for choice in chosen(decode=1.01, prefill=1.0).values()} == {THEIRS}
 
 
 def test_a_pinned_side_is_taken_whatever_the_times_are():
     kernels = dict.fromkeys(("decode", "prefill"), "cpu.paged_attention.flash")
-    for choose in (choose_one, choose_each):
-        found = choose(KIND, timed(decode=0.5, prefill=2.0), kernels, OURS)
-        assert {choice.winner for choice in found} == {OURS} and "pinned" in found[0].reason
-
-
-def test_where_both_read_the_same_cache_each_phase_is_chosen_for_itself():
-    found = chosen(choose_each, decode=1.5, prefill=0.8)
-    assert (found["decode"].winner, found["prefill"].winner) == (OURS, THEIRS)
+    found = choose_one(KIND, timed(decode=0.5, prefill=2.0), kernels, OURS)
+    assert {choice.winner for choice in found} == {OURS} and "pinned" in found[0].reason
 
 
 def test_phases_fit_the_limits_of_the_engine():

@@ -57,6 +57,13 @@ def test_it_registers_once_and_says_nothing(vllm, monkeypatch, caplog):
     assert vllm.registered == {} and caplog.records == []
 
 
+def test_on_0_26_it_is_also_custom_for_cuda(vllm, monkeypatch):
+    vllm.version.__version__ = "0.26.0"
+    monkeypatch.setenv(plugin.VARIABLE, "on")
+    plugin.register()
+    assert vllm.registered["CUSTOM"] == "layerzero_vllm.cuda.CudaBackend"
+
+
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.1+cu130", "0.32.0", "0.32.0+cpu"])
 def test_supported_releases_pass(version):
     plugin.check_version(version)

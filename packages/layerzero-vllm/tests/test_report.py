@@ -18,6 +18,7 @@ KIND = LayerKind("cpu", "bfloat16", 8, 2, 64, 128, window=64)
 @pytest.fixture
 def reports(tmp_path, monkeypatch):
     monkeypatch.setenv(report.FOLDER, str(tmp_path))
+    monkeypatch.setattr(report, "breakers", dict)  # other tests of this process may have opened some
     return tmp_path
 
 
@@ -46,6 +47,18 @@ def test_a_kernel_that_is_set_aside_is_written_at_the_next_step_and_shown(report
     assert data["steps"] == {"decode": 2} and "RuntimeError: broke" in str(data["breakers"])
     ran = CliRunner().invoke(vllm, ["explain"])
     assert ran.exit_code == 1 and "set aside: cpu.paged_attention.flash" in ran.output
+
+
+def test_a_breaker_that_opens_in_this_process_is_named():
+    import layerzero as lz
+    from layerzero.runtime.state import state
+
+    lz.list_ops()  # loads the world
+    state.health.kernel_failed("sdpa.attention.flash", RuntimeError("broke"))
+    try:
+        assert "broke" in report.breakers()["sdpa.attention.flash"]
+    finally:
+        state.health.reset("sdpa.attention.flash")
 
 
 def test_only_the_newest_engine_is_shown_unless_all_are_asked_for(reports):

@@ -27,6 +27,7 @@ class Settings:
     window: int | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,6 +38,7 @@ class Settings:
             "window": window,
             "softcap": self.softcap,
             "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
         }
 
 

@@ -1,8 +1,7 @@
 """Which of vLLM's kernels and ours a layer kind gets: pure functions of what was measured when the engine started.
 
 A layer kind is what attention kernels are told apart by; layers of one KV-cache group that are of one kind are measured
-once. On a CPU the two sides pack the KV cache differently, so one of them writes and reads it in every phase; on CUDA
-both read the same pages, and each phase is chosen for itself.
+once. On a CPU the two sides pack the KV cache differently, so one of them writes and reads it in every phase.
 """
 
 from __future__ import annotations
@@ -97,19 +96,9 @@ def refusals(kind: LayerKind) -> tuple[str, ...]:
         found.append(f"a KV cache in {kind.kv_cache_dtype} is left to vLLM")
     if kind.kv_transfer:
         found.append("a KV cache that other engines read is packed as vLLM packs it")
-    if kind.sinks:
-        found.append("paged_attention takes no sinks")
     if kind.non_causal:
-        found.append("paged_attention is causal")
+        found.append("attention that is not causal for every request is left to vLLM")
     return tuple(found)
-
-
-def choose_each(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
-    """The quicker side for each phase, where both read the same KV cache; `pinned` is taken whatever the times are."""
-    return [
-        _choice(kind, phase, timed, kernels, pinned or _quicker({phase: timed}), pinned)
-        for phase, timed in times.items()
-    ]
 
 
 def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:

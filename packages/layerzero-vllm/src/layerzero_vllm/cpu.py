@@ -48,7 +48,8 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         window = None if self.sliding_window < 0 else self.sliding_window
-        self.settings = attend.Settings(self.scale, window, self.logits_soft_cap or None, self.alibi_slopes)
+        softcap = self.logits_soft_cap or None
+        self.settings = attend.Settings(self.scale, window, softcap, self.alibi_slopes, self.sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 _entries: dict[int, Entry] = {}  # by the address of the plain weight, which lives as long as its layer
-_library = torch.library.Library("layerzero_vllm", "DEF")
+_library: Any = torch.library.Library("layerzero_vllm", "DEF")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
@@ -72,13 +72,13 @@ def dispatching(stock: Callable[..., None], choose: Callable[[Tensor, Linear], f
     """vLLM's `dispatch_cpu_unquantized_gemm`; after it `choose(weight, theirs)` says for which of ROWS ours runs."""
 
     @functools.wraps(stock)
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
         weight, bias = layer.weight, getattr(layer, "bias", None)
         stock(layer, remove_weight)
         plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_cpu and weight.dtype in _DTYPES
         if not plain or not weight.is_contiguous() or (bias is not None and bias.dtype is not weight.dtype):
             return
-        theirs: Any = layer.cpu_linear
+        theirs = layer.cpu_linear
         won = choose(weight.detach(), theirs)
         if not won:
             return

