@@ -36,11 +36,10 @@ def layerzero_health(backend: str) -> HealthReport:
     return self_test()
 
 
-def _capabilities() -> dict[str, Any]:
+def _capabilities() -> Path | dict[str, Any]:
+    """The descriptor; without the library, what it says of kernels for GPUs."""
+    if LIBRARY.exists():
+        return CAPABILITIES
     described: dict[str, Any] = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
-    if not LIBRARY.exists():
-        ops = {
-            op: [item for item in kernels if "cpu" not in item["platforms"]] for op, kernels in described["ops"].items()
-        }
-        described["ops"] = {op: kernels for op, kernels in ops.items() if kernels}
-    return described
+    ops = {op: [item for item in kernels if "cpu" not in item["platforms"]] for op, kernels in described["ops"].items()}
+    return described | {"ops": {op: kernels for op, kernels in ops.items() if kernels}}

@@ -120,34 +120,18 @@ def _token_by_token(model: Model) -> Tensor:
     ids = model.inputs["input_ids"]
     prompt = ids.shape[1] // 2
     found = model.module(input_ids=ids[:, :prompt], use_cache=True)
+    word = "cache_params" if "cache_params" in found else "past_key_values"
     parts = [found.logits]
     for position in range(prompt, ids.shape[1]):
         token = ids[:, position : position + 1]
-        found = model.module(input_ids=token, past_key_values=found.past_key_values, use_cache=True)
+        found = model.module(input_ids=token, use_cache=True, **{word: found[word]})
         parts.append(found.logits)
     return torch.cat(parts, dim=1)
 
 
 def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller) -> Check:
-    """A failed comparison of logits, told by the first stage inside the model that differs: both run once more, every
-    module watched."""
-    want: Events = {}
-    got: Events = {}
-    with hooked(model.module, want) as observe, watched(model.module, observe):
-        model.logits(inputs)
-    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
-        model.logits(inputs)
-    mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
-    rows: list[StageDiff] = []
-    first: ErrorReport | None = None
-    for name in (name for name in want if name in got):
-        left, right = (
-            value if mask is None else _without_padding(value, mask.bool()) for value in (got[name], want[name])
-        )
-        report = compare(left, right, limit(LAYER, _coarse(left)))
-        first = report if first is None and not report.ok else first
-        op, kernel = ran(name, call)
-        rows.append(StageDiff(name.partition("#")[0], op, kernel, report.max_abs, report.tolerance.atol, report.ok))
+    """A failed comparison of logits, told by the first stage inside the model that differs: both run once more."""
+    rows, first = stages_of(model, inputs, line_up, call)
     finding = localise(rows)
     if finding is None or first is None:
         return check
@@ -164,6 +148,31 @@ def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: L
         stages=tuple(rows),
         flags=red_flags(rows),
     )
+
+
+def stages_of(
+    model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller
+) -> tuple[list[StageDiff], ErrorReport | None]:
+    """Every module of the model watched, unmodified and on our ops: one row each, and the first that differs."""
+    want: Events = {}
+    got: Events = {}
+    with hooked(model.module, want) as observe, watched(model.module, observe):
+        model.logits(inputs)
+    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
+        got.clear()  # of what patching tried the parts with
+        model.logits(inputs)
+    mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
+    rows: list[StageDiff] = []
+    first: ErrorReport | None = None
+    for name in (name for name in want if name in got):
+        left, right = (
+            value if mask is None else _without_padding(value, mask.bool()) for value in (got[name], want[name])
+        )
+        report = compare(left, right, limit(LAYER, _coarse(left)))
+        first = report if first is None and not report.ok else first
+        op, kernel = ran(name, call)
+        rows.append(StageDiff(name.partition("#")[0], op, kernel, report.max_abs, report.tolerance.atol, report.ok))
+    return rows, first
 
 
 def _kept(inputs: dict[str, Tensor], logits: Tensor) -> Tensor:

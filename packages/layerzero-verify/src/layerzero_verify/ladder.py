@@ -209,18 +209,40 @@ class _Runner:
             ops, what = _OPS[number]
             if not self.line_ups:
                 return [], "every kernel under test fails alone; what it would do to a layer follows from that"
-            if not self._serves(ops):
+            if not self._serves(ops) and not self._brought():
                 return [], f"no kernel under test computes an op of {what}"
             if number == 4 and models.missing():
                 return [], models.missing()
             if number == 5 and self.dtype not in (None, "float32"):
                 return [], "training parity is defined in float32"
         made = (self._preflight, self._kernels, self._layers, self._stages, self._models, self._training)[number]
-        return list(made()), ""
+        own = [] if number in (2, 3, 5) and not self._serves(_OPS[number][0]) else list(made())
+        return [*own, *(self._climbed(number) if number in (2, 3, 5) else ())], ""
 
     def _serves(self, ops: frozenset[str]) -> bool:
         standing = {item for line_up in self.line_ups for item, _ in line_up.stand_ins}
         return self.target.everything or bool(({item.op for item in self.usable} | standing) & ops)
+
+    def _brought(self) -> tuple[str, ...]:
+        """Models of other packages that call an op under test; without one named, in the longer lanes alone."""
+        if models.missing() or self.folder is not None or (self.target.everything and not self.lane.thorough):
+            return ()
+        ops = {item.op for item in self.usable}
+        return tuple(name for name, (*_, called) in models.brought().items() if ops & set(called))
+
+    def _climbed(self, number: int) -> Iterator[Task]:
+        """A level of those models."""
+        from layerzero_verify import brought
+
+        check: Callable[..., Iterator[Check]] = {
+            2: brought.check_layers,
+            3: brought.check_stages,
+            5: partial(brought.check_training, steps=self.lane.steps),
+        }[number]
+        for line_up in self.line_ups:
+            for name, model in self._made(self._brought()):
+                run = partial(_with, check, name, model, line_up, self.target.device, self.dtype or "float32")
+                yield f"level {number} of {name} [{line_up.name}]", run
 
     # -- the levels ----------------------------------------------------------------------------------
     def _preflight(self) -> Iterator[Task]:
@@ -285,7 +307,8 @@ class _Runner:
 
         dtype, check = self.dtype or "float32", partial(check_model, cached=self.lane.cached)
         for line_up in self.line_ups:
-            for name, model in self._made(self.lane.models):
+            own = self.lane.models if self._serves(_MODEL_OPS) else ()
+            for name, model in self._made((*own, *self._brought())):
                 run = partial(_with, check, name, model, line_up, self.target.device, dtype)
                 yield f"model {name} [{line_up.name}]", run
 

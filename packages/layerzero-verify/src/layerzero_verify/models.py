@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,14 @@ _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", "ForCausalLM", {**_SMALL, "head_dim": 16}),
 }  # fmt: skip
 MODELS = tuple(_ARCHITECTURES)
+BRING = "layerzero.verify"  # entry points of packages that bring ops: models like those above, and the ops they call
 MATRIX = ("llama", "gpt2", "t5")  # the three of the preflight: rotary decoder, learned positions, encoder-decoder
+
+
+@cache
+def brought() -> dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]]:
+    """Models of other packages, by name, each with the ops of those packages that it calls."""
+    return {name: found for entry in entry_points(group=BRING) for name, found in entry.load().items()}
 
 
 @lru_cache(maxsize=32)
@@ -88,7 +96,7 @@ def made(name: str, seed: int = 0, length: int = 12) -> Model:
     """A model by name, in float32 on the CPU; the same numbers for the same seed."""
     import transformers
 
-    prefix, kind, sizes = _ARCHITECTURES[name]
+    prefix, kind, sizes = _ARCHITECTURES.get(name) or brought()[name][:3]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1)
         module = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes)).eval()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero_verify.lineup import Caller
+from layerzero_verify.models import brought
 
 _NAME = "layerzero_verify"
 # op -> the stage it computes; a norm, product or embedding is the stage of its module
@@ -28,25 +29,31 @@ def applied(model: Any, call: Caller, observe: Observer | None = None) -> Iterat
 
     `observe` hears of attention's inputs and output; then every part is an op of its own, so that hooks see each.
     """
-    from layerzero_models.transformers.redirect import redirected  # of the extra `models`
+    from layerzero_models.record import Changes  # of the extra `models`
+    from layerzero_models.transformers.redirect import redirected
 
     names = {id(module): name for name, module in model.named_modules()}
+    others = {op for *_, ops in brought().values() for op in ops}
 
     def run(op: str, *args: Any, **kwargs: Any) -> Any:
         name = _part(names)
-        stage = _STAGES.get(op) or ("norm" if op.endswith("norm") else "swiglu_out")
+        stage = op if op in others else _STAGES.get(op) or ("norm" if op.endswith("norm") else "swiglu_out")
         out = call(f"{name} {stage}", op, *args, **kwargs)
         if observe is not None and op == "attention":
             for word, value in (("q_rope", args[0]), ("k_rope", args[1]), ("attn_out", out.transpose(1, 2))):
                 observe(f"{name} {word}", value)
         return out
 
+    changes = Changes()
     with redirected(run):
-        lz.patch(model, everything=True, joined=observe is None)
         try:
+            for op in others:
+                changes.set(lz.ops, op, partial(run, op))
+            lz.patch(model, everything=True, joined=observe is None)
             yield
         finally:
             lz.unpatch(model)
+            changes.undo()
 
 
 def _part(names: Mapping[int, str]) -> str:

@@ -1,0 +1,37 @@
+"""`lz verify` with the models this package brings: every level on the real architectures, and a fault is found."""
+
+from __future__ import annotations
+
+import pytest
+
+import layerzero as lz
+from layerzero_linear_attention.architectures import MODELS
+from layerzero_linear_attention.build import LIBRARY
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="missing tool: the compiled library")
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "kimi_linear"))]
+)
+def test_every_level_of_models_passes_with_the_kernels_in_them(name):
+    op = MODELS[name][3][0]
+    report = lz.verify(op=op, level=(2, 3, 4, 5))
+    assert report.ok, report.verdict.text
+    for level in report.levels[1:]:
+        own = [check for check in level.checks if check.subject.startswith(name)]
+        kernels = {kernel for check in own for kernel in check.served}
+        assert {f"torch.{op}.baseline", f"reference.{op}.plain"} <= kernels, level.number
+        # training needs a backward, which the kernels in C++ have none of
+        assert (f"linear_attention.{op}.native" in kernels) is (level.number < 5), level.number
+
+
+def test_a_kernel_that_is_wrong_is_found_in_a_layer_and_in_the_model(monkeypatch):
+    from layerzero_linear_attention import cpu
+
+    right = cpu._dense
+    monkeypatch.setattr(cpu, "_dense", lambda tensor: right(tensor) * 1.01)
+    report = lz.verify(kernel="linear_attention.mamba2_scan.native", level=(2, 3, 4))
+    failed = {level.number for level in report.levels if level.failures}
+    assert not report.ok and failed == {2, 3, 4}
