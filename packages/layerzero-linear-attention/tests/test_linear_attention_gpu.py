@@ -1,12 +1,15 @@
-"""On a GPU: every kernel of the ops by selection, our Triton kernels and fla-core's, against the oracle; models too."""
+"""On a GPU: every kernel that is here, of our own, of fla-core and of FlashInfer, against the reference; models."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from linear_attention_calls import BY_NAME, NAMES, NEEDS, example
 
 import layerzero as lz
+from layerzero_linear_attention.architectures import MODELS
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_that_is_here_is_right(name, needs, dtype):
     for sizes in ({"batch": 3, "seq_len": 200}, {"batch": 3, "seq_len": 1}):
-        wide = {key: 64 for key in ("key_dim", "value_dim", "head_dim", "state_size") if key in BY_NAME[name].sizes}
+        wide = {key: 128 for key in ("key_dim", "value_dim", "head_dim", "state_size") if key in BY_NAME[name].sizes}
         args = example(name, *needs, dtype=dtype, device="cuda", **sizes, **wide)
         truth = [
             item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item for item in args
@@ -27,3 +30,48 @@ def test_every_kernel_that_is_here_is_right(name, needs, dtype):
             for found, expected in zip(getattr(lz.ops, name)(*args, backend=kernel), wanted, strict=True):
                 bound = 2e-2 if dtype == "bfloat16" else 1e-3
                 torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound, msg=kernel)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_log_probabilities_of_a_model_in_bfloat16_are_as_near_the_truth_as_the_models_own(name):
+    from layerzero_verify import models
+
+    model = models.made(name, length=48)
+    # where fla-core is installed transformers calls it, on any device: the truth is the patched model on the CPU, which
+    # other tests hold against transformers
+    truth = lz.patch(copy.deepcopy(model.module))(**model.padded).logits.log_softmax(-1)
+    padded = {key: item.cuda() for key, item in model.padded.items()}
+    kept = model.padded["attention_mask"].bool()
+
+    def off(module):
+        """The mean and the largest distance from the truth, of what is no padding."""
+        found = module(**padded).logits.float().log_softmax(-1).cpu()
+        distance = (found - truth)[kept].abs()
+        return distance.mean().item(), distance.max().item()
+
+    module = copy.deepcopy(model.module).to("cuda", torch.bfloat16)
+    own = off(module)
+    lz.patch(module)
+    mean, most = off(module)
+    ops = {op for item in lz.patched(module).patched for op in item.op.split(" + ")}
+    assert set(MODELS[name][3]) <= ops
+    assert mean <= 1.5 * own[0] + 1e-3 and most <= 2 * own[1] + 1e-2, (mean, most, own)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_model_goes_on_from_its_cache_token_by_token(name):
+    from layerzero_verify import models
+
+    model = models.made(name, length=48)
+    module = lz.patch(copy.deepcopy(model.module).to("cuda", torch.bfloat16))
+    ids = model.inputs["input_ids"].cuda()
+    whole = module(ids, use_cache=False).logits.float().log_softmax(-1)
+    word, cache, parts = "cache_params" if name == "mamba2" else "past_key_values", None, []
+    for begin, end in ((0, 40), *((t, t + 1) for t in range(40, 48))):
+        found = module(ids[:, begin:end], use_cache=True, **{word: cache})
+        cache = found[word]
+        parts.append(found.logits.float().log_softmax(-1))
+    distance = (torch.cat(parts, 1) - whole).abs()
+    assert distance.mean().item() < 2e-2 and distance.max().item() < 0.5, (distance.mean(), distance.max())

@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero_linear_attention.architectures import MODELS
 
 transformers = pytest.importorskip("transformers")
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
-MODELS = {
-    "Qwen3Next": (
-        {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"],
-            "shared_expert_intermediate_size": 24,
-            **ATTENTION,
-            **EXPERTS,
-        },
-        ("gated_delta_rule", "causal_conv1d"),
-    ),
-    "KimiLinear": (
-        {
-            "linear_num_heads": 4,
-            "linear_head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_local_experts": 4,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": None,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "intermediate_size": 48,
-            **EXPERTS,
-        },
-        ("kimi_delta_attention", "causal_conv1d"),
-    ),
-    "Mamba2": (
-        {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16, "expand": 2},
-        ("mamba2_scan", "causal_conv1d"),
-    ),
-}
 
-
-def made(name, **more):
+def made(name):
     """A tiny model with lively random weights."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name][0], **more})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    prefix, kind, sizes, _ = MODELS[name]
+    model = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -91,7 +43,7 @@ def test_patched_tokens_and_logits_are_the_models_own(name):
     lz.patch(model)
     report = lz.patched(model)
     ops = {item.op for item in report.patched if "conv1d" in item.op}
-    assert ops and all(set(MODELS[name][1]) == set(op.split(" + ")) for op in ops)
+    assert ops and all(set(MODELS[name][3]) == set(op.split(" + ")) for op in ops)
     torch.testing.assert_close(model(**given).logits, logits, rtol=2e-4, atol=2e-4)
     assert torch.equal(model.generate(**given, **options), tokens)
     assert torch.equal(model.generate(**given, **options, num_beams=2), beams)
@@ -105,7 +57,7 @@ def test_a_prompt_that_comes_in_pieces_gives_the_same_logits(name):
     model = lz.patch(made(name))
     ids = prompt()["input_ids"][1:]
     whole = model(ids).logits
-    word = "cache_params" if name == "Mamba2" else "past_key_values"
+    word = "cache_params" if name == "mamba2" else "past_key_values"
     cache, pieces = None, []
     for begin, end in ((0, 20), (20, 36), (36, 37)):
         found = model(ids[:, begin:end], use_cache=True, **{word: cache})
@@ -119,7 +71,7 @@ def test_the_step_can_be_left_out_and_other_models_stay_as_they_are():
     from transformers.models.qwen3_next import modeling_qwen3_next as file
 
     before = file.torch_chunk_gated_delta_rule
-    other, model = made("Qwen3Next"), lz.patch(made("Qwen3Next"), skip=("linear_attention",))
+    other, model = made("qwen3_next"), lz.patch(made("qwen3_next"), skip=("linear_attention",))
     assert not [item for item in lz.patched(model).patched if "delta" in item.op]
     lz.unpatch(model)
     lz.patch(model)
@@ -128,7 +80,7 @@ def test_the_step_can_be_left_out_and_other_models_stay_as_they_are():
 
 
 def test_a_patched_model_has_the_gradients_of_its_own():
-    model, given = made("Qwen3Next"), prompt(tokens=9)
+    model, given = made("qwen3_next"), prompt(tokens=9)
     wanted = torch.autograd.grad(model(**given).logits.square().sum(), list(model.parameters()), allow_unused=True)
     lz.patch(model)
     found = torch.autograd.grad(model(**given).logits.square().sum(), list(model.parameters()), allow_unused=True)
@@ -136,3 +88,86 @@ def test_a_patched_model_has_the_gradients_of_its_own():
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_row_padded_on_the_left_is_the_row_alone(name):
+    model, given = lz.patch(made(name)), prompt()
+    alone = model(given["input_ids"][:1, 5:]).logits
+    padded = model(**given).logits[:1, 5:]
+    torch.testing.assert_close(padded, alone, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_states_of_a_cache_are_those_of_the_model_itself(name):
+    model, ids = made(name), prompt()["input_ids"][1:]
+    word = "cache_params" if name == "mamba2" else "past_key_values"
+
+    def states():
+        """Every tensor of the cache after a prompt in two pieces and two tokens."""
+        cache = None
+        for begin, end in ((0, 20), (20, 35), (35, 36), (36, 37)):
+            cache = model(ids[:, begin:end], use_cache=True, **{word: cache})[word]
+        found = [(layer.conv_states, layer.recurrent_states) for layer in cache.layers if hasattr(layer, "conv_states")]
+        return [
+            state
+            for pair in found
+            for several in pair
+            for state in (several.values() if isinstance(several, dict) else several)
+            if state is not None
+        ]
+
+    wanted = [state.clone() for state in states()]
+    lz.patch(model)
+    found = states()
+    assert len(found) == len(wanted) >= 2
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+def test_the_calls_of_a_model_are_recorded_tuned_and_warmed_up(tmp_path, monkeypatch):
+    from layerzero_tune.timing import steal_time
+
+    monkeypatch.setattr(steal_time, "ticks", lambda path="": None)  # the host of a test serves others
+    monkeypatch.setattr(steal_time, "_PAUSES", ())
+    model, traffic, database = lz.patch(made("qwen3_next")), tmp_path / "traffic.json", tmp_path / "perf.db"
+    with lz.record(traffic):
+        model.generate(**prompt(), max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    recorded = json.loads(traffic.read_text())
+    ours = {"gated_delta_rule", "causal_conv1d"}
+    recorded["calls"] = [item for item in recorded["calls"] if item["context"]["op"] in ours]
+    traffic.write_text(json.dumps(recorded))
+    tuned = lz.tune(traffic, database=database, budget=60.0)
+    assert len(tuned.outcomes) >= 4  # prompt and token of both
+    for outcome in tuned.outcomes:
+        op = outcome.trial.ctx.op
+        assert {f"linear_attention.{op}.native", f"torch.{op}.baseline"} <= set(outcome.trial.times)
+    assert lz.warmup(traffic, background=False).calls == len(recorded["calls"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_compiled_model_is_the_eager_one(name):
+    model, given = made(name), prompt(tokens=12)
+    wanted = model(**given, use_cache=False).logits
+    lz.patch(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given, use_cache=False).logits, wanted, rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+def test_a_compiled_layer_calls_the_ops():
+    model = lz.patch(made("mamba2"))
+    x, layer = torch.randn(2, 9, 64), model.backbone.layers[0].mixer
+    wanted, graphs = layer(x), []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(layer, backend=backend)(x), wanted, rtol=1e-4, atol=1e-4)
+    assert all(any(op in text for text in graphs) for op in ("mamba2_scan", "causal_conv1d"))
