@@ -81,14 +81,14 @@ def _called(
     scale: float | None,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Their four functions take the same arguments; decays and states in float32, offsets as int64."""
+    """Their four functions take the same arguments by name; decays and states in float32, offsets as int64."""
     assert callable(function)
     out, state = function(
         query,
         key,
         value,
-        g.float(),
-        beta,
+        g=g.float(),
+        beta=beta,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=True,

@@ -234,14 +234,15 @@ class _Runner:
         """A level of those models."""
         from layerzero_verify import brought
 
-        check: Callable[..., Iterator[Check]] = {
+        checks: dict[int, Callable[..., Iterator[Check]]] = {
             2: brought.check_layers,
             3: brought.check_stages,
             5: partial(brought.check_training, steps=self.lane.steps),
-        }[number]
+        }
         for line_up in self.line_ups:
             for name, model in self._made(self._brought()):
-                run = partial(_with, check, name, model, line_up, self.target.device, self.dtype or "float32")
+                given = (name, model, line_up, self.target.device, self.dtype or "float32")
+                run = partial(_with, checks[number], *given)
                 yield f"level {number} of {name} [{line_up.name}]", run
 
     # -- the levels ----------------------------------------------------------------------------------
