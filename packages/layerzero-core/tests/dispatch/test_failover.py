@@ -127,6 +127,19 @@ def test_a_failover_is_logged_once_with_context_and_reason(lab: Any, caplog: pyt
     assert record.exc_info is not None
 
 
+def test_a_retry_that_fails_as_before_is_one_line_and_another_failure_has_its_traceback(
+    lab: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    three(lab, breaker={"failures": 9})
+    with caplog.at_level(logging.ERROR, logger="layerzero.dispatch"):
+        for words in ("boom", "boom", "boom", "other"):
+            lab.faults["bad.rms_norm.first"] = RuntimeError(words)
+            lz.rms_norm(X, W)
+    told = [item for item in caplog.records if item.levelno >= logging.ERROR]
+    assert [item.exc_info is not None for item in told] == [True, False, False, True]
+    assert all("bad.rms_norm.first" in item.getMessage() for item in told)
+
+
 @pytest.mark.req("R-SEL-04")
 def test_falling_back_to_the_reference_warns_with_the_reasons(lab: Any, caplog: pytest.LogCaptureFixture) -> None:
     lab.use(only=True)
