@@ -76,6 +76,16 @@ def paged():
     paged_attention(blank(16, 32, 128), cache, cache, batch, None, None, None, None, False, "NHD")
 
 
+def latent():
+    from layerzero.model.kv_cache import PagedBatch
+    from layerzero_triton.mla import mla_paged_attention
+
+    batch = PagedBatch(blank(16, 64, dtype=I32), blank(16, dtype=I32), None, (4096,) * 16, (1,) * 16)
+    for heads in (16, 128):
+        queries, caches = ((blank(*size, 512), blank(*size, 64)) for size in ((16, heads), (1024, 64)))
+        mla_paged_attention(*queries, *caches, batch, 0.1, False)
+
+
 def sampling():
     from layerzero_triton.sampling import _run
 
@@ -127,8 +137,8 @@ def experts():
 KERNELS = {
     f.__name__: f
     for f in (
-        rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, sampling, shortlist, linear, mxfp4,
-        experts,
+        rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, latent, sampling, shortlist, linear,
+        mxfp4, experts,
     )
 }  # fmt: skip
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -202,6 +202,35 @@ def test_paged_decode(page, layout, heads, kv_heads, dim, window, softcap, index
             close("attention", paged_attention(q, k, v, batch, *rest), true_paged(q, k, v, batch, *rest), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_paged_decode_with_sinks_and_scales(dtype):
+    from layerzero_triton.paged import paged_attention
+
+    sinks = torch.linspace(-3.0, 6.0, 32, device="cuda")
+    each = torch.linspace(0.5, 2.0, 8, device="cuda")
+    for lengths in ((5,), (700, 20, 1), (3000,) * 40):
+        q, k, v, batch = paged(dtype, 16, "NHD", 32, 8, 64, lengths)
+        for last in ((sinks,), (sinks, True, each, each), (None, True, 0.5, each[:1])):
+            rest = (None, None, None, None, True, "NHD", *last)
+            close("attention", paged_attention(q, k, v, batch, *rest), true_paged(q, k, v, batch, *rest), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_latent_decode(heads, dtype):
+    from layerzero.backends.reference.mla import mla_paged_attention as truth
+    from layerzero_triton.mla import mla_paged_attention
+
+    for lengths in ((5,), (700, 20, 1), (2000,) * 40):
+        blocks = -(-max(lengths) // 64)
+        queries = [torch.randn(len(lengths), heads, dim, device="cuda", dtype=dtype) for dim in (512, 64)]
+        caches = [torch.randn(len(lengths) * blocks, 64, dim, device="cuda", dtype=dtype) for dim in (512, 64)]
+        table = torch.randperm(len(lengths) * blocks, device="cuda").view(len(lengths), blocks).int()
+        batch = make_paged_batch(table, torch.tensor(lengths, device="cuda", dtype=torch.int32))
+        given = (*queries, *caches, batch, 0.05, True)
+        close("attention", mla_paged_attention(*given), truth(*given), dtype)
+
+
 def test_paged_decode_stays_right_in_a_graph_whose_contexts_grow():
     from layerzero_triton.paged import paged_attention
 

@@ -250,7 +250,7 @@ def rope_beyond():
 
 def paged_case(
     name, *, dtype=F32, page=4, layout="NHD", heads=4, kv_heads=2, dim=16, splits=2, index=torch.int32, window=None,
-    softcap=None, slopes=None, scale=None,
+    softcap=None, slopes=None, scale=None, last=(),
 ):  # fmt: skip
     @case(f"paged {name}")
     def run():
@@ -264,8 +264,8 @@ def paged_case(
         k, v, q = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(3, heads, dim).to(dtype)
         table = torch.randperm(3 * blocks).view(3, blocks).to(index)
         batch = make_paged_batch(table, torch.tensor(lengths, dtype=index))
-        rest = (scale, window, softcap, slopes, True, layout)
-        got = paged.paged_attention(q, k, v, batch, *rest, config.PagedConfig(16, 16, splits))
+        rest = (scale, window, softcap, slopes, True, layout, *last)
+        got = paged.paged_attention(q, k, v, batch, *rest, config=config.PagedConfig(16, 16, splits))
         return differs("attention", got, truth(q, k, v, batch, *rest), dtype)
 
 
@@ -274,6 +274,32 @@ paged_case("whole, other layout", splits=1, layout="HND", page=1, index=torch.in
 paged_case("window and cap", window=(6, 0), softcap=5.0, page=8)
 paged_case("slopes, negative scale", slopes=torch.rand(3, 4), scale=-0.7, heads=4, kv_heads=1)
 paged_case("float16, odd head", dtype=F16, dim=24, splits=3)
+paged_case("sinks", last=(torch.tensor([-3.0, 0.0, 2.0, 6.0]),))
+paged_case("sinks, whole", splits=1, last=(torch.tensor([-3.0, -torch.inf, 2.0, 6.0]),))
+paged_case("scales", last=(None, True, 0.5, torch.tensor([0.25, 3.0])))
+
+
+def latent_case(name, *, dtype=F32, page=4, heads=4, dims=(32, 16), splits=2, index=torch.int32):
+    @case(f"latent {name}")
+    def run():
+        from layerzero.backends.reference.mla import mla_paged_attention as truth
+        from layerzero.model.kv_cache import make_paged_batch
+        from layerzero_triton import config, mla
+
+        lengths = (5, 0, 37)
+        blocks = -(-max(lengths) // page)
+        queries = [torch.randn(3, heads, dim).to(dtype) for dim in dims]
+        caches = [torch.randn(3 * blocks, page, dim).to(dtype) for dim in dims]
+        table = torch.randperm(3 * blocks).view(3, blocks).to(index)
+        batch = make_paged_batch(table, torch.tensor(lengths, dtype=index))
+        rest = (*queries, *caches, batch, 0.3, True)
+        got = mla.mla_paged_attention(*rest, config=config.PagedConfig(16, 16, splits))
+        return differs("attention", got, truth(*rest), dtype)
+
+
+latent_case("split")
+latent_case("whole, more heads than a tile", splits=1, heads=20, index=torch.int64)
+latent_case("float16, odd widths", dtype=F16, dims=(40, 24), splits=3, page=8)
 
 
 def sampling_case(name, dtype, *filters, seeds=2):
@@ -499,7 +525,7 @@ def planned():
         k, v, q = torch.randn(8, 4, 2, 16), torch.randn(8, 4, 2, 16), torch.randn(2, 4, 16)
         batch = make_paged_batch(torch.randperm(8).view(2, 4).int(), torch.tensor((15, 3 + turn)).int())
         rest = (0.5 if last else None, (4, 0) if last else None, None, None, last, "NHD")
-        got = paged.paged_attention(q, k, v, batch, *rest, config.PagedConfig(16, 16, 1 if last else 2))
+        got = paged.paged_attention(q, k, v, batch, *rest, config=config.PagedConfig(16, 16, 1 if last else 2))
         wrong.append(differs("attention", got, true_paged(q, k, v, batch, *rest)))
         x, y, cos, sin = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(5, 4), torch.randn(5, 4)
         rest = (last, "BHSD", torch.tensor([turn, 1, 2]) if turn else None, False)

@@ -105,6 +105,20 @@ def paged_config(batch: int, kv_heads: int, group: int, longest: int, row_bytes:
     return PagedConfig(block_m, block_n, splits, 4, 5 if row_bytes <= 256 else 3 if row_bytes <= 512 else 2)
 
 
+def latent_config(batch: int, heads: int, longest: int, row_bytes: int, sms: int) -> PagedConfig:
+    """Tiles of heads that share one key: few heads read memory, many multiply.
+
+    `row_bytes` is the size of a latent vector; a tile of them is loaded while the one before is multiplied.
+    """
+    block_m = min(64, max(16, next_power(heads)))
+    block_n = 32 if row_bytes <= 1024 else 16
+    programs = batch * -(-heads // block_m)
+    room = 2 if block_m <= 32 else 1  # programs of a multiprocessor
+    most = max(1, -(-longest // (4 * block_n)))
+    splits = max(1, min(most, 16, room * sms // programs))
+    return PagedConfig(block_m, block_n, splits, 4 if block_m <= 32 else 8, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
     """Tiles of a product with a quantized weight; the inner axis is cut into `splits`."""

@@ -45,6 +45,11 @@ def paged_attention(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     layout: str,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    *,
     config: PagedConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of one new token a sequence over its pages; `config` is for measuring.
@@ -74,15 +79,19 @@ def paged_attention(
             lengths = lengths.contiguous()
         if slopes is not None:
             slopes = slopes.contiguous()
+        if isinstance(k_scale, (int, float)):
+            scale, k_scale = k_scale * (dim**-0.5 if scale is None else scale), None
+        scales = _scales(k_scale, v_scale, query.device)
         # Everything a plan is made of, and every dtype: a decode loop finds its launches ready for all its layers.
         key = (
             shape, query.stride(), query.dtype, query.get_device(), key_cache.shape, key_cache.stride(),
             key_cache.dtype, value_cache.stride(), value_cache.dtype, tables.stride(0), tables.dtype, lengths.dtype,
             None if slopes is None else (slopes.shape, slopes.dtype), chosen, scale, window, softcap, return_lse,
-            layout,
+            layout, *(None if item is None else (item.shape, item.dtype) for item in (sinks, *scales)),
         )  # fmt: skip
         plans = _plans.get(key)
-        given = (query, key_cache, value_cache, tables, lengths, slopes)
+        own = None if sinks is None else sinks.contiguous()
+        given = (query, key_cache, value_cache, tables, lengths, slopes, own, *scales)
         if plans is None:
             factor = 1.0 / math.sqrt(dim) if scale is None else scale
             rest = (factor, -1 if window is None else window[0], softcap, layout)
@@ -94,12 +103,26 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
+_Given = tuple[Any, ...]  # query, caches, tables, lengths; slopes, sinks and both scales, or None
 _Rest = tuple[float, int, "float | None", str]
 
 
+@functools.lru_cache(maxsize=64)
+def _number(value: float, place: torch.device) -> Tensor:
+    return torch.full((1,), value, device=place)
+
+
+def _scales(k_scale: Any, v_scale: Any, place: torch.device) -> list[Tensor | None]:
+    """Both scales of the caches as tensors of as many numbers each: one, or one for each KV head."""
+    found = [
+        item if item is None or isinstance(item, Tensor) else _number(float(item), place) for item in (k_scale, v_scale)
+    ]
+    most = max((item.numel() for item in found if item is not None), default=1)
+    return [None if item is None else item.reshape(-1).expand(most).contiguous() for item in found]
+
+
 def _planned(given: _Given, return_lse: bool, rest: _Rest, chosen: PagedConfig) -> _Plans:
-    query, key_cache, value_cache, tables, _, slopes = given
+    query, key_cache, value_cache, tables, _, slopes, sinks, k_scale, v_scale = given
     scale, left, softcap, layout = rest
     slot_axis, head_axis = (1, 2) if layout == "NHD" else (2, 1)
     count, heads, dim = query.shape
@@ -122,6 +145,8 @@ def _planned(given: _Given, return_lse: bool, rest: _Rest, chosen: PagedConfig) 
         (
             dim, block_d, key_cache.shape[slot_axis], chosen.block_m, chosen.block_n, left >= 0, bool(softcap),
             slopes is not None, splits > 1 or return_lse, unit, query.dtype is torch.float32, tiles,
+            sinks is not None, k_scale is not None, v_scale is not None,
+            int(any(item is not None and item.numel() > 1 for item in (k_scale, v_scale))),
         ),
         chosen.warps,
         chosen.stages,
@@ -134,11 +159,12 @@ def _planned(given: _Given, return_lse: bool, rest: _Rest, chosen: PagedConfig) 
 
 def _prepared(given: _Given, out: Tensor, lse: Tensor | None, rest: _Rest, chosen: PagedConfig) -> None:
     """Compile what other lengths and batch sizes of the same model need: one piece, a few, and many."""
-    query, key_cache, _, tables, _, slopes = given
+    query, key_cache, _, tables, _, slopes, *more = given
     _, left, softcap, layout = rest
     key = (
         query.dtype, query.shape[1:], query.get_device(), key_cache.shape[1:], key_cache.dtype, layout, left >= 0,
         bool(softcap), slopes is None, lse is None, tables.dtype, unit_of(*key_cache.stride()[:3]),
+        *(None if item is None else (item.dtype, item.numel() > 1) for item in more),
     )  # fmt: skip
     if key in _known:
         return

@@ -15,17 +15,19 @@ _NUMBERS = [
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def split(
-    q, k, v, tables, lengths, slopes, out, sums,
+    q, k, v, tables, lengths, slopes, sinks, k_scale, v_scale, out, sums,
     group: tl.int32, heads: tl.int32, splits: tl.int32, window: tl.int32, scale: tl.float32, softcap: tl.float32,
     q_t: tl.int64, q_h: tl.int64, k_p: tl.int64, k_t: tl.int64, k_h: tl.int64,
     v_p: tl.int64, v_t: tl.int64, v_h: tl.int64, t_b: tl.int64, s_b: tl.int64,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, LSE: tl.constexpr,
-    UNIT: tl.constexpr, PRECISE: tl.constexpr, TILES: tl.constexpr,
+    UNIT: tl.constexpr, PRECISE: tl.constexpr, TILES: tl.constexpr, SINKS: tl.constexpr,
+    KEYS_SCALED: tl.constexpr, VALUES_SCALED: tl.constexpr, EACH_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and tile of its queries, split, sequence). With one split `out` is the result itself.
 
-    out is [sequences, heads, splits, DIM] and sums, the log-sum-exp, [sequences, heads, splits], both contiguous.
+    out is [sequences, heads, splits, DIM] and sums, the log-sum-exp, [sequences, heads, splits], both contiguous. The
+    first split begins with the sinks: a score without a value. EACH_HEAD: the scales are one for each KV head.
     """
     q_t, q_h = q_t * UNIT, q_h * UNIT
     k_p, k_t, k_h = k_p * UNIT, k_t * UNIT, k_h * UNIT
@@ -53,6 +55,12 @@ def split(
         slope = tl.load(slopes + batch * s_b + head, mask=mine, other=0.0).to(tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=mine, other=float("-inf")).to(tl.float32)
+        best = tl.where(piece == 0, sink, best)
+        total = tl.where(best == float("-inf"), 0.0, 1.0)
+    if KEYS_SCALED:
+        scale *= tl.load(k_scale + kv_head * EACH_HEAD).to(tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row = tables + batch * t_b
     keys_of = k + kv_head * k_h + column[None, :]
@@ -96,6 +104,8 @@ def split(
         acc = acc * shrink[:, None] + added
         best = now
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if VALUES_SCALED:
+        acc *= tl.load(v_scale + kv_head * EACH_HEAD).to(tl.float32)
     place = (batch.to(tl.int64) * heads + head) * splits + piece
     store_mask = mine[:, None] & wide[None, :]
     tl.store(out + place[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=store_mask)
