@@ -16,7 +16,12 @@ def rotated(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, layout: str,
     position_ids: Tensor | None, inplace: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """q and k turned; canonical arguments of `rope`."""
+    """Rotate the first `rotary_dim` elements of each head; the rest pass through. Canonical arguments of `rope`.
+
+    `cos`, `sin` are tables [S, rotary_dim / 2] (one angle per pair) or [B, S, rotary_dim] (element i multiplies
+    element i, as transformers makes them). Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    `position_ids` ([S] or [B, S]) picks rows of the tables; without it token s uses row s.
+    """
     full_cos, full_sin = full_tables(q, cos, sin, interleaved, layout, position_ids)
     turned = rotate(q, full_cos, full_sin, interleaved, inplace)
     return turned, None if k is None else rotate(k, full_cos, full_sin, interleaved, inplace)

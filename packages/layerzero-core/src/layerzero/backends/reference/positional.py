@@ -10,24 +10,7 @@ from torch import Tensor
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.model.rotary import full_tables, full_width, rotate, rotated, token_rows
 
-
-def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    layout: str,
-    position_ids: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Rotate the first `rotary_dim` elements of each head; the rest pass through.
-
-    `cos`, `sin` are tables [S, rotary_dim / 2] (one angle per pair) or [B, S, rotary_dim] (element i multiplies
-    element i, as transformers makes them). Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when `interleaved`.
-    `position_ids` ([S] or [B, S]) picks rows of the tables; without it token s uses row s.
-    """
-    return rotated(q, k, cos, sin, interleaved, layout, position_ids, inplace)
+rope = rotated
 
 
 def rope_halves(
