@@ -155,8 +155,11 @@ def build(name, place):
     return [compile_for(launch, target(place)) for launch in launches]
 
 
-@pytest.mark.parametrize("place", TARGETS)
-@pytest.mark.parametrize("name", KERNELS)
+# Four-bit codes are taken apart by NVIDIA's instructions; their kernels are declared for it alone.
+PAIRS = [(name, place) for name in KERNELS for place in TARGETS if name != "mxfp4" or place.startswith("sm_")]
+
+
+@pytest.mark.parametrize(("name", "place"), PAIRS)
 @pytest.mark.req("R-BK-TR-04")
 def test_it_compiles(name, place, tmp_path, monkeypatch):
     if (name, place) not in QUICK and os.environ.get("LAYERZERO_PROVE") != "1":

@@ -186,7 +186,7 @@ def experts_config(slots: int, experts: int) -> ExpertsConfig:
         return ExpertsConfig(32, (128, 64, 4, 4), (128, 64, 4, 4))
     if rows <= 96:
         return ExpertsConfig(64, (128, 64, 4, 4), (128, 64, 4, 4))
-    return ExpertsConfig(128, (256, 64, 8, 3), (128, 64, 8, 3))
+    return ExpertsConfig(128, (256, 64, 8, 3), (128, 64, 8, 4))
 
 
 @dataclass(frozen=True, slots=True)
