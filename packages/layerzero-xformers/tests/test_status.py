@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import layerzero as lz
+import layerzero_xformers
 from layerzero.model.config import FrozenMap
 from layerzero.plugin import abi
 from layerzero.plugin.enclosure import Enclosure
@@ -18,7 +20,7 @@ from layerzero.plugin.vendor import presence_in
 from layerzero.registry.capabilities import load_capabilities
 from layerzero_verify.testing import fakes
 from layerzero_verify.testing.vendors import pretend
-from layerzero_xformers.plugin import CAPABILITIES, layerzero_capabilities, layerzero_health
+from layerzero_xformers.plugin import layerzero_capabilities, layerzero_health
 
 ALONE = {"xformers": "0.0.35", "flash-attn": None, "flash-attn-4": None}
 DEVICE = fakes.gpu(90, cuda_version="12.8")
@@ -92,7 +94,7 @@ def test_a_build_for_another_cuda_is_kept_out_of_this_process_with_both_versions
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xformers\nVersion: 0.0.35\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    known = load_capabilities(CAPABILITIES)
+    known = load_capabilities(Path(layerzero_xformers.__file__).with_name("capabilities.json"))
     from layerzero.plugin.discovery import dist_version
 
     dist_version.cache_clear()

@@ -6,44 +6,10 @@ import ctypes
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
-from layerzero.plugin import (
-    BackendStatus,
-    DeviceSpec,
-    HealthReport,
-    Reason,
-    Registrar,
-    dist_version,
-    hookimpl,
-    needs_dist,
-    needs_sm,
-    reason,
-    vendor_status,
-)
+from layerzero.plugin import DeviceSpec, Reason, backend_hooks, dist_version, needs_dist, needs_sm, reason
 
-CAPABILITIES = Path(__file__).with_name("capabilities.json")
 _RUNTIME = "libcudart.so.12"
-
-
-@hookimpl
-def layerzero_register(registrar: Registrar) -> None:
-    """Register the kernels of the descriptor."""
-    registrar.backend(CAPABILITIES)
-
-
-@hookimpl
-def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
-    """Vendor, its neighbours, this device; XFORMERS_MORE_DETAILS=1 makes the vendor itself say more."""
-    return vendor_status(CAPABILITIES, device, needs_sm(75), flash_attention_2, cuda_runtime)
-
-
-@hookimpl
-def layerzero_health(backend: str) -> HealthReport:
-    """Known-answer test of every kernel."""
-    from layerzero_xformers.health import self_test
-
-    return self_test()
 
 
 def flash_attention_2(device: DeviceSpec) -> Iterable[Reason]:
@@ -68,3 +34,9 @@ def cuda_runtime(device: DeviceSpec) -> Iterable[Reason]:
         )
         return (replace(why, hint=fix),)
     return ()
+
+
+# XFORMERS_MORE_DETAILS=1 makes the vendor itself say more.
+layerzero_register, layerzero_capabilities, layerzero_health = backend_hooks(
+    __package__, needs_sm(75), flash_attention_2, cuda_runtime
+)

@@ -22,6 +22,8 @@ A backend teaches LayerZero kernels it did not know. It is a pip package with th
        def layerzero_capabilities(device):
            return vendor_status(CAPABILITIES, device)
 
+   Where nothing is special, `backend_hooks(__package__)` gives these two and the self test of the module `health`.
+
 3. `capabilities.json`, which says what each kernel can do. What is not declared is not supported.
 
 Rules that keep everybody safe:
@@ -47,6 +49,7 @@ from layerzero.model.op import Call, Op, OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.artifacts import artifact_folder
 from layerzero.plugin.discovery import dist_version
+from layerzero.plugin.hooks import backend_hooks
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
 from layerzero.plugin.vendor import needs_dist, needs_sm, vendor_status
@@ -75,6 +78,7 @@ __all__ = [
     "ReasonCode",
     "Registrar",
     "artifact_folder",
+    "backend_hooks",
     "dist_version",
     "expect_rank",
     "expect_shape",

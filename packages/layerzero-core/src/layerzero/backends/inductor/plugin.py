@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layerzero.backends.hooks import hooks
 from layerzero.backends.inductor.toolchain import needs_compiler
+from layerzero.plugin import backend_hooks
 
 # The compiler ships with torch; what is asked is whether it finds a C++ compiler.
-layerzero_register, layerzero_capabilities, layerzero_health = hooks(__package__, needs_compiler)
+layerzero_register, layerzero_capabilities, layerzero_health = backend_hooks(__package__, needs_compiler)

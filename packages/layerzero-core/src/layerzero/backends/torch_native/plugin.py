@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.backends.hooks import hooks
+from layerzero.plugin import backend_hooks
 
-layerzero_register, layerzero_capabilities, layerzero_health = hooks(__package__)
+layerzero_register, layerzero_capabilities, layerzero_health = backend_hooks(__package__)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from typing import Any
 
 from layerzero.plugin import hookimpl
-from layerzero_liger.plugin import CAPABILITIES
 
 
 @hookimpl
 def layerzero_register(registrar: Any) -> None:
     """The real descriptor on another device, without the CUDA-only block and without bfloat16 (see test_kernels)."""
-    document = json.loads(CAPABILITIES.read_text(encoding="utf-8"))
+    document = json.loads(files("layerzero_liger").joinpath("capabilities.json").read_text(encoding="utf-8"))
     document["platforms"] = ["cpu"]
     del document["vendor"], document["ops"]["mlp"]
     for entries in document["ops"].values():
