@@ -23,6 +23,9 @@ struct KV {
   const char* table;  // page numbers
   int64_t table_row, table_col, page;
   bool wide;  // 64-bit page numbers
+  // A second part of each key in pages of its own (latent attention: the rotated part), or null.
+  const char* rest;
+  int64_t rest_seq, rest_block;
 
   int64_t block(int64_t b, int64_t n) const {
     int64_t at = b * table_row + n * table_col;
@@ -45,12 +48,19 @@ struct KV {
       for (; at < page && j < n; ++at, ++j) kp[j] = ks + at * k_seq, vp[j] = vs + at * v_seq;
     }
   }
+  template <class T> void rest_rows(int64_t b, int64_t first, int n, const T** rp) const {
+    for (int j = 0; j < n; ++j) {
+      const int64_t at = first + j;
+      rp[j] = reinterpret_cast<const T*>(rest) + block(b, at / page) * rest_block + at % page * rest_seq;
+    }
+  }
 };
 
 // One sequence: its queries and its length. Query i stands at key position i + shift.
 struct Sequence {
   int64_t batch, q_at, out_at, lse_at;  // offsets in elements
   int64_t queries, keys, shift;
+  int64_t first;  // number of its first query among all
 };
 
 // What the scores go through after the product, and what a row may see.
@@ -73,6 +83,8 @@ struct Problem {
   int64_t sequences, heads, kv_heads, group, dim, dim_v;
   const char* q;
   int64_t q_head, q_seq;
+  const char* q_rest;  // the part of the queries for `kv.rest`
+  int64_t dim_rest, q_rest_head, q_rest_seq;
   char* out;
   int64_t out_head, out_seq;
   float* lse;  // or null

@@ -10,11 +10,20 @@
 
 LZ_BEGIN
 
-constexpr int MAX_ROWS = 64, MAX_HEADS = 8;
+constexpr int MAX_ROWS = 128, MAX_HEADS = 8;
 static const char NO_ROOM[] = "no memory for partial results";
 
-// Scores of `rows` rows against n keys; prefetches the values of the same keys.
-template <class T>
+template <bool ADD> LZ_INLINE void keep(float* to, v4 found) {
+  if constexpr (ADD) {
+    v4 there;
+    memcpy(&there, to, 16);
+    found = found + there;
+  }
+  memcpy(to, &found, 16);
+}
+
+// Scores of `rows` rows against n keys; prefetches the values of the same keys. With ADD they are added to what is there.
+template <bool ADD = false, class T>
 __attribute__((noinline)) static void score_tile(const float* q, int64_t q_step, int rows, const T* const* kp, const T* const* vp, int n, int64_t dim,
                        int64_t fetch, float* s) {
   for (int j = 0; j < n; j += 4) {
@@ -27,11 +36,11 @@ __attribute__((noinline)) static void score_tile(const float* q, int64_t q_step,
     int r = 0;
     for (; r + DOT_ROWS <= rows; r += DOT_ROWS) {
       dot4<DOT_ROWS>(q + r * q_step, q_step, kp[j], kp[e1], kp[e2], kp[e3], dim, out);
-      for (int i = 0; i < DOT_ROWS; ++i) memcpy(s + (r + i) * TILE + j, &out[i], 16);
+      for (int i = 0; i < DOT_ROWS; ++i) keep<ADD>(s + (r + i) * TILE + j, out[i]);
     }
     for (; r < rows; ++r) {
       dot4<1>(q + r * q_step, q_step, kp[j], kp[e1], kp[e2], kp[e3], dim, out);
-      memcpy(s + r * TILE + j, &out[0], 16);
+      keep<ADD>(s + r * TILE + j, out[0]);
     }
   }
 }
@@ -101,7 +110,7 @@ template <class T>
 __attribute__((noinline)) static void attend(const Problem& p, const Sequence& seq, int64_t kv_head, int heads, int64_t begin,
                                              int64_t end, const Group* group, float* s) {
   const int rows = int(p.group * seq.queries);
-  const int64_t q_step = padded(p.dim), step = padded(p.dim_v);
+  const int64_t q_step = padded(p.dim) + padded(p.dim_rest), step = padded(p.dim_v);
   const int64_t k_bytes = p.dim * int64_t(sizeof(T)), v_bytes = p.dim_v * int64_t(sizeof(T));
   Band band[MAX_ROWS];
   float factor[MAX_ROWS];
@@ -115,6 +124,10 @@ __attribute__((noinline)) static void attend(const Problem& p, const Sequence& s
       const int64_t head = (kv_head + h) * p.group + r % p.group;
       const T* q = reinterpret_cast<const T*>(p.q) + seq.q_at + head * p.q_head + query * p.q_seq;
       widen_row(q, p.dim, group[h].q + r * q_step, p.rules.scale);
+      if (p.kv.rest) {
+        const T* more = reinterpret_cast<const T*>(p.q_rest) + head * p.q_rest_head + (seq.first + query) * p.q_rest_seq;
+        widen_row(more, p.dim_rest, group[h].q + r * q_step + padded(p.dim), p.rules.scale);
+      }
       group[h].running[r] = {-INF, 0.0f};
       for (int64_t c = 0; c < step; c += W) store(group[h].acc + r * step + c, splat(0.0f));
     }
@@ -134,6 +147,11 @@ __attribute__((noinline)) static void attend(const Problem& p, const Sequence& s
     for (int j = more > 0 ? more : 0; j < n; ++j) keys[turn ^ 1][j] = keys[turn][n - 1];  // harmless to fetch
     const Group& g = group[h];
     score_tile(g.q, q_step, rows, keys[turn], values[turn], n, p.dim, v_bytes, s);
+    if (p.kv.rest) {
+      const T* rest[TILE];
+      p.kv.rest_rows(seq.batch, first, n, rest);
+      score_tile<true>(g.q + padded(p.dim), q_step, rows, rest, rest, n, p.dim_rest, 0, s);
+    }
     for (int r = 0; r < rows; ++r) {
       finish_scores(s + r * TILE, n, first, p, seq, (kv_head + h) * p.group + r % p.group, r / p.group, band[r]);
       factor[r] = soften(s + r * TILE, int(padded(n)), g.running[r]);
@@ -157,7 +175,7 @@ template <class T> static Status decode(const Problem& p) {
     if (p.sequence[b].queries > most) most = p.sequence[b].queries;
   }
   const int64_t rows = p.group * most, groups = p.sequences * p.kv_heads, step = padded(p.dim_v);
-  if (rows > MAX_ROWS) return "decode attention takes at most 64 query rows for each key head";
+  if (rows > MAX_ROWS) return "decode attention takes at most 128 query rows for each key head";
   // By the length alone: the bits of a head do not depend on how many heads or threads there are.
   const int64_t chunk = longest <= 4096 ? 512 : longest <= 16384 ? 1024 : 2048;
   const int64_t chunks = longest > chunk ? (longest + chunk - 1) / chunk : 1;
@@ -166,7 +184,7 @@ template <class T> static Status decode(const Problem& p) {
   int64_t heads = 1;
   if (p.kv.k_head < p.kv.k_seq)
     while (heads < MAX_HEADS && p.kv_heads % (2 * heads) == 0 && p.sequences * chunks * p.kv_heads >= 8 * heads * p.threads) heads *= 2;
-  const int64_t q_floats = rows * padded(p.dim), acc_floats = rows * step, one = acc_floats + 2 * rows;
+  const int64_t q_floats = rows * (padded(p.dim) + padded(p.dim_rest)), acc_floats = rows * step, one = acc_floats + 2 * rows;
   const size_t work = size_t(rows * TILE + heads * (q_floats + one)) * sizeof(float);
   float* partial = nullptr;
   if (chunks > 1) {
@@ -233,8 +251,16 @@ static Status attention_paged_decode(Call& call) {
   });
 }
 
+static Status attention_latent_decode(Call& call) {
+  return with_latent(call, [](const Problem& p, DType dtype) -> Status {
+    LZ_FLOATS(dtype, return decode<T>(p));
+    return "latent attention takes float32, bfloat16 and float16";
+  });
+}
+
 LZ_EXPORTS(attn_decode) = {{"attention_decode", DENSE_SIGNATURE, &attention_decode},
                            {"attention_paged_decode", PAGED_SIGNATURE, &attention_paged_decode},
+                           {"attention_latent_decode", LATENT_SIGNATURE, &attention_latent_decode},
                            {nullptr, nullptr, nullptr}};
 
 LZ_END

@@ -14,6 +14,8 @@ namespace LZ_ISA {
 // 2 where a query sees the keys behind its own; sinks.
 #define PAGED_SIGNATURE "TTTTTOTOOffiiio"
 
+constexpr int64_t MOST_DIM = 256, MOST_LATENT = 512;
+
 LZ_INLINE bool floats(DType t) { return t == F32 || t == BF16 || t == F16; }
 LZ_INLINE int64_t integer(const Tensor& t, int64_t i) {
   return t.dtype == I64 ? t.as<int64_t>()[i * t.stride[0]] : t.as<int32_t>()[i * t.stride[0]];
@@ -76,7 +78,7 @@ inline void set_window(int64_t left, int64_t right, bool causal, Rules& rules) {
 
 // Common to both forms: q and out are [..., heads, dim] views with the axes named here.
 inline Status set_heads(const Tensor& q, const Tensor& out, const Tensor& k, const Tensor& v, int64_t heads, int64_t kv_heads,
-                        Problem& p) {
+                        Problem& p, int64_t most = MOST_DIM) {
   if (!floats(q.dtype) || k.dtype != q.dtype || v.dtype != q.dtype || out.dtype != q.dtype)
     return "query, key, value and out must share a dtype: float32, bfloat16 or float16";
   if (!readable(q) || !readable(k) || !readable(v) || !readable(out)) return RELAYOUT;
@@ -85,7 +87,7 @@ inline Status set_heads(const Tensor& q, const Tensor& out, const Tensor& k, con
   p.dim = q.size(-1);
   p.dim_v = v.size(-1);
   if (k.size(-1) != p.dim || out.size(-1) != p.dim_v) return "head_dim of query and key, and of value and out, must agree";
-  if (p.dim < 1 || p.dim > 256 || p.dim_v < 1 || p.dim_v > 256) return "head_dim must be from 1 to 256";
+  if (p.dim < 1 || p.dim > most || p.dim_v < 1 || p.dim_v > most) return "head_dim is too small or too large";
   if (kv_heads < 1 || heads % kv_heads) return "query heads must be a multiple of key heads";
   p.group = heads / kv_heads;
   p.q = q.data;
@@ -117,7 +119,7 @@ template <class F> inline Status with_dense(Call& call, const F& run) {
     p.lse_head = lse.step(1);
     p.lse_seq = lse.step(2);
   }
-  p.kv = {k.data, v.data, k.step(0), k.step(1), k.step(2), 0, v.step(0), v.step(1), v.step(2), 0, nullptr, 0, 0, 0, false};
+  p.kv = {k.data, v.data, k.step(0), k.step(1), k.step(2), 0, v.step(0), v.step(1), v.step(2), 0, nullptr, 0, 0, 0, false, nullptr, 0, 0};
   p.q_head = q.step(1), p.q_seq = q.step(2);
   p.out_head = out.step(1), p.out_seq = out.step(2);
   p.threads = call.threads;
@@ -126,43 +128,24 @@ template <class F> inline Status with_dense(Call& call, const F& run) {
   Sequences room(batch);
   if (!room.all) return "no memory for the batch";
   for (int64_t b = 0; b < batch; ++b)
-    room.all[b] = {b, b * q.step(0), b * out.step(0), lse ? b * lse.step(0) : 0, queries, keys, causal == 1 ? 0 : keys - queries};
+    room.all[b] = {b, b * q.step(0), b * out.step(0), lse ? b * lse.step(0) : 0, queries, keys, causal == 1 ? 0 : keys - queries, 0};
   p.sequence = room.all;
   return run(p, q.dtype);
 }
 
-template <class F> inline Status with_pages(Call& call, const F& run) {
-  const Tensor &q = call.t(0), &k = call.t(1), &v = call.t(2), &table = call.t(3), &contexts = call.t(4);
-  const Tensor &lengths = call.t(5), &out = call.t(6), &lse = call.t(7);
-  if (q.ndim != 3 || k.ndim != 4 || v.ndim != 4 || out.ndim != 3) return "paged attention takes query [tokens, heads, dim] and pages of four axes";
-  const bool hnd = call.i(13) & 1, causal = !(call.i(13) & 2);
-  const int head_axis = hnd ? 1 : 2, seq_axis = hnd ? 2 : 1;
-  Problem p = {};
-  if (Status wrong = set_heads(q, out, k, v, q.size(1), k.size(head_axis), p)) return wrong;
-  const int64_t tokens = q.size(0), blocks = k.size(0), page = k.size(seq_axis);
-  if (v.size(0) != blocks || v.size(1) != k.size(1) || v.size(2) != k.size(2)) return "key and value pages must agree";
-  if (out.size(0) != tokens || out.size(1) != p.heads) return "out must have the query's shape";
+inline Status check_table(const Tensor& table, const Tensor& contexts, const Tensor& lengths) {
   if (table.ndim != 2 || contexts.ndim != 1 || table.size(0) != contexts.size(0)) return "block table [B, pages] and lengths [B] must agree";
   if ((table.dtype != I32 && table.dtype != I64) || (contexts.dtype != I32 && contexts.dtype != I64)) return "the metadata must be int32 or int64";
-  const int64_t batch = contexts.size(0);
-  if (lengths && (lengths.ndim != 1 || lengths.size(0) != batch || (lengths.dtype != I32 && lengths.dtype != I64)))
+  if (lengths && (lengths.ndim != 1 || lengths.size(0) != contexts.size(0) || (lengths.dtype != I32 && lengths.dtype != I64)))
     return "query lengths must be int32 or int64 [B]";
-  p.rules.scale = float(call.f(9));
-  p.rules.softcap = float(call.f(10));
-  set_window(call.i(11), call.i(12), causal, p.rules);
-  if (Status wrong = set_slopes(call.t(8), batch, p.heads, p.rules)) return wrong;
-  if (Status wrong = set_sinks(call.t(14), p.heads, p.rules)) return wrong;
-  if (lse) {
-    if (lse.dtype != F32 || lse.ndim != 2 || lse.size(0) != tokens || lse.size(1) != p.heads) return "lse must be float32 [tokens, heads]";
-    p.lse = lse.as<float>();
-    p.lse_head = lse.step(1);
-    p.lse_seq = lse.step(0);
-  }
-  p.kv = {k.data,    v.data, 0, k.step(head_axis), k.step(seq_axis), k.step(0), 0, v.step(head_axis), v.step(seq_axis), v.step(0),
-          table.data, table.step(0), table.step(1), page, table.dtype == I64};
-  p.q_head = q.step(1), p.q_seq = q.step(0);
-  p.out_head = out.step(1), p.out_seq = out.step(0);
-  p.threads = call.threads;
+  return nullptr;
+}
+
+// The sequences of a batch of pages, each checked against its row of the table, then the kernel.
+template <class F>
+inline Status run_pages(Problem& p, const Tensor& table, const Tensor& contexts, const Tensor& lengths, int64_t tokens, int64_t blocks,
+                        DType dtype, const F& run) {
+  const int64_t batch = contexts.size(0), page = p.kv.page;
   Sequences room(batch);
   if (!room.all) return "no memory for the batch";
   int64_t at = 0, count = 0;
@@ -176,13 +159,82 @@ template <class F> inline Status with_pages(Call& call, const F& run) {
       if (number < 0 || number >= blocks) return "a page number lies outside the cache";
     }
     if (queries)
-      room.all[count++] = {b, at * p.q_seq, at * p.out_seq, at * p.lse_seq, queries, keys, keys - queries};
+      room.all[count++] = {b, at * p.q_seq, at * p.out_seq, at * p.lse_seq, queries, keys, keys - queries, at};
     at += queries;
   }
   if (at != tokens) return "query lengths must sum to the number of query tokens";
   p.sequence = room.all;
   p.sequences = count;
-  return count && p.heads ? run(p, q.dtype) : nullptr;
+  return count && p.heads ? run(p, dtype) : nullptr;
+}
+
+template <class F> inline Status with_pages(Call& call, const F& run) {
+  const Tensor &q = call.t(0), &k = call.t(1), &v = call.t(2), &table = call.t(3), &contexts = call.t(4);
+  const Tensor &lengths = call.t(5), &out = call.t(6), &lse = call.t(7);
+  if (q.ndim != 3 || k.ndim != 4 || v.ndim != 4 || out.ndim != 3) return "paged attention takes query [tokens, heads, dim] and pages of four axes";
+  const bool hnd = call.i(13) & 1, causal = !(call.i(13) & 2);
+  const int head_axis = hnd ? 1 : 2, seq_axis = hnd ? 2 : 1;
+  Problem p = {};
+  if (Status wrong = set_heads(q, out, k, v, q.size(1), k.size(head_axis), p)) return wrong;
+  const int64_t tokens = q.size(0), blocks = k.size(0), page = k.size(seq_axis);
+  if (v.size(0) != blocks || v.size(1) != k.size(1) || v.size(2) != k.size(2)) return "key and value pages must agree";
+  if (out.size(0) != tokens || out.size(1) != p.heads) return "out must have the query's shape";
+  if (Status wrong = check_table(table, contexts, lengths)) return wrong;
+  const int64_t batch = contexts.size(0);
+  p.rules.scale = float(call.f(9));
+  p.rules.softcap = float(call.f(10));
+  set_window(call.i(11), call.i(12), causal, p.rules);
+  if (Status wrong = set_slopes(call.t(8), batch, p.heads, p.rules)) return wrong;
+  if (Status wrong = set_sinks(call.t(14), p.heads, p.rules)) return wrong;
+  if (lse) {
+    if (lse.dtype != F32 || lse.ndim != 2 || lse.size(0) != tokens || lse.size(1) != p.heads) return "lse must be float32 [tokens, heads]";
+    p.lse = lse.as<float>();
+    p.lse_head = lse.step(1);
+    p.lse_seq = lse.step(0);
+  }
+  p.kv = {k.data,    v.data, 0, k.step(head_axis), k.step(seq_axis), k.step(0), 0, v.step(head_axis), v.step(seq_axis), v.step(0),
+          table.data, table.step(0), table.step(1), page, table.dtype == I64, nullptr, 0, 0};
+  p.q_head = q.step(1), p.q_seq = q.step(0);
+  p.out_head = out.step(1), p.out_seq = out.step(0);
+  p.threads = call.threads;
+  return run_pages(p, table, contexts, lengths, tokens, blocks, q.dtype, run);
+}
+
+// query [tokens, heads, latent] and its rotated part [tokens, heads, rotated]; pages of latent vectors [blocks, page, latent],
+// which are keys and values at once, and of rotated keys [blocks, page, rotated]; block table, context lengths, query lengths
+// or None, out; lse or None; scale.
+#define LATENT_SIGNATURE "TTTTTTOTOf"
+
+template <class F> inline Status with_latent(Call& call, const F& run) {
+  const Tensor &q = call.t(0), &q_rest = call.t(1), &k = call.t(2), &rest = call.t(3), &table = call.t(4), &contexts = call.t(5);
+  const Tensor &lengths = call.t(6), &out = call.t(7), &lse = call.t(8);
+  if (q.ndim != 3 || q_rest.ndim != 3 || k.ndim != 3 || rest.ndim != 3 || out.ndim != 3) return "latent attention takes tensors of three axes";
+  Problem p = {};
+  if (Status wrong = set_heads(q, out, k, k, q.size(1), 1, p, MOST_LATENT)) return wrong;
+  if (!readable(q_rest) || !readable(rest)) return RELAYOUT;
+  const int64_t tokens = q.size(0), blocks = k.size(0), page = k.size(1);
+  p.dim_rest = q_rest.size(2);
+  if (q_rest.dtype != q.dtype || rest.dtype != q.dtype || q_rest.size(0) != tokens || q_rest.size(1) != p.heads ||
+      rest.size(0) != blocks || rest.size(1) != page || rest.size(2) != p.dim_rest || p.dim_rest < 1 || p.dim_rest > MOST_DIM)
+    return "the rotated parts must fit query and pages";
+  if (out.size(0) != tokens || out.size(1) != p.heads) return "out must have the query's shape";
+  if (Status wrong = check_table(table, contexts, lengths)) return wrong;
+  p.rules.scale = float(call.f(9));
+  set_window(-1, -1, true, p.rules);
+  if (lse) {
+    if (lse.dtype != F32 || lse.ndim != 2 || lse.size(0) != tokens || lse.size(1) != p.heads) return "lse must be float32 [tokens, heads]";
+    p.lse = lse.as<float>();
+    p.lse_head = lse.step(1);
+    p.lse_seq = lse.step(0);
+  }
+  p.kv = {k.data,    k.data, 0, 0, k.step(1), k.step(0), 0, 0, k.step(1), k.step(0), table.data, table.step(0), table.step(1),
+          page, table.dtype == I64, rest.data, rest.step(1), rest.step(0)};
+  p.q_rest = q_rest.data;
+  p.q_rest_head = q_rest.step(1), p.q_rest_seq = q_rest.step(0);
+  p.q_head = q.step(1), p.q_seq = q.step(0);
+  p.out_head = out.step(1), p.out_seq = out.step(0);
+  p.threads = call.threads;
+  return run_pages(p, table, contexts, lengths, tokens, blocks, q.dtype, run);
 }
 
 }  // namespace LZ_ISA
