@@ -71,3 +71,39 @@ def test_a_verb_of_a_missing_package_says_which_one_it_needs(place: Fresh, verb:
     done = place.run("-m", "layerzero_cli", verb)
     assert done.returncode != 0
     assert f"pip install layerzero-{package}" in done.stdout + done.stderr
+
+
+_OPS = """
+import torch, layerzero as lz
+key, value = torch.tensor([[[[0.0, 1.0]]]]), torch.tensor([[[[3.0, -4.0]]]])
+zero = torch.zeros(1, 1, 1)
+held, state = lz.ops.gated_delta_rule(key, key, value, zero, zero + 1, scale=1.0)
+assert torch.equal(held, value), held
+out, _ = lz.ops.causal_conv1d(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 3))
+assert out.flatten().tolist() == [1.0, 3.0, 6.0], out
+print(lz.which("gated_delta_rule", key, key, value, zero, zero + 1))
+"""
+
+
+@pytest.mark.needs_tool("g++")
+def test_a_package_of_ops_works_beside_the_core_and_removed_leaves_nothing(tmp_path):
+    alone = fresh(tmp_path)
+    alone.install(ROOT / "packages" / "layerzero-core")
+    before = (
+        sorted(item.name for item in alone.site.iterdir()),
+        answer(alone, "import layerzero as lz; print(dir(lz.ops))"),
+    )
+    alone.install(ROOT / "packages" / "layerzero-linear-attention")
+    assert answer(alone, _OPS).split() == ["linear_attention.gated_delta_rule.native"]
+    doctor = alone.run("-m", "layerzero_cli", "doctor")
+    assert doctor.returncode == 0 and "linear_attention" in doctor.stdout, doctor.stdout[-1500:]
+    alone.pip("uninstall", "-y", "layerzero-linear-attention")
+    after = (
+        sorted(item.name for item in alone.site.iterdir()),
+        answer(alone, "import layerzero as lz; print(dir(lz.ops))"),
+    )
+    assert after == before
+    gone = alone.run("-c", "import layerzero as lz; lz.ops.gated_delta_rule")
+    assert gone.returncode != 0 and "AttributeError" in gone.stderr
+    listed = alone.run("-m", "layerzero_cli", "list")
+    assert listed.returncode == 0 and "delta" not in listed.stdout
