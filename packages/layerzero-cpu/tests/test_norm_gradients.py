@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import layerzero as lz
 from layerzero.numerics import assert_close, tolerance
 from layerzero_cpu import norm
 
@@ -79,3 +80,57 @@ def test_sums_of_the_wrong_kind_are_refused():
         native.rms_norm_grad(x, None, x, None, 0.0, EPS, torch.empty_like(x), sums)
     with pytest.raises(ValueError, match="float64 for float32"):
         native.layer_norm_grad(x, x, None, EPS, torch.empty_like(x), sums, sums)
+
+
+ASKED = {
+    "backend": lambda: None,
+    "lock": lambda: lz.lock("add_rms_norm", "cpu.add_rms_norm.rows"),
+    "prefer": lambda: lz.configure(prefer=["cpu"]),
+}
+
+
+@pytest.mark.req("R-PT-02")
+@pytest.mark.parametrize("how", ASKED)
+def test_a_kernel_that_is_asked_for_keeps_its_own_backward_in_a_compiled_graph(how, monkeypatch):
+    """Two results and three gradients; a result that is used alone; a weight that needs none."""
+    passes = []
+    own = norm._AddNorm.backward
+    monkeypatch.setattr(norm._AddNorm, "backward", staticmethod(lambda *args: (passes.append(1), own(*args))[1]))
+    named = "cpu" if how == "backend" else None
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 6, 32).unbind()
+    weight = torch.randn(32)
+
+    def step(x, residual, weight, whole):
+        normed, stream = lz.add_rms_norm(x * 2, residual, weight, EPS, backend=named)
+        return (normed * stream).sum() if whole else normed.square().sum()
+
+    def plain(x, residual, weight, whole):
+        stream = x * 2 + residual
+        return (rms(stream, weight) * stream).sum() if whole else rms(stream, weight).square().sum()
+
+    def derived(call, items, *rest):
+        items = [item.detach().clone().requires_grad_() for item in items]
+        return torch.autograd.grad(call(*items, *rest), items)
+
+    torch._dynamo.reset()
+    try:
+        ASKED[how]()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for whole in (True, False):
+            got = derived(compiled, (x, residual, weight), whole)
+            right = derived(plain, (x.double(), residual.double(), weight.double()), whole)
+            for one, two in zip(got, right, strict=True):
+                assert_close(one, two, tolerance("layer_norm", torch.float32))
+        got = derived(lambda x: compiled(x, residual, weight, True), (x,))
+        right = derived(lambda x: plain(x, residual.double(), weight.double(), True), (x.double(),))
+        assert_close(got[0], right[0], tolerance("layer_norm", torch.float32))
+        assert len(passes) == 3
+        if how == "backend":
+            return
+        lz.reset()
+        derived(compiled, (x, residual, weight), True)
+        assert len(passes) == 3  # nobody asks any more: plain torch is written out and derived
+    finally:
+        lz.reset()
+        torch._dynamo.reset()

@@ -45,20 +45,14 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     first = kernels.get(decision.chosen)
     if first is None or open_to(first):
         return decision
-    if decision.context.backend is not None:
-        return _opaque(decision, "the call asks for it")
-    if decision.locked:
-        return _opaque(decision, "locked")
-    if any(note.code is ReasonCode.PLAN_FOLLOWED for note in decision.notes):
-        return _opaque(decision, "the dispatch table names it")
     fused = bool(getattr(world.ops[decision.op], "fusable", False))
     others = [kernels[name] for name in decision.ranking[1:] if name in kernels]
     written = [kernel for kernel in others if open_to(kernel) and (fused or kernel.priority >= _USUAL)]
+    if asker := asked(decision, written[0].kernel_id if written else ""):
+        return _opaque(decision, asker)
     if not written:
         return _opaque(decision, "no other kernel that fits can be written out")
     instead = written[0]
-    if _wanted(decision, first.kernel_id) > _wanted(decision, instead.kernel_id):
-        return _opaque(decision, "the policy prefers it")
     if fused:
         rivals = [k.kernel_id for k in world.registry.by_op(decision.op) if k.backend == _COMPILED]
         times = _in_graphs(decision, world, first, rivals)
@@ -70,6 +64,19 @@ def in_graph(decision: Decision, world: World, open_to: Callable[[KernelSpec], b
     if wins and times is not None:
         return _opaque(decision, f"measured {times[0]:.1f} µs, compiled by itself {times[1]:.1f} µs")
     return _moved(decision, first, instead)
+
+
+def asked(decision: Decision, instead: str) -> str:
+    """Who asks for the chosen kernel where another could stand in the graph instead; "" where nobody does."""
+    if decision.context.backend is not None:
+        return "the call asks for it"
+    if decision.locked:
+        return "locked"
+    if any(note.code is ReasonCode.PLAN_FOLLOWED for note in decision.notes):
+        return "the dispatch table names it"
+    if instead and _wanted(decision, decision.chosen) > _wanted(decision, instead):
+        return "the policy prefers it"
+    return ""
 
 
 def _checked(decision: Decision, world: World) -> Decision:

@@ -26,7 +26,7 @@ from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.selection.buckets import boundaries
-from layerzero.selection.compiled import in_graph
+from layerzero.selection.compiled import asked, in_graph
 from layerzero.selection.engine import select
 from layerzero.selection.proven import unchecked
 from layerzero.selection.world import World
@@ -35,8 +35,8 @@ from layerzero.torch_ops.standins import Impossible, Unknown
 
 _log = logging.getLogger("layerzero.torch_ops")
 
-# Answers beside the name of a kernel's form: the op's plain form, and its opaque op.
-PLAIN, OPAQUE = "plain", ""
+# Answers beside the name of a kernel's form: the op's plain form, its opaque op, and that op with its gradient.
+PLAIN, OPAQUE, FOREIGN = "plain", "", "foreign"
 
 
 class Question(NamedTuple):
@@ -135,7 +135,7 @@ def answer(question: Question, basis: Callable[[], Basis]) -> str:
     if not made:
         return instead
     basis().add(made, world)
-    return made[0].answer
+    return OPAQUE if made[0].answer == FOREIGN else made[0].answer
 
 
 def _context(spec: OperationSpec, question: Question, sizes: standins.Sizes, world: World) -> Context:
@@ -204,9 +204,19 @@ def _open(kernel: KernelSpec, world: World) -> bool:
 
 
 def _written(decision: Decision, grad: bool, world: World) -> str:
-    """What can be written out: the kernel for a graph, or where a gradient is traced the best that can be."""
-    for kernel_id in decision.ranking if grad else (compiled(decision, world).chosen,):
-        kernel = world.registry.kernels.get(kernel_id)
+    """What can be written out: the kernel for a graph, or where a gradient is traced the best that can be.
+
+    With a gradient a foreign kernel stands there only where somebody asks for it: times are those of forward passes.
+    """
+    kernels = world.registry.kernels
+    ranking = decision.ranking if grad else (compiled(decision, world).chosen,)
+    if grad:
+        opened = [name in kernels and _open(kernels[name], world) for name in ranking]
+        instead = next((name for name, plain in zip(ranking, opened, strict=True) if plain), "")
+        if ranking and not opened[0] and asked(decision, instead):
+            return FOREIGN
+    for kernel_id in ranking:
+        kernel = kernels.get(kernel_id)
         if kernel is None or not _open(kernel, world):
             continue
         steps = sorted(step.name for step in decision.transforms(kernel_id))

@@ -86,6 +86,8 @@ def _define(library: Any, op: OpaqueOp) -> None:
     if op.plain is None:
         library.impl(op.name, _without_gradient(overload), "Autograd")
     else:
+        if op.replay:
+            _define_backward(library, op, count)
         library.impl(op.name, _derived(op, overload), "Autograd", with_keyset=True)
         torch.library.register_vmap(full, _vmap(overload), lib=library)
     for kind in ("CPU", "CUDA", "XPU"):
@@ -104,6 +106,38 @@ def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(name, _autocast(overload, kind, op), f"Autocast{kind}")
+
+
+def _define_backward(library: Any, op: OpaqueOp, count: int) -> None:
+    """The gradient as an op of its own, for compiled graphs: the op runs again, on a kernel that has a backward."""
+    name = f"{op.name}_backward"
+    inputs = op.signature[1 : op.signature.index(") -> ")]
+    library.define(f"{name}(Tensor?[] grads, int[] wanted, {inputs}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(grads: list[Tensor | None], wanted: list[int], *inputs: Any) -> list[Tensor]:
+        args = [bare(item) for item in _fill(inputs, count)]
+        if args[-1] is not None:
+            args[-1] = present(args[-1])
+        for place in wanted:
+            args[place] = args[place].detach().requires_grad_()
+        found = _gradients(op.run, args, wanted, grads)
+        taken = [item.untyped_storage()._cdata for item in (*args, *grads) if isinstance(item, Tensor)]
+        made = []
+        for place, grad in zip(wanted, found, strict=True):
+            own = torch.zeros_like(args[place]) if grad is None else grad
+            own = own.contiguous()
+            if own.untyped_storage()._cdata in taken:  # what an op gives is nobody else's
+                own = own.clone()
+            taken.append(own.untyped_storage()._cdata)
+            made.append(own.detach())
+        return made
+
+    def fake(grads: list[Tensor | None], wanted: list[int], *inputs: Any) -> list[Tensor]:
+        return [inputs[place].new_empty(inputs[place].shape) for place in wanted]
+
+    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -225,7 +259,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(op: OpaqueOp) -> Callable[..., Any]:
-    """The gradient by running the op again: with a kernel of its own choice in eager mode, else in plain torch."""
+    """The gradient by running the op again: with a kernel of its own choice in eager mode, else in plain torch.
+
+    In a compiled graph that is one node (`_define_backward`), whose kernel is chosen when the graph runs.
+    """
     assert op.plain is not None
     derivable = op.plain
 
@@ -234,24 +271,41 @@ def _backward(op: OpaqueOp) -> Callable[..., Any]:
         saved = ctx.saved_tensors
         wanted = [i for i in ctx.places if ctx.needs_input_grad[i]]
         again = torch.is_grad_enabled()  # a gradient of the gradient is wanted
-        for place, tensor in zip(ctx.places, saved, strict=True):
-            args[place] = tensor if again else tensor.detach().requires_grad_(place in wanted)
-        eager = op.replay and not again and modes.plain(saved)
-        with torch.enable_grad(), contextlib.nullcontext() if eager else uncounted():
-            out = op.run(*args) if eager else derivable(*args)
-        outs = out if isinstance(out, tuple) else (out,)
-        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and g is not None]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs],
-            [args[i] for i in wanted],
-            [g for _, g in pairs],
-            create_graph=again,
-            allow_unused=True,
-        )
+        if op.replay and not again and _compiling():
+            for place, tensor in zip(ctx.places, saved, strict=True):
+                args[place] = tensor
+            found = getattr(_namespace, f"{op.name}_backward")(list(grads), wanted, *args)
+        else:
+            for place, tensor in zip(ctx.places, saved, strict=True):
+                args[place] = tensor if again else tensor.detach().requires_grad_(place in wanted)
+            eager = op.replay and not again and modes.plain(saved)
+            with contextlib.nullcontext() if eager else uncounted():
+                found = _gradients(op.run if eager else derivable, args, wanted, grads, again)
         back = dict(zip(wanted, found, strict=True))
         return tuple(back.get(i) for i in range(len(args)))
 
     return backward
+
+
+def _compiling() -> bool:
+    """Whether torch.compile derives a graph; a program of torch.export has to be plain torch."""
+    return torch._guards.TracingContext.try_get() is not None and not torch.compiler._is_exporting_flag
+
+
+def _gradients(
+    function: Callable[..., Any], args: list[Any], wanted: list[int], grads: Any, again: bool = False
+) -> tuple[Tensor | None, ...]:
+    with torch.enable_grad():
+        out = function(*args)
+    outs = out if isinstance(out, tuple) else (out,)
+    pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and g is not None]
+    return torch.autograd.grad(
+        [o for o, _ in pairs],
+        [args[i] for i in wanted],
+        [g for _, g in pairs],
+        create_graph=again,
+        allow_unused=True,
+    )
 
 
 def _vmap(overload: Any) -> Callable[..., Any]:
