@@ -27,9 +27,10 @@ def batched(model: Any, given: list[list[int]], new: int) -> list[list[int]]:
     """The new tokens of each prompt. The manager is kept: graphs are captured in the first call, which nobody times."""
     known = transformers.ContinuousBatchingConfig.__dataclass_fields__
     pages = len(given) * (max(map(len, given)) + new + 255) // 256 + 8
-    wanted = {"max_batch_tokens": 2048, "num_blocks": pages, "auto_switch_to_flash": False}
+    wanted: dict[str, Any] = {"max_batch_tokens": 2048, "num_blocks": pages, "auto_switch_to_flash": False}
     config = transformers.ContinuousBatchingConfig(**{name: wanted[name] for name in wanted if name in known})
-    greedy = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings: Any = transformers.GenerationConfig
+    greedy = settings(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     found = model.generate_batch(
         given, generation_config=greedy, continuous_batching_config=config, persistent_manager=True
     )
@@ -73,9 +74,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1000)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deny", default="", help="kernels that may not run, globs parted by commas")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    lz.configure(jit="block")
+    if args.deny:
+        lz.configure(deny=args.deny.split(","))
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     changes = {"num_hidden_layers": args.layers} if args.layers else {}
     stock = made(args.architecture, args.device, dtype, **changes)
@@ -83,7 +86,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     figures = {
         "architecture": args.architecture, **changes, "device": device, "dtype": str(dtype), "torch": torch.__version__,
-        "transformers": transformers.__version__, "layerzero": lz.__version__,
+        "transformers": transformers.__version__, "layerzero": lz.__version__, "denied": args.deny,
         **race(stock, given, args.new, args.rounds),
     }  # fmt: skip
     print(json.dumps(figures, indent=1))

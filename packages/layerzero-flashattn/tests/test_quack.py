@@ -58,6 +58,26 @@ def losses(given, get):
     return (loss, lse) if get("return_lse", False) else loss
 
 
+def fused(given, get):
+    """Gradients are multiplied in place, as the library does: a second backward would give others."""
+    assert given.x.ndim == 2 and given.x.shape[0] % 8 == 0 and get("reduction") == "sum"
+    return Fused.apply(given.x, given.weight, given.target, get("ignore_index", -100))
+
+
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, target, ignore_index):
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = torch.nn.functional.cross_entropy(x @ weight.T, target, ignore_index=ignore_index, reduction="sum")
+            ctx.kept = torch.autograd.grad(loss, (x, weight))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, above):
+        return (*(grad.mul_(above) for grad in ctx.kept), None, None)
+
+
 @pytest.fixture
 def quack(monkeypatch, library_class):
     """Import an adapter module over the stand-in library."""
@@ -72,6 +92,7 @@ def quack(monkeypatch, library_class):
         },
         "rotary": {"apply_rotary": turned},
         "cross_entropy": {"cross_entropy": losses, "cross_entropy_fwd": losses},
+        "linear_cross_entropy": {"chunked_linear_cross_entropy": fused},
     }.items():
         library = library_class("quack.json", f"quack.{name}")
         for function, compute in functions.items():
@@ -166,3 +187,26 @@ def test_cross_entropy(quack, reduction, grad):
             torch.testing.assert_close(a, b)
     ignored = loss.cross_entropy(logits, torch.full_like(labels, -100), -100, None, None, None, "mean", False)
     assert ignored.item() == 0.0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_head_and_loss_in_one(quack, reduction, wanted):
+    """Rows that the library's products cannot take are padded; a graph may be run backward more than once."""
+    loss = quack("linear_loss")
+    x, weight = (
+        item.requires_grad_(need) for item, need in zip((randn(2, 3, 8), randn(16, 8, seed=1)), wanted, strict=True)
+    )
+    labels = torch.tensor([[1, -100, 10], [0, 4, -100]])
+    found = loss.linear_cross_entropy(x, weight, labels, None, -100, None, None, None, reduction)
+    right = torch.nn.functional.cross_entropy(
+        (x @ weight.T).flatten(0, 1), labels.flatten(), reduction=reduction
+    )  # fmt: skip
+    torch.testing.assert_close(found, right)
+    leaves = [item for item in (x, weight) if item.requires_grad]
+    for scale in (1.0, 0.5) if leaves else ():
+        got = torch.autograd.grad(found * scale, leaves, retain_graph=True)
+        for one, two in zip(got, torch.autograd.grad(right * scale, leaves, retain_graph=True), strict=True):
+            torch.testing.assert_close(one, two)
+    none = loss.linear_cross_entropy(x, weight, torch.full_like(labels, -100), None, -100, None, None, None, "mean")
+    assert none.item() == 0.0

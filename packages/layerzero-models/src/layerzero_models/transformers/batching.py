@@ -11,6 +11,7 @@ latter. So while a manager lives, a model with our attention has it under the na
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -18,18 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from layerzero import attention as _attention
-from layerzero import paged_attention as _paged_attention
-from layerzero import varlen_attention as _varlen_attention
-from layerzero.errors import BackendNotAvailableError, NoKernelFoundError
+import layerzero as lz
+from layerzero.errors import BackendNotAvailableError, LayerZeroError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_models.transformers.attending import attend
 from layerzero_models.transformers.static_cache import KERNEL, present
 
 # whether one or two tensors come back is only known to the callers here
-attention: Any = _attention
-paged_attention: Any = _paged_attention
-varlen_attention: Any = _varlen_attention
+attention: Any = lz.attention
+paged_attention: Any = lz.paged_attention
+varlen_attention: Any = lz.varlen_attention
 
 BATCHED = "layerzero_flash"
 _OWN = "_layerzero_batching"  # on our functions: transformers' own
@@ -195,25 +194,33 @@ def _decode(
     plans[group] = _Plan(layer, slots, batch)
     for pages, new in ((keys, key), (values, value)):
         pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new[0].transpose(0, 1))
+    call = (query, keys, values, batch)
+    words = {"scale": scale, "softcap": softcap, "return_lse": sinks is not None}
     if query.is_cpu:
-        return _shared(
-            paged_attention(query, keys, values, batch, scale=scale, softcap=softcap, return_lse=sinks is not None),
-            sinks,
-        )
+        return _shared(paged_attention(*call, **words), sinks)
+    _compile(call, words)
     try:
-        return _shared(
-            paged_attention(
-                query, keys, values, batch, scale=scale, softcap=softcap, return_lse=sinks is not None, backend=KERNEL
-            ),
-            sinks,
-        )
+        return _shared(paged_attention(*call, **words, backend=KERNEL), sinks)
     except (NoKernelFoundError, BackendNotAvailableError):  # denied, or not for these tensors
         seen = torch.arange(batch.max_context_len, device=query.device) < batch.context_lens[:, None]
         both = (pages[batch.block_tables.clamp(min=0)].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
-        found = attention(
-            query[:, :, None], *both, seen[:, None, None], scale=scale, softcap=softcap, return_lse=sinks is not None
-        )
+        found = attention(query[:, :, None], *both, seen[:, None, None], **words)
         return _shared(found, None if sinks is None else sinks[:, None])[:, :, 0]
+
+
+_compiled: set[Any] = set()  # kinds of calls that the kernel was compiled for, or cannot be
+
+
+def _compile(call: tuple[Tensor, Tensor, Tensor, PagedBatch], words: dict[str, Any]) -> None:
+    """Compile the kernel for such calls now: a graph that transformers captures without it would stay without."""
+    query, keys = call[:2]
+    kind = (query.shape[1:], keys.shape[1:], query.dtype, keys.dtype, query.get_device(), *words.values())
+    if kind in _compiled or torch.cuda.is_current_stream_capturing():
+        return
+    _compiled.add(kind)
+    with contextlib.suppress(LayerZeroError):  # what it cannot run is said again by the call itself
+        context = lz.explain("paged_attention", *call, **words, backend=KERNEL).decision.context
+        lz.warmup([context], kernels=KERNEL, background=False)
 
 
 def _planned(tables: Tensor, offsets: Tensor, page: int, trash: int) -> tuple[Tensor, PagedBatch]:

@@ -1,0 +1,119 @@
+"""One training step of a 1B Llama, compiled: stock, patched with head and loss in one op, and Liger's patched model."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from models_generate import made
+
+import layerzero as lz
+
+
+def step_of(model: Any, ids: torch.Tensor, fused: bool) -> Callable[[], torch.Tensor]:
+    """Forward and backward of the next-token loss; the optimizer is the same for all and stays out.
+
+    `fused`: the body is compiled, head and loss are `lz.ops.linear_cross_entropy` behind it, whose kernel computes
+    gradients with the loss.
+    """
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    body: Any = (
+        torch.compile(model.model) if fused else torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss)
+    )
+
+    def step() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        if fused:
+            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+            loss = lz.ops.linear_cross_entropy(hidden, model.lm_head.weight, targets)
+        else:
+            loss = body(ids)
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def contestants_of(stock: Any, names: list[str]) -> dict[str, tuple[Any, bool]]:
+    """The model of each name, and whether head and loss are one op of ours."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for name in names:
+        model = stock if name == "stock" else copy.deepcopy(stock)
+        if name == "patched":
+            lz.patch(model)
+        elif name == "liger":
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            _apply_liger_kernel_to_instance(model=model)
+        found[name] = (model, name == "patched")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", default="stock,patched,liger")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    lz.configure(jit="block")
+    cuda = args.device == "cuda"
+    changes = {"num_hidden_layers": args.layers} if args.layers else {}
+    stock = made("llama-1b", args.device, torch.bfloat16 if cuda else torch.float32, **changes).train()
+    ids = torch.randint(0, 1000, (args.batch, args.length), generator=torch.Generator().manual_seed(1)).to(args.device)
+    times: dict[str, list[float]] = {}
+    losses, memory, kernels, steps = {}, {}, {}, {}
+    for name, (model, fused) in contestants_of(stock, args.only.split(",")).items():
+        steps[name] = step_of(model, ids, fused)
+        begin = time.perf_counter()
+        for _ in range(3):
+            losses[name] = round(float(steps[name]()), 5)
+        model.zero_grad(set_to_none=True)
+        if cuda:
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            steps[name]()
+            # what a step needs beside the weights of all contestants, which are on the device together
+            memory[name] = (torch.cuda.max_memory_allocated() - before) >> 20
+            model.zero_grad(set_to_none=True)
+        print(f"{name}: loss {losses[name]}, {memory.get(name)} MiB, {time.perf_counter() - begin:.1f} s", flush=True)
+        times[name] = []
+    if "patched" in steps:
+        x = torch.zeros(ids.numel(), 2048, dtype=stock.dtype, device=args.device, requires_grad=True)
+        kernels["linear_cross_entropy"] = lz.which("linear_cross_entropy", x, stock.lm_head.weight, ids.flatten())
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            if cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    figures = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+        "transformers": transformers.__version__, "layerzero": lz.__version__, **changes, "batch": args.batch,
+        "length": args.length, "rounds": args.rounds, "ms": {name: round(ms, 2) for name, ms in middle.items()},
+        "speedup": {name: round(middle["stock"] / ms, 3) for name, ms in middle.items() if "stock" in middle},
+        "peak_mib": memory, "loss": losses, "kernels": kernels,
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
