@@ -188,3 +188,18 @@ def test_the_known_answers_are_given() -> None:
 
     report = self_test("quack")
     assert report.ok, report.detail
+
+
+@pytest.mark.parametrize(("rows", "hidden", "vocab"), [(64, 256, 1024), (13, 64, 264)])
+def test_head_and_loss_in_one_match_the_reference(rows: int, hidden: int, vocab: int) -> None:
+    from layerzero_flashattn.quack import linear_loss
+
+    labels = torch.arange(rows, device="cuda") % vocab
+    labels[::5] = -100
+    options = (labels, None, -100, None, None, None, "sum")
+
+    def truth(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x @ weight.T, labels, reduction="sum")
+
+    x, weight = randn(rows, hidden, dtype=torch.bfloat16), randn(vocab, hidden, seed=1, dtype=torch.bfloat16)
+    compare("gemm", lambda *tensors: linear_loss.linear_cross_entropy(*tensors, *options), truth, x, weight / 16)

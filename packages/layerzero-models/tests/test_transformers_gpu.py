@@ -242,3 +242,18 @@ def test_captured_steps_stay_right_beside_graphs_of_torch_compile() -> None:
         torch.cuda.empty_cache()
     found = lz.patched(model)
     assert found is not None and found.graphs is not None and found.graphs.steps == 27
+
+
+def test_generate_batch_in_graphs_gives_the_tokens_of_sdpa() -> None:
+    """64 prompts of mixed lengths in float32: packed prompts and paged steps, both in transformers' CUDA graphs."""
+    import transformers
+
+    spec = importlib.util.spec_from_file_location("batching", Path(__file__).with_name("test_transformers_batching.py"))
+    assert spec is not None and spec.loader is not None
+    shared: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shared)
+    model, given = on_gpu("llama"), shared.prompts(64, 40)
+    want = shared.batched(model, given, 8, num_blocks=72)
+    lz.patch(model)
+    assert shared.batched(model, given, 8, num_blocks=72) == want, transformers.__version__
+    assert shared.batched(model, given, 8, num_blocks=72, use_cuda_graph=False) == want
