@@ -7,7 +7,6 @@ run that was killed goes on where it stopped when the same one is asked for agai
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import os
@@ -30,6 +29,7 @@ from layerzero.recording.traffic import Recorded, context_to_json, volume
 from layerzero.runtime.state import state
 from layerzero_tune.ahead import Ahead
 from layerzero_tune.ranks import Ranks
+from layerzero_tune.timing.race import free_device_memory
 from layerzero_tune.trial import Trial, trial
 
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
@@ -187,7 +187,6 @@ def tune_calls(
         under_way = ((), 0) if ahead is None else (ahead.compiling, ahead.left)
         progress(Progress(len(outcomes), len(todo), name, left, *under_way))
 
-    heap = _Heap()
     try:
         if jit == "block":
             limits = [item for item in (compile_seconds, None if budget is None else budget / 2) if item is not None]
@@ -198,12 +197,12 @@ def tune_calls(
                 break
             name, recorded = waiting.pop(number)
             tell(name)
+            free_device_memory()
             started = time.monotonic()
             late: frozenset[str] = frozenset()
             if ahead is not None:
                 ahead.load(name, recorded)
                 late = ahead.late(name, recorded)
-            heap.settle()
             outcome = _one(
                 name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late,
                 compile_until=None if compile_seconds is None else begin + compile_seconds,
@@ -222,7 +221,6 @@ def tune_calls(
             Tuned(str(db.path), tuple(outcomes), resumed, left, seconds_, group.size, len(rows))
         ) from error
     finally:
-        heap.release()
         if ahead is not None:
             ahead.close()
     if progress is not None:
@@ -245,27 +243,6 @@ def tune_calls(
         group.size,
         sum(len(part[3]) for part in everything),
     )
-
-
-class _Heap:
-    """What races need not look through again: each begins with a collection of garbage, which takes a third of a second
-    where the libraries are imported, several times a call."""
-
-    def __init__(self) -> None:
-        self._ours: bool | None = None
-
-    def settle(self) -> None:
-        """Collect, and set aside what is left; who has set something aside before keeps it."""
-        if self._ours is None:
-            self._ours = gc.get_freeze_count() == 0
-        gc.collect()
-        if self._ours:
-            gc.freeze()
-
-    def release(self) -> None:
-        """All of it may be garbage some day."""
-        if self._ours:
-            gc.unfreeze()
 
 
 def _hear_interrupts() -> None:

@@ -34,7 +34,7 @@ from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
 from layerzero_tune.timing.clock import RULES, clock_for, graphed
 from layerzero_tune.timing.host_load import load, others
 from layerzero_tune.timing.launches import with_launches
-from layerzero_tune.timing.race import over_time, race
+from layerzero_tune.timing.race import free_device_memory, over_time, race
 from layerzero_tune.timing.steady import Pace, pace
 from layerzero_tune.timing.steal_time import with_little_steal
 
@@ -138,6 +138,7 @@ def compete(
     Raises InvalidInputError where no tensors can be made for the op, and torch's own error where they do not fit.
     """
     spec, place = public_op(asked.op), f"{asked.device.device_type}:{asked.device.index}"
+    free_device_memory()
     call = build(asked, device=place, seed=seed)
     with conditions(asked), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries remark on their own choices, at each call
