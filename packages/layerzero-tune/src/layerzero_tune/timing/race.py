@@ -83,7 +83,7 @@ class Race:
 
 
 def free_device_memory() -> None:
-    """Give back what hangs in circles of the last call's objects: once a call, since it looks through the whole heap."""
+    """Give back what hangs in circles of the last call's objects; once a call, it looks through the whole heap."""
     if torch.cuda.is_initialized():
         gc.collect()
 
