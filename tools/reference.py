@@ -103,7 +103,7 @@ def commands() -> str:
     root = click.Context(cli, info_name="lz")
     text = "# Commands\n\nWhat `lz COMMAND --help` prints, of every command.\n\n"
     for task, verbs in VERBS.items():
-        links = ", ".join(f"[`lz {verb}`](#lz-{verb})" for verb in verbs)
+        links = ", ".join(f"[`lz {verb}`](#lz-{verb})" for verb in verbs if verb in cli.list_commands(root))
         text += f"- **{task}**: {links}\n"
     for command, ctx in walk(cli, root):
         depth = len(ctx.command_path.split())

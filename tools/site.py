@@ -20,7 +20,7 @@ from tools import reference
 from tools.requirements_doc import ROOT
 from tools.snippets import MARKS
 
-__all__ = ["HTML", "build", "main", "places", "stage"]
+__all__ = ["HTML", "build", "main", "marked", "places", "relinked", "stage"]
 
 SITE = ROOT / "build" / "site"
 HTML = SITE / "html"
@@ -34,7 +34,7 @@ def places() -> dict[Path, str]:
     docs = ROOT / "docs"
     found = {page: page.relative_to(docs).with_suffix("").as_posix() for page in sorted(docs.rglob("*.md"))}
     found |= {docs / "README.md": "index", ROOT / "README.md": "index"}
-    found |= {ROOT / "CONTRIBUTING.md": "contributing", ROOT / "CHANGELOG.md": "changelog"}
+    found |= {page: page.stem.lower() for page in sorted(ROOT.glob("*.md")) if page.name != "README.md"}
     found[ROOT / "benchmarks" / "README.md"] = "measured"
     found |= {page: f"packages/{page.parent.name}" for page in sorted(ROOT.glob("packages/*/README.md"))}
     return found
@@ -56,7 +56,7 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
     return "\n".join(lines)
 
 
-def _relinked(page: Path, text: str, known: dict[Path, str], target: Path) -> str:
+def relinked(page: Path, text: str, known: dict[Path, str], target: Path) -> str:
     """Links between files of the repository as links between pages; other files are copied beside the pages."""
     here = known[page]
 
@@ -80,8 +80,9 @@ def _relinked(page: Path, text: str, known: dict[Path, str], target: Path) -> st
     return outside_fences(text, lambda line: _LINK.sub(one, line))
 
 
-def _marked(text: str) -> str:
-    """Blocks that cannot run everywhere say so above themselves."""
+def marked(text: str) -> str:
+    """Blocks that cannot run everywhere say so above themselves; what only the test runs is left out."""
+    text = re.sub(r"(?ms)^ *<!-- python\n.*?-->\n\n?", "", text)
 
     def one(found: re.Match[str]) -> str:
         indent, marks = found[1], found[2].split()
@@ -129,7 +130,7 @@ def stage(target: Path) -> None:
     for page, name in known.items():
         if page == ROOT / "README.md":
             continue  # the front page of the repository; its place in the site is the home page
-        text = _marked(_relinked(page, page.read_text(encoding="utf-8"), known, target))
+        text = marked(relinked(page, page.read_text(encoding="utf-8"), known, target))
         file = target / f"{name}.md"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_home(text) if name == "index" else text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -13,28 +14,38 @@ import pytest
 from tools import snippets
 from tools.workspace import ROOT
 
-PAGES = snippets.pages()
+# they import transformers, or compile: two thirds of the time of all
+LONG = {"docs/compile.md", "docs/learn/model.md", "docs/transformers.md"}
+NAMES = [page.relative_to(ROOT).as_posix() for page in snippets.pages()]
 
 
-@pytest.fixture(scope="module")
-def ran() -> str:
-    """All pages in one process, which has loaded torch once and forks for each."""
+@functools.cache
+def said(names: tuple[str, ...]) -> str:
+    """What pages said: run by one process, which has loaded torch once and forks for each."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LAYERZERO_PERFDB_SHIPPED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.snippets"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "tools.snippets", *names]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     return done.stdout + ("" if done.returncode in (0, 1) else done.stderr)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_python_blocks_of_a_page_run(page: Path, ran: str) -> None:
-    name = page.relative_to(ROOT).as_posix()
+def run_well(name: str, out: str) -> None:
     told = r"((?:(?! +[\d.]+ s  |\d+ blocks).*\n)*)"  # up to the next block
-    lines = dict(re.findall(rf"^ +[\d.]+ s  {re.escape(name)}:(\d+)\n{told}", ran, re.M))
-    wanted = {str(block.line) for block in snippets.blocks(page) if not block.marks}
+    lines = dict(re.findall(rf"^ +[\d.]+ s  {re.escape(name)}:(\d+)\n{told}", out, re.M))
+    wanted = {str(block.line) for block in snippets.blocks(ROOT / name) if not block.marks}
     assert {line: text for line, text in lines.items() if text} == {}
-    assert set(lines) == wanted, ran[-2000:]
+    assert set(lines) == wanted, out[-2000:]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
+def test_the_python_blocks_of_a_page_run(name: str) -> None:
+    run_well(name, said(tuple(name for name in NAMES if name not in LONG)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_the_longer_python_blocks_of_a_page_run(name: str) -> None:
+    run_well(name, said(tuple(sorted(LONG))))
 
 
 def test_a_block_that_fails_is_told_with_its_line_and_the_rest_of_its_page_is_left(tmp_path: Path) -> None:
