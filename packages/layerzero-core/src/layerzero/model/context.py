@@ -304,7 +304,8 @@ _POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "pl
 KEYABLE = frozenset({
     *_FIELD_NAMES, *_POLICY_DEVICE_FIELDS, "stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type",
     "batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v", "gqa_ratio", "hidden",
-    "rows", "tokens", "rotary_dim", "page_size", "in_features", "out_features", "vocab", "intermediate",
+    "rows", "tokens", "rotary_dim", "page_size", "head_dim_ckv", "head_dim_kpe", "in_features",
+    "out_features", "vocab", "intermediate",
     "num_experts", "top_k", "block", "rank", "element_bytes",
 }) - {"notes", "scale", "dropout_p"}  # fmt: skip
 
