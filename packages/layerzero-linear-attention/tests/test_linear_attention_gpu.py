@@ -50,20 +50,23 @@ def test_log_probabilities_of_a_model_in_bfloat16_are_as_near_the_truth_as_the_m
     from layerzero_verify import models
 
     model = models.made(name, length=48)
+    module = copy.deepcopy(model.module)
+    for part in module.modules():
+        if hasattr(part, "top_k"):
+            part.top_k = 4  # every expert: rounding would send single tokens to others
     # where fla-core is installed transformers calls it, on any device: the truth is the patched model on the CPU, which
     # other tests hold against transformers
-    truth = lz.patch(copy.deepcopy(model.module))(**model.padded).logits.log_softmax(-1)
+    truth = lz.patch(copy.deepcopy(module))(**model.padded).logits.log_softmax(-1)
     padded = {key: item.cuda() for key, item in model.padded.items()}
     kept = model.padded["attention_mask"].bool()
 
     def off(module):
-        """Mean and 99th percentile of the distance from the truth; padding and single tokens that rounding sends to
-        other experts do not count."""
+        """The mean and the largest distance from the truth, of what is no padding."""
         found = module(**padded).logits.float().log_softmax(-1).cpu()
         distance = (found - truth)[kept].abs()
-        return distance.mean().item(), distance.quantile(0.99).item()
+        return distance.mean().item(), distance.max().item()
 
-    module = copy.deepcopy(model.module).to("cuda", torch.bfloat16)
+    module = module.to("cuda", torch.bfloat16)
     own = off(module)
     lz.patch(module)
     mean, far = off(module)
