@@ -57,8 +57,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None =
     cap, bias = more.get("softcap"), more.get("bias")
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     scores = scores if bias is None else scores + bias
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach()) * seen
-    return weights @ v / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+    top, sinks = scores.amax(-1, keepdim=True).detach(), more.get("sinks")
+    weights = torch.exp(scores - top) * seen
+    total = weights.sum(-1, keepdim=True)
+    total = total if sinks is None else total + torch.exp(sinks[:, None, None] - top)
+    return weights @ v / total.clamp_min(1e-300)
 
 
 def _seen(rows: int, cols: int, causal: bool | str = False, window: Sequence[int] | None = None) -> Tensor:
@@ -255,11 +258,22 @@ def _packed(dice: Dice) -> tuple[list[int], list[int], Tensor, Tensor]:
     return rows, cols, *ends
 
 
-def _each(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], cols: Sequence[int], causal: bool | str) -> Tensor:
+def _each(
+    q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int], cols: Sequence[int], causal: bool | str,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each packed sequence by itself: [tokens, H, D] cut into these lengths."""
     parts = zip(q.split(list(rows)), k.split(list(cols)), v.split(list(cols)), strict=True)
-    found = [_attend(*(t.transpose(0, 1) for t in part), _seen(len(part[0]), len(part[1]), causal)) for part in parts]
+    found = [
+        _attend(*(t.transpose(0, 1) for t in part), _seen(len(part[0]), len(part[1]), causal), sinks=sinks)
+        for part in parts
+    ]
     return torch.cat([item.transpose(0, 1) for item in found])
+
+
+def _sinks(dice: Dice) -> tuple[Tensor, ...]:
+    """The sinks of four heads, or none."""
+    return (dice.tensor(4),) if dice.random() < 0.5 else ()
 
 
 def _varlen_attention(dice: Dice) -> Call:
@@ -268,9 +282,9 @@ def _varlen_attention(dice: Dice) -> Call:
     causal = dice.choice([False, "bottom_right"])
     return Call(
         "varlen_attention",
-        (q, k, v),
-        lambda q, k, v: lz.varlen_attention(q, k, v, ends_q, ends_k, is_causal=causal),
-        lambda q, k, v: _each(q, k, v, rows, cols, causal),
+        (q, k, v, *_sinks(dice)),
+        lambda q, k, v, sinks=None: lz.varlen_attention(q, k, v, ends_q, ends_k, is_causal=causal, sinks=sinks),
+        lambda q, k, v, sinks=None: _each(q, k, v, rows, cols, causal, sinks),
         {"rows": rows, "cols": cols, "is_causal": causal},
     )
 
@@ -308,11 +322,19 @@ def _paged_attention(dice: Dice) -> Call:
     table, pages = _pages(dice, cols, 4)
     q, k, v = dice.tensor(sum(rows), 4, 8), dice.tensor(pages, 4, 2, 8), dice.tensor(pages, 4, 2, 8)
     batch = lz.paged_batch(table, torch.tensor(cols), query_lens=torch.tensor(rows))
+    words: dict[str, Any] = {"is_causal": dice.random() < 0.7}
+    if dice.random() < 0.3:
+        words |= {"k_scale": 0.5, "v_scale": 1.75}
+    factors = [words.get(name, 1.0) for name in ("k_scale", "v_scale")]
 
-    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _each(q, _unpaged(k, table, cols), _unpaged(v, table, cols), rows, cols, "bottom_right")
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
+        return lz.paged_attention(q, k, v, batch, sinks=sinks, **words)
 
-    return Call("paged_attention", (q, k, v), lambda q, k, v: lz.paged_attention(q, k, v, batch), formula)
+    def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        keys, values = (_unpaged(t, table, cols) * factor for t, factor in zip((k, v), factors, strict=True))
+        return _each(q, keys, values, rows, cols, "bottom_right" if words["is_causal"] else False, sinks)
+
+    return Call("paged_attention", (q, k, v, *_sinks(dice)), run, formula, words)
 
 
 def _mla_paged_attention(dice: Dice) -> Call:
