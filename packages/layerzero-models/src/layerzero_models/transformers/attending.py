@@ -69,24 +69,9 @@ def attend(
                 attention_mask, causal, window = None, note.causal or False, note.window
     if position_bias is not None:
         attention_mask, causal = biased(position_bias, attention_mask, bool(causal), query, key), False
-    if s_aux is not None:
-        out = _with_sinks(s_aux, query, key, value, attention_mask, dropout, causal, scaling, window, softcap)
-    else:
-        out = attention(query, key, value, attention_mask, dropout, causal, scaling, window=window, softcap=softcap)
+    words = {"window": window, "softcap": softcap, "sinks": s_aux}
+    out = attention(query, key, value, attention_mask, dropout, causal, scaling, **words)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _with_sinks(
-    sinks: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: Any, scale: Any,
-    window: Any, softcap: Any,
-) -> Tensor:  # fmt: skip
-    """One more score under the fraction line: what the softmax gives the keys shrinks by the share of the sink."""
-    out, lse = attention(
-        query, key, value, mask, dropout, causal, scale, window=window, softcap=softcap, return_lse=True
-    )
-    share = torch.sigmoid(lse - sinks.float()[None, :, None]).to(out.dtype)
-    found: Tensor = out * share[..., None]
-    return found
 
 
 def biased(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
