@@ -253,6 +253,22 @@ def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     assert len(said) == 1 and "it has a gate of its own" in said[0]
 
 
+def test_decoding_does_not_exchange_experts_by_name_for_products_that_copy_weights() -> None:
+    """transformers does so with its default on any device but a CPU; nothing is computed here."""
+    model = zoo.made("mixtral", num_hidden_layers=1).to("meta")
+
+    def chosen() -> set[str]:
+        return {item for item in model.get_experts_implementation().values() if item is not None}
+
+    model.set_experts_implementation("grouped_mm")
+    with model._optimize_model_for_decode():
+        assert "batched_mm" in chosen()
+    lz.enable_transformers()
+    model.set_experts_implementation("layerzero")
+    with model._optimize_model_for_decode():
+        assert "layerzero" in chosen() and "batched_mm" not in chosen()
+
+
 @pytest.fixture
 def bart() -> Any:
     return zoo.made("bart", max_position_embeddings=2048)
