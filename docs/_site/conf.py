@@ -13,6 +13,7 @@ extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 5
 exclude_patterns = ["files"]
+highlight_language = "none"  # a block that names no language is a shell session or output
 pygments_style = "github-light-high-contrast"
 pygments_dark_style = "github-dark-high-contrast"
 smartquotes = False  # options begin with two dashes
