@@ -54,6 +54,7 @@ CALLS: dict[str, Sequence[dict[str, Any]]] = {
         {"q": (1, 8, 192, 64), "k": (1, 2, 192, 64), "causal": "top_left"}, {"q": (2, 8, 1, 64), "k": (2, 2, 1024, 64)},
     ),
     "paged_attention": ({"q": (4, 8, 64), "k": (128, 16, 2, 64), "context": 400},),
+    "mla_paged_attention": ({"q": (4, 8, 128), "k": (32, 16, 128), "context": 100},),
     "varlen_attention": ({"q": (512, 8, 64), "k": (512, 2, 64), "context": 128},),
     "grouped_attention": ({"q": (128, 8, 64), "k": (256, 2, 64)},),
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "gemma_rms_norm", "gemma_add_rms_norm"), (_HIDDEN,)),
