@@ -14,8 +14,8 @@ import pytest
 from tools import snippets
 from tools.workspace import ROOT
 
-# they import transformers, or compile: two thirds of the time of all
-LONG = {"docs/compile.md", "docs/learn/model.md", "docs/transformers.md"}
+# they import transformers, compile or measure: more than half of the time of all
+LONG = {"docs/blocks.md", "docs/compile.md", "docs/learn/model.md", "docs/transformers.md"}
 NAMES = [page.relative_to(ROOT).as_posix() for page in snippets.pages()]
 
 
