@@ -194,3 +194,23 @@ def test_compiled_calls_take_sinks() -> None:
         return lz.paged_attention(query, *given[1:], sinks=sinks, k_scale=0.5, is_causal=False) + 1.0
 
     torch.testing.assert_close(torch.compile(paged, backend="aot_eager", fullgraph=True)(given[0]), paged(given[0]))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_heads_of_192_and_values_of_128(backend: str | None) -> None:
+    """DeepSeek's widths before absorption, with sinks, dense, packed and over pages."""
+    generator = torch.Generator().manual_seed(4)
+    query, key = (torch.randn(1, 4, rows, 192, generator=generator) for rows in (3, 8))
+    value, sinks = torch.randn(1, 4, 8, 128, generator=generator), torch.linspace(-1.0, 3.0, 4)
+    want = _with_sinks(query, key, value, sinks)[0].float()
+    got = lz.attention(query, key, value, sinks=sinks, backend=backend)
+    torch.testing.assert_close(got, want, atol=4e-6, rtol=1e-5)
+    flat = [item[0].transpose(0, 1).contiguous() for item in (query, key, value)]
+    ends = [torch.tensor([0, rows], dtype=torch.int32) for rows in (3, 8)]
+    packed = lz.varlen_attention(*flat, *ends, sinks=sinks, backend=backend)
+    torch.testing.assert_close(packed, want[0].transpose(0, 1), atol=4e-6, rtol=1e-5)
+    table, count, new = (torch.tensor(item, dtype=torch.int32) for item in ([[0, 1]], [8], [3]))
+    caches = [item.reshape(2, 4, 4, -1) for item in flat[1:]]
+    batch = lz.paged_batch(table, count, query_lens=new)
+    paged = lz.paged_attention(flat[0], *caches, batch, sinks=sinks, is_causal=False, backend=backend)
+    torch.testing.assert_close(paged, want[0].transpose(0, 1), atol=4e-6, rtol=1e-5)
