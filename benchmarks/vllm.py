@@ -137,9 +137,8 @@ class Engine:
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        with self.process:  # closes both pipes and waits
+            pass
 
 
 @contextmanager
