@@ -54,6 +54,11 @@ def _generate_section(name: str, data: dict[str, Any]) -> str:
             continue
         cells = [f"{row['tokens_per_s'][way]:,.0f} ({row['times faster'][way]:.2f}×)" for way in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {_apart(row)} |")
+    for case, row in data["figures"].items():
+        if "step_ms" in row:
+            steps = ", ".join(f"{way} {ms:.2f} ms" for way, ms in row["step_ms"].items())
+            errors = ", ".join(f"{way} {error:.4f}" for way, error in row["error of log-probabilities"].items())
+            lines.append(f"\n{case}: a step takes {steps}. Log-probabilities are off float32's by {errors}.")
     return "\n".join(lines) + "\n"
 
 
