@@ -181,12 +181,12 @@ def experts_config(slots: int, experts: int) -> ExpertsConfig:
     """Tiles about as high as an expert has rows: few rows read the weight once, in tiles that fill the device."""
     rows = slots / experts
     if rows <= 12:
-        return ExpertsConfig(16, (64, 128, 4, 4), (64, 128, 4, 4))
+        return ExpertsConfig(16, (128, 128, 4, 3), (64, 128, 4, 4))
     if rows <= 32:
-        return ExpertsConfig(32, (128, 64, 4, 4), (128, 64, 4, 4))
+        return ExpertsConfig(32, (128, 128, 4, 3), (128, 128, 4, 3))
     if rows <= 96:
-        return ExpertsConfig(64, (128, 64, 4, 4), (128, 64, 4, 4))
-    return ExpertsConfig(128, (256, 64, 8, 3), (128, 64, 8, 4))
+        return ExpertsConfig(64, (256, 64, 8, 4), (256, 64, 8, 4))
+    return ExpertsConfig(128, (256, 64, 8, 4), (256, 64, 8, 4))
 
 
 @dataclass(frozen=True, slots=True)

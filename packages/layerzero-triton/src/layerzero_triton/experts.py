@@ -51,7 +51,8 @@ def moe(
     middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     first = (x, gate_up, gate_up_bias, order, ends, tiles, middle)
     _multiply(first, most, top_k, alpha, limit, activation, gate, True, chosen.block_m, *chosen.first)
-    results = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+    # Not rounded before they are added: with biases a rounded slot can take a small sum out of its bounds.
+    results = torch.empty((slots, hidden), dtype=torch.float32, device=x.device)
     second = (middle, down, down_bias, order, ends, tiles, results)
     _multiply(second, most, top_k, 0.0, None, "none", "none", False, chosen.block_m, *chosen.second)
 
