@@ -335,37 +335,6 @@ def test_linear_with_an_mxfp4_weight(rows):
             close("linear", kernel(x, weight, bias, "silu"), want, torch.bfloat16)
 
 
-@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
-def test_rows_in_codes_are_those_of_the_reference(fmt):
-    import layerzero as lz
-    from layerzero_triton.scaled import encoded
-
-    x = made(37, 1000, dtype=torch.bfloat16)
-    x[3] = 0.0
-    want = lz.quantize(x, fmt, granularity="channel", backend="reference")
-    codes, scales = encoded(x, want.data.dtype)
-    assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(scales, want.scale)
-    x[5, 7], x[6, 1] = float("nan"), float("inf")
-    codes, scales = encoded(x, want.data.dtype)
-    assert scales.isfinite().logical_not().nonzero()[:, 0].tolist() == [5, 6]
-
-
-@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_linear_of_codes_with_codes(granularity, fmt):
-    import layerzero as lz
-    from layerzero.model.packed import PackedWeight
-    from layerzero_triton.scaled import dynamic, rowwise
-
-    for rows, n, k in [(1, 4096, 4096), (33, 1008, 1280), (300, 528, 512), (2048, 4096, 4096)]:
-        x, bias = made(rows, k, dtype=torch.bfloat16), made(n, dtype=torch.bfloat16)
-        weight = PackedWeight(lz.quantize(made(n, k, scale=0.02), fmt, granularity=granularity), act="dynamic")
-        want = true_linear.linear(x, weight, bias, None)
-        close("linear", dynamic(x, weight, bias, None), want, torch.bfloat16)
-        if fmt == "fp8_e4m3" and granularity != "block":
-            close("linear", rowwise(x, weight, bias, None), want, torch.bfloat16)
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2000])
 def test_experts(tokens, dtype):

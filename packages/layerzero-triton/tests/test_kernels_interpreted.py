@@ -443,29 +443,6 @@ linear_case("int4 channel, split", "int4", "channel", splits=2)
 linear_case("mxfp4", "mxfp4", "block", activation="relu")
 
 
-@case("codes with codes")
-def codes_product():
-    """In INT8; the interpreter rounds to FP8 wrongly."""
-    import layerzero as lz
-    from layerzero.backends.reference.linear import linear as truth
-    from layerzero.model.packed import PackedWeight
-    from layerzero_triton import config, scaled
-
-    for granularity, options in (("channel", {}), ("tensor", {}), ("block", {"block_size": 32})):
-        weight = PackedWeight(
-            lz.quantize(torch.randn(40, 96), "int8", granularity=granularity, **options), act="dynamic"
-        )
-        x, b = torch.randn(5, 96).half(), torch.randn(40).half()
-        x[3] = 0.0
-        got = scaled.dynamic(x, weight, b, "silu", config.ScaledConfig(16, 32, 32, 4, 1))
-        wrong = differs("linear", got, truth(x, weight, b, "silu"), F16)
-        if wrong:
-            return f"{granularity}: {wrong}"
-    want = lz.quantize(x, "int8", granularity="channel")
-    codes, scales = scaled.encoded(x, torch.int8)
-    return None if torch.equal(codes, want.data) and torch.equal(scales, want.scale) else "other codes"
-
-
 @case("mxfp4 written out")
 def written_out():
     """In float32: the interpreter multiplies bfloat16 wrongly."""

@@ -146,29 +146,6 @@ def linear_config(m: int, n: int, k: int, block_size: int | None, sms: int) -> L
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledConfig:
-    """Tiles of a product of codes with codes."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
-def scaled_config(m: int, block_size: int | None) -> ScaledConfig:
-    """Large tiles for many rows; a step of the inner axis that does not cross a block."""
-    block_k = 128
-    while block_size is not None and block_size % block_k:
-        block_k //= 2
-    if m <= 64:
-        return ScaledConfig(16 if m <= 16 else 32 if m <= 32 else 64, 64, block_k, 4, 4)
-    if block_size is not None:  # the sum of a block and the sum of all are both held
-        return ScaledConfig(128, 128, block_k, 8, 3)
-    return ScaledConfig(128, 256, block_k, 8, 3)
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Rows of a tile, and for each of the two products its columns, its step of the inner axis, warps and stages."""
 
