@@ -84,7 +84,7 @@ class Race:
 
 def free_device_memory() -> None:
     """Give back what hangs in circles of the last call's objects; once a call, it looks through the whole heap."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
 
 
