@@ -270,6 +270,23 @@ def test_a_baseline_that_takes_too_much_is_not_run(planted: Planted, why: str, m
     assert seen[-1] == 300 and lz.explain("rms_norm", x, weight).ran == kernel_id, "then the kernel ran, proven"
 
 
+def test_a_check_that_finds_out_nothing_is_made_ever_less_often(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layerzero.dispatch import first_use
+
+    drawn: list[int] = []
+    planted.kernel("rms_norm", right)
+    planted.start()
+    monkeypatch.setattr(first_use, "price_us", lambda op, ctx, args: 20_001.0)
+    monkeypatch.setattr(first_use, "example", lambda *_: drawn.append(len(drawn)))
+    for rows in range(1, 101):
+        x, weight, expected = call(rows=rows)
+        torch.testing.assert_close(lz.rms_norm(x, weight), expected)
+    assert len(drawn) == 6, "after 2, 4, 8, 16, 32 calls"
+    assert not planted.entries() and lz.explain("rms_norm", x, weight).ran != "acme.rms_norm.fast"
+
+
 def test_a_kernel_that_changes_its_inputs_is_wrong(planted: Planted) -> None:
     def changes(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
         out = right(x, weight, eps)

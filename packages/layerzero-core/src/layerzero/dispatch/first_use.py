@@ -7,7 +7,8 @@ A kernel that is right is remembered and runs the next call; one that is wrong g
 
 Inputs that are zero, constant or not finite show nothing, and a baseline that would take long or much memory is not
 run: then a drawn example is checked instead, and the call goes on with whatever is proven afterwards. One check at a
-time; meanwhile other calls are served by what is proven already.
+time; meanwhile other calls are served by what is proven already. A check that found out nothing is made again after
+two calls of the kind, then after four, and so on: no request pays for it again and again.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ class _Case(NamedTuple):
         """Whether other ranks have a say."""
         return self.world.ranks is not None and len(self.world.ranks.group) > 1
 
+    @property
+    def asked(self) -> bool:
+        """Whether the caller wants this kernel or an error, no other in its place."""
+        wanted = self.bound.decision.locked or self.ctx.backend is not None
+        return wanted and self.world.policy.on_fault != "fallback"
+
 
 def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...]) -> Served | None:
     """Check the kernel of a cold call. None: the World has changed, and the call is to be selected again."""
@@ -101,7 +108,12 @@ def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: t
     try:
         if case.grouped:
             return _together(case, base)
-        return _settled(case, *_own(case, base), base)
+        if not case.asked and proof_registry.waits(bound.kernel, ctx):
+            return _served(base, args)
+        own, served = _own(case, base)
+        if own.ok is None:
+            proof_registry.wait(bound.kernel, ctx)
+        return _settled(case, own, served, base)
     finally:
         _one.release()
 
@@ -268,20 +280,19 @@ def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...])
 # -- the verdict ---------------------------------------------------------------------------------------------------
 def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | None) -> Served | None:
     """Act on a verdict: remember, quarantine, or leave it open. Returns what the caller gets."""
-    _, ctx, world, bound, args = case
-    asked = (bound.decision.locked or ctx.backend is not None) and world.policy.on_fault != "fallback"
+    _, ctx, _, bound, args = case
     if own.ok:
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
         proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=case.grouped)
     elif own.ok is False:
         why = _mismatch(own)
         put(state, bound.kernel, ctx.device, why)
-        if asked and base is not None:
+        if case.asked and base is not None:
             raise KernelExecutionError(
                 f"{bound.kernel_id} was asked for by name, and its first answer is wrong: {why.message}",
                 reasons=(why,),
             )
-    elif asked and base is not None and served is not None and own.why and not own.why.startswith("no example"):
+    elif case.asked and base is not None and served is not None and own.why and not own.why.startswith("no example"):
         raise KernelExecutionError(
             f"{bound.kernel_id} was asked for by name and could not be checked: {own.why}",
             reasons=(reason("FIRST_USE_UNCHECKED", kind_of(ctx), detail=own.why),),

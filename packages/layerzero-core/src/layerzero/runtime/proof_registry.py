@@ -48,6 +48,7 @@ class ProofRegistry:
         self._local: dict[Checked, dict[str, float]] = {}
         self._agreed: set[tuple[Checked, str]] = set()
         self._learnt = 0
+        self._open: dict[tuple[str, str], tuple[int, int]] = {}  # checks that found out nothing: calls to go, and after
         self.problems: dict[str, Reason] = {}
 
     def forget(self) -> None:
@@ -56,6 +57,23 @@ class ProofRegistry:
             self._shipped, self._local, self.problems = {}, {}, {}
             self._agreed = set()
             self._learnt = 0
+            self._open = {}
+
+    # -- checks that found out nothing ----------------------------------------------------------------
+    def waits(self, kernel: KernelSpec, ctx: Context) -> bool:
+        """Whether such a call is too early for another check of this kernel. Asked once a call: each counts."""
+        key = (kernel.kernel_id, kind_of(ctx))
+        with self._lock:
+            left, pause = self._open.get(key, (0, 1))
+            self._open[key] = (max(left - 1, 0), pause)
+        return left > 0
+
+    def wait(self, kernel: KernelSpec, ctx: Context) -> None:
+        """Let twice as many calls go by as before the last check."""
+        key = (kernel.kernel_id, kind_of(ctx))
+        with self._lock:
+            pause = 2 * self._open.get(key, (0, 1))[1]
+            self._open[key] = (pause, pause)
 
     # -- reading -------------------------------------------------------------------------------------
     def of_world(self, world: World) -> Proofs:
