@@ -179,8 +179,8 @@ def paged(draw: Draw) -> Args:
     query = draw.main(tokens, heads, dim, odd=False)
     caches = [_cache(draw, (blocks, *inner, size), dtype) for size in (dim, width)]
     last: Args = sinks(draw)
-    if "kv_scales" in needs or ctx.causal is Causal.NONE:
-        last = (*(last or (None,)), ctx.causal is not Causal.NONE)
+    if needs & {"kv_scales", "non_causal"}:
+        last = (*(last or (None,)), "non_causal" not in needs)
     if "kv_scales" in needs:
         each = draw.choice("scales_for", "")
         last = (*last, *(_kv_scale(draw, number, kv_heads if each == "heads" else 1) for number in (0.5, 1.5)))
