@@ -57,8 +57,9 @@ def _generate_section(name: str, data: dict[str, Any]) -> str:
     for case, row in data["figures"].items():
         if "step_ms" in row:
             steps = ", ".join(f"{way} {ms:.2f} ms" for way, ms in row["step_ms"].items())
-            errors = ", ".join(f"{way} {error:.4f}" for way, error in row["error of log-probabilities"].items())
-            lines.append(f"\n{case}: a step takes {steps}. Log-probabilities are off float32's by {errors}.")
+            errors = ", ".join(f"{way} {error:.4f}" for way, error in row.get("error of log-probabilities", {}).items())
+            off = f" Log-probabilities are off float32's by {errors}." if errors else ""
+            lines.append(f"\n{case}: a step takes {steps}.{off}")
     return "\n".join(lines) + "\n"
 
 

@@ -32,7 +32,8 @@ CALLS = [
 def test_torch_default_gives_the_result_of_the_reference(op, options):
     call = build(context(op, {**options, "device": "cpu", "dtype": "fp32"}), device="cpu", seed=3)
     spec = public_op(op)
-    given = {**dict(zip(spec.arguments, call.args, strict=True)), "layout": call.layout or call.kwargs.get("layout")}
+    named = dict(zip(spec.arguments, spec.lengthen(call.args), strict=True))
+    given = {**named, "layout": call.layout or call.kwargs.get("layout")}
     found = torch_default(op, given)()
     wanted = public_op(op).function(**{**call.kwargs, "backend": "reference"})
     pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]

@@ -205,7 +205,7 @@ class Bench:
         args = list(self.arguments(case))
         leaves = [
             place
-            for place, (kind, item) in enumerate(zip(self.op.input_kinds, args, strict=True))
+            for place, (kind, item) in enumerate(zip(self.op.input_kinds, args, strict=False))
             if isinstance(item, Tensor) and item.is_floating_point() and not (required_only and kind != "tensor")
         ]
         for place in leaves:

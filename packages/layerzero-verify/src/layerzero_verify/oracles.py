@@ -57,6 +57,7 @@ def _attention(
         scores = scores - slopes.double()[:, :, None, None] * gap
     seen = torch.tensor(
         [[_visible(i, j, seq_q, seq_k, is_causal, window) for j in range(seq_k)] for i in range(seq_q)],
+        dtype=torch.bool,
         device=query.device,
     ).expand_as(scores)
     if attn_mask is not None:
@@ -66,7 +67,8 @@ def _attention(
     # sums are kept in float32 at least, as softmax keeps them
     powers = torch.where(seen, scores, -math.inf).to(torch.promote_types(scores.dtype, torch.float32))
     limits = torch.finfo(powers.dtype)
-    top = powers.amax(-1, keepdim=True).clamp_min(limits.min)
+    nothing = powers.new_full((*powers.shape[:-1], 1), limits.min)
+    top = torch.cat((powers, nothing), -1).amax(-1, keepdim=True)
     if sinks is not None:
         beside = sinks.to(powers.dtype)[:, None, None]
         top = torch.maximum(top, beside)
@@ -109,7 +111,7 @@ def _paged(
     for row, (context, new) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
         if new == 0:
             continue
-        pages = batch.block_tables[row, : -(-context // key_cache.shape[axis + 1])].tolist()
+        pages = batch.block_tables[row, : -(-context // key_cache.shape[axis + 1])].tolist() or [0]
         k, v = (
             torch.cat([cache[page] for page in pages], dim=axis).narrow(axis, 0, context).movedim(axis, 1)[None]
             for cache in (key_cache, value_cache)

@@ -10,7 +10,6 @@ autograd, so a call crosses from C++ into Python once instead of three times.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +265,10 @@ def _backward(op: OpaqueOp) -> Callable[..., Any]:
     assert op.plain is not None
     derivable = op.plain
 
+    def recomputed(*args: Any) -> Any:
+        with uncounted():  # the forward pass was counted when it ran
+            return derivable(*args)
+
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         args = list(ctx.values)
         saved = ctx.saved_tensors
@@ -279,8 +282,7 @@ def _backward(op: OpaqueOp) -> Callable[..., Any]:
             for place, tensor in zip(ctx.places, saved, strict=True):
                 args[place] = tensor if again else tensor.detach().requires_grad_(place in wanted)
             eager = op.replay and not again and modes.plain(saved)
-            with contextlib.nullcontext() if eager else uncounted():
-                found = _gradients(op.run if eager else derivable, args, wanted, grads, again)
+            found = _gradients(op.run if eager else recomputed, args, wanted, grads, again)
         back = dict(zip(wanted, found, strict=True))
         return tuple(back.get(i) for i in range(len(args)))
 
