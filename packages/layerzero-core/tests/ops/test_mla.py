@@ -21,6 +21,14 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(autouse=True)
+def as_they_come():
+    """The kernel that is chosen answers the first call too: two calls are compared, and pages are full of NaN here."""
+    lz.configure(on_first_use="off")
+    yield
+    lz.reset()
+
+
 def scene(
     contexts,
     queries=None,
@@ -81,8 +89,6 @@ def run(q_nope, q_pe, ckv, kpe, batch, scale=SCALE, **options):
 
 def check(contexts, queries=None, scale=SCALE, **options):
     *args, tokens = scene(contexts, queries, **options)
-    for return_lse in (True, False):  # the first answer may be the baseline's, while the kernel is checked
-        run(*args, scale=scale, return_lse=return_lse)
     out, lse = run(*args, scale=scale, return_lse=True)
     want, want_lse = all_heads(*args[:2], tokens, [1] * len(contexts) if queries is None else queries, scale)
     dtype = args[0].dtype
