@@ -235,7 +235,9 @@ FAULTS: dict[str, Fault] = {
         {"backward": True, "deterministic": True, "dtypes": ["float32"]}, "result", "backward",
     ),
     "restless": Fault(
-        "rms_norm", _RMS_NORM, "    wide = x.float()\n", "    wide = x.float() * (1 + 1e-7 * torch.randn(()))\n",
+        "rms_norm", _RMS_NORM, "    wide = x.float()\n",
+        # noise of the size of float32's rounding, another for each element: a common factor would cancel
+        "    wide = x.float() * (1 + 1e-7 * torch.randn(x.shape[-1]))\n",
         _NORM_FIELDS, "result", "determinism",
     ),
     "overwrites": Fault(
