@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models_decoding import Decoding, Graphed, shares
 from models_generate import ARCHITECTURES, WAYS, contestants_of, generate_case, log_probability_errors, made
 from models_overhead import overheads
-from timing import RESULTS, commit, machine, write_json
+from timing import RESULTS, header, write_json
 
 import layerzero as lz
 
@@ -193,9 +193,7 @@ def about(benchmark: str, **more: Any) -> dict[str, Any]:
     """What a file of figures says of itself."""
     import transformers
 
-    command = "python benchmarks/models.py " + " ".join(sys.argv[1:])
-    versions = {"machine": machine(), "transformers": transformers.__version__}
-    return {"benchmark": benchmark, "commit": commit(), "command": command, **versions, **more}
+    return {"benchmark": benchmark, **header(), "transformers": transformers.__version__, **more}
 
 
 def run_generate(args: argparse.Namespace, path: Path) -> None:

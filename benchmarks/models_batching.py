@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from models_generate import ARCHITECTURES, made
+from timing import header, write_json
 
 import layerzero as lz
 
@@ -88,15 +89,15 @@ def main() -> None:
     changes = {"num_hidden_layers": args.layers} if args.layers else {}
     stock = made(args.architecture, args.device, dtype, **changes)
     given = prompts(args.prompts, args.longest, 1000)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     figures = {
-        "architecture": args.architecture, **changes, "device": device, "dtype": str(dtype), "torch": torch.__version__,
-        "transformers": transformers.__version__, "layerzero": lz.__version__, "denied": args.deny,
+        **header(),
+        "architecture": args.architecture, **changes, "device": args.device, "dtype": str(dtype),
+        "transformers": transformers.__version__, "denied": args.deny,
         **race(stock, given, args.new, args.rounds),
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

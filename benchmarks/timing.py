@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -75,6 +76,13 @@ def commit() -> str:
         return out.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def header() -> dict[str, Any]:
+    """What a file of figures says first: the commit, the command and the machine."""
+    script, *given = sys.argv
+    command = " ".join(("python", f"benchmarks/{Path(script).name}", *given))
+    return {"commit": commit(), "command": command, "machine": machine()}
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

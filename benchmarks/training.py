@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from models_generate import made
+from timing import header, write_json
 
 import layerzero as lz
 
@@ -104,15 +105,15 @@ def main() -> None:
             times[name].append((time.perf_counter() - begin) * 1e3)
     middle = {name: statistics.median(found) for name, found in times.items()}
     figures = {
-        "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
-        "transformers": transformers.__version__, "layerzero": lz.__version__, **changes, "batch": args.batch,
+        **header(),
+        "transformers": transformers.__version__, **changes, "batch": args.batch,
         "length": args.length, "rounds": args.rounds, "ms": {name: round(ms, 2) for name, ms in middle.items()},
         "speedup": {name: round(middle["stock"] / ms, 3) for name, ms in middle.items() if "stock" in middle},
         "peak_mib": memory, "loss": losses, "kernels": kernels,
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

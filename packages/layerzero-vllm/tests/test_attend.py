@@ -11,7 +11,7 @@ from layerzero_vllm.choice import LayerKind, Phase
 KIND = LayerKind("cpu", "float32", 4, 2, 32, 16)
 
 
-def expected(drawn, settings, sequences):
+def expected(drawn, settings, sequences, causal=True):
     """Attention of each sequence's last tokens over all of its tokens, masked, in float64."""
     found = []
     tokens, new = len(drawn.keys) // sequences, len(drawn.query) // sequences
@@ -25,7 +25,7 @@ def expected(drawn, settings, sequences):
         behind = torch.arange(tokens - new, tokens)[:, None] - torch.arange(tokens)
         if settings.alibi_slopes is not None:
             scores = scores - settings.alibi_slopes.double()[:, None, None] * behind
-        hidden = (behind < 0) | (behind >= (settings.window or tokens))
+        hidden = ((behind < 0) & causal) | (behind >= (settings.window or tokens))
         scores = scores.masked_fill(hidden, -torch.inf)
         if settings.sinks is not None:  # one more key of each head, without a value
             sinks = settings.sinks.double()[:, None, None].expand(-1, new, 1)
@@ -59,6 +59,16 @@ def test_a_step_attends_to_what_was_written(phase, settings):
     assert batch.is_decode == (phase.query == 1)
     found = attend.attend(drawn.query, attend.halves(drawn.cache), batch, settings)
     torch.testing.assert_close(found.double(), expected(drawn, settings, phase.batch), rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_sees_the_tokens_behind_a_query_too():
+    phase, settings = Phase("prefill", 2, 21, 21), attend.Settings(0.5)
+    drawn = attend.example(KIND, phase, torch.float32)
+    attend.write(drawn.keys, drawn.values, drawn.cache, drawn.slots)
+    batch = attend.batch_of(drawn.block_table, drawn.seq_lens, drawn.query_start_loc)
+    found = attend.attend(drawn.query, attend.halves(drawn.cache), batch, settings, causal=False)
+    wanted = expected(drawn, settings, phase.batch, causal=False)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_both_packings_hold_the_same_tokens():

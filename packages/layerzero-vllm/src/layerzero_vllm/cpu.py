@@ -78,7 +78,8 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
             super().forward(*given)
             return output
         tokens = attn_metadata.num_actual_tokens
-        found = attend.attend(query[:tokens], attend.halves(kv_cache), attn_metadata.batch, self.settings)
+        caches, batch = attend.halves(kv_cache), attn_metadata.batch
+        found = attend.attend(query[:tokens], caches, batch, self.settings, attn_metadata.all_causal)
         output[:tokens].view(found.shape).copy_(found)
         return output
 
@@ -107,8 +108,6 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
         report().step("decode" if common.max_query_len == 1 else "prefill or mixed")
         if not self.ours:
             return super().build(common_prefix_len, common, fast_build)
-        if common.causal is not True:
-            raise NotImplementedError("attention that is not causal: LAYERZERO_VLLM=off serves this model")
         return self._planned(common)
 
     def _planned(self, common: Any) -> Any:
@@ -122,6 +121,7 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
         )
+        metadata.all_causal = common.causal is not False
         metadata.batch = attend.batch_of(common.block_table_tensor, common.seq_lens, common.query_start_loc)
         return metadata
 
