@@ -3,11 +3,14 @@
 head_dim 64 to 256, GQA ratios 1 to 16, batch 1 to 256, lengths 1 to 131 072, hidden 1 024 to 16 384, vocabularies to
 256k. A call too large for the device (`LIMITS`: bytes of inputs, operations) is drawn again. Nothing here is a grid.
 
-    python benchmarks/drawing.py SEED DEVICE CASES BACKENDS PART PARTS    runs every PARTS-th call once, which compiles
+    python benchmarks/drawing.py SEED DEVICE FIRST LAST OPS BACKENDS PART PARTS
+
+runs every PARTS-th of the calls FIRST to LAST once, which compiles; OPS parted by commas, or all.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["OPS", "Drawn", "drawn", "prepare"]
+__all__ = ["OPS", "Drawn", "drawn", "part_of", "prepare"]
 
 # device -> (bytes, operations) of the largest call
 LIMITS = {"cpu": (48e6, 2e9), "cuda": (2e9, 4e12)}
@@ -124,11 +127,19 @@ def drawn(seed: int, device: str) -> Iterator[Drawn]:
                     break
 
 
-def prepare(seed: int, device: str, cases: int, compiled: str, parts: int, seconds: float) -> float:
+def part_of(seed: int, device: str, first: int, last: int, ops: str) -> Iterator[Drawn]:
+    """The calls from `first` to before `last`, of these ops (parted by commas, or all)."""
+    wanted = OPS if ops == "all" else ops.split(",")
+    return (call for call in itertools.islice(drawn(seed, device), first, last) if call.op in wanted)
+
+
+def prepare(
+    seed: int, device: str, cases: int, compiled: str, parts: int, seconds: float, *, first: int = 0, ops: str = "all"
+) -> float:
     """Compile what the calls need in so many processes at once, for so long at most; what each vendor keeps on disk is
     there afterwards. Returns the seconds it took."""
     begin = time.monotonic()
-    arguments = [str(item) for item in (seed, device, cases, compiled)]
+    arguments = [str(item) for item in (seed, device, first, cases, ops, compiled)]
     running = [
         subprocess.Popen([sys.executable, __file__, *arguments, str(part), str(parts)], stdout=subprocess.DEVNULL)
         for part in range(parts)
@@ -142,14 +153,14 @@ def prepare(seed: int, device: str, cases: int, compiled: str, parts: int, secon
     return round(time.monotonic() - begin, 1)
 
 
-def _compile(seed: int, device: str, cases: int, compiled: str, part: int, parts: int) -> None:
+def _compile(calls: Iterator[Drawn], compiled: str, part: int, parts: int) -> None:
     """One process's share: each call is run once by every kernel that may be compiled."""
     from tuned import ready
 
     from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
-    for number, call in zip(range(cases), drawn(seed, device), strict=False):
+    for number, call in enumerate(calls):
         if number % parts == part:
             try:
                 ctx = context(call.op, call.options)
@@ -162,4 +173,5 @@ def _compile(seed: int, device: str, cases: int, compiled: str, part: int, parts
 if __name__ == "__main__":
     os.environ["LAYERZERO_JIT"] = "off"
     which = sys.argv
-    _compile(int(which[1]), which[2], int(which[3]), which[4], int(which[5]), int(which[6]))
+    wanted = part_of(int(which[1]), which[2], int(which[3]), int(which[4]), which[5])
+    _compile(wanted, which[6], int(which[7]), int(which[8]))

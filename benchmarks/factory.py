@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawing import drawn, prepare
+from drawing import part_of, prepare
 from timing import commit, machine, write_json
 from tuned_state import Kept
 
@@ -81,8 +81,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder that is written to")
     parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
-    parser.add_argument("--cases", type=int, default=400)
-    parser.add_argument("--ops", default="", help="only calls of these ops, parted by commas")
+    parser.add_argument("--first", type=int, default=0, help="the calls before this one were taken by another run")
+    parser.add_argument("--cases", type=int, default=400, help="up to this one")
+    parser.add_argument("--ops", default="all", help="only calls of these ops, parted by commas")
     parser.add_argument("--seconds", type=float, default=0.08, help="of racing a case")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for this run")
     parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
@@ -95,15 +96,16 @@ def main() -> int:
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if given.prepare:
-        took = prepare(SEED, device, given.cases, given.compile, given.prepare, given.prepare_seconds)
+        only = {"first": given.first, "ops": given.ops}
+        took = prepare(SEED, device, given.cases, given.compile, given.prepare, given.prepare_seconds, **only)
         print(f"compiled in {given.prepare} processes for {took} s", flush=True)
     begin = time.monotonic()
     header = header_of(device, given.compile)
     kept = Kept(given.out.resolve(), header, fresh=False)
-    for number, call in enumerate(drawn(SEED, device)):
-        if number >= given.cases or time.monotonic() - begin > given.budget:
+    for call in part_of(SEED, device, given.first, given.cases, given.ops):
+        if time.monotonic() - begin > given.budget:
             break
-        if ("taken", call.name) in kept.records or (given.ops and call.op not in given.ops.split(",")):
+        if ("taken", call.name) in kept.records:
             continue
         try:
             record = taken(call, given.seconds, given.compile)
