@@ -1,4 +1,4 @@
-"""How long `lz tune` takes for the recorded traffic of a Qwen3-class model: from an empty cache, and with artifacts.
+"""How long `lz tune` takes for the recorded traffic of a Qwen3-class model, and how soon another machine is ready.
 
     python benchmarks/tuning_time.py [--device cuda|cpu] [--json FILE] [--limits 140 40] [-- OPTIONS OF lz tune]
 
@@ -6,21 +6,27 @@ The model is made from its configuration, with random weights, and run once unde
 and decode steps of one and of 24 sequences. Its calls are tuned twice, each time by a process of its own and into a new
 database: with no compiled kernel anywhere, and with all that the first has left (`--no-compile`: what the first could
 not compile in time is `late` there, and not looked for again). A run that takes longer than its limit is interrupted as
-Ctrl-C does, and what it has done is kept. The goals, of an H200, stand beside the seconds. On a CPU the model is a
-small one, and there are no goals.
+Ctrl-C does, and what it has done is kept. Then the warm start: what the traffic needs is packed (`lz warmup --pack`),
+unpacked into an empty cache, and a process that knows this cache alone serves 1 000 requests (one forward pass each)
+with background compiles allowed; counted are the files that appear in the cache meanwhile. The goals, of an H200, stand
+beside the seconds. On a CPU the model is a small one, and there are no goals.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import commit, machine, write_json
 
 GOALS_S = {"empty cache": 120.0, "with artifacts": 20.0}
+UNPACK_GOAL_S = 5.0
+REQUESTS = 1000
 STEPS = 4
+COMPILED = {".cubin", ".so", ".o", ".ptx"}  # what a compiler leaves, whichever library called it
 BATCH = 24
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 14,
@@ -40,8 +49,8 @@ SMALL = {
 }  # fmt: skip
 
 
-def record(file: Path, device: str) -> None:
-    """Write the calls of the model: in a process of its own, in which nothing is compiled."""
+def passes(device: str, file: Path | None) -> Iterator[None]:
+    """Forward passes of the model: a prompt and steps of one sequence, then of 24, and again; recorded into `file`."""
     import torch
     from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
@@ -53,16 +62,75 @@ def record(file: Path, device: str) -> None:
     with torch.device(device), torch.no_grad():
         made = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
         model = lz.patch(made)
-        for batch in (1, BATCH):
+        for batch in itertools.cycle((1, BATCH)):
             cache = DynamicCache()
             ids = torch.randint(0, config.vocab_size, (batch, length))
-            if batch > 1:  # only its decode steps are recorded
+            with contextlib.nullcontext() if file is None or batch > 1 else lz.record(file):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            with lz.record(file):
-                if batch == 1:
-                    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            yield
+            with contextlib.nullcontext() if file is None else lz.record(file):
                 for _ in range(STEPS):
                     model(ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    yield
+
+
+def record(file: Path, device: str) -> None:
+    """Write the calls of the model: in a process of its own, in which nothing is compiled. The prompts of the batch are
+    not recorded."""
+    for _ in itertools.islice(passes(device, file), 2 * (1 + STEPS)):
+        pass
+
+
+def serve(requests: int, device: str) -> None:
+    """Print what a server meets: files of compiled kernels that were not there, and the kernels its calls got."""
+    from layerzero.jit.cache import cache_folder, is_passing
+
+    def kept() -> set[str]:
+        found = (path for path in cache_folder().rglob("*") if path.is_file() and not is_passing(path.name))
+        return {str(path.relative_to(cache_folder())) for path in found if path.suffix in COMPILED}
+
+    before, began = kept(), time.monotonic()
+    for _ in itertools.islice(passes(device, None), requests):
+        pass
+    new = sorted(kept() - before)
+    found = {"requests": requests, "seconds": round(time.monotonic() - began, 1), "compiles": len(new), "new": new[:20]}
+    print(json.dumps({**found, "compiled_before": len(before)}), flush=True)
+
+
+def warm_start(traffic: Path, folder: Path, device: str) -> dict[str, Any]:
+    """Pack what the traffic needs, unpack it into an empty cache, serve from there."""
+    from layerzero.jit.cache import DEEP_FOLDERS, VENDOR_FOLDERS
+
+    given = {key: value for key, value in os.environ.items() if key not in {**VENDOR_FOLDERS, **DEEP_FOLDERS}}
+    there, here = folder / "jit", folder / "unpacked"
+    pack, key = folder / "kernels.lzpack", folder / "key"
+    key.write_text(secrets.token_hex(32))
+    lz = [sys.executable, "-m", "layerzero_cli", "warmup", "--json", "--key", str(key)]
+    own = [sys.executable, __file__, "--device", device, "--serve", str(REQUESTS)]
+    steps = (
+        ("pack", [*lz, str(traffic), "--pack", str(pack)], there, 60.0),
+        ("unpack", [*lz, "--unpack", str(pack)], here, 30.0),
+        ("serve", own, here, 90.0),
+    )
+    found: dict[str, Any] = {}
+    for name, command, cache, limit in steps:
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, env={**given, "LAYERZERO_JIT_CACHE_DIR": str(cache)}, stdout=subprocess.PIPE, text=True,
+                timeout=limit, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return found | {name: {"seconds": limit, "interrupted": True}}
+        told = json.loads(done.stdout) if done.stdout.strip().startswith("{") else {}
+        found[name] = {"seconds": round(time.monotonic() - began, 1), "exit_code": done.returncode}
+        found[name] |= told if name == "serve" else {"bytes": pack.stat().st_size} if pack.exists() else {}
+        if not pack.exists():
+            return found
+    if device == "cuda":
+        ready = found["unpack"]["exit_code"] == 0 and found["unpack"]["seconds"] <= UNPACK_GOAL_S
+        found |= {"goal_s": UNPACK_GOAL_S, "met": ready and found["serve"].get("compiles") == 0}
+    return found
 
 
 def tuned(traffic: Path, folder: Path, name: str, device: str, limit_s: float, options: list[str]) -> dict[str, Any]:
@@ -110,6 +178,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("build/tuning_time.json"))
     parser.add_argument("--limits", type=float, nargs=2, default=(140.0, 40.0), help="seconds of each run, at most")
     parser.add_argument("--record", type=Path, help="only write the calls of the model to this file")
+    parser.add_argument("--serve", type=int, help="only serve so many requests")
     parser.add_argument("options", nargs="*", help="given to lz tune, after --")
     given = parser.parse_args()
     import torch
@@ -117,6 +186,9 @@ def main() -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if given.record is not None:
         record(given.record, device)
+        return 0
+    if given.serve is not None:
+        serve(given.serve, device)
         return 0
     began = time.monotonic()
     data: dict[str, Any] = {
@@ -137,6 +209,10 @@ def main() -> int:
             print(f"{name}: {json.dumps(found, ensure_ascii=False)}", flush=True)
             data["seconds"] = round(time.monotonic() - began, 1)
             write_json(given.json, data)
+        data["warm start"] = warm_start(traffic, folder, device)
+        print(f"warm start: {json.dumps(data['warm start'], ensure_ascii=False)}", flush=True)
+        data["seconds"] = round(time.monotonic() - began, 1)
+        write_json(given.json, data)
     return 0
 
 
