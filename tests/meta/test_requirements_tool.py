@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import requirements
+from tools import requirements, sources
+from tools.prove import lanes
 from tools.requirements_doc import ROOT, Checklist, ChecklistError, parse
 
 PAGE = """\
@@ -107,9 +108,11 @@ def test_json_counts_by_section_and_names_tests_and_commits(tmp_path, capsys):
     junit(tmp_path / "junit" / "quick.xml", case("R-SEL-01"), commit="here1")
     junit(tmp_path / "kept" / "h200" / "junit.xml", case("R-GRAPH-04"), commit="gpu1")
     junit(tmp_path / "kept" / "arm" / "junit.xml", case("R-SEL-02"), commit="long1")
-    assert requirements.main(["--json", "--here", str(tmp_path / "junit"), "--kept", str(tmp_path / "kept")]) == 0
+    assert requirements.main(["--json", "--here", str(tmp_path / "junit"), "--kept", str(tmp_path / "kept")]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert said["sections"]["SEL"] == {"here": 1, "long": 1, "h200": 0, "elsewhere": 0, "open": 18, "total": 20}
+    counts = {"here": 1, "long": 1, "h200": 0, "elsewhere": 0, "open": 18, "failing": 0, "total": 20}
+    assert said["sections"]["SEL"] == counts
+    assert said["stale"] == ["R-SEL-02", "R-GRAPH-04"], "made from commits that nobody knows"
     assert said["requirements"]["R-SEL-01"]["tests"] == ["t::n"]
     assert said["commits"] == {"here": ["here1"], "long": ["long1"], "h200": ["gpu1"]}
 
@@ -119,12 +122,12 @@ def test_newer_outcomes_take_the_place_of_older_ones_and_the_rest_stays(tmp_path
     old = junit(tmp_path / "old.xml", case("R-SEL-01"), case("R-SEL-02", outcome="<failure/>", name="b"), commit="one")
     new = junit(tmp_path / "new.xml", case("R-SEL-02", name="b"), case("R-SEL-03", name="c"), commit="two")
     said = ["--here", str(tmp_path / "none"), "--kept", str(tmp_path / "kept"), "--machine", "arm"]
-    assert requirements.main([*said, "--keep", str(old)]) == 0
+    requirements.main([*said, "--keep", str(old)])
     assert not requirements.evidence([kept]).shows("R-SEL-02")
-    assert requirements.main([*said, "--keep", str(new)]) == 0
+    requirements.main([*said, "--keep", str(new)])
     found = requirements.evidence([kept])
     assert found.commits == ["one", "two"] and all(found.shows(rid) for rid in ("R-SEL-01", "R-SEL-02", "R-SEL-03"))
-    assert requirements.main([*said, "--keep", str(new), str(old)]) == 0  # of several, the last counts
+    requirements.main([*said, "--keep", str(new), str(old)])  # of several, the last counts
     assert not requirements.evidence([kept]).shows("R-SEL-02")
     capsys.readouterr()
 
@@ -134,13 +137,128 @@ def test_a_kept_file_says_the_same_without_the_machine(tmp_path, capsys):
     source = junit(tmp_path / "run.xml", case("R-SEL-01"), wrong)
     source.write_text(source.read_text(encoding="utf-8").replace("<testsuite>", '<testsuite hostname="secret">'))
     kept = tmp_path / "kept" / "h200" / "junit.xml"
-    assert (
-        requirements.main(["--keep", str(source), "--here", str(tmp_path / "none"), "--kept", str(tmp_path / "kept")])
-        == 0
-    )
+    said = ["--keep", str(source), "--here", str(tmp_path / "none"), "--kept", str(tmp_path / "kept")]
+    assert requirements.main(said) == 1
     assert "failing: R-SEL-02 (1 tests, the first t::m)" in capsys.readouterr().out
     assert requirements.evidence([kept]) == requirements.evidence([source])
     assert "secret" not in kept.read_text(encoding="utf-8")
+
+
+class Planted:
+    """A checklist of two lines, junit files beside it, and a repository that has the tests and what they import."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.here, self.kept = folder / "repository", folder / "junit", folder / "kept"
+        (folder / "r.md").write_text("## SEL — s\n- **R-SEL-01** one\n- **R-SEL-02** two\n", encoding="utf-8")
+        checklist = Checklist.load(folder / "r.md", folder / "none.toml")
+        monkeypatch.setattr(requirements.Checklist, "load", lambda: checklist)
+        monkeypatch.setattr(requirements, "ROOT", self.root)
+        monkeypatch.setattr(requirements, "current_commit", lambda: self.commit)
+        for name, text in {
+            "tests/test_it.py": "def test_a():\n    import layerzero_one.part\n",
+            "packages/layerzero-one/src/layerzero_one/__init__.py": "",
+            "packages/layerzero-core/src/layerzero/__init__.py": "",
+            "docs/page.md": "",
+        }.items():
+            self.write(name, text)
+        self.git("init", "-q")
+        self.change("docs/page.md")
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text, encoding="utf-8")
+
+    def git(self, *words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=n@n", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *who, *words], cwd=self.root, check=True, capture_output=True, text=True).stdout
+
+    def change(self, name: str) -> None:
+        """A commit to one file."""
+        sources.drift.cache_clear()
+        self.write(name, (self.root / name).read_text(encoding="utf-8") + "# more\n")
+        self.git("add", ".")
+        self.git("commit", "-q", "-m", name)
+        self.commit = self.git("rev-parse", "--short=12", "HEAD").strip()
+
+    def judge(self, *options: str) -> int:
+        return requirements.main(["--here", str(self.here), "--kept", str(self.kept), *options])
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    return Planted(tmp_path, monkeypatch)
+
+
+def test_all_lines_shown_is_the_only_way_to_pass(planted, capsys):
+    junit(planted.here / "a.xml", case("R-SEL-01"), case("R-SEL-02"), commit=planted.commit)
+    assert planted.judge() == planted.judge("--release") == 0
+    junit(planted.here / "a.xml", case("R-SEL-01"), commit=planted.commit)
+    assert planted.judge() == 1
+    assert "open: R-SEL-02 two" in capsys.readouterr().out
+
+
+def test_a_line_that_fails_here_is_failing_whatever_was_kept(planted, capsys):
+    wrong = case("R-SEL-02", outcome="<failure/>", name="b")
+    junit(planted.here / "a.xml", case("R-SEL-01"), wrong, commit=planted.commit)
+    junit(planted.kept / "h200" / "junit.xml", case("R-SEL-01"), case("R-SEL-02"), commit=planted.commit)
+    assert planted.judge() == 1
+    said = capsys.readouterr().out
+    assert "failing: R-SEL-02 (1 tests, the first t::b)" in said
+    assert said.splitlines()[1].split() == ["SEL", "1", "0", "0", "0", "0", "1", "2"]
+
+
+def test_a_line_is_open_without_a_tool_where_that_is_allowed_and_not_in_a_release(planted, capsys):
+    missing = case("R-SEL-02", outcome='<skipped message="missing tool: chromium"/>')
+    junit(planted.here / "a.xml", case("R-SEL-01"), missing, commit=planted.commit)
+    assert planted.judge() == 0
+    assert "open: R-SEL-02 two (missing tool: chromium)" in capsys.readouterr().out
+    assert planted.judge("--release") == 1
+
+
+def test_tests_made_from_another_commit_do_not_release(planted):
+    junit(planted.here / "a.xml", case("R-SEL-01"), case("R-SEL-02"), commit=planted.commit)
+    planted.change("docs/page.md")
+    assert planted.judge() == 0 and planted.judge("--release") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "old"),
+    [
+        ("docs/page.md", False),
+        ("tests/test_it.py", True),
+        ("packages/layerzero-one/src/layerzero_one/__init__.py", True),
+        ("packages/layerzero-core/src/layerzero/__init__.py", True),
+    ],
+)
+def test_a_kept_result_is_stale_when_its_sources_changed(planted, capsys, changed, old):
+    shown = case("R-SEL-02").replace('classname="t"', 'classname="tests.test_it"')
+    junit(planted.kept / "h200" / "junit.xml", shown, commit=planted.commit)
+    planted.change(changed)
+    junit(planted.here / "a.xml", case("R-SEL-01"), commit=planted.commit)
+    assert planted.judge() == 0
+    told = (
+        "stale: R-SEL-02 is shown by a kept result alone (h200): 1 commits and 0.0 days ago, 1 of them to its sources"
+    )
+    assert (told in capsys.readouterr().out) is old
+    assert planted.judge("--release") == int(old)
+
+
+def test_a_kept_result_of_a_test_that_is_gone_or_a_commit_that_nobody_knows_is_stale(planted, capsys):
+    shown = case("R-SEL-02").replace('classname="t"', 'classname="tests.test_gone"')
+    junit(planted.here / "a.xml", case("R-SEL-01"), commit=planted.commit)
+    junit(planted.kept / "arm" / "junit.xml", shown, commit=planted.commit)
+    assert planted.judge("--release") == 1
+    assert "stale: R-SEL-02 is shown by a kept result alone (long): made from a commit or a test" in (
+        capsys.readouterr().out
+    )
+    junit(planted.kept / "arm" / "junit.xml", shown.replace("test_gone", "test_it"), commit="c0ffee")
+    assert planted.judge("--release") == 1
+
+
+def test_the_tests_of_make_check_end_with_the_ledger_and_a_release_asks_it_for_more():
+    check = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck:")[2].partition("\n\n")[0]
+    assert check.splitlines()[-1].split() == ["$(PY)", "-m", "tools.requirements"]
+    assert "python -m tools.requirements --release" in lanes()["gates"].run
 
 
 def test_an_unknown_id_in_a_junit_file_fails_and_is_named(tmp_path, capsys):
