@@ -161,6 +161,16 @@ def manifest(folder: Path) -> str:
     return "".join(f"{_digest(file)}  {file.name}\n" for file in files)
 
 
+def unproven() -> Iterator[str]:
+    """Backends whose proofs are of other sources than those here: their kernels are checked at their first use."""
+    from layerzero.registry.proofs import sources
+
+    for file in sorted(ROOT.glob("packages/*/src/**/proofs.json")):
+        said = json.loads(file.read_text(encoding="utf-8"))
+        if said.get("sources") != sources(file):
+            yield f"{said['backend']}: {', '.join(said['families'])} are proven of other sources; lz plugin prove there"
+
+
 def release(into: Path) -> int:
     """Build, look at, list and sign; 1 when something is wrong."""
     from layerzero.tables.signing import sign
@@ -175,6 +185,8 @@ def release(into: Path) -> int:
     if wrong:
         print("\n".join(wrong), file=sys.stderr)
         return 1
+    for line in unproven():
+        print(line)
     (into / PARTS).write_text(json.dumps(parts(into, version), indent=1) + "\n", encoding="utf-8")
     text = manifest(into)
     (into / MANIFEST).write_text(text, encoding="utf-8")
@@ -255,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", asked.version):
         parser.error(f"{asked.version} is no version such as 0.2.0 or 0.2.0rc1")
     print("\n".join(str(file.relative_to(ROOT)) for file in set_version(asked.version)))
-    print("now: make lock; lz plugin prove for every backend on each kind of machine; a heading in CHANGELOG.md")
+    print("now: make setup, make lock, python -m tools.shipped, a heading in CHANGELOG.md")
     return 0
 
 

@@ -1,17 +1,19 @@
-"""`proofs.json` beside a backend's descriptor: what the conformance kit has shown of its kernels, version by version.
+"""`proofs.json` beside a backend's descriptor: what the conformance kit has shown of its kernels.
 
-    {"schema_version": "1.0", "backend": "acme", "version": "1.2.0", "vendor": "libacme 3.1",
+    {"schema_version": "1.0", "backend": "acme", "version": "1.2.0", "vendor": "libacme 3.1", "sources": "sha256",
      "families": {"sm90": {"made": "…how, when and on what…", "kernels": [
          {"ids": ["acme.attention.fast"], "dtypes": ["float16"], "words": ["gqa", "causal_top_left"]}]}},
      "hash": "sha256 of everything else"}
 
-It counts for this very version of package and vendor library and on the family of devices the kit ran on, nowhere else.
+It counts for these very sources of the package (one that names none: this very version), this version of the vendor
+library and the family of devices the kit ran on, nowhere else. A release that leaves the sources alone keeps it.
 A file that is not understood completely, or whose hash does not fit, counts for nothing: the kernels are then checked
 at their first use like any other. `lz plugin prove` writes it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,13 @@ _DOCUMENT = Record(
         Field(
             "families", map_of(_FAMILY, text(empty=True)), "family of devices to what was shown there", required=True
         ),
+        Field("sources", text(), "over the sources of the package; without it the version counts"),
         Field("hash", text(empty=True), "over everything else", required=True),
     ),
 )
+
+_NATIVE = frozenset({".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".metal", ".rs"})
+_COMPILED = frozenset({".so", ".pyd", ".dylib", ".dll", ".cubin", ".ptx"})
 
 
 def beside(capabilities: str | Path, what: str = "proofs") -> Path:
@@ -68,24 +74,49 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**body_of, "hash": digest(body_of)}
 
 
+def sources(proofs: Path) -> str | None:
+    """The sha256 over all code and descriptors of the package a proofs.json belongs to.
+
+    A version number in its metadata, compiled files, proofs and measurements do not enter. None for a package that
+    brings compiled files without their sources: its code does not tell what its kernels do.
+    """
+    top = proofs.parent
+    while (top.parent / "__init__.py").exists():
+        top = top.parent
+    files = [file for file in sorted(top.rglob("*")) if file.is_file()]
+    native = {file.suffix for file in files}
+    if native & _COMPILED and not native & _NATIVE:
+        return None
+    found = hashlib.sha256()
+    for file in files:
+        made = file.name.endswith(("proofs.json", "measurements.json"))
+        if file.suffix in _NATIVE | {".py", ".json"} and not made:
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            found.update(f"{file.relative_to(top).as_posix()} {content}\n".encode())
+    return found.hexdigest()
+
+
 def load_proofs(path: Path, backend: str, version: str, vendor: str, family: str) -> dict[str, KitProof]:
-    """Kernel id → what is proven of it, for one backend in these versions on this family; {} where nothing is said.
+    """Kernel id → what is proven of it, for one backend as it is here on this family; {} where nothing is said.
 
     Raises CapabilitiesError for a file that is not wholly right.
     """
     try:
-        document = _DOCUMENT.parse(decoded(read(path)), "")
+        written = decoded(read(path))
+        document = _DOCUMENT.parse(written, "")
         owner = document["backend"]
         for name, entry in document["families"].items():
             for stranger in (i for item in entry["kernels"] for i in item["ids"] if not i.startswith(f"{owner}.")):
                 raise fail(f"families.{name}", f"{stranger} is no kernel of {owner}", value=stranger)
-        if sealed(document)["hash"] != document["hash"]:
+        if sealed(written)["hash"] != document["hash"]:
             raise fail("hash", "does not fit the content: the file was changed after it was made", value="hash")
     except CapabilitiesError as error:
         raise CapabilitiesError(f"{path.name}: {body(error)}", key=error.key, code="PROOF_INVALID") from None
-    if (document["backend"], document["version"], document["vendor"]) != (backend, version, vendor):
+    of = document["sources"]
+    here = document["version"] == version if of is None else of == sources(path)
+    if (document["backend"], document["vendor"]) != (backend, vendor) or not here:
         return {}
-    source = f"kit {version}{f' ({vendor})' if vendor else ''} on {family}"
+    source = f"kit {document['version']}{f' ({vendor})' if vendor else ''} on {family}"
     found: dict[str, KitProof] = {}
     for item in document["families"].get(family, {"kernels": ()})["kernels"]:
         proof = KitProof(frozenset(item["dtypes"]), frozenset(item["words"]), source)

@@ -86,7 +86,7 @@ def list_() -> Answer:
 def prove(name: str, family: str | None, dry_run: bool) -> Answer:
     """Run the conformance kit and write proofs.json beside the plugin's capabilities.json.
 
-    Shipped in the wheel, it says that this very version was right on this family of devices: its kernels then
+    Shipped in the wheel, it says that these very sources were right on this family of devices: its kernels then
     serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
     """
     options = ([] if family is None else ["--family", family]) + (["--dry-run"] if dry_run else [])

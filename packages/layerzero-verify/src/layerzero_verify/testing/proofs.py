@@ -4,9 +4,9 @@
     python -m layerzero_verify.testing.proofs mybackend --dry-run
 
 The file is written beside the backend's capabilities.json and belongs into its wheel: on the family of devices the kit
-ran on, in this very version of package and vendor library, its kernels then serve their first call unchecked. Families
-proven before in the same versions are kept, so that one file can hold a CPU and several GPUs. A kernel that failed one
-test has no proof, and a plugin that broke the contract has none at all.
+ran on, with these very sources of the package and this version of the vendor library, its kernels then serve their
+first call unchecked. Families proven before of the same are kept, so that one file can hold a CPU and several GPUs. A
+kernel that failed one test has no proof, and a plugin that broke the contract has none at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.proof import words_of
-from layerzero.registry.proofs import SCHEMA_VERSION, beside, load_proofs, sealed
+from layerzero.registry.proofs import SCHEMA_VERSION, beside, load_proofs, sealed, sources
 from layerzero.registry.reading import decoded, read
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit
@@ -114,7 +114,8 @@ def prove(target: str, options: Iterable[str] = ()) -> Recorder:
 def make(backend: BackendSpec, path: Path, kernels: Mapping[str, Mapping[str, Found]], made: str) -> dict[str, Any]:
     """The document for one backend: these families (family → kernel → what was found) anew, the others as they were."""
     vendor = f"{backend.vendor} {backend.vendor_version}" if backend.vendor else ""
-    families = _before(path, backend, vendor)
+    code = sources(path)
+    families = _before(path, backend, vendor, code)
     for family, own in kernels.items():
         alike: dict[str, dict[str, Any]] = {}
         for name, found in sorted(own.items()):
@@ -124,19 +125,20 @@ def make(backend: BackendSpec, path: Path, kernels: Mapping[str, Mapping[str, Fo
         families[family] = {"made": made, "kernels": list(alike.values())}
     document = {
         "schema_version": SCHEMA_VERSION, "backend": backend.name, "version": backend.version, "vendor": vendor,
-        "families": dict(sorted(families.items())),
+        **({} if code is None else {"sources": code}), "families": dict(sorted(families.items())),
     }  # fmt: skip
     return sealed(document)
 
 
-def _before(path: Path, backend: BackendSpec, vendor: str) -> dict[str, Any]:
-    """Families a file of the same versions holds already."""
+def _before(path: Path, backend: BackendSpec, vendor: str, code: str | None) -> dict[str, Any]:
+    """Families a file of the same package and vendor library holds already."""
     try:
         load_proofs(path, backend.name, backend.version, vendor, "")
         document = decoded(read(path))
     except CapabilitiesError:
         return {}
-    same = (document["version"], document["vendor"]) == (backend.version, vendor)
+    same = (document.get("sources"), document["vendor"]) == (code, vendor)
+    same = same and (code is not None or document["version"] == backend.version)
     return dict(document["families"]) if same else {}
 
 
