@@ -3,7 +3,9 @@
     python benchmarks/experts.py --machine NAME [--rounds N]
 
 On a GPU each way is a graph that is replayed, so that the host's part is not in the figures; the ways take turns. On a
-CPU the calls themselves take turns. Weights that fit the cache are several, used one after the other.
+CPU the calls themselves take turns. Weights that fit the cache are several, used one after the other. What the choice
+needs is compiled first; Triton's kernel is a way of its own where it runs the call, chosen or not, and every result is
+held against the reference's with the tolerance of the op. Of a quantized weight the baseline is its bfloat16 original.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from timing import RESULTS, commit, interleaved, machine, write_json
 
 import layerzero as lz
 from layerzero.backends.torch_native import moe as torch_experts
+from layerzero.numerics import compare, tolerance
 
 Way = Callable[[], Any]
 BF16 = torch.bfloat16
@@ -66,21 +69,42 @@ def grouped(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     return torch_experts.moe(*args, given["activation"], 0, *rest)
 
 
-def experts(device: str) -> Iterator[tuple[dict[str, Any], dict[str, list[Way]]]]:
+def experts(device: str, sizes: Sequence[int]) -> Iterator[tuple[dict[str, Any], dict[str, list[Way]]]]:
     """Every shape of experts by number of tokens."""
     kept: dict[str, Any] = {}
     for name in SHAPES:
-        for tokens in TOKENS:
+        for tokens in sizes:
             calls = expert_calls(name, tokens, device, kept)
             case = {"op": "moe", "model": name, "tokens": tokens}
-            kernel = lz.which("moe", *calls[0][0], **calls[0][1])
-            yield (
-                case | {"kernel": kernel},
-                {
-                    "baseline": [lambda c=c: grouped(*c) for c in calls],  # type: ignore[misc]
-                    "chosen": [lambda c=c: lz.moe(*c[0], **c[1]) for c in calls],  # type: ignore[misc]
-                },
-            )
+            ways = {
+                "truth": [lambda c=calls[0]: lz.moe(*c[0], backend="reference", **c[1])],  # type: ignore[misc]
+                "baseline": [lambda c=c: grouped(*c) for c in calls],  # type: ignore[misc]
+                "chosen": [lambda c=c: lz.moe(*c[0], **c[1]) for c in calls],  # type: ignore[misc]
+                "triton": [lambda c=c: lz.moe(*c[0], backend="triton", **c[1]) for c in calls],  # type: ignore[misc]
+            }
+            yield case | {"kernel": compiled("moe", *calls[0][0], **calls[0][1])}, ways
+
+
+def compiled(op: str, *args: Any, **options: Any) -> str:
+    """The kernel that is chosen for a call, once everything it may run is compiled."""
+    lz.warmup([lz.select(op, *args, **options).context], kernels="triton.*", background=False)
+    return lz.which(op, *args, **options)
+
+
+def right(op: str, ways: dict[str, list[Way]]) -> dict[str, Any]:
+    """Ways that cannot run the call are taken out, with why; of the others, whether their result is right."""
+    told: dict[str, Any] = {}
+    truth = ways.pop("truth")[0]()
+    for name in list(ways):
+        try:
+            report = compare(ways[name][0](), truth, tolerance(op, truth.dtype))
+        except Exception as error:
+            told[f"{name}_refused"] = str(error).splitlines()[0][:200]
+            del ways[name]
+        else:
+            if op == "moe" or name != "baseline":
+                told[f"{name}_right"] = report.ok
+    return told
 
 
 LINEARS = (
@@ -108,14 +132,13 @@ def linears(device: str) -> Iterator[tuple[dict[str, Any], dict[str, list[Way]]]
             codes = [PackedWeight(code, act=act) for code in codes]
         x = torch.randn(m, k, device=device, dtype=BF16)
         case = {"op": "linear", "format": fmt, "granularity": granularity, "act": act, "m": m, "n": n, "k": k}
-        kernel = lz.which("linear", x, codes[0])
-        yield (
-            case | {"kernel": kernel},
-            {
-                "baseline": [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in plain],  # type: ignore[misc]
-                "chosen": [lambda w=w, x=x: lz.linear(x, w) for w in codes],  # type: ignore[misc]
-            },
-        )
+        ways = {
+            "truth": [lambda w=codes[0], x=x: lz.linear(x, w, backend="reference")],  # type: ignore[misc]
+            "baseline": [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in plain],  # type: ignore[misc]
+            "chosen": [lambda w=w, x=x: lz.linear(x, w) for w in codes],  # type: ignore[misc]
+            "triton": [lambda w=w, x=x: lz.linear(x, w, backend="triton") for w in codes],  # type: ignore[misc]
+        }
+        yield case | {"kernel": compiled("linear", x, codes[0])}, ways
 
 
 def replayed(ways: dict[str, list[Way]], rounds: int) -> dict[str, float]:
@@ -147,12 +170,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", required=True, help="a folder of benchmarks/results")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ops", default="linear,moe", help="parted by commas")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = []
     with torch.inference_mode():
-        for source in (linears, experts):
-            for case, ways in source(device):
+        sources = {"linear": linears(device), "moe": experts(device, given.tokens)}
+        for op in given.ops.split(","):
+            for case, ways in sources[op]:
+                case |= right(op, ways)
                 if device == "cuda":
                     found = replayed(ways, given.rounds)
                 else:
@@ -160,6 +187,8 @@ def main() -> None:
                     found = {name: value / 1e3 for name, value in found.items()}
                 case |= {f"{name}_us": round(value, 1) for name, value in found.items()}
                 cases.append(case | {"times": round(found["baseline"] / found["chosen"], 2)})
+                if "triton" in found:
+                    cases[-1]["triton_times"] = round(found["baseline"] / found["triton"], 2)
                 print(json.dumps(cases[-1]), flush=True)
     means = {
         name: round(math.exp(statistics.fmean(math.log(c["times"]) for c in cases if c.get("model") == name)), 2)
