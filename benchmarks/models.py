@@ -2,7 +2,7 @@
 
     python benchmarks/models.py --machine NAME [--device cuda|cpu] [--json FILE] [--quick] [--seconds N] [--only WORDS]
                                 [--width 512|2048]
-    python benchmarks/models.py --machine NAME --generate [--ways NAMES] …
+    python benchmarks/models.py --machine NAME --generate [--ways NAMES] [--add] …
 
 The model has the architecture of Llama 3.2 1B on a GPU and a small one on a CPU, with random weights, twice with the
 same numbers: once as transformers runs it (`attn_implementation="sdpa"`), once patched. Contestants:
@@ -25,6 +25,10 @@ architectures and two batch sizes; contestants (--ways), the first being what ev
     graphs          `lz.patch(model, graphs=True)`
     stock, patched  eager, dynamic cache
 
+With --add the figures that an earlier run of the same commit on the same machine left in the file are kept: each case
+(--only "llama-1b B24") in a process of its own compiles for its own batch size. On a CPU everything is divided by
+`stock`, in float32 and in bf16, and the step over a static cache is compiled on both sides.
+
 On a CPU `generate` itself is timed as well, its tokens compared, and a step of decode is divided by part. Where the
 processor has no instructions for it, torch multiplies bf16 matrices a hundred times slower: there bf16 is measured with
 a short context and no prompt to speak of.
@@ -35,6 +39,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
+import json
 import statistics
 import sys
 import time
@@ -200,21 +206,26 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
     cuda = args.device == "cuda"
     sync = torch.cuda.synchronize if cuda else nothing
     lz.configure(jit="block")
-    # On a CPU nothing is compiled or captured by itself.
-    ways = args.ways.split(",") if args.ways else list(WAYS) if cuda else ["stock", "patched"]
+    ways = args.ways.split(",") if args.ways else list(WAYS)
+    if not cuda:  # nothing is captured, and what is compiled is no longer what everything is divided by
+        ways = [way for way in ("stock", "patched", "stock static", "patched static") if not args.ways or way in ways]
     changes: dict[str, Any] = {"num_hidden_layers": 2} if args.quick else {}
     if not cuda:
         changes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, **changes}
-    figures: dict[str, Any] = {}
-    found = about("models_generate", ways=ways, figures=figures)
-    for architecture in ARCHITECTURES:
-        names = {batch: f"{architecture} B{batch}" for batch in ((1, 24) if cuda else (1, 4))}
+    found = about("models_generate", ways=ways, weights={}, figures={})
+    if args.add and path.exists():
+        keep_earlier(found, json.loads(path.read_text()))
+    figures: dict[str, Any] = found["figures"]
+    for architecture, dtype in itertools.product(ARCHITECTURES, ["bfloat16"] if cuda else ["float32", "bfloat16"]):
+        names = {
+            batch: f"{architecture} B{batch}{'' if cuda else f' {dtype}'}" for batch in ((1, 24) if cuda else (1, 4))
+        }
         wanted = [b for b, name in names.items() if not args.only or any(w in name for w in args.only.split(","))]
         if not wanted:
             continue
-        stock = made(architecture, args.device, torch.bfloat16 if cuda else torch.float32, **changes)
-        found.setdefault("weights", {})[architecture] = sum(p.nbytes for p in stock.parameters())
-        contestants = contestants_of(stock, ways)
+        stock = made(architecture, args.device, getattr(torch, dtype), **changes)
+        found["weights"][architecture] = sum(p.nbytes for p in stock.parameters())
+        contestants = contestants_of(stock, ways, compiled=not cuda)
         for batch in wanted:
             ids = prompt(batch, args.prompt or (500 if cuda else 64), stock.config.vocab_size, args.device)
             try:
@@ -230,6 +241,18 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
             write_json(path, found)
         del stock, contestants
         gc.collect()
+
+
+def keep_earlier(found: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Keep the figures of an earlier run of the same commit on the same machine; figures of others are dropped."""
+
+    def measured(data: dict[str, Any]) -> Any:
+        machine = {name: item for name, item in data["machine"].items() if name != "load"}
+        return machine, *(data[name] for name in ("benchmark", "commit", "transformers", "ways"))
+
+    if measured(found) == measured(earlier):
+        found["command"] = f"{earlier['command']}; {found['command']}"
+        found["weights"], found["figures"] = earlier["weights"], earlier["figures"]
 
 
 def run(args: argparse.Namespace, path: Path) -> None:
@@ -303,6 +326,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, choices=(512, 2048), help="of the model on a CPU")
     parser.add_argument("--generate", action="store_true", help="whole calls of generate, for two architectures")
     parser.add_argument("--ways", default="", help=f"of --generate, parted by commas: {', '.join(WAYS)}")
+    parser.add_argument("--add", action="store_true", help="of --generate: keep the file's figures of the same commit")
     parser.add_argument("--only", default="", help="cases whose names contain one of these words")
     args = parser.parse_args()
     args.context = args.context or (1024 if args.device == "cuda" else 256)

@@ -64,14 +64,23 @@ def made(name: str, device: str, dtype: torch.dtype, **changes: Any) -> Any:
     return model
 
 
-def contestants_of(stock: Any, ways: Iterable[str]) -> Contestants:
-    """The model in each of these ways; models that are patched alike are one."""
+def contestants_of(stock: Any, ways: Iterable[str], compiled: bool = False) -> Contestants:
+    """The model in each of these ways; models that are patched alike are one.
+
+    `compiled`: the step over a static cache is compiled on this device too, where transformers does not by itself.
+    """
+    from transformers import CompileConfig
+
     models: dict[str, Any] = {str(None): stock}
     found = {}
     for way in ways:
         patch, options = WAYS[way]
         if str(patch) not in models:
             models[str(patch)] = lz.patch(copy.deepcopy(stock), **(patch or {}))
+        if compiled and "cache_implementation" in options:
+            config = CompileConfig()
+            config._compile_all_devices = True  # type: ignore[assignment] # transformers declares it as None
+            options = {**options, "compile_config": config}
         found[way] = (models[str(patch)], options)
     return found
 

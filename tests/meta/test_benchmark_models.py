@@ -11,7 +11,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = ("timing", "models_generate", "models_decoding", "models_page")
+NAMES = ("timing", "models_generate", "models_decoding", "models_overhead", "models_page", "models")
 pytestmark = [pytest.mark.integration, pytest.mark.needs_package("transformers")]
 
 
@@ -95,3 +95,20 @@ def test_generate_is_timed_in_every_way_and_the_page_shows_each(bench, llama):
     }  # fmt: skip
     text = page.models_section("here", data)
     assert "| llama-1b B2 | 1,000 (1.00×) |" in text and "6 new tokens after 5" in text and "other B2 | failed" in text
+
+
+def test_figures_of_an_earlier_run_are_kept_only_of_the_same_commit_and_machine(bench):
+    said = {"benchmark": "models_generate", "commit": "a", "transformers": "5", "ways": ["stock"]}
+    earlier = {
+        **said,
+        "machine": {"gpu": "G", "load": 1.0},
+        "command": "one",
+        "weights": {"x": 1},
+        "figures": {"x B1": {}},
+    }
+    found = {**said, "machine": {"gpu": "G", "load": 2.0}, "command": "two", "weights": {}, "figures": {}}
+    other = copy.deepcopy({**found, "commit": "b"})
+    bench["models"].keep_earlier(found, earlier)
+    assert (found["command"], found["figures"], found["weights"]) == ("one; two", {"x B1": {}}, {"x": 1})
+    bench["models"].keep_earlier(other, earlier)
+    assert (other["command"], other["figures"]) == ("two", {})
