@@ -39,7 +39,7 @@ class Package:
 
     @property
     def short(self) -> str:
-        """What follows `layerzero-`: core, flashattn, …; the metapackage has its whole name."""
+        """What follows `layerzero-`: core, flashattn, …"""
         return self.name.removeprefix("layerzero-")
 
     @property
@@ -78,7 +78,7 @@ def project_name(requirement: str) -> str:
 
 def is_ours(requirement: str) -> bool:
     """Whether a requirement names a package of this workspace."""
-    return re.fullmatch(r"layerzero(-.+)?", project_name(requirement)) is not None
+    return re.fullmatch(r"layerzero-.+", project_name(requirement)) is not None
 
 
 def packages(root: Path = ROOT) -> tuple[Package, ...]:

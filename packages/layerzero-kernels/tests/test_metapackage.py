@@ -38,4 +38,6 @@ def test_its_wheel_holds_metadata_alone(tmp_path):
     hatchling = pytest.importorskip("hatchling.builders.wheel", reason="missing tool: hatchling")
     (wheel,) = hatchling.WheelBuilder(str(FOLDER)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as opened:
-        assert {name.partition("/")[0] for name in opened.namelist()} == {f"layerzero-{PROJECT['version']}.dist-info"}
+        assert {name.partition("/")[0] for name in opened.namelist()} == {
+            f"layerzero_kernels-{PROJECT['version']}.dist-info"
+        }
