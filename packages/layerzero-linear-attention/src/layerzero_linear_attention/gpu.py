@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The scan of Mamba-2 and the causal convolution in Triton."""
+"""The scan of Mamba-2, the causal convolution and a few tokens of the delta rules in Triton."""
 
 from __future__ import annotations
 
@@ -134,6 +134,72 @@ def _scanned(
         BLOCK_P=block_p,
         BLOCK_S=max(16, triton.next_power_of_2(states)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return out, last
+
+
+@triton.jit
+def _delta(
+    query, key, value, g, beta, first, out, last, offsets, tokens, key_heads, heads, width, value_dim, scale,
+    CHANNELS: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A block of a head's values, token by token; its state [BLOCK_K, BLOCK_V] never leaves the program."""
+    item = tl.program_id(1).to(tl.int64)
+    n, h = item // heads, item % heads
+    row, begin, end = n, 0, tokens
+    if offsets is not None:
+        row, begin, end = n * 0, tl.load(offsets + n).to(tl.int32), tl.load(offsets + n + 1).to(tl.int32)
+    k, v = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k, in_v = k < width, v < value_dim
+    place = (item * width + k[:, None]) * value_dim + v[None, :]
+    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
+    if first is not None:
+        state = tl.load(first + place, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+    for t in range(begin, end):
+        token = row * tokens + t
+        at = (token * key_heads + h // (heads // key_heads)) * width + k
+        q_row = tl.load(query + at, mask=in_k, other=0.0).to(tl.float32)
+        k_row = tl.load(key + at, mask=in_k, other=0.0).to(tl.float32)
+        if NORM:
+            q_row *= tl.rsqrt(tl.sum(q_row * q_row) + 1e-6)
+            k_row *= tl.rsqrt(tl.sum(k_row * k_row) + 1e-6)
+        spot = token * heads + h
+        if CHANNELS:
+            state *= tl.exp(tl.load(g + spot * width + k, mask=in_k, other=0.0).to(tl.float32))[:, None]
+        else:
+            state *= tl.exp(tl.load(g + spot).to(tl.float32))
+        given = tl.load(value + spot * value_dim + v, mask=in_v, other=0.0).to(tl.float32)
+        change = (given - tl.sum(state * k_row[:, None], 0)) * tl.load(beta + spot).to(tl.float32)
+        state += k_row[:, None] * change[None, :]
+        made = tl.sum(state * q_row[:, None], 0) * scale
+        tl.store(out + spot * value_dim + v, made.to(out.dtype.element_ty), mask=in_v)
+    tl.store(last + place, state, mask=in_k[:, None] & in_v[None, :])
+
+
+def delta_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Both delta rules for a few tokens, which g tells apart by its rank: each state is read and written once."""
+    batch, tokens, key_heads, width = query.shape
+    heads, value_dim = value.shape[2:]
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    last = value.new_empty((count, heads, width, value_dim), dtype=torch.float32)
+    dense = [item.contiguous() for item in (query, key, value, g, beta)]
+    first = None if initial_state is None else initial_state.contiguous()
+    block_v = min(32, triton.next_power_of_2(value_dim))
+    _delta[(triton.cdiv(value_dim, block_v), count * heads)](
+        *dense, first, out, last, cu_seqlens, tokens, key_heads, heads, width, value_dim,
+        width**-0.5 if scale is None else scale,
+        CHANNELS=g.dim() == 4, NORM=qk_l2norm, BLOCK_K=triton.next_power_of_2(width), BLOCK_V=block_v,
     )  # fmt: skip
     return out, last
 
