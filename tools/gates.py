@@ -4,8 +4,10 @@
     python -m tools.gates --no-verify     the first two alone, which read files only
     python -m tools.gates --report FILE   all three, with a report of `lz verify --json` instead of a fresh run
 
-A waiver in benchmarks/waivers.toml names a file and figures (globs), how far outside their limit they may be, and why.
-It never covers more than it says. The other two gates are tools/known_issues.py and tools/regressions.py.
+A kept file whose sources changed since it was made (tools/sources.py) is stale: a warning with `--no-verify`, else a
+failure. One that says of itself `"steady": false` is never a verdict. A waiver in benchmarks/waivers.toml names a file
+and figures (globs; "age" for a stale file), how far outside their limit they may be, and why. It never covers more than
+it says. The other two gates are tools/known_issues.py and tools/regressions.py.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from typing import Any
 from tools import regressions
 from tools.known_issues import Ledger
 from tools.requirements_doc import ROOT
+from tools.sources import CORE, Drift, drift, sources
 
-__all__ = ["Figure", "Waiver", "figures", "judged", "main", "performance", "unread", "waivers"]
+__all__ = ["Figure", "Waiver", "ages", "figures", "judged", "main", "performance", "unread", "unsteady", "waivers"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 WAIVERS = ROOT / "benchmarks" / "waivers.toml"
@@ -86,6 +89,25 @@ def unread(folder: Path = RESULTS) -> list[str]:
     read = {figure.file for figure in figures(folder)}
     kept = [f"{path.parent.name}/{path.name}" for path in sorted(folder.glob("*/*.json"))]
     return [name for name in kept if name not in read and name.partition("/")[2] not in WITHOUT]
+
+
+def unsteady(folder: Path = RESULTS) -> list[str]:
+    """Kept files that say of themselves that the machine changed its speed under the run: no verdict rests on them."""
+    kept = {
+        f"{path.parent.name}/{path.name}": json.loads(path.read_bytes()) for path in sorted(folder.glob("*/*.json"))
+    }
+    return [name for name, data in kept.items() if data.get("steady") is False]
+
+
+def ages(folder: Path = RESULTS, root: Path = ROOT) -> Iterator[tuple[Figure, Drift | None]]:
+    """How many commits changed the sources of each kept file since; one that names no known commit counts as one."""
+    for path in sorted(folder.glob("*/*.json")):
+        data = json.loads(path.read_bytes())
+        tool = re.search(r"-m tools\.(\w+)", data.get("command") or "")
+        script = root / (f"tools/{tool[1]}.py" if tool else f"benchmarks/{_kind(data)}.py")
+        made_from = sources(script, root) if script.is_file() else (CORE,)
+        since = drift(str(data.get("commit")), made_from, root)
+        yield Figure(f"{path.parent.name}/{path.name}", "age", since.changed if since else 1.0, 0.0), since
 
 
 def _rows(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -253,7 +275,7 @@ def judged(found: Sequence[Figure], allowed: Sequence[Waiver]) -> list[tuple[Fig
 
 def main(argv: Sequence[str] = ()) -> int:
     """Print how every gate stands; 1 when one fails."""
-    bad = performance()
+    bad = performance() + aged(fatal="--no-verify" not in argv)
     ledger = Ledger.read()
     for item in ledger.blocking:
         print(f"OPEN    {item.severity} {item.id}: {item.what}")
@@ -276,7 +298,23 @@ def performance() -> int:
         print(f"{word:8}{figure.file:40}{figure.name:48}{figure.value:12.4g} {sign} {figure.limit:g}{why}")
     for name in unread():
         print(f"UNREAD  {name}: no figure with a limit was found in it")
-    return bad + len(unread())
+    for name in unsteady():
+        print(f"UNSTEADY {name}: the machine changed its speed under the run, take it again")
+    return bad + len(unread()) + len(unsteady())
+
+
+def aged(fatal: bool) -> int:
+    """Print every kept file that is older than its sources; how many of them have no waiver, where that counts."""
+    allowed = [waiver for waiver in waivers() if waiver.figures == "age"]
+    bad = 0
+    for figure, since in ages():
+        if figure.over > 1:
+            waiver = next((item for item in allowed if item.covers(figure)), None)
+            bad += waiver is None
+            why = f"  ({waiver.why})" if waiver is not None else ""
+            word = "waived" if waiver is not None else "STALE" if fatal else "stale"
+            print(f"{word:8}{figure.file:40}{since or 'names no commit that is known here'}{why}")
+    return bad if fatal else 0
 
 
 if __name__ == "__main__":

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.gates import Figure, Waiver, figures, judged, unread, waivers
+from tools import gates
+from tools.gates import Figure, Waiver, ages, figures, judged, unread, unsteady, waivers
 from tools.prove import lanes
+from tools.sources import drift
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +49,49 @@ def test_every_kept_file_with_limits_is_read(tmp_path: Path) -> None:
         ("untuned.json", "worst"), ("cli_start.json", "lz --help"), ("ops_host.json", "rope: µs more than torch"),
         ("models.json", "overhead of norm, µs"), ("models.json", "decode B1: × stock"),
     }  # fmt: skip
+
+
+def test_a_run_that_was_not_steady_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert not unsteady()
+    kept = tmp_path / "machine" / "overhead.json"
+    kept.parent.mkdir()
+    data = {"benchmark": "overhead", "figures": {"hot": 1.0}, "limits": {"hot": 1.5}}
+    for steady, bad in ((True, 0), (False, 1)):
+        kept.write_text(json.dumps({**data, "steady": steady}))
+        for judge in (figures, unread, unsteady):
+            monkeypatch.setattr(judge, "__defaults__", (tmp_path,))
+        assert gates.performance() == bad
+    assert "UNSTEADY machine/overhead.json" in capsys.readouterr().out
+
+
+def test_a_figure_older_than_its_sources_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    kept, root = tmp_path / "results" / "machine" / "some.json", tmp_path / "root"
+    kept.parent.mkdir(parents=True)
+    for name in ("benchmarks/some.py", "packages/layerzero-core/src/layerzero/hot.py", "docs/page.md"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("import layerzero\n" if name.endswith("some.py") else "")
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=n@n", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    monkeypatch.setattr(ages, "__defaults__", (kept.parents[1], root))
+    for changed, old in (("docs/page.md", False), ("packages/layerzero-core/src/layerzero/hot.py", True)):
+        git("add", ".")
+        git("commit", "-q", "--allow-empty", "-m", "first")
+        kept.write_text(
+            json.dumps({"command": "python benchmarks/some.py", "commit": git("rev-parse", "HEAD").strip()})
+        )
+        assert gates.aged(fatal=True) == 0
+        drift.cache_clear()
+        (root / changed).write_text("# more\n")
+        git("commit", "-q", "-a", "-m", "second")
+        assert gates.aged(fatal=True) == int(old) and gates.aged(fatal=False) == 0
+        told = "STALE   machine/some.json                       1 commits and 0.0 days ago, 1 of them to its sources"
+        assert (told in capsys.readouterr().out) is old
+    kept.write_text(json.dumps({"command": "python benchmarks/some.py", "commit": "c0ffee"}))
+    assert gates.aged(fatal=True) == 1
 
 
 @pytest.mark.req("R-GATE-02")

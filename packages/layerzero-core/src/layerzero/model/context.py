@@ -124,6 +124,7 @@ class Context(Plain):
     _rare_mode: bool = field(init=False, repr=False, compare=False)
     _uneven: bool = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
+    _values: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind is OpKind.TOKENIZATION and self.tokenizer is None:
@@ -142,9 +143,18 @@ class Context(Plain):
         try:
             return self._hash
         except AttributeError:
-            found = hash(tuple(getattr(self, name) for name in _COMPARED))
-            object.__setattr__(self, "_hash", found)
-            return found
+            values = tuple(getattr(self, name) for name in _COMPARED)
+            object.__setattr__(self, "_values", values)
+            object.__setattr__(self, "_hash", hash(values))
+            return self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        """As of any dataclass, with what was read for the hash: a hit in the selection cache compares."""
+        try:
+            values: tuple[Any, ...] = other._values
+            return self._values == values
+        except AttributeError:
+            return type(other) is type(self) and hash(self) == hash(other) and self == other
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was computed stays behind: a hash of strings means nothing in another process.

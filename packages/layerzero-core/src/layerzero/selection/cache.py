@@ -24,14 +24,12 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 SHARDS = 256
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
 _EVICT_FRACTION = 16  # above this many entries evict in batches of 1/16: finding the oldest costs a scan
 
 
 def shard_index(key: Hashable, shards: int = SHARDS) -> int:
     """The shard of a key. Built on `hash`, so that equal keys (1, 1.0, True) always meet in one shard."""
-    return (((hash(key) * _GOLDEN) & _MASK) >> 32) % shards
+    return hash(key) % shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,8 @@ class SelectionCache(Generic[K, V]):
         return entry.value
 
     def _live(self, key: K) -> _Entry[V] | None:
-        shard = self._shards[shard_index(key, len(self._shards))]
+        shards = self._shards
+        shard = shards[hash(key) % len(shards)]  # `shard_index`, without a call: every hit pays for it
         entry = shard.entries.get(key)
         if entry is None or entry.version != shard.version or entry.epoch != self._epoch:
             return None
