@@ -17,7 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models_page import models_section
 from page_accel import accel_section
 from page_cpu import cpu_section
-from page_gpu import adapters_section, diffusion_section, kits_section, ops_section, tests_section
+from page_gpu import (
+    adapters_section,
+    diffusion_section,
+    kits_section,
+    linear_attention_section,
+    ops_section,
+    tests_section,
+)
 from page_plans import blocks_section, store_section
 from page_threads import threads_section
 
@@ -249,6 +256,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "cpu*.json": cpu_section,
     "models*.json": models_section,
     "diffusion.json": diffusion_section,
+    "linear_attention.json": linear_attention_section,
     "adapters.json": adapters_section,
     "ops_host_*.json": ops_section,
     "kits.json": kits_section,

@@ -1,11 +1,19 @@
-"""Sections of the page about a GPU: its tests, the conformance kits, what adapters add, diffusion models."""
+"""Sections of the page about a GPU: its tests, the conformance kits, what adapters add, diffusion models,
+linear attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["adapters_section", "diffusion_section", "kits_section", "ops_section", "tests_section"]
+__all__ = [
+    "adapters_section",
+    "diffusion_section",
+    "kits_section",
+    "linear_attention_section",
+    "ops_section",
+    "tests_section",
+]
 
 
 def _where(data: dict[str, Any]) -> str:
@@ -117,3 +125,25 @@ def diffusion_section(name: str, data: dict[str, Any]) -> str:
     return _section(
         f"{name}: diffusion models", about, "model | stock ms: | patched: | patched ÷ stock: | kernels", rows
     )
+
+
+def linear_attention_section(name: str, data: dict[str, Any]) -> str:
+    """The ops of linear attention beside transformers and libraries."""
+    packages = ", ".join(f"{dist} {data[dist]}" for dist in ("fla-core", "flashinfer-python") if dist in data)
+    about = (
+        f"{_where(data)} Calls of the sizes of released models, in turns: how many times faster than transformers with "
+        f"what is installed beside it ({packages or 'nothing'}), than transformers alone, and than a library called "
+        "directly."
+    )
+    rows = [
+        (
+            f"{row['op']} B{row['batch']} T{row['tokens']} {row['dtype']}",
+            f"`{row['kernel']}`",
+            f"{row['us']:,.1f}",
+            *(f"{row[key]:.2f}" if key in row else "" for key in ("times", "transformers_bare_times")),
+            ", ".join(f"{row[f'{who}_times']:.2f} ({who})" for who in ("fla", "flashinfer") if f"{who}_times" in row),
+        )
+        for row in data["cases"]
+    ]
+    head = "call | kernel | µs: | × transformers: | × transformers alone: | × library"
+    return _section(f"{name}: linear attention", about, head, rows)

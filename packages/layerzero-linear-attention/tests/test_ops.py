@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -126,6 +128,12 @@ def test_the_first_level_of_verify_passes(name):
     report = lz.verify(op=name, level=1)
     assert report.ok, [str(item) for item in report.failures]
     assert {f"reference.{name}.plain", f"torch.{name}.baseline"} <= set(report.kernels)
+
+
+def test_no_file_of_the_core_names_these_ops():
+    files = [path for path in Path(lz.__file__).parent.rglob("*") if path.suffix in {".py", ".json", ".toml", ".c"}]
+    assert len(files) > 100
+    assert not [path for path in files if any(name in path.read_text(encoding="utf-8") for name in NAMES)]
 
 
 def test_wrong_calls_are_refused_in_words():
