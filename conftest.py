@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from tools import pytest_lanes
-from tools.pytest_lanes import pytest_itemcollected, pytest_runtest_setup
+from tools.pytest_lanes import pytest_itemcollected, pytest_runtest_makereport, pytest_runtest_setup
 from tools.req_plugin import pytest_configure, pytest_make_collect_report
 
 # Inductor imports setuptools, which refuses where the standard distutils was imported before; both will do for it.
@@ -45,7 +45,13 @@ with contextlib.suppress(ImportError):
 
 pytest_plugins = ["tools.pytest_fixtures"]
 
-__all__ = ["pytest_configure", "pytest_itemcollected", "pytest_make_collect_report", "pytest_runtest_setup"]
+__all__ = [
+    "pytest_configure",
+    "pytest_itemcollected",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_runtest_setup",
+]
 
 _TAKES_LONG = ("distributed", "integration", "timeout")
 

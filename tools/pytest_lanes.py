@@ -4,7 +4,8 @@ Every test has one lane: `long` where its marks say so (slow, stress, benchmark,
 names it, else `short`. `pytest -m short` is what `make test` runs, `pytest -m "short or check"` what `make check` does.
 
 A test whose tool is missing is skipped by name. Where the tools are meant to be there (LAYERZERO_REQUIRE=1, as in
-`.ci/run`) the same situation is a failure, so that nothing is skipped unseen. Absent hardware is never a failure.
+`.ci/run`) that is a failure, and so is every skip whose reason tests/skips.toml does not allow, however it came about:
+nothing is skipped unseen. Absent hardware is never a failure.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
+import tomllib
+from collections.abc import Generator
 
 import pytest
 
 from tools.lanes import Lanes
+from tools.requirements_doc import ROOT
 
 __all__ = [
+    "fail_unseen",
     "lane",
     "missing_packages",
     "missing_tools",
     "pytest_collection_modifyitems",
     "pytest_itemcollected",
+    "pytest_runtest_makereport",
     "pytest_runtest_setup",
 ]
 
@@ -107,3 +114,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs two GPUs")
     if item.get_closest_marker("gpu") is not None and _gpu_count() < 1:
         pytest.skip("needs a GPU")
+
+
+@functools.cache
+def _allowed() -> re.Pattern[str]:
+    table = tomllib.loads((ROOT / "tests" / "skips.toml").read_text(encoding="utf-8"))
+    return re.compile("|".join(pattern for part in table.values() for pattern in part["allowed"]))
+
+
+def fail_unseen(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turn a skip into a failure where LAYERZERO_REQUIRE=1 and tests/skips.toml does not allow its reason."""
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("LAYERZERO_REQUIRE") == "1":
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if _allowed().search(why) is None:
+            report.outcome = "failed"
+            report.longrepr = f"{why} (LAYERZERO_REQUIRE=1 allows the skips of tests/skips.toml alone)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """See every skip, that of a plain `pytest.skip` too."""
+    report = yield
+    fail_unseen(report)
+    return report

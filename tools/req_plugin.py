@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.pytest_lanes import fail_unseen
 from tools.requirements_doc import ROOT, Checklist, ChecklistError
 
 __all__ = ["current_commit", "pytest_configure", "pytest_make_collect_report"]
@@ -62,6 +63,7 @@ def pytest_make_collect_report(
     It happens while a file is collected, not afterwards, so that it holds under xdist and for tests `-m` leaves out.
     """
     report = yield
+    fail_unseen(report)
     known = collector.config.stash[_KNOWN]
     wrong: list[str] = []
     for item in report.result or ():

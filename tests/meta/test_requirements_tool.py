@@ -328,6 +328,20 @@ def test_stress(request):
     done = run_pytest(tmp_path, body)
     assert done.returncode == 0, done.stdout
     assert "missing tool: no-such-program" in done.stdout
-    required = run_pytest(tmp_path, body, "-k", "test_tool", LAYERZERO_REQUIRE="1")
+    more = """
+def test_plain(): pytest.skip("somehow")
+
+def test_import(): pytest.importorskip("no_such_package")
+
+@pytest.mark.skipif(True, reason="a whim")
+def test_marked(): pass
+
+def test_hardware(): pytest.skip("needs a GPU")
+"""
+    required = run_pytest(tmp_path, body + more, "-k", "not two_gpus and not stress", LAYERZERO_REQUIRE="1")
     assert required.returncode == 1
-    assert "no-such-program" in required.stdout
+    assert "2 failed, 1 skipped" in required.stdout and "2 errors" in required.stdout
+    for why in ("no-such-program", "somehow", "no_such_package", "a whim"):
+        assert why in required.stdout
+    (tmp_path / "test_whole.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    assert run_pytest(tmp_path, body, "test_whole.py", LAYERZERO_REQUIRE="1").returncode == 2

@@ -68,11 +68,12 @@ def test_a_kernel_of_torch_is_written_out_and_computes_what_it_computes_in_eager
     def run(q: Any, k: Any) -> Any:
         return lz.attention(q, k, k, layout=layout, backend=f"sdpa.attention.{name}", **words)
 
+    if name == "flash" and "attn_mask" in words:  # torch's flash kernel takes none, in a graph or out of it
+        with torch.no_grad(), pytest.raises(lz.errors.NoKernelFoundError):
+            run(q, k)
+        return
     with torch.no_grad():
-        try:
-            want = run(q, k)
-        except lz.errors.LayerZeroError as refused:
-            pytest.skip(f"{name} does not take this call: {refused.code}")
+        want = run(q, k)
         call, counter = compiled(run)
         got = call(q, k)
     torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1e-2)
