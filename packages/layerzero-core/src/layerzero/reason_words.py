@@ -138,6 +138,7 @@ class ReasonCode(enum.StrEnum):
     GRAPH_RESULT_DIFFERS = "GRAPH_RESULT_DIFFERS", _C.GRAPH, "a replay differs from the function itself: {value}", "the function depends on something that is not an input of the graph: pass it as an argument or write it into a tensor"
     GRAPH_INPUT_CHANGED = "GRAPH_INPUT_CHANGED", _C.GRAPH, "the graph was captured for {limit}, given is {value}", "pad to the captured shape, or capture a graph for this one"
     NOT_DETERMINISTIC = "NOT_DETERMINISTIC", _C.DETERMINISM, "is not deterministic and deterministic results are required", "drop the requirement or use another kernel"
+    NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", _C.DETERMINISM, "does not promise a row the same bits whatever the batch, and batch_invariant is set", "use a kernel that declares batch_invariant, or drop the setting"
     TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", _C.DISTRIBUTED, "result depends on the tensor-parallel size ({value})", "use a kernel that declares tp_invariant"
     RANK_DISAGREEMENT = "RANK_DISAGREEMENT", _C.DISTRIBUTED, "ranks chose differently: {value}", "use rank0_broadcast selection"
     VERSION_DISAGREEMENT = "VERSION_DISAGREEMENT", _C.DISTRIBUTED, "ranks run different versions: {value}", "install the same versions on every rank"

@@ -112,6 +112,10 @@ SETTINGS: Final = (
     ),
     Setting("deterministic", FLAG, False, "only deterministic kernels", "dispatch", "DETERMINISTIC"),
     Setting(
+        "batch_invariant", FLAG, False, "only kernels whose bits of a row do not depend on the batch", "dispatch",
+        "BATCH_INVARIANT",
+    ),
+    Setting(
         "graph_strict_mode", FLAG, False, "in a capture, only whitelisted kernels", "selection", "GRAPH_STRICT_MODE"
     ),
     Setting("graph_whitelist", PATTERNS, (), "kernels known to be safe in a capture", "selection"),

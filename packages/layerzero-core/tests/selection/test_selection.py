@@ -241,6 +241,24 @@ def test_determinism_and_capture_filter() -> None:
     assert isinstance(refuse(refused), CudaGraphUnsafeError)
 
 
+def test_batch_invariance_filters_and_one_kernel_serves_all_sizes() -> None:
+    fast = spec("fast.attention.short", priority=70, batch_invariant=True, priority_below=(("seq_len_q", (64, -50.0)),))
+    sure = spec("sure.attention.long", priority=40, batch_invariant=True, min_sm=80)
+    here = world(REFERENCE, FA2, fast, sure)
+    wanted = call(batch_invariant=True)
+    assert codes(wanted, "flash2.attention.fwd", here) == ["NOT_BATCH_INVARIANT"]
+    assert codes(wanted, "reference.attention.plain", here) == ["NOT_BATCH_INVARIANT"]
+    measured = Measurements(lookup=lambda name, ctx: 1.0 if name.startswith("sure") else 9.0)
+    sizes: list[dict[str, Any]] = [{"seq_len_q": 1, "batch": 1}, {"seq_len_q": 2048}, {"seq_len_q": 1, "batch": 64}]
+    free = {select(call(**size), world(fast, sure, measurements=measured)).chosen for size in sizes}
+    held = {
+        select(call(batch_invariant=True, **size), world(fast, sure, measurements=measured)).chosen for size in sizes
+    }
+    assert free == {"sure.attention.long"} and held == {"fast.attention.short"}
+    with pytest.raises(NoKernelFoundError, match="batch_invariant"):
+        raise refuse(select(wanted, world(REFERENCE, FA2)))
+
+
 @pytest.mark.req("R-POL-13")
 def test_the_graph_whitelist_is_policy() -> None:
     strict = Policy(graph_strict_mode=True, graph_whitelist=("sdpa.*",))

@@ -1,7 +1,8 @@
 """Attention by our own kernels: canonical arguments in, native calls out.
 
 Few query rows for each key head go to the decode kernel, which reads each key once for all heads of a group and splits
-the keys over threads; more go to the prefill kernel, which works in blocks. Both hold no score matrix.
+the keys over threads; more go to the prefill kernel, which works in blocks. Both hold no score matrix. `fixed` has the
+blocks do all of it: the bits of a row are then the same whatever else is in the call.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from layerzero_cpu.library import adapted, native
 
-__all__ = ["DECODE_ROWS", "attention", "causal_word"]
+__all__ = ["DECODE_ROWS", "attention", "causal_word", "fixed"]
 
 DECODE_ROWS = 16  # query rows of one key head up to which reading the cache costs more than the products
 
 _decode = native.attention_decode
 _prefill = native.attention_prefill
+_fixed = native.attention_fixed
 _empty = torch.empty
 
 
@@ -39,6 +41,38 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Any:
     """Attention over [B, H, S, D] tensors of any strides whose last axis is dense; GQA without expanding keys."""
+    run = _decode if query.shape[2] * query.shape[1] <= DECODE_ROWS * key.shape[1] else _prefill
+    return _attend(
+        run, query, key, value, attn_mask, is_causal, scale, window, softcap, alibi_slopes, return_lse, sinks
+    )
+
+
+def fixed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    *rest: Any,
+) -> Any:
+    """The same, computed in one way for any number of queries and keys."""
+    return _attend(_fixed, query, key, value, attn_mask, *rest)
+
+
+def _attend(
+    run: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    sinks: Tensor | None = None,
+) -> Any:
     batch, heads, queries, dim = query.shape
     dim_v = value.shape[3]
     out = torch.empty_like(query) if dim == dim_v else query.new_empty((batch, heads, queries, dim_v))
@@ -48,7 +82,6 @@ def attention(
     if alibi_slopes is not None and alibi_slopes.dtype is not torch.float32:
         alibi_slopes = alibi_slopes.to(torch.float32)
     left, right = (-1, -1) if window is None else window
-    run = _decode if queries * heads <= DECODE_ROWS * key.shape[1] else _prefill
     factor = 1.0 / math.sqrt(dim) if scale is None else scale
     last = () if sinks is None else (sinks.to(torch.float32),)
     rest = (attn_mask, alibi_slopes, factor, softcap or 0.0, causal_word(is_causal), left, right, *last)

@@ -105,6 +105,12 @@ def paged_config(batch: int, kv_heads: int, group: int, longest: int, row_bytes:
     return PagedConfig(block_m, block_n, splits, 4, 5 if row_bytes <= 256 else 3 if row_bytes <= 512 else 2)
 
 
+def fixed_paged_config(group: int, row_bytes: int) -> PagedConfig:
+    """Sixteen pieces for any batch and any context."""
+    found = paged_config(1, 1, group, 1, row_bytes, 1)
+    return PagedConfig(found.block_m, found.block_n, 16, found.warps, found.stages)
+
+
 def latent_config(batch: int, heads: int, longest: int, row_bytes: int, sms: int) -> PagedConfig:
     """Tiles of heads that share one key: few heads read memory, many multiply.
 
@@ -164,6 +170,16 @@ def experts_config(slots: int, experts: int) -> ExpertsConfig:
     if rows <= 96:
         return ExpertsConfig(64, (256, 64, 8, 4), (256, 64, 8, 4))
     return ExpertsConfig(128, (256, 64, 8, 4), (256, 64, 8, 4))
+
+
+# For any number of rows. Products of 64 rows or more run on the same instructions whatever the tile, and an element's
+# sum goes along the inner axis in one order: few rows may have narrow tiles, so that the whole device reads the weight.
+FIXED_EXPERTS = ExpertsConfig(64, (128, 64, 4, 3), (128, 64, 4, 3))
+
+
+def fixed_linear_config(rows: int) -> tuple[int, int, int, int, int]:
+    """Rows and columns of a tile, its step of the inner axis, warps and stages."""
+    return (64, 32, 128, 4, 4) if rows <= 64 else (128, 128, 64, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,25 @@
-"""`moe` in four launches, six for many tokens: order by expert, product and gate, product back, weighted sum."""
+"""`moe` in four launches, six for many tokens: order by expert, product and gate, product back, weighted sum.
+
+What is called `fixed` has tiles that do not depend on how many rows there are: a row's bits do not either. A linear
+layer is one expert with all rows.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero_triton.config import ExpertsConfig, experts_config, next_power, unit_of
+from layerzero_triton.config import (
+    FIXED_EXPERTS,
+    ExpertsConfig,
+    experts_config,
+    fixed_linear_config,
+    next_power,
+    unit_of,
+)
 from layerzero_triton.kernels import experts as device
 from layerzero_triton.kernels.launch import Launcher
 
@@ -61,6 +73,36 @@ def moe(
         (tokens, -(-hidden // block), 1), (results, ids, shares, out), (hidden, experts, expert_offset), (top_k, block)
     )
     return out
+
+
+def fixed_moe(*args: Any) -> Tensor:
+    """`moe` with one height of tiles for any number of tokens."""
+    return moe(*args[:12], FIXED_EXPERTS)
+
+
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Canonical arguments of `linear`."""
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    rows, out = flat.shape[0], x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if not out.numel():
+        return out
+    height, *tile = fixed_linear_config(rows)
+    tables = _straight(rows, height, x.device)
+    given = (flat, weight[None], None if bias is None else bias[None], *tables, out)
+    words = activation or "none"
+    _multiply(given, -(-rows // height), 1, 0.0, None, words, "none", activation is not None, height, *tile)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _straight(rows: int, block_m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_ordered` gives for one expert that has all rows."""
+    count = -(-rows // block_m)
+    tiles = torch.zeros((count + 1, 2), dtype=torch.int32)
+    tiles[0, 0] = count
+    tiles[1:, 1] = torch.arange(0, rows, block_m, dtype=torch.int32)
+    order = torch.arange(rows, dtype=torch.int32, device=device)
+    return order, torch.tensor([rows], dtype=torch.int32).to(device), tiles.flatten().to(device)
 
 
 def _ordered(ids: Tensor, slots: int, experts: int, offset: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:

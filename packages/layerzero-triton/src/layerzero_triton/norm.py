@@ -32,6 +32,16 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return norm(x, None, weight, eps, True)[0]
 
 
+def fixed_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`rms_norm` without gradients, the bits of a row the same for any number of rows."""
+    return norm(x, None, weight, eps, False, fixed=True)[0]
+
+
+def fixed_gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same with Gemma's weight."""
+    return norm(x, None, weight, eps, True, fixed=True)[0]
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """(norm of the stream x + residual, the stream in the dtype of `residual`)."""
     return _added(x, residual, weight, eps, False)
@@ -58,12 +68,13 @@ def norm(
     eps: float,
     gemma: bool,
     config: NormConfig | None = None,
+    fixed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """One launch; `config` is for measuring."""
+    """One launch; `config` is for measuring. `fixed`: as many rows as there are, a row is summed in one way."""
     if x.is_contiguous() and (residual is None or residual.is_contiguous()) and config is None:
         key = (
             x.shape, x.dtype, x.get_device(), None if weight is None else weight.dtype,
-            None if residual is None else residual.dtype, gemma,
+            None if residual is None else residual.dtype, gemma, fixed,
         )  # fmt: skip
         plan = _plans.get(key)
         if plan is not None and (weight is None or weight.is_contiguous()):
@@ -83,7 +94,7 @@ def norm(
     count = out.numel() // width if width else 0
     if count == 0:
         return out, stream
-    chosen = config or norm_config(count, width, residual is not None, twice=True)
+    chosen = config or norm_config(count, width, residual is not None, twice=not fixed)
     block = next_power(width)
     if weight is not None and weight.stride(0) != 1:
         weight = weight.contiguous()

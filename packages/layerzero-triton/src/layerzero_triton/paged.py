@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch
-from layerzero_triton.config import PagedConfig, next_power, paged_config, unit_of
+from layerzero_triton.config import PagedConfig, fixed_paged_config, next_power, paged_config, unit_of
 from layerzero_triton.kernels import paged as device
 from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember, sm_count
 
@@ -101,6 +101,13 @@ def paged_attention(
             remember(_plans, key, plans)
         _attend(plans, given, out, lse)
     return out if lse is None else (out, lse)
+
+
+def fixed(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *rest: Any) -> Any:
+    """The same with a context always cut into as many pieces: where they end follows from its own length alone."""
+    kv_heads = key_cache.shape[2 if rest[5] == "NHD" else 1]
+    chosen = fixed_paged_config(query.shape[1] // kv_heads, query.shape[2] * query.element_size())
+    return paged_attention(query, key_cache, value_cache, batch, *rest, config=chosen)
 
 
 _Given = tuple[Any, ...]  # query, caches, tables, lengths; slopes, sinks and both scales, or None

@@ -27,6 +27,7 @@ from layerzero.tuning.truth import computed, flat, gradients, reduction, truth
 from layerzero_verify.oracles import ORACLES
 from layerzero_verify.report import Check, Status, failed, of_error, skipped
 from layerzero_verify.testing.cases import Case, Group, cases_of, declare, dtypes_of, load_cases
+from layerzero_verify.testing.compositions import unkept
 from layerzero_verify.thresholds import gradient, kernel
 
 __all__ = ["SAME", "Bench", "Compared", "flat", "guarded"]
@@ -226,6 +227,19 @@ class Bench:
             yield skipped(1, "determinism", why, **self.where)
             return
         yield from guarded("determinism", self.at(case, "result"), self._runs, case)
+
+    def composed(self, count: int) -> Iterator[Check]:
+        """Where the kernel says it is batch invariant: rows in `count` compositions have the bits they have alone."""
+        if not self.spec.batch_invariant:
+            yield skipped(1, "batch invariance", "not declared", **self.where)
+            return
+        try:
+            found = unkept(self.call, self.spec, self.device, count, self.seed)
+        except Exception as error:
+            yield failed(1, "batch invariance", error, **self.where)
+        else:
+            status, detail = (Status.OK, "") if found is None else (Status.FAIL, str(found))
+            yield Check(1, "batch invariance", status, detail=detail, op=self.spec.op, kernel=self.spec.kernel_id)
 
     def _runs(self, case: Case) -> Iterator[Compared]:
         with torch.no_grad():

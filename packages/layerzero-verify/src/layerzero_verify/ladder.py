@@ -267,6 +267,7 @@ class _Runner:
             yield from bench.forward()
             yield from bench.backward()
             yield from bench.repeated()
+            yield from bench.composed(self.lane.compositions)
             for promise in CONTRACTS:
                 yield from promise(bench)
 

@@ -12,7 +12,8 @@ _ALL = tuple(CONFIGS)
 
 @dataclass(frozen=True)
 class Lane:
-    """What a lane covers. `thorough` adds a line-up for each backend's kernels to the one that selection makes.
+    """What a lane covers. `thorough` adds a line-up for each backend's kernels to the one that selection makes;
+    `compositions` prove a kernel that declares batch_invariant, with each seed.
 
     `kernel_dtypes` are those level 1 tries, None for all that a kernel declares. `threads` is how many torch may use,
     None leaves that as it is: most of the ladder's tensors are so small that a second thread only gets in the way, and
@@ -31,6 +32,7 @@ class Lane:
     cached: bool
     kernel_dtypes: tuple[str, ...] | None = None
     threads: int | None = None
+    compositions: int = 24
 
 
 # Under a minute on two cores: what every change should pass.
@@ -61,6 +63,7 @@ _FULL = Lane(
     thorough=True,
     cached=True,
     threads=1,
+    compositions=334,
 )
 # As long as it takes: many seeds, long sequences, hundreds of training steps.
 _STRESS = replace(_FULL, steps=200, seeds=20, length=96, threads=None)

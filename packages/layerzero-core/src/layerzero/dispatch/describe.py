@@ -14,8 +14,10 @@ from layerzero.dispatch import modes
 from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError, did_you_mean
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
+from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, OperationSpec
 from layerzero.runtime.state import state
+from layerzero.selection.filter import is_empty
 from layerzero.selection.world import World
 
 
@@ -79,6 +81,8 @@ def _with_modes(spec: OperationSpec, ctx: Context, tensors: list[Tensor], world:
             changes["dtypes"] = tuple(word if word == "float64" else autocast for word in ctx.dtypes)
     if torch.are_deterministic_algorithms_enabled() or world.policy.deterministic:
         changes["deterministic"] = True
+    if world.policy.batch_invariant and ctx.kind is not OpKind.TOKENIZATION and not is_empty(ctx):
+        changes["batch_invariant"] = True
     if modes.capturing(ctx.device.device_type):
         changes["capturing"] = True
     guarded, alignment = _asked(world, spec.op_id)

@@ -103,7 +103,7 @@ def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: t
     """Check the kernel of a cold call. None: the World has changed, and the call is to be selected again."""
     case = _Case(spec, ctx, world, bound, args)
     base = _baseline(case)
-    if not _one.acquire(blocking=False):
+    if not _one.acquire(blocking=ctx.batch_invariant):
         return _served(base, args)
     try:
         if case.grouped:
@@ -156,6 +156,8 @@ def _baseline(case: _Case) -> _Base:
     kernels = world.registry.kernels
     named = (name for name in decision.ranking if name != bound.kernel_id)
     others = [name for name in named if not unchecked(spec, kernels[name], ctx, world)]
+    if ctx.batch_invariant:  # another kernel's bits in its place would break the promise: an example is checked instead
+        others = []
     base = next((name for name in others if name == spec.fallback_id or kernels[name].backend in BASELINES), "")
     return _Base(spec, decision, measuring, base, others[0] if others else "")
 

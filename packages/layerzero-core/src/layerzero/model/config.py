@@ -192,6 +192,7 @@ class Policy:
     strict_mode: bool = False
     allow_adaptation: bool = True
     deterministic: bool = False
+    batch_invariant: bool = False
     graph_strict_mode: bool = False
     graph_whitelist: tuple[str, ...] = ()
     memory_headroom_mb: float | None = None
@@ -263,12 +264,11 @@ class Policy:
         """sha256 over the canonical JSON of all that decides. Equal policies from other places hash equal."""
         data: dict[str, Any] = {"program": [rule.to_json(canonical=True) for rule in self.program]}
         for item in fields(self):
-            if item.name == "canary" and not self.canary:
-                continue  # a policy without one hashes as it did before there were any
-            if item.name == "on_first_use" and self.on_first_use == "check":
-                continue
-            if item.name not in _IN_PROGRAM and item.name not in _PLACES:
-                data[item.name] = _canonical(getattr(self, item.name))
+            value = getattr(self, item.name)
+            # Those that came later count only where they are used: other policies hash as they did before.
+            unused = item.name in _LATER and value == _LATER[item.name]
+            if not unused and item.name not in _IN_PROGRAM and item.name not in _PLACES:
+                data[item.name] = _canonical(value)
         data["graph_whitelist"] = sorted(self.graph_whitelist)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -315,6 +315,7 @@ class Policy:
 
 # Where measurements and tables lie, not what is wished: what they hold has fingerprints of its own.
 _PLACES: Final = frozenset(("perfdb", "dispatch_table"))
+_LATER: Final[Mapping[str, Any]] = {"canary": FrozenMap(), "on_first_use": "check", "batch_invariant": False}
 _IN_PROGRAM: Final = frozenset(
     ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "levels", "expires_at", "graph_whitelist")
 )

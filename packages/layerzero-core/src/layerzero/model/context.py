@@ -92,6 +92,8 @@ class Context(Plain):
     needs_grad: bool = False
     autocast: str | None = None
     deterministic: bool = False
+    # The bits of a row may not depend on what else is in the call: the policy's setting, for calls that have rows.
+    batch_invariant: bool = False
     capturing: bool = False
     backend: str | None = None
     quant_format: str | None = None
@@ -168,10 +170,11 @@ class Context(Plain):
         return mixed or special or any(item is not None for item in asked)
 
     def _has_rare_mode(self) -> bool:
-        """Capture, determinism, switches, vetoes, odd pointers or tensor parallelism."""
+        """Capture, determinism, batch invariance, switches, vetoes, odd pointers or tensor parallelism."""
         return bool(
             self.capturing
             or self.deterministic
+            or self.batch_invariant
             or self.switched_off
             or self.vetoed
             or not self.aligned_pointers

@@ -151,6 +151,7 @@ class KernelSpec(Plain):
     graph_safe: bool = False
     traceable: str = ""
     deterministic: bool = False
+    batch_invariant: bool = False
     tp_invariant: bool = False
     jit: bool = False
     jit_key: tuple[str, ...] = ()
@@ -372,6 +373,8 @@ class KernelSpec(Plain):
             found.append(reason("POINTER_UNALIGNED", None, self.pointer_alignment))
         if ctx.deterministic and not self.deterministic:
             found.append(reason("NOT_DETERMINISTIC"))
+        if ctx.batch_invariant and not self.batch_invariant:
+            found.append(reason("NOT_BATCH_INVARIANT"))
         if ctx.tp_size > 1 and "tp_invariant" in ctx.needs and not self.tp_invariant:
             found.append(reason("TP_INVARIANCE_REQUIRED", ctx.tp_size))
         return found

@@ -16,8 +16,8 @@ from layerzero.registry.kinds import body, fail
 # Fields that mean the same in the file and in KernelSpec; those of the second group are empty when left out.
 _SAME = (
     "kernel_id", "function", "dtypes", "priority", "min_sm", "max_sm", "mixed_dtypes", "stride_last_dim", "contiguous",
-    "aligned_strides", "pointer_alignment", "square", "graph_safe", "traceable", "deterministic", "tp_invariant", "jit",
-    "workspace", "predicate", "doc", "weight_layout", "packer", "compiler",
+    "aligned_strides", "pointer_alignment", "square", "graph_safe", "traceable", "deterministic",
+    "batch_invariant", "tp_invariant", "jit", "workspace", "predicate", "doc", "weight_layout", "packer", "compiler",
 )  # fmt: skip
 _LEFT_OUT = ("instruction_families", "layouts", "granularities", "adapt", "guards", "fuses", "jit_key")
 _pick = itemgetter(*_SAME)

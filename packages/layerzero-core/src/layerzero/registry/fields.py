@@ -173,6 +173,7 @@ KERNEL = Record(
         Field("graph_safe", FLAG, "safe inside CUDA graph capture", default=False),
         Field("traceable", _TRACEABLE, "what torch.compile traces: itself, plain, or a function", default=""),
         Field("deterministic", FLAG, "bit-identical results for identical inputs", default=False),
+        Field("batch_invariant", FLAG, "a row's bits depend on nothing else in the call", default=False),
         Field("tp_invariant", FLAG, "result does not depend on the tensor-parallel size", default=False),
         Field("jit", FLAG, "compiles at first use", default=False),
         Field(

@@ -143,8 +143,10 @@ def _ranked(
     fitting = [item for item in standing if not item.reasons]
     if not world.policy.fallback_enabled and not is_empty(ctx):
         fitting = [item for item in fitting if item.kernel.kernel_id != fallback_id]
-    lookup, noise = world.measurements.lookup, world.measurements.noise
-    times = [lookup(item.kernel.kernel_id, ctx) for item in fitting]
+    lookup, noise, fixed = world.measurements.lookup, world.measurements.noise, ctx.batch_invariant
+    # Another kernel for another size would give a row other bits: then priorities alone decide, whatever is faster.
+    times = [None if fixed else lookup(item.kernel.kernel_id, ctx) for item in fitting]
+    told = {} if fixed else told
     known = [value for value in times if value is not None]
     fastest = min(known) if known else None
     # Where there are measurements they decide, not the authors' expectations: all measured kernels start level.
@@ -164,8 +166,9 @@ def _ranked(
             priority, part = places[kernel.kernel_id]
             total, parts = score(priority, item.bonus, None, None, () if expected else item.transforms, noise, part)
         else:
-            priority = min(kernel.prior(ctx), below) if measured is None else level
-            total, parts = score(priority, item.bonus, measured, fastest, item.transforms, noise)
+            expected_of = kernel.priority if fixed else kernel.prior(ctx)
+            priority = min(expected_of, below) if measured is None else level
+            total, parts = score(priority, item.bonus, measured, fastest, () if fixed else item.transforms, noise)
         entry = _Ranked(
             kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred, expected
         )

@@ -188,7 +188,7 @@ def _compiled(kernel: KernelSpec, ctx: Context, world: World) -> list[Reason]:
     failed = world.uncompilable.get(artifact) or world.uncompilable.get(kernel.kernel_id)
     if failed is not None and (failed.code != "JIT_NEEDS_DEVICE" or world.policy.jit != "block"):
         return [failed]
-    if world.policy.jit == "block":
+    if world.policy.jit == "block" or ctx.batch_invariant:  # meanwhile another kernel would give other bits
         return []
     if kernel.compiler == "device":
         return [reason("JIT_NEEDS_DEVICE", f"{kernel.backend} says so")]

@@ -50,7 +50,7 @@ def _standing(table: DispatchTable, world: World, device: DeviceSpec) -> list[Re
 def follow(spec: OperationSpec, ctx: Context, world: World) -> Decision | Reason | None:
     """The table's decision for a call; the reason why there is none; None where no table is in force or asked."""
     table = world.table
-    if table is None or ctx.backend is not None or is_empty(ctx):
+    if table is None or ctx.backend is not None or ctx.batch_invariant or is_empty(ctx):
         return None
     wrong = _standing(table, world, ctx.device)
     if wrong:

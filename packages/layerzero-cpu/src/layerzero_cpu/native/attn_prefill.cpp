@@ -1,6 +1,10 @@
 // unit: portable neon avx2 avx512
 // Attention of many queries: blocks of rows against tiles of keys, with a running softmax, so that no score matrix is
 // held. The rows of all heads of a GQA group stand in one block and share each tile, packed once to float for all of them.
+//
+// Tiles begin at multiples of their length whatever the block, and a key that a row does not see adds nothing to it: the bits
+// of a row depend on its own keys alone. Under the names with `fixed` it is called for any number of queries, on every
+// processor (there is no such name among the kernels for tiles of AMX).
 #include "attn.hpp"
 #include "attn_entry.hpp"
 #include "gemm_dot.hpp"
@@ -160,6 +164,8 @@ static Status attention_paged_prefill(Call& call) {
 
 LZ_EXPORTS(attn_prefill) = {{"attention_prefill", DENSE_SIGNATURE, &attention_prefill},
                             {"attention_paged_prefill", PAGED_SIGNATURE, &attention_paged_prefill},
+                            {"attention_fixed", DENSE_SIGNATURE, &attention_prefill},
+                            {"attention_paged_fixed", PAGED_SIGNATURE, &attention_paged_prefill},
                             {nullptr, nullptr, nullptr}};
 
 LZ_END

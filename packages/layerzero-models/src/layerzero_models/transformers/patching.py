@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from layerzero import get_config
 from layerzero.errors import invalid
 from layerzero_models.record import PatchReport, Record, apply, record_of, report_of, restore
 from layerzero_models.transformers import experts, parts, probes, quick, rewriting
@@ -54,7 +55,8 @@ def patch(
     """Let a model (or pipeline) of transformers compute with LayerZero's ops.
 
     skip        kinds of parts that are left alone, see KINDS
-    everything  also linear layers and embeddings that selection would give to torch anyway
+    everything  also linear layers and embeddings that selection would give to torch anyway; where `batch_invariant` is
+                set always
     joined      False: one op a part; no products of several layers in one, no sum together with its norm
     graphs      decode steps of `generate` are captured as CUDA graphs; a patched model may be given to add them
     graph_memory  bytes that caches and graphs may keep between calls, by default a quarter of the device's memory
@@ -83,6 +85,7 @@ def patch(
     chosen = [step for kind, step in steps.items() if kind not in left_out]
     if graphs:
         chosen.append(partial(_graphs, memory=graph_memory))
+    everything = everything or get_config().batch_invariant  # torch's own products promise nothing
     report = apply(model, _Record(everything, joined), "transformers", version, *chosen)
     if not report.patched:
         _log.warning("lz.patch found nothing to patch in %s: %s", type(model).__name__, report)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from layerzero_verify.testing.cases import GROUPS, cases_of, dtypes_of, load_cases
+from layerzero_verify.testing.compositions import COMPOSITIONS
 from layerzero_verify.testing.kit import Kit, uncompiled
 
 pytest.register_assert_rewrite("layerzero_verify.testing.suite", "layerzero_verify.testing.run")
@@ -26,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the setting and the option that name the plugin under test."""
     parser.addini("layerzero_plugin", "entry point or module of the LayerZero plugin under test", default="")
     parser.addoption("--lz-plugin", default="", help="entry point or module of the LayerZero plugin under test")
+    help_ = "how many compositions prove batch_invariant of a kernel"
+    parser.addoption("--lz-compositions", type=int, default=COMPOSITIONS, help=help_)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from layerzero.numerics import assert_close, tolerance
 from layerzero.reasons import ReasonCode
 from layerzero.tuning.truth import flat, gradients
 from layerzero_verify.testing.cases import GROUPS, Case, cases_of, dtypes_of
+from layerzero_verify.testing.compositions import VARYING, unkept
 from layerzero_verify.testing.kit import Kit
 from layerzero_verify.testing.run import bounds, call, context, expected, place, refusal, tensors
 
@@ -90,6 +91,17 @@ def test_same_inputs_give_the_same_bits(lz_kit: Kit, lz_kernel: KernelSpec) -> N
     for other in runs[1:]:
         for left, right in zip(flat(runs[0]), flat(other), strict=True):
             assert torch.equal(left, right), "two runs on equal inputs differ"
+
+
+def test_a_row_keeps_its_bits_in_any_batch(lz_kit: Kit, lz_kernel: KernelSpec, pytestconfig: pytest.Config) -> None:
+    """Where batch_invariant is declared, rows in any company have the bits they have alone."""
+    if not lz_kernel.batch_invariant:
+        pytest.skip(f"{lz_kernel.kernel_id} does not declare batch_invariant")
+    limited = sorted(VARYING & dict(lz_kernel.limits).keys())
+    assert not limited, f"limits on {', '.join(limited)} leave some batches to another kernel, and its bits"
+    case, count = Case(lz_kernel, lz_kernel.op, "", "", {}), pytestconfig.getoption("--lz-compositions")
+    found = unkept(lambda args: call(lz_kit, case, args), lz_kernel, place(lz_kit, lz_kernel), count)
+    assert found is None, f"{lz_kernel.kernel_id} declares batch_invariant: {found}"
 
 
 def test_gradients_match_the_reference(lz_kit: Kit, lz_kernel: KernelSpec) -> None:
