@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, read in place: pages are followed by pointer, nothing is gathered.
 
-`fixed` computes any number of queries in one way, as its namesake of `attention` does; packed sequences are pages of one
-token to it.
+`fixed` computes any number of queries in one way, as its namesake of `attention` does; packed sequences are pages of
+one token to it.
 """
 
 from __future__ import annotations
