@@ -3,8 +3,8 @@
     python benchmarks/invariance.py --out benchmarks/results/cascade-lake/invariance.json
     python benchmarks/invariance.py --device cuda --budget 90 --out …
 
-Every case of grid.toml for the device. Both kernels are bound first and called in turn on the same tensors, so that drift
-hits both alike. A case for which no kernel declares batch_invariant is listed as refused and is in no mean.
+Every case of grid.toml for the device. Both kernels are bound first and called in turn on the same tensors, so that
+drift hits both alike. A case for which no kernel declares batch_invariant is listed as refused and is in no mean.
 """
 
 from __future__ import annotations
