@@ -14,12 +14,28 @@ from layerzero_linear_attention.packed import empty_as
 
 
 @triton.jit
+def _product(left, right, PRECISION: tl.constexpr):
+    """left @ right; of bfloat16 and float32 in two products of bfloat16, nearer and faster than one of TF32."""
+    if left.dtype == right.dtype:
+        return tl.dot(left, right, input_precision=PRECISION)
+    elif left.dtype == tl.float32:
+        high = left.to(tl.bfloat16)
+        return tl.dot(high, right) + tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right)
+    else:
+        high = right.to(tl.bfloat16)
+        return tl.dot(left, high) + tl.dot(left, (right - high.to(tl.float32)).to(tl.bfloat16))
+
+
+@triton.jit
 def _scan(
     x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, width, states, dt_min, dt_max,
     SOFTPLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """A block of a head's channels over a whole sequence; its state [BLOCK_P, BLOCK_S] never leaves the program."""
+    """A block of a head's channels over a whole sequence; its state [BLOCK_P, BLOCK_S] never leaves the program.
+
+    NARROW: x, B and C are bfloat16 and stay that in products; otherwise everything is float32.
+    """
     item = tl.program_id(0).to(tl.int64)
     n, h = item // heads, item % heads
     row, begin, end = n, 0, tokens
@@ -47,23 +63,62 @@ def _scan(
         step = tl.where(in_t, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
         shade = in_t[:, None] & in_s[None, :]
         at = (token * groups + group)[:, None] * states + s[None, :]
-        keys = tl.load(B + at, mask=shade, other=0.0).to(tl.float32)
-        queries = tl.load(C + at, mask=shade, other=0.0).to(tl.float32)
+        keys = tl.load(B + at, mask=shade, other=0.0)
+        queries = tl.load(C + at, mask=shade, other=0.0)
         spot = (token * heads + h)[:, None] * width + p[None, :]
         lit = in_t[:, None] & in_p[None, :]
-        given = tl.load(x + spot, mask=lit, other=0.0).to(tl.float32)
-        values = given * step[:, None]
+        given = tl.load(x + spot, mask=lit, other=0.0)
+        if not NARROW:
+            keys, queries, given = keys.to(tl.float32), queries.to(tl.float32), given.to(tl.float32)
         gone = tl.cumsum(step * decay, 0)  # the decay from the chunk's start, as a logarithm
         total = tl.sum(step * decay, 0)
         between = tl.where(inside[:, None] >= inside[None, :], gone[:, None] - gone[None, :], float("-inf"))
-        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * tl.exp(between)
-        made = tl.dot(weights, values, input_precision=PRECISION)
-        made += tl.dot(queries * tl.exp(gone)[:, None], tl.trans(state), input_precision=PRECISION)
+        weights = _product(queries, tl.trans(keys), PRECISION) * tl.exp(between) * step[None, :]
+        made = _product(queries, tl.trans(state), PRECISION) * tl.exp(gone)[:, None]
+        made += _product(weights, given, PRECISION)
+        if D is not None:
+            made += given.to(tl.float32) * tl.load(D + h).to(tl.float32)
+        tl.store(out + spot, made.to(out.dtype.element_ty), mask=lit)
+        left = keys.to(tl.float32) * (tl.exp(total - gone) * step)[:, None]
+        state = state * tl.exp(total) + _product(tl.trans(given), left, PRECISION)
+    tl.store(last + place, state, mask=in_p[:, None] & in_s[None, :])
+
+
+@triton.jit
+def _scan_step(
+    x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, width, states, dt_min, dt_max,
+    SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The same token by token."""
+    item = tl.program_id(0).to(tl.int64)
+    n, h = item // heads, item % heads
+    row, begin, end = n, 0, tokens
+    if offsets is not None:
+        row, begin, end = n * 0, tl.load(offsets + n).to(tl.int32), tl.load(offsets + n + 1).to(tl.int32)
+    p, s = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    in_p, in_s = p < width, s < states
+    place = (item * width + p[:, None]) * states + s[None, :]
+    state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
+    if first is not None:
+        state = tl.load(first + place, mask=in_p[:, None] & in_s[None, :], other=0.0).to(tl.float32)
+    for t in range(begin, end):
+        token = row * tokens + t
+        step = tl.load(dt + token * heads + h).to(tl.float32)
+        if bias is not None:
+            step += tl.load(bias + h).to(tl.float32)
+        if SOFTPLUS:
+            step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
+        step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+        at = (token * groups + h // (heads // groups)) * states + s
+        keys = tl.load(B + at, mask=in_s, other=0.0).to(tl.float32)
+        queries = tl.load(C + at, mask=in_s, other=0.0).to(tl.float32)
+        spot = (token * heads + h) * width + p
+        given = tl.load(x + spot, mask=in_p, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * tl.load(A + h).to(tl.float32)) + (given * step)[:, None] * keys[None, :]
+        made = tl.sum(state * queries[None, :], 1)
         if D is not None:
             made += given * tl.load(D + h).to(tl.float32)
-        tl.store(out + spot, made.to(out.dtype.element_ty), mask=lit)
-        left = tl.trans(values * tl.exp(total - gone)[:, None])
-        state = state * tl.exp(total) + tl.dot(left, keys, input_precision=PRECISION)
+        tl.store(out + spot, made.to(out.dtype.element_ty), mask=in_p)
     tl.store(last + place, state, mask=in_p[:, None] & in_s[None, :])
 
 
@@ -82,7 +137,7 @@ def mamba2_scan(
     dt_max: float | None,
 ) -> tuple[Tensor, Tensor]:
     """In chunks of 64 tokens."""
-    return _scanned(64, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+    return _scanned(False, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
 
 
 def mamba2_scan_step(
@@ -99,12 +154,12 @@ def mamba2_scan_step(
     dt_min: float,
     dt_max: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of 16 tokens, the least that a product of matrices takes: for decoding."""
-    return _scanned(16, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+    """Token by token: for decoding."""
+    return _scanned(True, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
 
 
 def _scanned(
-    block: int,
+    few: bool,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -125,16 +180,17 @@ def _scanned(
     last = x.new_empty((count, heads, width, states), dtype=torch.float32)
     dense: list[Any] = [None if item is None else item.contiguous() for item in (x, dt, A, B, C, D, dt_bias)]
     first = None if initial_state is None else initial_state.contiguous()
-    block_p = min(32, max(16, triton.next_power_of_2(width)))
-    _scan[(count * heads, triton.cdiv(width, block_p))](
-        *dense, first, out, last, cu_seqlens, tokens, heads, groups, width, states, dt_min,
-        float("inf") if dt_max is None else dt_max,
-        SOFTPLUS=dt_softplus,
-        BLOCK_T=block,
-        BLOCK_P=block_p,
-        BLOCK_S=max(16, triton.next_power_of_2(states)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+    block_p, block_s = (max(16, triton.next_power_of_2(size)) for size in (min(width, 32), states))
+    grid = (count * heads, triton.cdiv(width, block_p))
+    given = (*dense, first, out, last, cu_seqlens, tokens, heads, groups, width, states, dt_min)
+    most = float("inf") if dt_max is None else dt_max
+    sizes = {"SOFTPLUS": dt_softplus, "BLOCK_P": block_p, "BLOCK_S": block_s}
+    if few:
+        _scan_step[grid](*given, most, **sizes, num_warps=max(1, block_p * block_s // 4096))
+    else:
+        narrow = x.dtype == B.dtype == C.dtype == torch.bfloat16
+        precision = "ieee" if x.dtype == torch.float32 else "tf32x3"
+        _scan[grid](*given, most, **sizes, BLOCK_T=64, PRECISION=precision, NARROW=narrow)
     return out, last
 
 
@@ -195,11 +251,12 @@ def delta_step(
     last = value.new_empty((count, heads, width, value_dim), dtype=torch.float32)
     dense = [item.contiguous() for item in (query, key, value, g, beta)]
     first = None if initial_state is None else initial_state.contiguous()
-    block_v = min(32, triton.next_power_of_2(value_dim))
+    block_k, block_v = (triton.next_power_of_2(size) for size in (width, min(value_dim, 32)))
     _delta[(triton.cdiv(value_dim, block_v), count * heads)](
         *dense, first, out, last, cu_seqlens, tokens, key_heads, heads, width, value_dim,
         width**-0.5 if scale is None else scale,
-        CHANNELS=g.dim() == 4, NORM=qk_l2norm, BLOCK_K=triton.next_power_of_2(width), BLOCK_V=block_v,
+        CHANNELS=g.dim() == 4, NORM=qk_l2norm, BLOCK_K=block_k, BLOCK_V=block_v,
+        num_warps=max(1, block_k * block_v // 4096),
     )  # fmt: skip
     return out, last
 
@@ -254,6 +311,42 @@ def causal_conv1d(
     return _convolved((64, 64), x, weight, bias, initial_state, cu_seqlens, activation)
 
 
+@triton.jit
+def _conv_step(
+    x, weight, bias, first, out, last, channels, tokens, kept, row_step, channel_step, token_step, out_channel_step,
+    out_token_step,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A block of channels of one sequence, token by token, and its final state."""
+    row = tl.program_id(1).to(tl.int64)
+    d = (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    in_d = d < channels
+    fresh, past = x + row * row_step + d * channel_step, (row * channels + d) * kept
+    for t in range(tokens):
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        if bias is not None:
+            total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+        for w in tl.static_range(WIDTH):
+            source = t - (WIDTH - 1 - w)
+            column = tl.load(fresh + source * token_step, mask=in_d & (source >= 0), other=0.0).to(tl.float32)
+            if first is not None:
+                old = source + kept
+                shade = in_d & (source < 0) & (old >= 0)
+                column += tl.load(first + past + old, mask=shade, other=0.0).to(tl.float32)
+            total += column * tl.load(weight + d * WIDTH + w, mask=in_d, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        spot = row * channels * tokens + d * out_channel_step + t * out_token_step
+        tl.store(out + spot, total.to(out.dtype.element_ty), mask=in_d)
+    for place in range(kept):
+        source = tokens - kept + place
+        column = tl.load(fresh + source * token_step, mask=in_d & (source >= 0), other=0.0)
+        if first is not None:
+            shade = in_d & (source < 0)
+            column += tl.load(first + past + source + kept, mask=shade, other=0.0).to(column.dtype)
+        tl.store(last + past + place, column, mask=in_d)
+
+
 def causal_conv1d_step(
     x: Tensor,
     weight: Tensor,
@@ -262,8 +355,19 @@ def causal_conv1d_step(
     cu_seqlens: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Tiles of 256 channels and one token: for decoding."""
-    return _convolved((1, 256), x, weight, bias, initial_state, cu_seqlens, activation)
+    """Blocks of 256 channels, the state in the same launch: for decoding."""
+    if cu_seqlens is not None:
+        return _convolved((1, 256), x, weight, bias, initial_state, cu_seqlens, activation)
+    batch, channels, tokens = x.shape
+    width = weight.shape[1]
+    kept = width - 1 if initial_state is None else initial_state.shape[2]
+    first = None if initial_state is None else initial_state.contiguous()
+    out, last = empty_as(x), x.new_empty(batch, channels, kept)
+    _conv_step[(triton.cdiv(channels, 256), batch)](
+        x, weight.contiguous(), bias, first, out, last, channels, tokens, kept, *x.stride(), *out.stride()[1:],
+        WIDTH=width, SILU=activation == "silu", BLOCK_D=256,
+    )  # fmt: skip
+    return out, last
 
 
 def _convolved(
