@@ -49,7 +49,7 @@ check: $(if $(TESTED),setup,test) ## everything a change must pass: test, then i
 	@mkdir -p build/check
 	setsid $(FUZZ) >build/check/fuzz.log 2>&1 & fuzz=$$!; trap 'kill -- "-$$fuzz" 2>/dev/null || true' EXIT; \
 	$(MAKE) --no-print-directory wheels >build/check/wheels.log 2>&1 || { tail -n 50 build/check/wheels.log; exit 1; }; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/plugins -m "slow or integration" --junitxml=build/junit/plugins.xml; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/plugins tests/docs/test_site.py -m "slow or integration" --junitxml=build/junit/plugins.xml; \
 	wait $$fuzz || { tail -n 30 build/check/fuzz.log; exit 1; }; \
 	cut -d, -f1 build/check/fuzz.log
 	$(PY) -m tools.check_docs

@@ -82,15 +82,15 @@ def relinked(page: Path, text: str, known: dict[Path, str], target: Path) -> str
 
 def marked(text: str) -> str:
     """Blocks that cannot run everywhere say so above themselves; what only the test runs is left out."""
-    text = re.sub(r"(?ms)^ *<!-- python\n.*?-->\n\n?", "", text)
+    text = re.sub(r"(?ms)^ *<!-- (?:python|sh)\n.*?-->\n\n?", "", text)
 
     def one(found: re.Match[str]) -> str:
-        indent, marks = found[1], found[2].split()
+        indent, language, marks = found[1], found[2], found[3].split()
         told = " ".join(MARKS[mark] for mark in marks)
         note = f"{indent}```{{container}} needs\n{indent}{told}\n{indent}```\n\n" if told else ""
-        return f"{note}{indent}```python\n"
+        return f"{note}{indent}```{language}\n"
 
-    return re.sub(r"^( *)```python ([a-z ]+)\n", one, text, flags=re.MULTILINE)
+    return re.sub(r"^( *)```(python|sh) ([a-z ]+)\n", one, text, flags=re.MULTILINE)
 
 
 def _glossary() -> str:

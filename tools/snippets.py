@@ -35,18 +35,18 @@ MARKS = {
     "gpu": "Needs a CUDA device and the packages of this page.",
     "download": "Fetches a model.",
     "ranks": "Runs on every rank, under torchrun.",
+    "index": "Installs from a package index.",
+    "checkout": "In a checkout of the repository.",
+    "yours": "Names of files and words in capitals stand for your own.",
+    "long": "Takes minutes.",
 }
-_BLOCK = re.compile(
-    r"^(?P<indent> *)(?:```(?P<info>py[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$|<!-- python\n(?P<hidden>.*?)-->)",
-    re.MULTILINE | re.DOTALL,
-)
 # nothing that the user of this machine has set, measured, compiled or quarantined
 _HOME = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One Python block: the page, the line its code begins at, its marks, its code, and whether readers see it."""
+    """One block: the page, the line its code begins at, its marks, its code, and whether readers see it."""
 
     page: Path
     line: int
@@ -69,10 +69,14 @@ class Result(NamedTuple):
     error: str
 
 
-def blocks(page: Path) -> Iterator[Block]:
-    """The Python blocks of a page in order, those in comments too."""
+def blocks(page: Path, language: str = "python") -> Iterator[Block]:
+    """The blocks of a page in a language (`python`, `sh`) in order, those in comments too."""
     text = page.read_text(encoding="utf-8")
-    for found in _BLOCK.finditer(text):
+    pattern = (
+        rf"^(?P<indent> *)(?:```(?P<info>{language}\b[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$"
+        rf"|<!-- {language}\n(?P<hidden>.*?)-->)"
+    )
+    for found in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
         code = found["hidden"] if found["info"] is None else found["code"]
         marks = tuple((found["info"] or "").split()[1:])
         if unknown := set(marks) - set(MARKS):

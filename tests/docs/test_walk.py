@@ -1,0 +1,108 @@
+"""Every command of the pages is one that there is, stands in a block that says so, and is run by `tools.walk`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from tools import walk
+from tools.check_docs import markdown_files
+from tools.snippets import Block, blocks
+from tools.workspace import ROOT
+
+PAGES = markdown_files()
+
+
+def _said() -> list[tuple[str, str]]:
+    """(place, command) of every `lz …` in a block of commands or between backquotes."""
+    found = []
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue  # what was true of a release
+        for block in blocks(page, "sh"):
+            found += [(block.name, command) for command in walk.commands(block)]
+        text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        found += [(page.name, command) for command in re.findall(r"`(lz [a-z][^`\n]*)`", text)]
+    return [
+        (place, command[command.index("lz ") :]) for place, command in found if re.search(r"(?:^|[ =])lz ", command)
+    ]
+
+
+def test_every_lz_command_on_the_pages_is_one_that_there_is() -> None:
+    from layerzero_cli.root import cli
+
+    seen, wrong = 0, []
+    for place, command in _said():
+        try:
+            words = shlex.split(command)[1:]
+        except ValueError:
+            continue  # half a sentence
+        at: click.Command = cli
+        with click.Context(cli, info_name="lz") as context:
+            while isinstance(at, click.Group) and words and not words[0].startswith("-"):
+                word = words[0]
+                if not re.fullmatch(r"[a-z-]+", word):
+                    break
+                inner = at.get_command(context, word)
+                if inner is None:
+                    wrong.append(f"{place}: {command}: no verb {word}")
+                    break
+                at, words = inner, words[1:]
+                seen += 1
+            options = {
+                name for parameter in at.get_params(context) for name in (*parameter.opts, *parameter.secondary_opts)
+            }
+        for word in words:
+            option = word.partition("=")[0].rstrip(".,;")
+            if re.fullmatch(r"--?[a-z][a-z-]*", option) and option not in options:
+                wrong.append(f"{place}: {command}: no option {option}")
+    assert not wrong, "\n".join(wrong)
+    assert seen > 100
+
+
+def test_a_block_without_a_language_stands_on_no_page() -> None:
+    for page in PAGES:
+        opened = ""
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            fence = re.match(r" *(`{3,})(.*)$", line)
+            if fence and not opened:
+                assert fence[2], f"{page.name}:{number}: say sh, text, python or another language"
+                opened = fence[1]
+            elif fence and fence[1] == opened and not fence[2]:
+                opened = ""
+
+
+def test_every_page_with_commands_has_one_reader_and_the_install_comes_first() -> None:
+    read = walk.readers(PAGES)
+    assert read["engineer"][0] == ROOT / walk.INSTALL and read["engineer"][1] == ROOT / "README.md"
+    pages = [page for who in read.values() for page in who]
+    assert sorted(pages) == [page for page in PAGES if any(block.shown for block in blocks(page, "sh"))]
+    assert {page.relative_to(ROOT).as_posix() for page in read["author"]} == set(walk.AUTHOR)
+
+
+def test_a_page_is_walked_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "A program, as `say.py`:\n\n```python\nprint(6 * 7)\n```\n\n<!-- sh\nmkdir inner\n-->\n\n"
+        "```sh\ncd inner\npython ../say.py   # says it\nfalse\n```\n\n```sh index\npip install elsewhere\n```\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "wheels").mkdir()
+    env = {"PATH": "/usr/bin:/bin"}
+    steps = list(walk.walk(page, tmp_path / "at", env, tmp_path / "wheels"))
+    assert [(step.command, step.status) for step in steps[1:]] == [
+        ("mkdir inner", 0), ("cd inner", 0), ("python ../say.py", steps[3].status), ("false", 1),
+        ("pip install elsewhere", None),
+    ]  # fmt: skip
+    assert (tmp_path / "at" / "inner").is_dir() and (tmp_path / "at" / "say.py").read_text() == "print(6 * 7)\n"
+    assert "package index" in str(steps[-1]) and "exit 1" in str(steps[-2])
+
+
+def test_comments_are_no_part_of_a_command() -> None:
+    block = Block(Path("x.md"), 1, (), "lz list   # all\n\n# nothing\nlz explain a \\\n  --shape 1,2\n")
+    assert list(walk.commands(block)) == ["lz list", "lz explain a    --shape 1,2"]
