@@ -1,6 +1,6 @@
 """Walks through the documentation as its readers do: every command of every page, in fresh environments.
 
-    python -m tools.walk --dist dist [PAGE …]        `make prove NAME=front_door`; all pages where none is named
+    python -m tools.walk --dist dist [PAGE …]        `make prove NAME=walk`; all pages where none is named
 
 Three readers: the engineer (the README, the tutorials, the other pages), the author of a backend, the operator. Each
 has an environment of his own that holds nothing of LayerZero before the pages install it from the wheels in `--dist`

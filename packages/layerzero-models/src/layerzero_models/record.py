@@ -17,6 +17,8 @@ from layerzero.errors import BackendNotAvailableError
 from layerzero.json_form import Plain
 
 _RECORD = "_layerzero_patch"
+# sizes of a call that a model fixes; the others come with its inputs
+_MODEL_SIZES = frozenset({"hidden", "num_heads", "num_kv_heads", "head_dim"})
 
 
 class _Absent:
@@ -129,12 +131,13 @@ class PatchReport(Plain):
     patched: tuple[Patched, ...] = ()
     left: tuple[Left, ...] = ()
     graphs: GraphReport | None = None
+    sizes: frozenset[int] = frozenset()
 
     def kernels(self) -> tuple[Ran, ...]:
-        """What runs the ops of the patched parts, after a run: every kind of call this process has decided.
+        """What runs the ops of the patched parts, after a run: the calls this process has decided that have its sizes.
 
-        Calls of other models of the process with the same ops are among them; `lz.explain(model, inputs)` runs a model
-        once and tells part by part.
+        A call of another model with the same widths and heads is the same call, and runs by the same kernel;
+        `lz.explain(model, inputs)` runs a model once and tells part by part.
         """
         from layerzero.dispatch.late import current_world
 
@@ -142,7 +145,8 @@ class PatchReport(Plain):
         found = {}
         for bound in list(current_world().hot.values()):
             decision, kernel = bound.decision, bound.kernel_id
-            if decision.op in ops:
+            own = all(value in self.sizes for name, value in decision.context.dims if name in _MODEL_SIZES)
+            if decision.op in ops and own:
                 winner = decision.candidate(kernel)
                 why = winner.speed or f"ranked by {winner.source}"
                 found[decision.context, kernel] = Ran(decision.op, kernel, dict(decision.context.dims), why)
@@ -189,10 +193,20 @@ def apply(model: nn.Module, record: Record, library: str, version: str, *steps: 
     except BaseException:
         record.undo()
         raise
-    report = PatchReport(library, version, type(model).__name__, tuple(record.patched), tuple(record.left))
+    parts = tuple(record.patched), tuple(record.left)
+    report = PatchReport(library, version, type(model).__name__, *parts, sizes=_sizes(model))
     record.report = report
     vars(model)[_RECORD] = record
     return report
+
+
+def _sizes(model: nn.Module) -> frozenset[int]:
+    """Every size of a model's weights, and every whole number its modules hold, such as their heads."""
+    held = {value for module in model.modules() for value in vars(module).values() if type(value) is int}
+    weights = (*model.parameters(), *model.buffers())
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict().values() if hasattr(config, "to_dict") else ()
+    return frozenset(held | {size for weight in weights for size in weight.shape} | {n for n in told if type(n) is int})
 
 
 def record_of(model: nn.Module) -> Record | None:

@@ -72,16 +72,18 @@ def patched(model: Any) -> PatchReport | None:
         return report_of(model)
     parts: list[Patched] = []
     left: list[Left] = []
+    sizes: frozenset[int] = frozenset()
     found = False
     for name, part, patcher in _components(model):
         report = patcher.patched(part)
         if report is None:
             left.append(Left(name, type(part).__name__, "not patched"))
             continue
-        found = True
+        found, sizes = True, sizes | report.sizes
         parts += [Patched(_under(name, item.name), item.kind, item.op) for item in report.patched]
         left += [Left(_under(name, item.name), item.kind, item.why) for item in report.left]
-    return PatchReport("diffusers", version(), type(model).__name__, tuple(parts), tuple(left)) if found else None
+    told = PatchReport("diffusers", version(), type(model).__name__, tuple(parts), tuple(left), sizes=sizes)
+    return told if found else None
 
 
 def _under(component: str, name: str) -> str:
