@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.measurements.between import FARTHEST, Kind, Point
-from layerzero.measurements.shipped import SCHEMA_VERSION
+from layerzero.measurements.shipped import SCHEMA_VERSION, together
 from layerzero.registry.proofs import beside, sealed
 from layerzero.runtime.state import state
 from layerzero_cli.calls import context
@@ -34,7 +34,6 @@ from factory import SEED
 __all__ = ["documents", "left_out", "main", "records", "rendered"]
 
 _MOST = 4000  # calls that are drawn in search of those that were measured
-_HALF = "float16"
 _REFERENCE = "reference"  # the last resort, whatever it took: it may write out scores of any size
 
 
@@ -127,9 +126,9 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
     """Each call told from the others of its kind: errors of expected times, and the chosen over the fastest."""
     kinds: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for item in calls:
-        dtype, _, words = item["kind"].partition(" ")
-        merged = _HALF if dtype.endswith(_HALF) and device != "cpu" else dtype
-        kinds.setdefault((item["op"], merged, words, *item["sizes"]), []).append(item)
+        dtype, *words = item["kind"].split()
+        shared = sorted(together(item["op"], dtype, frozenset(words), device))
+        kinds.setdefault((item["op"], *shared, *item["sizes"]), []).append(item)
     told: dict[str, list[tuple[str, float, float, float, list[float]]]] = {"shipped": [], "roofline": []}
     for (op, *_), found in kinds.items():
         points = [_point(item) for item in found]

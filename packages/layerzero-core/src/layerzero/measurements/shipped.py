@@ -37,7 +37,7 @@ from layerzero.measurements.between import Estimate, Kind, Point
 from layerzero.model.context import Context
 from layerzero.model.expectation import ROOFLINE, SHIPPED, Expectation
 from layerzero.model.kernel import BackendSpec
-from layerzero.model.proof import kind_of, words_of
+from layerzero.model.proof import words_of
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.proofs import sealed
@@ -51,6 +51,7 @@ _CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 _NOISE, _BUSY_NOISE = 0.03, 0.5
 _BUSY = 0.1  # share of the cores that others used
 _HALVES = frozenset({"float16", "bfloat16"})
+_GQA, _GQA_IN_SIZES = "gqa", "attention"
 SHORT_US = 50.0
 """Calls that torch's own code takes less for are measured in graphs too."""
 Kinds = Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
@@ -179,7 +180,7 @@ def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Co
     def ask(ctx: Context, names: Sequence[str]) -> Told:
         known = [registry.kernels[name] for name in names if name in registry.kernels]  # others came while it runs
         backends = tuple(sorted({kernel.backend for kernel in known} & registry.backends.keys()))
-        kinds = _class_of(ctx)
+        kinds = together(ctx.op, ctx.dtype, words_of(ctx), ctx.device.device_type)
         key = (ctx.op, kinds, ctx.capturing, ctx.device, backends)
         pool = pools.get(key)
         if pool is None:
@@ -205,11 +206,14 @@ def _cost(op: Any, ctx: Context) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-def _class_of(ctx: Context) -> frozenset[str]:
-    """Kinds whose calls are interpolated together: on accelerators the two half precisions are one."""
-    if ctx.dtype in _HALVES and ctx.device.device_type != "cpu":
-        return frozenset(" ".join((dtype, *sorted(words_of(ctx)))) for dtype in _HALVES)
-    return frozenset({kind_of(ctx)})
+def together(op: str, dtype: str, words: frozenset[str], device: str) -> frozenset[str]:
+    """Kinds whose calls are interpolated together. On accelerators the two half precisions are one, and of attention
+    GQA is seen in the sizes alone; torch's paged attention copies the heads, there the two have little in common."""
+    if device == "cpu":
+        return frozenset({" ".join((dtype, *sorted(words)))})
+    dtypes = _HALVES if dtype in _HALVES else (dtype,)
+    both = [words - {_GQA}, words | {_GQA}] if op == _GQA_IN_SIZES else [words]
+    return frozenset(" ".join((name, *sorted(found))) for name in dtypes for found in both)
 
 
 class _Pool(NamedTuple):
