@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -38,10 +39,29 @@ def test_every_kernel_that_is_here_is_right(name, needs, dtype):
         ]
         wanted = BY_NAME[name].function(*truth)
         ids = [item.kernel_id for item in lz.explain(name, *args).decision.candidates if item.accepted]
-        for kernel in ids:
-            for found, expected in zip(getattr(lz.ops, name)(*args, backend=kernel), wanted, strict=True):
-                bound = 2e-2 if dtype == "bfloat16" else 1e-3
+        bound = 2e-2 if dtype == "bfloat16" else 1e-3
+        for kernel, recorded in itertools.product(ids, (False, True)):  # fla-core's has two ways
+            with torch.set_grad_enabled(recorded):
+                results = getattr(lz.ops, name)(*args, backend=kernel)
+            for found, expected in zip(results, wanted, strict=True):
                 torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound, msg=kernel)
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_the_scan_is_right_where_large_terms_cancel(tokens):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    x, dt, B, C = drawn(8, tokens, 16, 128), drawn(8, tokens, 16), drawn(8, tokens, 1, 128), drawn(8, tokens, 1, 128)
+    A, D, bias = -drawn(16).abs().float() - 0.1, drawn(16).float(), drawn(16).float()
+    args = (x, dt, A, B, C, D, bias, drawn(8, 16, 128, 128).float(), None, True, 0.0, None)
+    truth = [item.double() if isinstance(item, torch.Tensor) else item for item in args]
+    wanted = BY_NAME["mamba2_scan"].function(*truth)
+    kernel = "linear_attention.mamba2_scan.triton" + ("_step" if tokens == 1 else "")
+    for found, expected in zip(lz.ops.mamba2_scan(*args, backend=kernel), wanted, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,10 +14,10 @@ from layerzero_linear_attention.packed import empty_as
 
 
 @triton.jit
-def _product(left, right, PRECISION: tl.constexpr):
+def _product(left, right):
     """left @ right; of bfloat16 and float32 in two products of bfloat16, nearer and faster than one of TF32."""
     if left.dtype == right.dtype:
-        return tl.dot(left, right, input_precision=PRECISION)
+        return tl.dot(left, right, input_precision="tf32x3")
     elif left.dtype == tl.float32:
         high = left.to(tl.bfloat16)
         return tl.dot(high, right) + tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right)
@@ -30,7 +30,7 @@ def _product(left, right, PRECISION: tl.constexpr):
 def _scan(
     x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, width, states, dt_min, dt_max,
     SOFTPLUS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """A block of a head's channels over a whole sequence; its state [BLOCK_P, BLOCK_S] never leaves the program.
 
@@ -73,14 +73,14 @@ def _scan(
         gone = tl.cumsum(step * decay, 0)  # the decay from the chunk's start, as a logarithm
         total = tl.sum(step * decay, 0)
         between = tl.where(inside[:, None] >= inside[None, :], gone[:, None] - gone[None, :], float("-inf"))
-        weights = _product(queries, tl.trans(keys), PRECISION) * tl.exp(between) * step[None, :]
-        made = _product(queries, tl.trans(state), PRECISION) * tl.exp(gone)[:, None]
-        made += _product(weights, given, PRECISION)
+        weights = _product(queries, tl.trans(keys)) * tl.exp(between) * step[None, :]
+        made = _product(queries, tl.trans(state)) * tl.exp(gone)[:, None]
+        made += _product(weights, given)
         if D is not None:
             made += given.to(tl.float32) * tl.load(D + h).to(tl.float32)
         tl.store(out + spot, made.to(out.dtype.element_ty), mask=lit)
         left = keys.to(tl.float32) * (tl.exp(total - gone) * step)[:, None]
-        state = state * tl.exp(total) + _product(tl.trans(given), left, PRECISION)
+        state = state * tl.exp(total) + _product(tl.trans(given), left)
     tl.store(last + place, state, mask=in_p[:, None] & in_s[None, :])
 
 
@@ -189,8 +189,7 @@ def _scanned(
         _scan_step[grid](*given, most, **sizes, num_warps=max(1, block_p * block_s // 4096))
     else:
         narrow = x.dtype == B.dtype == C.dtype == torch.bfloat16
-        precision = "ieee" if x.dtype == torch.float32 else "tf32x3"
-        _scan[grid](*given, most, **sizes, BLOCK_T=64, PRECISION=precision, NARROW=narrow)
+        _scan[grid](*given, most, **sizes, BLOCK_T=64, NARROW=narrow)
     return out, last
 
 
