@@ -21,7 +21,6 @@ DECODE_ROWS = 16  # query rows of one key head up to which reading the cache cos
 
 _decode = native.attention_decode
 _prefill = native.attention_prefill
-_fixed = native.attention_fixed
 _empty = torch.empty
 
 
@@ -56,7 +55,7 @@ def fixed(
     *rest: Any,
 ) -> Any:
     """The same, computed in one way for any number of queries and keys."""
-    return _attend(_fixed, query, key, value, attn_mask, *rest)
+    return _attend(native.attention_fixed, query, key, value, attn_mask, *rest)
 
 
 def _attend(

@@ -18,7 +18,6 @@ __all__ = ["fixed", "fixed_mlp", "fixed_moe", "linear", "quantized"]
 
 _ACTIVATIONS = {None: 0, "silu": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4}
 _linear = native.linear
-_fixed = native.linear_fixed
 _quantized = native.linear_quantized
 
 
@@ -34,8 +33,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
 def fixed(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The same, computed in one way for any number of rows."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    if _fixed(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
-        _fixed(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
+    if native.linear_fixed(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
+        native.linear_fixed(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
     return out
 
 

@@ -20,7 +20,6 @@ __all__ = ["fixed", "fixed_varlen", "paged_attention"]
 
 _decode = native.attention_paged_decode
 _prefill = native.attention_paged_prefill
-_fixed = native.attention_paged_fixed
 
 
 def paged_attention(
@@ -48,7 +47,7 @@ def paged_attention(
 
 def fixed(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *rest: Any) -> Any:
     """The same, computed in one way for any number of queries and keys."""
-    return _attend(_fixed, query, key_cache, value_cache, batch, *rest)
+    return _attend(native.attention_paged_fixed, query, key_cache, value_cache, batch, *rest)
 
 
 def fixed_varlen(
@@ -72,9 +71,8 @@ def fixed_varlen(
     places = cu_seqlens_k[:-1, None] + torch.arange(max(1, max_seqlen_k), dtype=cu_seqlens_k.dtype)
     batch = PagedBatch(places, keys, queries, tuple(keys.tolist()), tuple(queries.tolist()))
     pages = key.unsqueeze(1), value.unsqueeze(1)
-    return _attend(
-        _fixed, query, *pages, batch, scale, window, softcap, alibi_slopes, return_lse, "NHD", sinks, bool(is_causal)
-    )
+    run, causal = native.attention_paged_fixed, bool(is_causal)
+    return _attend(run, query, *pages, batch, scale, window, softcap, alibi_slopes, return_lse, "NHD", sinks, causal)
 
 
 def _attend(
