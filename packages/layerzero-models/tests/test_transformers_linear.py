@@ -216,3 +216,27 @@ def test_worth_is_asked_once_for_a_size_and_not_where_there_is_no_cpu(
     assert not found.worth(torch.zeros(8, 16, device="meta"), None) and len(asked) == 3
     with lz.scoped(deny=["*linear*"]):
         assert not Linears().worth(weight, None)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_few_rows_of_a_gated_block_run_on_a_kernel_for_the_whole_block_unless_somebody_hangs_on_a_part(
+    lab: Any, name: str
+) -> None:
+    block = "lab.mlp.few"
+    words = frozenset(("gated", "activation_silu", "activation_gelu_tanh"))
+    lab.use(lab.kernel(block, limits=(("rows", Limit(max=4)),), features=words))
+    model = zoo.made(name)
+    want = step(model), zoo.logits(model, zoo.inputs(model))
+    lz.patch(model)
+    lab.clear()
+    assert (step(model) - want[0]).abs().max().item() < LOGITS / 10
+    assert lab.ran().count(block) == len(model.model.layers)
+    lab.clear()
+    assert (zoo.logits(model, zoo.inputs(model)) - want[1]).abs().max().item() < LOGITS / 10
+    assert block not in lab.ran(), "a prompt has more rows"
+    seen: list[Any] = []
+    handle = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: seen.append(args[0]))
+    lab.clear()
+    assert (step(model) - want[0]).abs().max().item() < LOGITS / 10
+    assert lab.ran().count(block) == len(model.model.layers) - 1 and len(seen) == 1
+    handle.remove()

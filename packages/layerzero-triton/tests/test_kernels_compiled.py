@@ -115,6 +115,13 @@ def linear():
     dequantized(blank(16, 4096), weight, None, "silu")
 
 
+def few_rows():
+    from layerzero_triton.few_rows import mlp
+
+    for rows in (1, 24):
+        mlp(blank(rows, 2048), blank(16384, 2048), blank(2048, 8192), None, "silu", None, None, None)
+
+
 def mxfp4():
     from layerzero.model.enums import QuantFormat
     from layerzero.model.quant import QuantizedTensor
@@ -138,7 +145,7 @@ KERNELS = {
     f.__name__: f
     for f in (
         rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, latent, sampling, shortlist, linear,
-        mxfp4, experts,
+        few_rows, mxfp4, experts,
     )
 }  # fmt: skip
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -293,6 +293,22 @@ def test_sampling_of_equal_infinite_and_broken_logits(vocab, k):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 24, 32])
+def test_few_rows_times_a_weight_and_through_a_gated_block(rows, dtype):
+    from layerzero.backends.reference import feed_forward
+    from layerzero_triton import few_rows
+
+    for n, k in ((256, 2048), (1000, 712), (40, 40)):
+        x, weight, bias = made(rows, k, dtype=dtype), made(n, k, dtype=dtype, scale=k**-0.5), made(n, dtype=dtype)
+        back = made(k, n // 2, dtype=dtype, scale=n**-0.5)
+        want = true_linear.linear(x[:1].double(), weight.double(), bias.double(), "silu")
+        close("linear", few_rows.linear(x[:1], weight, bias, "silu"), want, dtype, k=k)
+        rest = (None, "silu", None, None, None)
+        block = feed_forward.mlp(x.double(), weight.double(), back.double(), *rest)
+        close("mlp", few_rows.mlp(x, weight, back, *rest), block, dtype, k=k)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_linear_with_a_quantized_weight(granularity, fmt, dtype):

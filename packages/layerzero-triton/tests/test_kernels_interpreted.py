@@ -454,6 +454,31 @@ def written_out():
     return None if torch.equal(wide, lz.dequantize(weight)) else "other numbers"
 
 
+def few_rows_case(rows, n, k, bias=False, activation=None):
+    @case(f"few rows {rows} x {n} x {k} {activation}")
+    def run():
+        from layerzero.backends.reference import feed_forward, linear
+        from layerzero_triton import few_rows
+
+        x, weight = torch.randn(rows, k).half(), (torch.randn(n, k) * k**-0.5).half()
+        b = torch.randn(n).half() if bias else None
+        apart = (torch.randn(n, 2 * k) * k**-0.5).half()[:, :k]  # rows that are further apart than they are long
+        wrong = None
+        for given in (weight, apart, (torch.randn(k, n) * k**-0.5).half().t()):
+            got = few_rows.linear(x[:1], given, b, activation)
+            wrong = wrong or differs("linear", got, linear.linear(x[:1], given, b, activation), F16)
+        back = (torch.randn(k, n // 2) * n**-0.5).half()
+        rest = (None, activation or "silu", None, None, None)
+        made = few_rows.mlp(x[None], weight, back, *rest)
+        return wrong or differs("mlp", made, feed_forward.mlp(x[None], weight, back, *rest), F16)
+
+
+few_rows_case(1, 40, 1024)
+few_rows_case(1, 20, 40, bias=True, activation="gelu")
+few_rows_case(3, 40, 512, activation="gelu_tanh")
+few_rows_case(17, 20, 40, bias=True, activation="relu")
+
+
 def experts_case(name, tokens=7, experts=6, hidden=40, inner=24, dtype=F32, gated=True, activation="silu", **given):
     @case(f"experts {name}")
     def run():

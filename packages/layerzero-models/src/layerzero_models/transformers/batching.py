@@ -218,9 +218,9 @@ def _compile(call: tuple[Tensor, Tensor, Tensor, PagedBatch], words: dict[str, A
     if kind in _compiled or torch.cuda.is_current_stream_capturing():
         return
     _compiled.add(kind)
-    with contextlib.suppress(LayerZeroError):  # what it cannot run is said again by the call itself
-        context = lz.explain("paged_attention", *call, **words, backend=KERNEL).decision.context
-        lz.warmup([context], kernels=KERNEL, background=False)
+    # This kernel alone: `lz.warmup` would keep the first request waiting for others' compilers as well.
+    with contextlib.suppress(LayerZeroError), lz.scoped(jit="block"):  # what it cannot run the call itself says again
+        paged_attention(*call, **words, backend=KERNEL)
 
 
 def _planned(tables: Tensor, offsets: Tensor, page: int, trash: int) -> tuple[Tensor, PagedBatch]:

@@ -4,9 +4,9 @@ Projections of one input are laid side by side in memory: the parameters stay th
 their data become neighbouring rows of one matrix, which takes no more memory. Whoever moves or replaces them later
 breaks the neighbourhood; that is noticed at the next call, and each projection works by itself again.
 
-Decode multiplies one row a sequence with every weight, and on a CPU that is most of the time of a step. Whether
-`lz.linear` gains anything is asked of the selection once for each size and dtype, when the model is patched; which
-kernel runs is decided at every call, as for any op.
+Decode multiplies one row a sequence with every weight, and that is most of the time of a step. Whether `lz.linear`
+gains anything is asked once for each size and dtype, when the model is patched: on a CPU of the selection, elsewhere
+whether there is a kernel for few rows. Which kernel runs is decided at every call, as for any op.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as _any_hook
 
-from layerzero import which
+from layerzero import list_kernels, which
 from layerzero.errors import LayerZeroError
+from layerzero.model.enums import Platform
 
 _TORCH = ("torch.", "reference.")  # products that `F.linear` makes without a selection before it
 _grad_enabled = torch.is_grad_enabled
@@ -90,6 +91,15 @@ class Neighbours:
                     own[name].data = own[name].data.clone()
 
 
+def few_rows(op: str, weight: Tensor) -> int:
+    """Rows up to which a kernel made for few rows may run an op with such a weight; 0 where there is none."""
+    name, cpu = str(weight.dtype).removeprefix("torch."), weight.device.type == "cpu"
+    found = list_kernels(op, available=True)
+    fit = [kernel for kernel in found if name in kernel.dtypes and cpu == (Platform.CPU in kernel.platforms)]
+    limits = [limit.max for kernel in fit for dim, limit in kernel.limits if dim == "rows"]
+    return max((most for most in limits if most is not None), default=0)
+
+
 class Linears:
     """What one patch asked about products, by size, dtype, device and bias."""
 
@@ -101,8 +111,8 @@ class Linears:
         """Whether one row times this weight would run on something else than torch's own product, or all are asked."""
         if self._everything:
             return True
-        if weight.device.type != "cpu":  # elsewhere a vendor's product is what torch calls too
-            return False
+        if weight.device.type != "cpu":  # many rows are a vendor's product, which is what torch calls too
+            return few_rows("linear", weight) > 0
         case = (weight.shape, weight.dtype, bias is None)
         if case not in self._known:
             x = torch.zeros((1, weight.shape[1]), dtype=weight.dtype)

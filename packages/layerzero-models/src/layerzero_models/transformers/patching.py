@@ -17,7 +17,7 @@ from layerzero.errors import invalid
 from layerzero_models.record import PatchReport, Record, apply, record_of, report_of, restore
 from layerzero_models.transformers import experts, parts, probes, quick, rewriting
 from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
-from layerzero_models.transformers.neighbours import Linears, Neighbours, unfit
+from layerzero_models.transformers.neighbours import Linears, Neighbours, few_rows, unfit
 
 _log = logging.getLogger("layerzero.transformers")
 
@@ -259,7 +259,7 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
-    _forward(record, module, parts.gated, parts.Gated(both, names[2], *found[:2], casts=casts))
+    _forward(record, module, parts.gated, parts.Gated(both, names[2], *found[:2], casts, few_rows("mlp", both.weight)))
 
 
 def _projections(model: Any, record: _Record) -> None:

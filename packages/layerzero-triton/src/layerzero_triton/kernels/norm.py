@@ -73,15 +73,13 @@ def forward(
         if ADD:
             if EVEN and ROWS == 1:
                 values += tl.load(residual + far * residual_step + columns[None, :]).to(tl.float32)
-                rounded = values.to(stream.dtype.element_ty)
-                tl.store(stream + place, rounded)
+                tl.store(stream + place, values.to(stream.dtype.element_ty))
             else:
                 values += tl.load(residual + far * residual_step + columns[None, :], mask=mask, other=0.0).to(
                     tl.float32
                 )
-                rounded = values.to(stream.dtype.element_ty)
-                tl.store(stream + place, rounded, mask=mask)
-            values = rounded.to(tl.float32)  # the norm is taken of the stream as it is stored
+                tl.store(stream + place, values.to(stream.dtype.element_ty), mask=mask)
+            # The norm is taken of the sum itself, not of what the stream keeps of it: one rounding less.
         mean = tl.sum(values * values, axis=1) / width
         if AGAIN:
             values = tl.load(x + far * x_step + columns[None, :], eviction_policy="evict_first").to(tl.float32)

@@ -1,0 +1,89 @@
+"""Products of a few rows with a weight, plain or with gate and up in one: device code.
+
+Reading the weight is all the time they take, so a program reads some rows of it once, for all rows of x. The gated form
+reads a row of the gate and the row of the same number of up, and rounds only their activated product. Sizes come in
+units of UNIT elements, see `norm`.
+"""
+
+import triton
+import triton.language as tl
+
+from layerzero_triton.kernels.activation import _gate
+
+
+@triton.jit(do_not_specialize=["n", "k", "w_step"])
+def single(
+    x, weight, bias, out, n: tl.int32, k: tl.int32, w_step: tl.int64,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """One row of x: products in float32, added up at the end."""
+    k *= UNIT
+    w_step *= UNIT
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < n
+    start = weight + row[:, None] * w_step
+    other = start + n * w_step
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    gated = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        column = begin + tl.arange(0, BLOCK_K)
+        if EVEN:
+            values = tl.load(start + column[None, :])
+            if GATED:
+                ups = tl.load(other + column[None, :])
+            given = tl.load(x + column).to(tl.float32)
+        else:
+            mask = inside[:, None] & (column < k)[None, :]
+            values = tl.load(start + column[None, :], mask=mask, other=0.0)
+            if GATED:
+                ups = tl.load(other + column[None, :], mask=mask, other=0.0)
+            given = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
+        acc += values.to(tl.float32) * given[None, :]
+        if GATED:
+            gated += ups.to(tl.float32) * given[None, :]
+    total = tl.sum(acc, axis=1)
+    if BIAS:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if KIND != "none":
+        total = _gate(total, KIND)
+    if GATED:
+        total *= tl.sum(gated, axis=1)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m", "n", "k", "x_step", "w_step"])
+def several(
+    x, weight, out, m: tl.int32, n: tl.int32, k: tl.int32, x_step: tl.int64, w_step: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """At most BLOCK_M rows of x through gate and up on tensor cores: the weight is the left side of the product."""
+    k *= UNIT
+    x_step *= UNIT
+    w_step *= UNIT
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    inside = row < n
+    there = (token < m)[None, :]
+    start = weight + row[:, None] * w_step
+    other = start + n * w_step
+    source = x + token[None, :] * x_step
+    gates = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for begin in range(0, k, BLOCK_K):
+        column = begin + tl.arange(0, BLOCK_K)
+        if EVEN:
+            gate = tl.load(start + column[None, :])
+            up = tl.load(other + column[None, :])
+            given = tl.load(source + column[:, None], mask=there, other=0.0)
+        else:
+            mask = inside[:, None] & (column < k)[None, :]
+            gate = tl.load(start + column[None, :], mask=mask, other=0.0)
+            up = tl.load(other + column[None, :], mask=mask, other=0.0)
+            given = tl.load(source + column[:, None], mask=there & (column < k)[:, None], other=0.0)
+        gates = tl.dot(gate, given, gates)
+        ups = tl.dot(up, given, ups)
+    made = _gate(gates, KIND) * ups
+    place = token.to(tl.int64)[None, :] * n + row[:, None]
+    tl.store(out + place, made.to(out.dtype.element_ty), mask=inside[:, None] & there)
