@@ -96,16 +96,17 @@ class Bench:
     # -- calls ---------------------------------------------------------------------------------------
     def call(self, args: tuple[Any, ...]) -> Any:
         """The kernel's result; to be called inside `locked`."""
-        return dispatch(self.op, args, self._layout(args))
+        return dispatch(self.op, args, self.layout(args))
 
-    def _layout(self, args: tuple[Any, ...]) -> str | None:
+    def layout(self, args: tuple[Any, ...]) -> str | None:
+        """The layout that stands beside the arguments."""
         if "attention" in (self.op.op_id, self.op.stands_for):
             return "BHSD"
         return args[self.op.arguments.index("layout")] if "layout" in self.op.arguments else None
 
     def described(self, args: tuple[Any, ...]) -> Context:
         """The call as selection sees it."""
-        return describe(self.op, args, self._layout(args), None, current_world())
+        return describe(self.op, args, self.layout(args), None, current_world())
 
     def locked(self) -> Any:
         """A block in which the op runs this kernel or raises."""
@@ -183,7 +184,7 @@ class Bench:
     def _gradients(self, case: Case) -> Iterator[Compared]:
         for required_only in (False, True):
             args = self._leaves(case, required_only)
-            if args is not None and self._accepts(args):
+            if args is not None and self.accepts(args):
                 break
         else:
             return  # a gradient of this call is not declared
@@ -213,7 +214,8 @@ class Bench:
             args[place] = args[place].detach().to(dtype or args[place].dtype, copy=True).requires_grad_()
         return tuple(args) if leaves else None
 
-    def _accepts(self, args: tuple[Any, ...]) -> bool:
+    def accepts(self, args: tuple[Any, ...]) -> bool:
+        """Whether the kernel may run a call; to be asked inside `locked`."""
         try:
             return bool(decide(self.op, self.described(args), current_world()).chosen)
         except InvalidInputError:  # in place, for example, on a leaf that wants its gradient

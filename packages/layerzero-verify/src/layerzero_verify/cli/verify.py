@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from layerzero.companions import part
 from layerzero_cli.completion import complete_kernel, complete_op
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar
 from layerzero_cli.verbs import OK, PROBLEM, verb
@@ -34,13 +35,15 @@ def add(group: click.Group) -> None:
     @click.option("--model", help="A local folder with a causal language model, for levels 3 and 4.")
     @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all weights and inputs.")
     @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report as a page.")
+    @click.option("--hostile", is_flag=True, help="Look for kernels that pass checks by cheating.")
     @click.option("--checklist", is_flag=True, help="Show what a new model has to pass, and leave.")
-    def verify(checklist: bool, html: Path | None, level: tuple[int, ...], **options: Any) -> Answer:
+    def verify(checklist: bool, hostile: bool, html: Path | None, level: tuple[int, ...], **options: Any) -> Answer:
         """Compare kernels, layers, models and training with the truth.
 
         \b
         lz verify --lane quick
         lz verify --backend flashinfer --level 1 --html report.html
+        lz verify --hostile --backend mybackend
 
         Level 1: each kernel alone, forward and backward. 2: a whole layer, and prefill + decode. 3: its stages with
         real weights. 4: real architectures. 5: training. A level that fails while those below it pass is an
@@ -51,6 +54,9 @@ def add(group: click.Group) -> None:
 
         if checklist:
             return Answer([dict(step) for step in STEPS], _checklist(STEPS))
+        if hostile:
+            found: Answer = part("verify.hostile")(**options)
+            return found
         with progress_bar() as tell:
             report = climb(level=level or None, progress=tell, **options)
         blocks = _blocks(report)

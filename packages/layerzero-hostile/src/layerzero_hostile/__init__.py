@@ -1,0 +1,1 @@
+"""The gate against kernels that pass ordinary checks by cheating."""

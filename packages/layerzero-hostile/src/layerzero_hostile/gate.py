@@ -1,0 +1,68 @@
+"""The gate: `lz verify --hostile`, and what `lz hub lock` and tuning ask of kernels from outside.
+
+    for finding in find_cheats(backend="mine"):
+        print(finding["kernel"], finding["code"], finding["message"])
+
+No code of a plugin runs in the process that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from layerzero.errors import LayerZeroError, UnknownNameError
+
+__all__ = ["find_cheats", "refusals"]
+
+Progress = Callable[[int, int, str], None]
+
+
+def find_cheats(
+    *,
+    backend: str | None = None,
+    kernel: str | None = None,
+    op: str | None = None,
+    device: str | None = None,
+    kernels: Iterable[str] | None = None,
+    compiles: bool = True,
+    seed: int = 0,
+    env: dict[str, str] | None = None,
+    told: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Look for cheats in the kernels that are named, or in all; one finding each, with the `code` of a refused one.
+
+    `compiles=False` leaves out kernels that are compiled at run time; seed 0 is a fresh one, that no kernel can know.
+    """
+    request = {
+        "backend": backend, "kernel": kernel, "op": op, "device": device, "compiles": compiles,
+        "kernels": None if kernels is None else sorted(kernels), "seed": seed or secrets.randbits(31),
+    }  # fmt: skip
+    around = {**os.environ, **(env or {})}
+    around["PYTHONPATH"] = os.pathsep.join(place for place in sys.path if place)
+    command = [sys.executable, "-m", "layerzero_hostile.judge", json.dumps(request)]
+    found: list[dict[str, Any]] = []
+    with subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as judge:
+        assert judge.stdout is not None and judge.stderr is not None
+        for line in judge.stdout:
+            said = json.loads(line)
+            if "error" in said:
+                raise UnknownNameError(said["error"], code=said["code"], hint=said["hint"])
+            found.append({**said, "seed": request["seed"]})
+            if told is not None:
+                told(found[-1])
+        errors = judge.stderr.read()
+    if judge.returncode:
+        raise LayerZeroError(f"the gate failed: {errors.strip()[-800:]}", code="VALUE_INVALID", value=judge.returncode)
+    return found
+
+
+def refusals(kernels: Iterable[str], device: str, env: dict[str, str] | None = None) -> dict[str, str]:
+    """Why some of these kernels are refused, by kernel: the code of the cheat and what was seen."""
+    found = find_cheats(kernels=kernels, device=device, env=env)
+    return {item["kernel"]: f"{item['code']}: {item['message']}" for item in found if item["code"]}

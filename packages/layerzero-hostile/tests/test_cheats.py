@@ -1,0 +1,102 @@
+"""Planted cheats: the gate refuses each by its name, and refuses nobody else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from layerzero import companions
+from layerzero.companions import part
+from layerzero_cli.root import cli
+from layerzero_hostile.gate import find_cheats, refusals
+from tools.planted_cheats import CHEATS, install
+
+SEED = 20261118
+# One of every mechanism that is quick; all of them in the long lane.
+QUICK = ("cached_by_pointer", "patches_our_comparison", "right_under_pytest", "memory_of_the_last_result")
+
+
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Put backends on the path of this process and of all it starts."""
+    found = [install(folder, name) for name in names]
+    monkeypatch.setenv("LAYERZERO_PLUGINS", ",".join(found))
+    monkeypatch.setenv("LAYERZERO_QUARANTINE", str(folder / "quarantine.json"))
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def by_backend(found: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, str | None]:
+    return {item["kernel"].split(".")[0]: item["code"] for item in found if item["kernel"].split(".")[0] in names}
+
+
+def test_a_sample_of_cheats_is_refused_by_name_and_an_honest_kernel_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, *QUICK, "honest")
+    kernels = [f"{name}.rms_norm.fast" for name in (*QUICK, "honest")]
+    found = find_cheats(kernels=kernels, device="cpu", seed=SEED)
+    wanted = {name: CHEATS[name][0] for name in QUICK} | {"honest": None}
+    assert by_backend(found, (*QUICK, "honest")) == wanted
+    assert next(item for item in found if item["code"] is None)["calls"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.req("R-PAR-13")
+def test_every_planted_cheat_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(CHEATS) >= 40
+    names = (*CHEATS, "honest", "cached_by_content")
+    installed(tmp_path, monkeypatch, *names)
+    kernels = [f"{name}.rms_norm.fast" for name in names] + ["cached_by_content.linear.fast"]
+    found = find_cheats(kernels=kernels, device="cpu", seed=SEED)
+    wanted: dict[str, str | None] = {name: code for name, (code, _) in CHEATS.items()}
+    assert by_backend(found, names) == wanted | {"honest": None, "cached_by_content": "HOSTILE_ROOFLINE"}
+
+
+@pytest.mark.slow
+def test_no_kernel_of_ours_is_refused() -> None:
+    found = find_cheats(device="cpu", compiles=False, seed=SEED)
+    looked = [item for item in found if not item["skipped"]]
+    assert len(looked) > 80
+    assert {item["kernel"]: item["message"] for item in looked if item["code"]} == {}
+    assert min(item["calls"] for item in looked) > 20
+
+
+@pytest.mark.slow
+def test_the_command_fails_and_names_the_cheat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, "leaves_the_seed")
+    words = ["verify", "--hostile", "--kernel", "leaves_the_seed.rms_norm.fast", "--device", "cpu", "--json"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)["kernels"][0]
+    assert said["code"] == "HOSTILE_STATE" and "random numbers" in said["message"]
+
+
+@pytest.mark.slow
+def test_a_plugin_that_patches_when_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, "honest")
+    plugin = tmp_path / "faulty_honest" / "plugin.py"
+    plugin.write_text("import time\ntime.monotonic = lambda: 0.0\n" + plugin.read_text(encoding="utf-8"))
+    found = refusals(["honest.rms_norm.fast"], "cpu")
+    assert "HOSTILE_PATCHED" in found["honest.rms_norm.fast"] and "time.monotonic" in found["honest.rms_norm.fast"]
+
+
+@pytest.mark.slow
+def test_an_unknown_kernel_is_said_so() -> None:
+    result = CliRunner().invoke(cli, ["verify", "--hostile", "--kernel", "nobody.rms_norm.fast", "--device", "cpu"])
+    assert result.exit_code != 0
+    assert "nobody.rms_norm.fast" in result.output
+
+
+def test_the_gate_is_found_by_its_parts() -> None:
+    assert part("hostile.refusals") is refusals
+    assert callable(part("verify.hostile"))
+
+
+def test_without_the_package_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companions, "names", lambda kind=companions.NAMES: {})
+    result = CliRunner().invoke(cli, ["verify", "--hostile"])
+    assert result.exit_code != 0
+    assert "pip install layerzero-hostile" in result.output
