@@ -203,7 +203,7 @@ class _Packed(_Sequences):
         causal = "bottom_right" if self.pieces else "causal_top_left" in self.spec.features
         window, softcap = self.options
         tail = (max(queries), max(keys), causal, None, window, softcap, None, False)
-        return list(flat(self.run((query, key, value, *ends, *tail)))[0].split(queries))
+        return list(torch.split(flat(self.run((query, key, value, *ends, *tail)))[0], queries))
 
 
 class _Paged(_Sequences):
@@ -242,7 +242,7 @@ class _Paged(_Sequences):
         query = torch.cat([self.q[number][begin:end] for number, begin, end in parts])
         window, softcap = self.options
         result = self.run((query, *caches, batch, None, window, softcap, None, False, self.layout))
-        return list(flat(result)[0].split(queries))
+        return list(torch.split(flat(result)[0], queries))
 
 
 class Unkept(NamedTuple):
