@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_cpu.library import adapted, native
+from layerzero_cpu.library import adapted, in_python, native
 
 __all__ = ["DECODE_ROWS", "attention", "causal_word", "fixed"]
 
@@ -38,40 +38,10 @@ def attention(
     alibi_slopes: Tensor | None,
     return_lse: bool,
     sinks: Tensor | None = None,
+    *,
+    run: Any = None,
 ) -> Any:
     """Attention over [B, H, S, D] tensors of any strides whose last axis is dense; GQA without expanding keys."""
-    run = _decode if query.shape[2] * query.shape[1] <= DECODE_ROWS * key.shape[1] else _prefill
-    return _attend(
-        run, query, key, value, attn_mask, is_causal, scale, window, softcap, alibi_slopes, return_lse, sinks
-    )
-
-
-def fixed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    *rest: Any,
-) -> Any:
-    """The same, computed in one way for any number of queries and keys."""
-    return _attend(native.attention_fixed, query, key, value, attn_mask, *rest)
-
-
-def _attend(
-    run: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    sinks: Tensor | None = None,
-) -> Any:
     batch, heads, queries, dim = query.shape
     dim_v = value.shape[3]
     out = torch.empty_like(query) if dim == dim_v else query.new_empty((batch, heads, queries, dim_v))
@@ -81,6 +51,7 @@ def _attend(
     if alibi_slopes is not None and alibi_slopes.dtype is not torch.float32:
         alibi_slopes = alibi_slopes.to(torch.float32)
     left, right = (-1, -1) if window is None else window
+    run = run or (_decode if queries * heads <= DECODE_ROWS * key.shape[1] else _prefill)
     factor = 1.0 / math.sqrt(dim) if scale is None else scale
     last = () if sinks is None else (sinks.to(torch.float32),)
     rest = (attn_mask, alibi_slopes, factor, softcap or 0.0, causal_word(is_causal), left, right, *last)
@@ -89,6 +60,11 @@ def _attend(
         out = query.new_empty((batch, heads, queries, dim_v))
         run(query, key, value, out, lse, *rest)
     return out if lse is None else (out, lse)
+
+
+def fixed(*args: Any) -> Any:
+    """The same, computed in one way for any number of queries and keys."""
+    return in_python["attention"](*args, run=native.attention_fixed)
 
 
 def causal_word(is_causal: bool | str) -> int:

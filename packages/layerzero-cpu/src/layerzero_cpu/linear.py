@@ -5,6 +5,8 @@ What is called `fixed` takes one way through the products for any number of rows
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,18 +26,19 @@ _quantized = native.linear_quantized
 @adapted
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(x @ weight.T + bias), summed in float32."""
+    return _multiplied(_linear, x, weight, bias, activation)
+
+
+def _multiplied(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    if _linear(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
-        _linear(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
+    if run(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
+        run(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
     return out
 
 
 def fixed(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The same, computed in one way for any number of rows."""
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    if native.linear_fixed(x, weight, bias, out, _ACTIVATIONS[activation]) is False:
-        native.linear_fixed(x.contiguous(), weight.contiguous(), bias, out, _ACTIVATIONS[activation])
-    return out
+    return _multiplied(native.linear_fixed, x, weight, bias, activation)
 
 
 def fixed_mlp(
@@ -49,11 +52,11 @@ def fixed_mlp(
     down_bias: Tensor | None,
 ) -> Tensor:
     """The feed-forward block in float32 from end to end, rounded once."""
-    x, dtype = x.float(), x.dtype
-    up_weight, down_weight = up_weight.float(), down_weight.float()
-    up_bias, gate_bias, down_bias = (None if item is None else item.float() for item in (up_bias, gate_bias, down_bias))
+    dtype, given = x.dtype, (x, up_weight, down_weight, gate_weight, up_bias, gate_bias, down_bias)
+    wide: Any = [None if item is None else item.float() for item in given]
+    x, up_weight, down_weight, gate_weight, up_bias, gate_bias, down_bias = wide
     if gate_weight is not None:
-        gate = fixed(x, gate_weight.float(), gate_bias, None)
+        gate = fixed(x, gate_weight, gate_bias, None)
         inner = _gated(torch.cat([gate, fixed(x, up_weight, up_bias, None)], dim=-1), activation)
     elif up_weight.shape[0] == down_weight.shape[1]:
         inner = fixed(x, up_weight, up_bias, activation)

@@ -240,7 +240,7 @@ class Bench:
         except Exception as error:
             yield failed(1, "batch invariance", error, **self.where)
         else:
-            status, detail = (Status.OK, "") if found is None else (Status.FAIL, str(found))
+            status, detail = (Status.OK, "") if found is None else (Status.FAIL, found)
             yield Check(1, "batch invariance", status, detail=detail, op=self.spec.op, kernel=self.spec.kernel_id)
 
     def _runs(self, case: Case) -> Iterator[Compared]:

@@ -101,10 +101,9 @@ class _Rows:
 class _Sequences:
     """What the three forms of attention share: six sequences, each computed alone and whole, causal from the end."""
 
-    pieces = True  # whether a prompt may come in pieces
-
     def __init__(self, run: Run, spec: KernelSpec, dtype: str, device: torch.device, luck: random.Random) -> None:
         self.run, self.spec, self.device, self.luck = run, spec, device, luck
+        self.choose()
         self.heads, dim = 4, fit(spec, "head_dim", luck.choice((64, 64, 128)))
         kv_heads = 2 if "gqa" in spec.features else self.heads
         self.lengths = self._lengths()
@@ -119,6 +118,10 @@ class _Sequences:
         window = (luck.choice((5, 37, 128)), 0) if "window" in spec.features and luck.random() < 0.3 else None
         self.options = window, 5.0 if "softcap" in spec.features and luck.random() < 0.2 else None
         self.alone = [self.attend([(number, 0, n)])[0] for number, n in enumerate(self.lengths)]
+
+    def choose(self) -> None:
+        """What a form draws once for all of a base."""
+        self.pieces = "causal_bottom_right" in self.spec.features
 
     def _lengths(self) -> list[int]:
         return [self.luck.choice(_LENGTHS) for _ in range(6)]
@@ -150,14 +153,12 @@ class _Sequences:
 class _Dense(_Sequences):
     """Attention over a batch: all of one length, or padded behind where the kernel takes a mask."""
 
-    def __init__(self, run: Run, spec: KernelSpec, dtype: str, device: torch.device, luck: random.Random) -> None:
-        aligned, masks = "causal_bottom_right" in spec.features, "mask_bool" in spec.features
-        self.pieces = (aligned or masks) and not spec.square
-        self.masked = masks and (not aligned or luck.random() < 0.5)
-        self.causal: bool | str = (
-            "bottom_right" if aligned else bool(spec.features & {"causal_top_left", "causal_square"})
-        )
-        super().__init__(run, spec, dtype, device, luck)
+    def choose(self) -> None:
+        features = self.spec.features
+        aligned, masks = "causal_bottom_right" in features, "mask_bool" in features
+        self.pieces = (aligned or masks) and not self.spec.square
+        self.masked = masks and (not aligned or self.luck.random() < 0.5)
+        self.causal: bool | str = "bottom_right" if aligned else bool(features & {"causal_top_left", "causal_square"})
 
     def _lengths(self) -> list[int]:
         return super()._lengths() if self.masked else [self.luck.choice(_LENGTHS)] * 6
@@ -191,10 +192,6 @@ class _Dense(_Sequences):
 class _Packed(_Sequences):
     """Attention over packed sequences."""
 
-    def __init__(self, run: Run, spec: KernelSpec, dtype: str, device: torch.device, luck: random.Random) -> None:
-        self.pieces = "causal_bottom_right" in spec.features
-        super().__init__(run, spec, dtype, device, luck)
-
     def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         queries, keys = [end - begin for _, begin, end in parts], [end for *_, end in parts]
         query = torch.cat([self.q[number][begin:end] for number, begin, end in parts])
@@ -209,11 +206,10 @@ class _Packed(_Sequences):
 class _Paged(_Sequences):
     """Attention over pages: each call has a cache of its own, its pages anywhere in it, others between them."""
 
-    def __init__(self, run: Run, spec: KernelSpec, dtype: str, device: torch.device, luck: random.Random) -> None:
-        self.prefill = "paged_prefill" in spec.features
-        self.page = fit(spec, "page_size", luck.choice((1, 16, 16, 128)))
-        self.layout = luck.choice(layouts_of(spec)).value
-        super().__init__(run, spec, dtype, device, luck)
+    def choose(self) -> None:
+        self.pieces, self.prefill = True, "paged_prefill" in self.spec.features
+        self.page = fit(self.spec, "page_size", self.luck.choice((1, 16, 16, 128)))
+        self.layout = self.luck.choice(layouts_of(self.spec)).value
 
     def _part(self) -> tuple[int, int, int]:
         number, begin, end = super()._part()
@@ -245,26 +241,13 @@ class _Paged(_Sequences):
         return list(torch.split(flat(result)[0], queries))
 
 
-class Unkept(NamedTuple):
-    """A composition in which a row had other bits, and how many rows of it."""
-
-    dtype: str
-    words: str
-    threads: int
-    differing: int
-
-    def __str__(self) -> str:
-        threads = f", {self.threads} threads" if self.threads else ""
-        return f"{self.dtype}, {self.words}{threads}: {self.differing} compared rows have other bits than alone"
-
-
 _FORMS: dict[str, type[_Rows | _Sequences]] = {
     "attention": _Dense, "varlen_attention": _Packed, "paged_attention": _Paged,
 }  # fmt: skip
 _NOT_ROWS = frozenset({"grouped_attention", "mla_paged_attention", "grouped_gemm", "cross_entropy"})
 
 
-def unkept(run: Run, spec: KernelSpec, device: torch.device, count: int = COMPOSITIONS, seed: int = 0) -> Unkept | None:
+def unkept(run: Run, spec: KernelSpec, device: torch.device, count: int = COMPOSITIONS, seed: int = 0) -> str | None:
     """The first of `count` compositions in which a row has other bits than alone; None where all keep theirs.
 
     `run` calls the kernel with canonical arguments. Raises LookupError for an op that the kit cannot compose.
@@ -285,7 +268,8 @@ def unkept(run: Run, spec: KernelSpec, device: torch.device, count: int = COMPOS
                 words, pairs = base.draw()
                 differing = sum(not _same(left, right) for left, right in pairs)
                 if differing:
-                    return Unkept(dtype, words, threads, differing)
+                    company = f"{words}, {threads} threads" if threads else words
+                    return f"{dtype}, {company}: {differing} compared rows have other bits than alone"
     finally:
         torch.set_num_threads(before)
     return None
