@@ -1,10 +1,10 @@
-"""The section of the benchmark page about whole models, rendered from models.json and models_cpu.json."""
+"""The sections of the benchmark page about whole models: steps, calls of `generate` and `generate_batch`, training."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["models_section"]
+__all__ = ["models_section", "training_section"]
 
 _WAYS = ("stock", "patched", "stock graph", "patched graph")
 
@@ -63,10 +63,50 @@ def _generate_section(name: str, data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _taken_on(data: dict[str, Any]) -> str:
+    """Machine, versions and commit, in a line."""
+    machine = data["machine"]
+    return (
+        f"{machine['gpu'] or machine['cpu']}; Python {machine['python']}, torch {machine['torch']}, transformers "
+        f"{data['transformers']}; load before the run {machine['load']}; commit `{data['commit']}`. "
+        f"Repeat: `{data['command']}`."
+    )
+
+
+def _batching_section(name: str, data: dict[str, Any]) -> str:
+    rows = [
+        f"| {way} | {data['tokens_per_s'][way]:,.0f} ({faster:.2f}×) | {data['same'][way]} of {data['prompts']} |"
+        for way, faster in data["speedup"].items()
+    ]
+    return "\n".join([
+        f"## {name}: generate_batch", "",
+        f"{_taken_on(data)} {data['architecture']} with random weights, {data['prompts']} prompts of {data['tokens']} "
+        f"tokens together, {data['new']} new ones each. Tokens a second, how many times faster than `sdpa`, and "
+        "requests with the very tokens of it.", "",
+        "| attention | tokens/s | same tokens |", "|---|---:|---:|", *rows, "",
+    ])  # fmt: skip
+
+
+def training_section(name: str, data: dict[str, Any]) -> str:
+    """A compiled training step: stock, patched, and Liger's patched model."""
+    rows = [
+        f"| {way} | {ms:.1f} ({data['speedup'][way]:.2f}×) | {data['peak_mib'][way]:,} | {data['loss'][way]:.4f} |"
+        for way, ms in data["ms"].items()
+    ]
+    return "\n".join([
+        f"## {name}: a training step", "",
+        f"{_taken_on(data)} Forward and backward of a Llama of 1B, {data['batch']} texts of {data['length']} tokens, "
+        "compiled. Milliseconds, how many times faster than stock, and what a step needs beside the weights.", "",
+        "| model | ms | peak MiB | loss |", "|---|---:|---:|---:|", *rows, "",
+    ])  # fmt: skip
+
+
 def models_section(name: str, data: dict[str, Any]) -> str:
-    """A Llama of transformers as it comes, and after `lz.patch`; or whole calls of `generate`."""
+    """A Llama of transformers as it comes, and after `lz.patch`; or whole calls of `generate` or `generate_batch`."""
     if data["benchmark"] == "models_generate":
         return _generate_section(name, data)
+    if data["benchmark"] == "models_batching":
+        return _batching_section(name, data)
     machine, model = data["machine"], data["model"]
     device = machine["gpu"] if "--device cpu" not in data["command"] else None
     device = device or f"{machine['cpu']}, {machine['cores']} cores ({machine['arch']})"

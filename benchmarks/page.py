@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models_page import models_section
+from models_page import models_section, training_section
 from page_accel import accel_section
 from page_cpu import cpu_section
 from page_gpu import (
@@ -255,6 +255,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "threads.json": threads_section,
     "cpu*.json": cpu_section,
     "models*.json": models_section,
+    "training.json": training_section,
     "diffusion.json": diffusion_section,
     "linear_attention.json": linear_attention_section,
     "adapters.json": adapters_section,

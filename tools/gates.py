@@ -263,11 +263,23 @@ def _models_generate(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             yield f"{key}: log-probabilities, {way} ÷ stock static", errors[way] / errors["stock static"], 1.0
 
 
+def _models_batching(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """`generate_batch` of mixed prompts over its sdpa."""
+    yield "patched ÷ sdpa", data["speedup"]["patched"], 1.3, True
+
+
+def _training(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """A compiled step over stock's compiled one, and its memory over that of Liger's model."""
+    yield "patched ÷ stock, compiled", data["speedup"]["patched"], 1.15, True
+    yield "peak memory ÷ Liger's", data["peak_mib"]["patched"] / data["peak_mib"]["liger"], 1.0
+
+
 _OF = {
     "telemetry": _telemetry, "ranks": _ranks, "soak": _soak, "faults": _faults, "cli_start": _cli_start,
     "compile_latency": _compile_latency, "compiled": _compiled, "adapters": _adapters, "isolation": _isolation,
     "accel": _accel, "tokenization": _tokenizers, "cpu": _cpu, "models": _models,
     "linear_attention": _linear_attention, "models_generate": _models_generate,
+    "models_batching": _models_batching, "training": _training,
 }  # fmt: skip
 # Kept files that have no limits: counts that must be zero and pass or fail by themselves, or figures nobody promised.
 WITHOUT = frozenset(

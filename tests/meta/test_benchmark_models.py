@@ -112,3 +112,26 @@ def test_figures_of_an_earlier_run_are_kept_only_of_the_same_commit_and_machine(
     assert (found["command"], found["figures"], found["weights"]) == ("one; two", {"x B1": {}}, {"x": 1})
     bench["models"].keep_earlier(other, earlier)
     assert (other["command"], other["figures"]) == ("two", {})
+
+
+def test_the_page_shows_batching_and_training_and_the_gates_judge_them(bench):
+    from tools.gates import _OF
+
+    said = {"machine": {"gpu": "a GPU", "python": "3", "torch": "2", "load": 0.1}, "command": "python …", "commit": "c"}
+    batching = {
+        **said, "benchmark": "models_batching", "transformers": "5", "architecture": "llama-1b", "prompts": 64,
+        "tokens": 9000, "new": 128, "tokens_per_s": {"sdpa": 1000.0, "patched": 2000.0},
+        "speedup": {"sdpa": 1.0, "patched": 2.0}, "same": {"sdpa": 64, "patched": 60},
+    }  # fmt: skip
+    assert "| patched | 2,000 (2.00×) | 60 of 64 |" in bench["models_page"].models_section("here", batching)
+    assert list(_OF["models_batching"](batching)) == [("patched ÷ sdpa", 2.0, 1.3, True)]
+    training = {
+        **said, "benchmark": "training", "transformers": "5", "batch": 4, "length": 2048,
+        "ms": {"stock": 200.0, "patched": 160.0, "liger": 180.0},
+        "speedup": {"stock": 1.0, "patched": 1.25, "liger": 1.1},
+        "peak_mib": {"stock": 9000, "patched": 5000, "liger": 5000},
+        "loss": {"stock": 9.0, "patched": 9.0, "liger": 9.0},
+    }  # fmt: skip
+    text = bench["models_page"].training_section("here", training)
+    assert "| patched | 160.0 (1.25×) | 5,000 | 9.0000 |" in text
+    assert [figure[1] for figure in _OF["training"](training)] == [1.25, 1.0]
