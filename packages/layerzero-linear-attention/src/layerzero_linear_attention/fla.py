@@ -1,13 +1,13 @@
-"""Adapters of fla-core: the delta rules in chunks, with gradients, and token by token for decoding."""
+"""Adapters of fla-core: the delta rules in chunks, with gradients."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
-from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from fla.ops.kda import chunk_kda
 from fla.ops.kda.chunk import chunk_kda_fwd
 from fla.ops.utils.index import prepare_chunk_indices
 from torch import Tensor
@@ -36,23 +36,6 @@ def gated_delta_rule(
     return out, state
 
 
-def gated_delta_rule_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Token by token."""
-    return _called(
-        fused_recurrent_gated_delta_rule, query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm
-    )
-
-
 def kimi_delta_attention(
     query: Tensor,
     key: Tensor,
@@ -70,21 +53,6 @@ def kimi_delta_attention(
     given = _forward(query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
     out, state, *_ = chunk_kda_fwd(**given)
     return out, state
-
-
-def kimi_delta_attention_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
-    """Token by token."""
-    return _called(fused_recurrent_kda, query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
 
 
 def _forward(
@@ -128,7 +96,7 @@ def _called(
     scale: float | None,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Their four functions take the same arguments by name; decays and states in float32, offsets as int64."""
+    """Both functions take the same arguments by name; decays and states in float32, offsets as int64."""
     assert callable(function)
     out, state = function(
         query,
