@@ -16,7 +16,6 @@ class Plain:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict."""
         return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__ if name[0] != "_"}
 
 

@@ -31,7 +31,6 @@ class Reason(Plain):
 
     @property
     def category(self) -> ReasonCategory:
-        """The category of the code."""
         return self.code.category
 
     @staticmethod

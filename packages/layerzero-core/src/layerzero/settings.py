@@ -50,7 +50,6 @@ class Setting(NamedTuple):
 
     @property
     def attribute(self) -> str:
-        """Its name in `Env`."""
         return self.variable.lower()
 
     @property

@@ -30,7 +30,6 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
     name = "shape"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The shape as a tuple."""
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in re.split(r"[,x×]", str(value).strip("[]() "))]

@@ -39,16 +39,13 @@ class Finding:
 
     @classmethod
     def of(cls, kernel: LockedKernel, variant: LockedVariant, state: str, *reasons: Any, **more: Any) -> Self:
-        """The finding about a locked build."""
         return cls(kernel.repo_id, kernel.version, variant.name, variant.digest, state, *reasons, **more)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.reasons
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         names = ("repo_id", "version", "variant", "digest", "state", "ok", *(("notes",) if self.notes else ()))
         data = {name: getattr(self, name) for name in names}
         return {**data, "reasons": [item.to_json() for item in self.reasons]}

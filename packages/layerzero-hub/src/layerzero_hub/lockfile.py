@@ -61,7 +61,6 @@ class LockedVariant:
     files: Mapping[str, LockedFile]
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         return {
             "digest": self.digest,
             "id": self.id,
@@ -81,7 +80,6 @@ class LockedKernel:
     variants: Mapping[str, LockedVariant]
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         return {
             "repo-id": self.repo_id,
             "version": self.version,
@@ -131,7 +129,6 @@ class Lock:
         return found[0]
 
     def variants(self) -> Iterator[tuple[LockedKernel, LockedVariant]]:
-        """Every locked build."""
         for kernel in self.kernels:
             for variant in kernel.variants.values():
                 yield kernel, variant

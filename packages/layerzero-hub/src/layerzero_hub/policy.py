@@ -74,7 +74,6 @@ class HubPolicy:
         return plain
 
     def check_digest(self, digest: str) -> None:
-        """Raise for a revoked digest."""
         if digest in self.revoked:
             raise refuse("HUB_REVOKED", digest)
 

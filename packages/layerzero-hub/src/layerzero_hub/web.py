@@ -40,7 +40,6 @@ class Answer:
     headers: Mapping[str, str]
 
     def get(self, name: str) -> str | None:
-        """A header."""
         return self.headers.get(name)
 
 

@@ -43,7 +43,6 @@ class Changes:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back."""
         while self._made:
             owner, name, before = self._made.pop()
             if before is _Absent:
@@ -181,7 +180,6 @@ class Record:
         self.left.append(Left(name, type(module).__name__, why))
 
     def undo(self) -> None:
-        """Put everything back."""
         self.changes.undo()
 
 

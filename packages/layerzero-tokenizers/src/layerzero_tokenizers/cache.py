@@ -94,7 +94,6 @@ class PrefixCache:
             self._evict()
 
     def stats(self) -> CacheStats:
-        """What the cache holds and has done."""
         with self._lock:
             entries = sum(len(space.ordered) for space in self._spaces.values())
             return CacheStats(

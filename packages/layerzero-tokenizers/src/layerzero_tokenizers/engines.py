@@ -56,7 +56,6 @@ class Engine(ABC):
         return _in_threads(lambda text: self.encode_offsets(text, add, parse), texts)
 
     def decode_batch(self, rows: list[list[int]], skip: bool) -> list[str]:
-        """Every row."""
         return [self.decode(row, skip) for row in rows]
 
     def _tokens(self, ids: list[int], places: list[tuple[int, int]], add: bool) -> Tokens:
@@ -105,7 +104,6 @@ class HFEngine(Engine):
         self._lock = threading.Lock()
 
     def encode(self, text: str, add: bool, parse: bool) -> list[int]:
-        """Ids as `Tokenizer.encode` gives them."""
         found: list[int] = (self._encode if parse else self._reader(False).encode)(text, None, False, add).ids
         return [*self.prefix, *found, *self.suffix] if add and (self.prefix or self.suffix) else found
 
@@ -120,19 +118,16 @@ class HFEngine(Engine):
         return self._rows([item.ids for item in found], add)
 
     def offsets_batch(self, texts: list[str], add: bool, parse: bool) -> list[Tokens]:
-        """The same with offsets."""
         found = self._reader(parse).encode_batch(texts, add_special_tokens=add)
         return [self._tokens(item.ids, item.offsets, add) for item in found]
 
     def decode(self, ids: list[int], skip: bool) -> str:
-        """The text, as `Tokenizer.decode` gives it."""
         if self.strict and any(self.tok.id_to_token(item) is None for item in ids):
             raise KeyError("an id that is in no table")
         text: str = self.tok.decode(ids, skip_special_tokens=skip)
         return text
 
     def decode_batch(self, rows: list[list[int]], skip: bool) -> list[str]:
-        """The library's own batch call."""
         if self.strict:
             return super().decode_batch(rows, skip)
         texts: list[str] = self.tok.decode_batch(rows, skip_special_tokens=skip)

@@ -28,7 +28,6 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The generated text."""
         return "".join(self.pieces)
 
 
@@ -61,7 +60,6 @@ class TinyTransformer:
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def start(self) -> list[tuple[Tensor, Tensor]]:
-        """An empty KV cache."""
         empty = torch.zeros(1, self.kv_heads, 0, self.head_dim)
         return [(empty, empty) for _ in self.layers]
 

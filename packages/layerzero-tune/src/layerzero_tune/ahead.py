@@ -141,7 +141,6 @@ class Ahead:
 
     @property
     def compiling(self) -> tuple[str, ...]:
-        """Kernels that are being compiled now."""
         here: set[str] = set()
         if self._thread.is_alive() and state.warmup is not None:
             done = {item.artifact for item in tuple(state.warmup.outcomes)}
@@ -211,7 +210,6 @@ class Ahead:
         return self._queue.wait([artifact for own in self._elsewhere.values() for artifact in own], 0.0)
 
     def close(self) -> None:
-        """Begin nothing more."""
         self._queue.drop_waiting()
         if self._thread.is_alive():
             jit.queue().drop_waiting()

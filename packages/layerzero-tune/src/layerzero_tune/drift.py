@@ -43,11 +43,9 @@ class Drift:
 
     @property
     def reason(self) -> Reason:
-        """In words."""
         return reason("PERF_DRIFTED", round(self.now_us, 1), round(self.before_us, 1), detail=self.kernel_id)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "op": self.context.op,
             "sizes": dict(self.context.dims),
@@ -122,7 +120,6 @@ class Watcher:
         self._tried: set[Context] = set()
 
     def start(self) -> Watcher:
-        """Begin."""
         self._thread.start()
         return self
 

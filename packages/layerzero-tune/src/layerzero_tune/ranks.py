@@ -60,7 +60,6 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Leave the group, if it was made here."""
         if self._own:
             import torch.distributed as dist
 

@@ -78,7 +78,6 @@ class Trial:
     late: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "op": self.context.op,
             "sizes": dict(self.context.dims),

@@ -46,7 +46,6 @@ class Outcome:
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         base = {"name": self.name, "count": self.recorded.count}
         if self.trial is not None:
             return {**base, **self.trial.to_json()}
@@ -114,7 +113,6 @@ class Tuned:
         return statistics.geometric_mean(ratios) if ratios else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "database": self.path,
             "seconds": round(self.seconds, 2),

@@ -105,7 +105,6 @@ class Bench:
         return args[self.op.arguments.index("layout")] if "layout" in self.op.arguments else None
 
     def described(self, args: tuple[Any, ...]) -> Context:
-        """The call as selection sees it."""
         return describe(self.op, args, self.layout(args), None, current_world())
 
     def locked(self) -> Any:

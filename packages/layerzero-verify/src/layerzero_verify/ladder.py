@@ -231,7 +231,6 @@ class _Runner:
         return tuple(name for name, (*_, called) in models.brought().items() if ops & set(called))
 
     def _climbed(self, number: int) -> Iterator[Task]:
-        """A level of those models."""
         from layerzero_verify import brought
 
         checks: dict[int, Callable[..., Iterator[Check]]] = {

@@ -261,7 +261,6 @@ class Truth:
         self.stages: dict[str, tuple[str, str]] = defaultdict(lambda: ("", ""))
 
     def __call__(self, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
-        """The op's result on public arguments."""
         canonical, _, _ = public_op(op).normalize(args, kwargs)
         return self.formulas[op](*canonical)
 

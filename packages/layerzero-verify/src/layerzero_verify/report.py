@@ -101,17 +101,14 @@ class Level:
 
     @property
     def name(self) -> str:
-        """What it compares."""
         return LEVELS[self.number]
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed."""
         return tuple(item for item in self.checks if item.status is Status.FAIL)
 
     @property
     def passed(self) -> int:
-        """How many checks passed."""
         return sum(item.status is Status.OK for item in self.checks)
 
     @property
@@ -122,7 +119,6 @@ class Level:
         return Status.OK if self.passed else Status.SKIP
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "level": self.number,
             "name": self.name,
@@ -169,12 +165,10 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
         return self.verdict.ok
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """Every failed check, lowest rung first."""
         return tuple(item for level in self.levels for item in level.failures)
 
     def to_json(self) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class _Model:
         return {**found, "norm": self.others["norm"], "head": self.others["head"]}
 
     def loss(self, call: block.Calls, ids: Tensor, targets: Tensor) -> Tensor:
-        """The loss, every step an op."""
         x = call("embedding", "embedding", ids, self.others["embedding"])
         if self.tables is None:
             x = x + self.others["positions"]
@@ -62,7 +61,6 @@ class _Model:
         return loss
 
     def step(self, gradients: Parameters) -> None:
-        """One step of plain SGD."""
         with torch.no_grad():
             for name, value in self.parameters().items():
                 value.sub_(_RATE * gradients[name])
@@ -126,7 +124,6 @@ class _Both:
     gaps: list[float] = field(default_factory=list)
 
     def note(self, loss: float, want: float) -> None:
-        """A step was made."""
         self.losses.append((loss, want))
         pairs = zip(self.ours.parameters().values(), self.theirs.parameters().values(), strict=True)
         self.gaps.append(max((left - right).abs().max().item() for left, right in pairs))
@@ -147,7 +144,6 @@ class _Both:
                 return
 
     def after(self, step: int, weights: float, losses: float) -> Check:
-        """Weights and loss after a number of steps."""
         theirs = self.theirs.parameters()
         reports = {name: compare(value, theirs[name], limit(weights)) for name, value in self.ours.parameters().items()}
         worst = max(reports, key=lambda name: reports[name].max_abs)

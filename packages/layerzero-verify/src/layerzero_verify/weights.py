@@ -25,12 +25,10 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.hidden // self.heads
 
     @property
     def ffn(self) -> int:
-        """Width of the gated MLP."""
         return 2 * self.hidden
 
 
@@ -68,7 +66,6 @@ class LayerWeights:
     bv: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors by name."""
         return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)}
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> LayerWeights:

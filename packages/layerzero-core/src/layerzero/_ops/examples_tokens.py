@@ -26,7 +26,6 @@ class _Parameters:
         self._whole = "tensor_params" in needs and self._floats == 0
 
     def number(self, name: str, usual: float) -> float | Tensor:
-        """A floating parameter."""
         value = self._draw.choice(name, usual)
         if self._draw.choice("by_row") or isinstance(value, list):
             return self._rows(value, torch.float32)
@@ -39,7 +38,6 @@ class _Parameters:
         return self._rows(value, dtype)
 
     def whole(self, name: str, usual: int) -> int | Tensor:
-        """A whole parameter."""
         value = self._draw.choice(name, usual)
         if self._whole or self._draw.choice("by_row") or isinstance(value, list):
             return self._rows(value, torch.int64).clamp(max=self._draw.size("vocab"))

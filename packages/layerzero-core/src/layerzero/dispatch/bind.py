@@ -64,7 +64,6 @@ class Bound:
 
     @property
     def kernel_id(self) -> str:
-        """The kernel behind it."""
         return self.kernel.kernel_id
 
 

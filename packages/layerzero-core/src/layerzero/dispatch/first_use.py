@@ -89,7 +89,6 @@ class _Case(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether other ranks have a say."""
         return self.world.ranks is not None and len(self.world.ranks.group) > 1
 
     @property

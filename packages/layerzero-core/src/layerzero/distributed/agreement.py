@@ -38,12 +38,10 @@ class Agreement:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self.channel.rank
 
     @property
     def size(self) -> int:
-        """How many take part."""
         return len(self.channel.members)
 
     @property

@@ -73,7 +73,6 @@ class GraphedCall:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return self.inputs.tensors[0].device
 
     @property

@@ -73,7 +73,6 @@ class Pinned:
         self._world = base.changed(tally=watch, unbindable=MappingProxyType({**base.unbindable, **refused}))
 
     def world(self) -> World:
-        """The World of this scope."""
         found = state.world.unbindable
         if found is not self._unbindable:
             self._unbindable = found

@@ -50,7 +50,6 @@ class BreakerState(Plain):
 
     @property
     def blocks(self) -> bool:
-        """Whether the kernel must not be tried."""
         return self.phase is BreakerPhase.OPEN
 
     @property

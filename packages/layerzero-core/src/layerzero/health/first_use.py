@@ -34,7 +34,6 @@ class Checked(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of its file."""
         return f"{self.kernel_id}-{hashlib.sha256(chr(0).join(self).encode()).hexdigest()[:20]}.json"
 
 

@@ -165,7 +165,6 @@ class HealthRegistry:
         self._tell(health)
 
     def snapshot(self) -> Health:
-        """The present as a frozen value."""
         with self._lock:
             return self._health()
 

@@ -76,7 +76,6 @@ class Bump:
         self.used = used
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is room."""
         return -(-self.used // ALIGNMENT) * ALIGNMENT + nbytes <= self.buffer.numel()
 
     def put(self, tensor: Tensor) -> Placed:

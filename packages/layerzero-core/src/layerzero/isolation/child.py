@@ -50,7 +50,6 @@ class Child:
         self._adapters: dict[str, Callable[..., Any]] = {}
 
     def serve(self) -> None:
-        """Answer frames until the end."""
         self._answer(Kind.HELLO, 0, {"pid": os.getpid(), "protocol": VERSION, "torch": str(torch.__version__)})
         while (frame := self._next()) is not None and frame.kind is not Kind.BYE:
             try:

@@ -171,7 +171,6 @@ class Compilers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of those that live."""
         with self._lock:
             every = [*self._busy, *(worker for _, worker in self._free)]
         return tuple(worker.pid for worker in every if worker.pid is not None)

@@ -90,7 +90,6 @@ class Process:
         return f"{words}; {last}" if last else words
 
     def last_line(self) -> str:
-        """The last line of what it printed."""
         try:
             size = os.fstat(self._log).st_size
             tail = os.pread(self._log, _TAIL, max(0, size - _TAIL)).decode(errors="replace").strip()

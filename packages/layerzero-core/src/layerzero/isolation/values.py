@@ -42,7 +42,6 @@ class Placed(NamedTuple):
     strides: tuple[int, ...]
 
     def to_json(self) -> list[Any]:
-        """As it travels."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [self.arena, self.offset, self.nbytes, dtype, list(self.shape), list(self.strides)]
 

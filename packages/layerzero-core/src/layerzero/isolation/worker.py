@@ -57,7 +57,6 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id while it lives."""
         process = self._process
         return None if process is None else process.pid
 

@@ -41,7 +41,6 @@ class Entry:
 
     @property
     def artifact(self) -> Artifact:
-        """Its name."""
         return self.kernel_id, self.values
 
 
@@ -58,7 +57,6 @@ class Index:
         return tuple(entry for entry in self._load().values() if all(map(os.path.lexists, entry.evidence)))
 
     def ready(self) -> frozenset[Artifact]:
-        """Artifacts that exist."""
         return frozenset(entry.artifact for entry in self.entries() if not entry.error)
 
     def failed(self) -> dict[Artifact, str]:

@@ -43,7 +43,6 @@ class Job:
 
     @property
     def backend(self) -> str:
-        """Whose compiler it is."""
         return self.artifact[0].partition(".")[0]
 
 
@@ -105,11 +104,9 @@ class Queue:
 
     @property
     def busy(self) -> int:
-        """Artifacts waiting or being compiled."""
         return len(self._known)
 
     def drop_waiting(self) -> None:
-        """Forget what has not been begun."""
         with self._changed:
             for job in self._waiting:
                 del self._known[job.artifact]

@@ -77,7 +77,6 @@ class Family(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """How many calls were measured."""
         return sum(len(points) for _, points in self.kinds.values())
 
 

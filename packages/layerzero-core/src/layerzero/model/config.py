@@ -135,7 +135,6 @@ class Rule(Plain):
 
     @property
     def silent(self) -> bool:
-        """True when the rule says nothing at all."""
         return self.allow is None and self.lock is None and not (self.deny or self.prefer or self.avoid or self.boosts)
 
 

@@ -215,47 +215,38 @@ class Context(Plain):
 
     @property
     def batch(self) -> int | None:
-        """Batch size."""
         return self.dim("batch")
 
     @property
     def seq_len_q(self) -> int | None:
-        """Query length."""
         return self.dim("seq_len_q")
 
     @property
     def seq_len_k(self) -> int | None:
-        """Key/value length."""
         return self.dim("seq_len_k")
 
     @property
     def num_heads(self) -> int | None:
-        """Query heads."""
         return self.dim("num_heads")
 
     @property
     def num_kv_heads(self) -> int | None:
-        """Key/value heads."""
         return self.dim("num_kv_heads")
 
     @property
     def head_dim(self) -> int | None:
-        """Head dimension of query and key."""
         return self.dim("head_dim")
 
     @property
     def enable_gqa(self) -> bool:
-        """Whether query heads share KV heads."""
         return self.num_heads != self.num_kv_heads
 
     @property
     def gqa_ratio(self) -> int | None:
-        """Query heads per KV head."""
         return self.dim("gqa_ratio")
 
     @property
     def stride_last_dim(self) -> int:
-        """Stride of the last axis."""
         return self.strides.last
 
     @property
@@ -265,12 +256,10 @@ class Context(Plain):
 
     @property
     def attn_mask_type(self) -> MaskKind:
-        """none, bool or float."""
         return self.mask
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient will be asked for."""
         return self.needs_grad
 
     # -- building --------------------------------------------------------------------------------

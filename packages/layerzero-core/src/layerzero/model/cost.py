@@ -38,8 +38,6 @@ class Roofline:
         self.moved, self.work = moved, work
 
     def __call__(self, ctx: Context) -> Cost:
-        """The cost of one call."""
-
         def value(name: str) -> float:
             found = ctx.dim(name)
             if found is not None:

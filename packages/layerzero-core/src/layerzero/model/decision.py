@@ -20,7 +20,6 @@ class Transform:
     cost_us: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"name": self.name, "cost_us": round(self.cost_us, 3)}
 
 
@@ -62,11 +61,9 @@ class Candidate(Plain):
 
     @property
     def transform_cost_us(self) -> float:
-        """Estimated price of all its transforms."""
         return sum(step.cost_us for step in self.transforms)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         found = Plain.to_json(self) | {
             "score": None if self.score is None else round(self.score, 4),
             "score_parts": {name: round(value, 4) for name, value in self.score_parts},
@@ -152,7 +149,6 @@ class Decision(Plain):
 
     @property
     def winner(self) -> Candidate:
-        """The candidate that was chosen."""
         return self.candidate(self.chosen)
 
     def candidate(self, kernel_id: str) -> Candidate:

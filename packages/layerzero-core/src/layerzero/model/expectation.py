@@ -37,7 +37,6 @@ class Expectation(Plain):
     noise: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         figures = {name: round(getattr(self, name), 4) for name in ("ratio", "base_us", "octaves")}
         return Plain.to_json(self) | figures | {"nearest": dict(self.nearest)}
 

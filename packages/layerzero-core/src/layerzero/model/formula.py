@@ -79,7 +79,6 @@ class Formula:
         return self.text
 
     def names(self) -> frozenset[str]:
-        """The context dimensions the formula reads."""
         return frozenset(
             part.id for part in ast.walk(self._tree) if isinstance(part, ast.Name) and part.id not in _FUNCTIONS
         )

@@ -95,7 +95,6 @@ class GroupedBatch:
 
     @property
     def batch_size(self) -> int:
-        """Number of sequences."""
         return len(self.cu_seqlens_k_host) - 1
 
     @property

@@ -75,7 +75,6 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight it stands for."""
         return self.source.shape
 
     @property

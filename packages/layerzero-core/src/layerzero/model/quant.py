@@ -127,7 +127,6 @@ class QuantScheme:
 
     @property
     def traits(self) -> FormatTraits:
-        """How the format is stored."""
         return FORMATS[self.fmt]
 
     def scales_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,7 +196,6 @@ class QuantizedTensor:
 
     @property
     def traits(self) -> FormatTraits:
-        """How the format is stored."""
         return FORMATS[self.fmt]
 
     @property

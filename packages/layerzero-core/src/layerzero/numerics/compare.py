@@ -73,7 +73,6 @@ class ErrorReport:
 
     @property
     def nan_agree(self) -> bool:
-        """Whether NaN stands in the same places."""
         return self.nan_mismatches == 0
 
     @property

@@ -46,7 +46,6 @@ class Tolerance:
 
     @property
     def exact(self) -> bool:
-        """Whether only equal values pass."""
         return self.rtol == 0.0 and self.atol == 0.0 and self.hit_ratio == 1.0 and self.ulps == 0
 
     def __str__(self) -> str:

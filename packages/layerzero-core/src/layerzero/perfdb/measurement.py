@@ -99,7 +99,6 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Standard deviation over median."""
         return math.sqrt(self.variance) / self.median_us
 
     def values(self) -> tuple[Any, ...]:
@@ -111,7 +110,6 @@ class Measurement:
         return checksum_of(self.values())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {**plain, "platform": self.platform._asdict(), "surroundings": self.surroundings._asdict()}
 

@@ -186,7 +186,6 @@ class PerfDB:
             raise
 
     def close(self) -> None:
-        """Close this thread's connection."""
         held = getattr(self._local, "held", None)
         if held is not None and held[0] == os.getpid():
             held[2].close()

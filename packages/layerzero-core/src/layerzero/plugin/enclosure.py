@@ -19,12 +19,10 @@ class Enclosure(NamedTuple):
     hide: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"path": list(self.path), "hide": list(self.hide)}
 
     @staticmethod
     def from_json(data: Any) -> Enclosure:
-        """The inverse of `to_json`."""
         return Enclosure(tuple(str(item) for item in data["path"]), tuple(str(item) for item in data["hide"]))
 
 

@@ -37,7 +37,6 @@ class ProbeResult(Plain):
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return Plain.to_json(self) | {"seconds": round(self.seconds, 3)}
 
 

@@ -66,7 +66,6 @@ class _Report:
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
         return tuple(check for check in self.checks if check.status == Status.FAIL)
 
     def check(self, name: str, group: str | None = None) -> Check:
@@ -77,16 +76,13 @@ class _Report:
         raise KeyError(name)
 
     def counts(self) -> dict[str, int]:
-        """How many checks stand how."""
         words = (Status.OK, Status.WARN, Status.FAIL, Status.SKIP)
         return {word: sum(check.status == word for check in self.checks) for word in words}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible dict."""
         return {"ok": self.ok, "counts": self.counts(), "checks": [check.to_json() for check in self.checks]}
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def summary(self) -> str:
@@ -106,7 +102,6 @@ class DoctorReport(_Report):
     title: ClassVar[str] = "doctor"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible dict."""
         return {**super().to_dict(), "libraries": dict(self.libraries)}
 
     def __str__(self) -> str:
@@ -123,7 +118,6 @@ class ReadinessReport(_Report):
     title: ClassVar[str] = "readiness"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible dict."""
         return {**super().to_dict(), "caches": dict(self.caches)}
 
     def require(self) -> None:

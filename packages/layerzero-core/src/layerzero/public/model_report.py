@@ -37,7 +37,6 @@ class ModelCall:
     report: SelectionReport
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"part": self.part, "ran": self.ran, "count": self.count, **self.report.to_dict()}
 
     @property
@@ -66,7 +65,6 @@ class ModelReport:
         return dict(counts.most_common())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"kernels": self.kernels, "calls": [call.to_json() for call in self.calls]}
 
     def __str__(self) -> str:

@@ -27,7 +27,6 @@ class Recording:
 
     @property
     def traffic(self) -> Traffic:
-        """The calls counted so far."""
         return Traffic.of(self._tally)
 
 

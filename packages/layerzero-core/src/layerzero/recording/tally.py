@@ -32,7 +32,6 @@ class CountingTable(dict[Any, Any]):
     __slots__ = ()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The entry, counted."""
         entry = _found(self, key)
         if entry is None:
             return default

@@ -55,7 +55,6 @@ class Traffic:
 
     @property
     def contexts(self) -> tuple[Context, ...]:
-        """The contexts alone."""
         return tuple(item.context for item in self.calls)
 
     def __len__(self) -> int:

@@ -65,7 +65,6 @@ class KernelRegistry:
         return self._by_op.get(op, ())
 
     def by_backend(self, backend: str) -> tuple[KernelSpec, ...]:
-        """Every kernel of a backend, ordered by id."""
         return tuple(spec for _, spec in sorted(self.kernels.items()) if spec.backend == backend)
 
     def by_platform(self, platform: Platform | str) -> tuple[KernelSpec, ...]:

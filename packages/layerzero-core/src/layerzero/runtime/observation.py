@@ -38,7 +38,6 @@ class Observation(ExitStack):
         return where
 
     def families(self) -> list[Family]:
-        """The metrics as values."""
         return families()
 
     def calls(self) -> dict[tuple[str, str], int]:
@@ -46,7 +45,6 @@ class Observation(ExitStack):
         return kernel_counters.calls()
 
     def trace(self) -> dict[str, Any]:
-        """The Chrome trace so far."""
         if self._trace is None:
             raise InvalidInputError("nothing is traced", code="VALUE_INVALID", value="trace=None", limit="trace=True")
         found: dict[str, Any] = self._trace.to_json()

@@ -42,12 +42,10 @@ class Counters:
         self.reset()
 
     def reset(self) -> None:
-        """Set every counter to zero."""
         self.binds = self.failovers = self.followed = self.long_loads = 0
         self.misses = self.packs = self.selections = self.swaps = now.bucketed_hits = 0
 
     def to_json(self) -> dict[str, int]:
-        """All counters by name."""
         return {**{name: getattr(self, name) for name in self.__slots__}, "bucketed_hits": now.bucketed_hits}
 
     @property
@@ -105,7 +103,6 @@ class Runtime:
 
     @property
     def loaded(self) -> bool:
-        """Whether plugins were discovered already."""
         return self._world is not None
 
     # -- building --------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ class CacheStats:
     invalidations: int
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict."""
         return asdict(self)
 
 
@@ -254,7 +253,6 @@ class SelectionCache(Generic[K, V]):
         return self._epoch, self._shards[index].version
 
     def stats(self) -> CacheStats:
-        """A copy of the counters."""
         with self._book:
             counts = dict(self._counts)
             entries = self._size

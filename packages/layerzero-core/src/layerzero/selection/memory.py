@@ -30,7 +30,6 @@ class Estimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both together."""
         return self.workspace + self.temporaries
 
 

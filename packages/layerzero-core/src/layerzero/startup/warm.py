@@ -45,7 +45,6 @@ class Outcome:
     reason: Reason | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         why = None if self.reason is None else self.reason.to_json()
         return {
             "kernel_id": self.artifact[0],
@@ -94,7 +93,6 @@ class Warmup:
         return not jit.queue().wait(self.asked, timeout)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "ok": self.ok,
             "calls": self.calls,

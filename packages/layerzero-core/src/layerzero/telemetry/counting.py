@@ -40,11 +40,9 @@ class KernelCounters:
         next(self._cold.setdefault((op, kernel_id), itertools.count()))
 
     def hits(self) -> dict[tuple[str, str], int]:
-        """Hot calls by (op, kernel)."""
         return {key: counter_value(counter) - 1 for key, counter in list(self._hits.items())}
 
     def calls(self) -> dict[tuple[str, str], int]:
-        """All calls by (op, kernel)."""
         found = self.hits()
         for key, counter in list(self._cold.items()):
             found[key] = found.get(key, 0) + counter_value(counter)

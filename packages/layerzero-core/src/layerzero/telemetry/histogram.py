@@ -21,19 +21,16 @@ class Histogram:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self._counts = [0] * (len(self.BOUNDS) + 1)
         self._sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         with self._lock:
             self._counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
             self._sum += seconds
 
     @property
     def count(self) -> int:
-        """How many were counted."""
         return sum(self._counts)
 
     def read(self) -> tuple[list[int], float]:

@@ -23,7 +23,6 @@ class JsonFormatter(logging.Formatter):
         self._redactor = redactor
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         row: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -53,5 +52,4 @@ class RedactingFormatter(logging.Formatter):
         self._inner, self._redactor = inner, redactor
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         return self._redactor(self._inner.format(record))

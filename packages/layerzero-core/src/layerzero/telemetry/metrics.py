@@ -70,7 +70,6 @@ class Family:
     samples: tuple[Sample, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         rows = [{"name": s.name, "labels": dict(s.labels), "value": s.value} for s in self.samples]
         return {"name": self.name, "kind": self.kind, "help": self.help, "samples": rows}
 

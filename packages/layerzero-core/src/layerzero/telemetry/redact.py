@@ -44,7 +44,6 @@ class Redactor:
             self._patterns.append(made)
 
     def __call__(self, text: str) -> str:
-        """The text without secrets."""
         for pattern in self._patterns:
             text = pattern.sub(_hide, text)
         return text

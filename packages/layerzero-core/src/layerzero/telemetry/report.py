@@ -27,7 +27,6 @@ class SelectionReport:
 
     @property
     def op(self) -> str:
-        """The op."""
         return self.decision.op
 
     @property
@@ -57,15 +56,12 @@ class SelectionReport:
 
     @property
     def reasons(self) -> dict[str, tuple[Reason, ...]]:
-        """Reasons per kernel id."""
         return {item.kernel_id: item.reasons for item in self.decision.candidates}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-compatible dict."""
         return {**self.decision.to_json(), "ran": self.ran, "call": self.context.to_json()}
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:

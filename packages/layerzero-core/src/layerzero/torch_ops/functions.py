@@ -37,7 +37,6 @@ class _Functions:
             self._declared[op.op_id] = op
 
     def op(self, name: str) -> Op:
-        """An op by name."""
         found: Op = self._declared[name] if name in self._declared else self._public[name]
         return found
 

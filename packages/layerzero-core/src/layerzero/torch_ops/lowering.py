@@ -41,7 +41,6 @@ class Part(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its places."""
         return tuple(place.split(" ")[1].split("=")[0] for place in self.places)
 
 
@@ -62,7 +61,6 @@ class Variant(NamedTuple):
 
     @property
     def tensors(self) -> list[int]:
-        """Where the tensors stand."""
         places = [place for part in self.parts.values() for place in part.places]
         return [i for i, place in enumerate(places) if place.startswith("Tensor")]
 

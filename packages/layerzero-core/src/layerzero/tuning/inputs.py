@@ -120,7 +120,6 @@ class Draw:
         return tensor.requires_grad_() if self.ctx.needs_grad and tensor.is_floating_point() else tensor
 
     def index(self, usual: str = "int64") -> torch.dtype:
-        """The dtype of indices."""
         return getattr(torch, self.ctx.index_dtype or usual)  # type: ignore[no-any-return]
 
     def generator(self) -> torch.Generator | None:
@@ -134,7 +133,6 @@ class Draw:
         return self._choices.get(name, default)
 
     def size(self, name: str, default: int = 1) -> int:
-        """A size of the context."""
         return int(dict(self.ctx.dims).get(name, default))
 
 

@@ -28,15 +28,12 @@ class PageTable:
 
     @property
     def free_pages(self) -> int:
-        """Pages that belong to nobody."""
         return len(self._free)
 
     def pages(self, seq: int) -> tuple[int, ...]:
-        """The pages of a sequence, in order."""
         return tuple(self._owned[seq])
 
     def page(self, seq: int, number: int) -> int:
-        """One page of a sequence."""
         return self._owned[seq][number]
 
     def grow(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, int], ...]:

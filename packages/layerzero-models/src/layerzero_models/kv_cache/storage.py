@@ -70,7 +70,6 @@ class Storage(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(b.numel() * b.element_size() for layer in self.buffers for plane in layer for b in plane)
 
     # -- what strategies differ in ---------------------------------------------------------------
@@ -174,7 +173,6 @@ class Paged(Storage):
 
     @property
     def version(self) -> int:
-        """That of the table."""
         return self.table.version
 
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
@@ -198,7 +196,6 @@ class Paged(Storage):
         self.table.fork(source, target)
 
     def place(self, seq: int, position: int) -> tuple[int, int, int]:
-        """Through the table."""
         number, slot = divmod(position, self.table.page_size)
         return 0, self.table.page(seq, number), slot
 
@@ -221,7 +218,6 @@ class Chunked(Storage):
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
         return len(self.buffers[0][0])
 
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
@@ -241,7 +237,6 @@ class Chunked(Storage):
                 del plane[needed:]
 
     def fork(self, source: int, target: int, length: int) -> None:
-        """Copy chunk by chunk."""
         super().fork(source, target, length)
         self._lengths[target] = length
 

@@ -78,7 +78,6 @@ class SpeculativeConfig:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:

@@ -51,7 +51,6 @@ class SpeculativeStats:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all phases."""
         return self.prefill_s + self.draft_s + self.target_s + self.verify_s
 
 
@@ -79,7 +78,6 @@ class SpeculativeReport:
         return self.stats.verification_s / step if step else 0.0
 
     def to_json(self) -> dict[str, float]:
-        """Every number by name."""
         stats = self.stats
         return {
             **{name: getattr(stats, name) for name in SpeculativeStats.__slots__},
@@ -102,7 +100,6 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block."""
         begin = self._now()
         try:
             yield
@@ -115,11 +112,9 @@ class Clock:
         return time.perf_counter()
 
     def seconds(self, name: str) -> float:
-        """Seconds of a phase so far."""
         return self._seconds.get(name, 0.0)
 
     def stats(self, rounds: int, drafted: int, accepted: int, emitted: int) -> SpeculativeStats:
-        """What was counted, with the seconds."""
         seconds = {f"{name}_s": self.seconds(name) for name in ("prefill", "draft", "target", "verify")}
         return SpeculativeStats(rounds, drafted, accepted, emitted, **seconds)
 

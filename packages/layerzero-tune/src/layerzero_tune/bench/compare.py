@@ -38,11 +38,9 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Times faster after than before."""
         return self.before.median_us / self.after.median_us
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         times = {
             name: {"median_us": item.median_us, "p95_us": item.p95_us, "samples": item.samples}
             for name, item in (("before", self.before), ("after", self.after))

@@ -86,7 +86,6 @@ class Outcome:
 
     @property
     def times(self) -> dict[str, float]:
-        """Kernels that were timed."""
         return {name: item.us for name, item in self.kernels.items() if item.us is not None}
 
     @property
@@ -95,7 +94,6 @@ class Outcome:
         return min(self.times, key=lambda name: (self.times[name], name), default="")
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible: what `lz report` reads."""
         ctx = self.context
         return {
             "name": self.name,

@@ -35,7 +35,6 @@ class Step:
     layout: str | None = None
 
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors it takes."""
         return tuple(item.name for item in self.args if isinstance(item, Ref))
 
     def words(self) -> str:

@@ -147,13 +147,11 @@ class _Names:
         return name
 
     def of_tensor(self, name: str) -> str:
-        """The local name of a block's tensor."""
         if name not in self._tensors:
             self._tensors[name] = self.fresh(name)
         return self._tensors[name]
 
     def of_value(self, wanted: str, value: Any) -> str:
-        """A name that stands for an object."""
         if id(value) not in self._known:
             name = self._known[id(value)] = self.fresh(wanted)
             self.values[name] = value  # which also keeps it, and so its id

@@ -74,7 +74,6 @@ class BlockReport:
         return sorted(best.values(), key=lambda row: float(row["extra_us"]))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "block": self.block.name,
             "estimated_us": round(self.path.us, 3),
@@ -149,7 +148,6 @@ class BlockPlan:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Kernels in the order in which they run."""
         return tuple(item.kernel_id for item in self.report.path.taken if item.bound is not None)
 
     @property
@@ -172,7 +170,6 @@ class BlockPlan:
         return self._run(*inputs)
 
     def explain(self) -> BlockReport:
-        """Why this path."""
         return self.report
 
     def _pack(self) -> None:

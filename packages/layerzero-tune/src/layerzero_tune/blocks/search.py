@@ -65,7 +65,6 @@ class Edge:
 
     @property
     def us(self) -> float:
-        """Its price."""
         return sum(item.cost.us for item in self.taken)
 
     @property
@@ -84,12 +83,10 @@ class Path:
 
     @property
     def us(self) -> float:
-        """Its price."""
         return sum(edge.us for edge in self.edges)
 
     @property
     def taken(self) -> tuple[Taken, ...]:
-        """All steps in order."""
         return tuple(item for edge in self.edges for item in edge.taken)
 
 

@@ -40,7 +40,6 @@ class Sizes(Plain):
 
     @property
     def longest(self) -> int:
-        """Tokens the caches must hold."""
         return self.prompt + self.decode_steps
 
 
@@ -212,28 +211,23 @@ class PlainTorch:
 
     @staticmethod
     def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-        """A table lookup."""
         return F.embedding(ids, weight)
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-        """`F.rms_norm`."""
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     @staticmethod
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-        """Add, then `F.rms_norm`."""
         stream = x + residual
         return F.rms_norm(stream, (stream.shape[-1],), weight, eps), stream
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor) -> Tensor:
-        """`F.linear`."""
         return F.linear(x, weight)
 
     @staticmethod
     def silu_and_mul(x: Tensor) -> Tensor:
-        """`F.silu` of one half times the other."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -272,7 +266,6 @@ class PlainTorch:
 
     @staticmethod
     def sample_topk(logits: Tensor, k: int, *, generator: torch.Generator) -> Tensor:
-        """topk, softmax, multinomial."""
         values, ids = logits.topk(k, dim=-1)
         return ids.gather(1, torch.multinomial(values.softmax(dim=-1), 1, generator=generator)).squeeze(1)
 

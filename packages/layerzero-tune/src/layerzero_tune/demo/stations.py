@@ -64,7 +64,6 @@ class Stop(Plain):
 
     @property
     def kernel(self) -> str:
-        """The kernel whose result was checked."""
         return self.ran or self.chosen
 
     @property
@@ -90,7 +89,6 @@ class Stop(Plain):
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         found = Plain.to_json(self)
         return {**found.pop("station"), **found, "verdict": self.verdict}
 
@@ -126,27 +124,22 @@ class Tour:
 
     @property
     def kernels_considered(self) -> int:
-        """Distinct kernels that were judged."""
         return len({item.kernel_id for stop in self.stops for item in stop.candidates})
 
     @property
     def failed(self) -> list[str]:
-        """Titles of the checks that did not pass."""
         titles = [stop.station.title for stop in self.stops if not stop.check.ok]
         return titles if self.agreement.ok else [*titles, "paged against dense attention"]
 
     @property
     def ok(self) -> bool:
-        """Whether every result matched."""
         return not self.failed
 
     @property
     def decode_selections(self) -> int:
-        """Selections made in the whole decode loop."""
         return sum(step.selections for step in self.decode)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "version": self.version,
             "ok": self.ok,

@@ -96,23 +96,18 @@ class _Model:
         self.prompt = drawn.to(device)
 
     def cache(self) -> KVCache:
-        """An empty cache."""
         return KVCache(self.sizes, self.device, self.dtype)
 
     def generator(self) -> torch.Generator:
-        """A fresh generator with the demo's seed."""
         return torch.Generator(self.device).manual_seed(SEED)
 
     def run(self, ops: Any, cache: KVCache, ids: Tensor, generator: torch.Generator) -> Output:
-        """One pass."""
         return forward(ops, self.weights, self.sizes, cache, ids, generator)
 
     def prefill(self, ops: Any) -> Output:
-        """The prompt into a fresh cache."""
         return self.run(ops, self.cache(), self.prompt, self.generator())
 
     def sync(self) -> None:
-        """Wait for the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 

@@ -51,12 +51,10 @@ class Measured:
 
     @property
     def best(self) -> str:
-        """The oracle's kernel."""
         return min(self.kernels, key=lambda name: (self.kernels[name].us, name))
 
     @property
     def oracle_us(self) -> float:
-        """The fastest candidate."""
         return min(item.us for item in self.kernels.values())
 
     @property
@@ -66,7 +64,6 @@ class Measured:
 
     @property
     def chosen_us(self) -> float:
-        """What was chosen."""
         return self.kernels[self.chosen].us
 
     @property

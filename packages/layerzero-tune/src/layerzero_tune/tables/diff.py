@@ -42,7 +42,6 @@ class TableDiff(Plain):
         return not self.header and not self.changes
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"equal": self.equal, **Plain.to_json(self)}
 
 

@@ -72,7 +72,6 @@ class Export:
         return " ".join([*environment, command, *arguments])
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {
             "for": self.stack.name,
             "version": self.stack.version,

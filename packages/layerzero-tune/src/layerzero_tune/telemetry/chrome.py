@@ -19,7 +19,6 @@ class Trace:
         self._events: deque[Event] = deque(maxlen=limit)
 
     def __call__(self, tree: tuple[Event, ...]) -> None:
-        """Keep a tree."""
         self._events.extend(tree)
 
     @property
@@ -28,7 +27,6 @@ class Trace:
         return tuple(self._events)
 
     def to_json(self) -> dict[str, Any]:
-        """The trace as it stands."""
         return chrome_trace(self.events)
 
 

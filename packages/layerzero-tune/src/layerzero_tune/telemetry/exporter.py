@@ -67,12 +67,10 @@ class HttpExporter:
 
     @property
     def where(self) -> str:
-        """The address to scrape."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
@@ -92,7 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "layerzero", ""
 
     def do_GET(self) -> None:
-        """One scrape."""
         path = self.path.partition("?")[0]
         try:
             if path in ("/metrics", "/"):
@@ -137,11 +134,9 @@ class FileExporter:
 
     @property
     def where(self) -> str:
-        """The file."""
         return str(self.path)
 
     def write(self) -> None:
-        """Write the file now."""
         found = list(self._families())
         write_whole(self.path, text(found) if self.path.suffix == ".prom" else json.dumps(snapshot(found)))
 
@@ -159,7 +154,6 @@ class FileExporter:
             self._failed = True
 
     def close(self) -> None:
-        """Write the last state and stop."""
         self._stop.set()
         self._thread.join(timeout=5)
         self._try()

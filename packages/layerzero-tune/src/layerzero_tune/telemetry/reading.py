@@ -33,7 +33,6 @@ class Reading:
         return self.samples.get(name, {}).get(tuple(sorted(labels.items())))
 
     def rows(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Every sample of a name."""
         return [(dict(labels), value) for labels, value in self.samples.get(name, {}).items()]
 
 

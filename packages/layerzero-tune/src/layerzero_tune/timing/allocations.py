@@ -39,7 +39,6 @@ class Places:
         return len(self._copies)
 
     def move(self) -> None:
-        """On to the next place."""
         self._now = (self._now + 1) % len(self._copies)
         self.args = self._copies[self._now]
 

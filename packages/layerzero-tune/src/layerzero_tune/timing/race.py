@@ -78,7 +78,6 @@ class Race:
     seconds: float
 
     def speedup(self, name: str) -> float:
-        """How many times faster the winner is."""
         return self.times[name].median_us / self.times[self.winner].median_us
 
 

@@ -41,7 +41,6 @@ class Pace:
         return max(self.before_ns, self.after_ns) <= (1.0 + MOVED) * min(self.before_ns, self.after_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"before_ns": self.before_ns, "after_ns": self.after_ns, "steady": self.steady}
 
 

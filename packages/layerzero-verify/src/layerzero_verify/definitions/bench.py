@@ -60,15 +60,12 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs are."""
         return next((item.device for item in self.inputs.values() if isinstance(item, Tensor)), torch.device("cpu"))
 
     def outcome(self, solution: str, **fields: Any) -> Outcome:
-        """An Outcome on this workload."""
         return Outcome(self.definition.name, self.workload, solution, **fields)
 
     def start(self, solution: str) -> Started:
-        """The note that a solution begins."""
         return Started(solution, self.workload)
 
     def run(self, solution: str, run: Run, *, partial: bool = False) -> Result | Outcome:

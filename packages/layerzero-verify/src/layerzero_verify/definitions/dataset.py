@@ -62,7 +62,6 @@ class Dataset:
 
     @property
     def op_types(self) -> tuple[str, ...]:
-        """Kinds of definitions here."""
         return tuple(sorted({definition.op_type for definition in self.definitions.values()}))
 
     def select(

@@ -33,7 +33,6 @@ class Maker:
         self.seed = seed
 
     def fill(self) -> dict[str, Any]:
-        """Every input, in the definition's order."""
         names = list(self.definition.inputs)
         for name in sorted(names, key=lambda item: _FIRST.index(item) if item in _FIRST else len(_FIRST)):
             if name not in self.known:
@@ -74,11 +73,9 @@ class Maker:
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Standard normal numbers."""
         return torch.randn(tuple(shape), generator=self.generator(name))
 
     def uniform(self, name: str, shape: Sequence[int] | None, low: float, high: float) -> Tensor:
-        """Numbers between low and high."""
         return low + (high - low) * torch.rand(tuple(shape or ()), generator=self.generator(name))
 
     def whole(self, name: str, shape: Sequence[int] | None, low: int, high: int) -> Tensor:

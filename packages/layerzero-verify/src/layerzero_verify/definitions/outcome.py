@@ -55,7 +55,6 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything was right."""
         return self.status is Status.PASSED
 
     @property
@@ -65,7 +64,6 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong."""
         return not self.passed and not self.skipped
 
     def trace(self, hardware: str, libs: Mapping[str, str], timestamp: str) -> Trace:
@@ -101,7 +99,6 @@ class Outcome:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         shown = ("definition", "workload", "solution", "against", "reason", "log", "latency_ms", "reference_latency_ms")
         return {
             **{name: plain(getattr(self, name)) for name in shown},
@@ -140,7 +137,6 @@ class Report:
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
-        """What is wrong."""
         return tuple(outcome for outcome in self.outcomes if outcome.failed)
 
     def counts(self) -> dict[str, Counts]:
@@ -156,6 +152,5 @@ class Report:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         shown = {item.name: plain(getattr(self, item.name)) for item in fields(self)}
         return {"ok": self.ok, **shown, "counts": {source: asdict(count) for source, count in self.counts().items()}}

@@ -42,7 +42,6 @@ class Axis:
     description: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         kind = {"type": "var"} if self.value is None else {"type": "const", "value": self.value}
         return {**kind, **({"description": self.description} if self.description else {})}
 
@@ -57,11 +56,9 @@ class TensorSpec:
 
     @property
     def floating(self) -> bool:
-        """Whether it holds real numbers."""
         return self.dtype.startswith(("float", "bfloat"))
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         plain = {"shape": None if self.shape is None else list(self.shape), "dtype": self.dtype}
         return {**plain, **({"description": self.description} if self.description else {})}
 
@@ -83,12 +80,10 @@ class Definition:
 
     @property
     def const_axes(self) -> dict[str, int]:
-        """Sizes that never change."""
         return {name: axis.value for name, axis in self.axes.items() if axis.value is not None}
 
     @property
     def var_axes(self) -> tuple[str, ...]:
-        """Axes a workload has to give."""
         return tuple(name for name, axis in self.axes.items() if axis.value is None)
 
     @property

@@ -42,7 +42,6 @@ class InputSource:
     key: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         if self.kind == "scalar":
             return {"type": "scalar", "value": self.value}
         return {"type": self.kind, **({"path": self.path, "tensor_key": self.key} if self.path else {})}
@@ -78,7 +77,6 @@ class Evaluation:
         return self.reference_latency_ms / self.latency_ms if self.latency_ms > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
         correctness = performance = None
         if self.status in (Status.PASSED, Status.INCORRECT_NUMERICAL):
             correctness = {

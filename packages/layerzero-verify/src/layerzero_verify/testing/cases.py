@@ -51,7 +51,6 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Name in test reports."""
         return f"{self.spec.kernel_id}-{self.dtype}-{self.label}"
 
     def arguments(self, device: torch.device, seed: int = 0) -> tuple[Any, ...]:

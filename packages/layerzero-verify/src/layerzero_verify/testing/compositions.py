@@ -138,11 +138,9 @@ class _Sequences:
         return number, begin, end
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """The parts of one call."""
         return [self._part() for _ in range(self.luck.choice((1, 2, 3, 5, 9, 33)))]
 
     def draw(self) -> Composition:
-        """Some parts in one call."""
         parts = self.parts()
         found = self.attend(parts)
         pairs = [(item, self.alone[number][begin:end]) for item, (number, begin, end) in zip(found, parts, strict=True)]

@@ -96,7 +96,6 @@ class Kit:
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
-        """Every registered kernel."""
         return self.registrar.all_kernels()
 
     @property
@@ -134,14 +133,12 @@ class Kit:
         return why
 
     def function(self, spec: KernelSpec) -> Callable[..., Any]:
-        """The kernel's adapter."""
         found = import_string(spec.function)
         if not callable(found):
             raise TypeError(f"{spec.function} is not callable")
         return found  # type: ignore[no-any-return]
 
     def describe_error(self, error: BaseException) -> str:
-        """One line for a report."""
         if isinstance(error, LayerZeroError):
             return str(error)
         return f"{type(error).__name__}: {error}"

@@ -47,7 +47,6 @@ class Found:
     failed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible."""
         return {"dtypes": sorted(self.dtypes), "words": sorted(self.words)}
 
 
