@@ -90,6 +90,7 @@ def main() -> None:
     stock = made(args.architecture, args.device, dtype, **changes)
     given = prompts(args.prompts, args.longest, 1000)
     figures = {
+        "benchmark": "models_batching",
         **header(),
         "architecture": args.architecture, **changes, "device": args.device, "dtype": str(dtype),
         "transformers": transformers.__version__, "denied": args.deny,

@@ -105,6 +105,7 @@ def main() -> None:
             times[name].append((time.perf_counter() - begin) * 1e3)
     middle = {name: statistics.median(found) for name, found in times.items()}
     figures = {
+        "benchmark": "training",
         **header(),
         "transformers": transformers.__version__, **changes, "batch": args.batch,
         "length": args.length, "rounds": args.rounds, "ms": {name: round(ms, 2) for name, ms in middle.items()},

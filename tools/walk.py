@@ -5,9 +5,10 @@
 Three readers: the engineer (the README, the tutorials, the other pages), the author of a backend, the operator. Each
 has an environment of his own that holds nothing of LayerZero before the pages install it from the wheels in `--dist`
 (torch and other libraries are shared with the running environment: `tools.fresh`; pip builds as it is set up to on this
-machine). A page is walked in an empty folder: its Python blocks as one program, then its ```` ```sh ```` blocks line by
-line. A block that cannot run says why behind the language (`tools.snippets.MARKS`) and is listed with that; what a
-reader has anyway is made by a comment, `<!-- sh … -->`. A Python block under "as `serve.py`:" is the file of that name.
+machine). A page is walked in an empty folder: its Python blocks as one program, where the first of them stands, and
+its ```` ```sh ```` blocks line by line. A block that cannot run says why behind the language (`tools.snippets.MARKS`)
+and is listed with that; what a reader has anyway is made by a comment, `<!-- sh … -->`. A Python block under "as
+`serve.py`:" is the file of that name.
 """
 
 from __future__ import annotations
@@ -107,18 +108,17 @@ def _ran(place: str, command: str, cwd: Path, env: dict[str, str]) -> tuple[Step
 
 
 def walk(page: Path, folder: Path, env: dict[str, str], dist: Path) -> Iterator[Step]:
-    """A page in an empty folder: its Python blocks as one program, then its commands; those that are marked say why."""
+    """A page in an empty folder: its Python blocks as one program, and its commands; those that are marked say why."""
     folder.mkdir(parents=True)
     (folder / "dist").symlink_to(dist)
     text = page.read_text(encoding="utf-8")
     for name, code in re.findall(r"as `([\w.-]+\.py)`:\n\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (folder / name).write_text(code, encoding="utf-8")
     at = folder
-    python = [block.code for block in blocks(page) if not block.marks]
-    if python:
-        (folder / "page.py").write_text("\n".join(python), encoding="utf-8")
-        yield _ran(f"{page.relative_to(ROOT).as_posix()}: its Python blocks", "python page.py", at, env)[0]
-    for block in blocks(page, "sh"):
+    python = [block for block in blocks(page) if not block.marks]
+    (folder / "page.py").write_text("\n".join(block.code for block in python), encoding="utf-8")
+    program = [Block(page, block.line, (), "python page.py") for block in python[:1]]
+    for block in sorted([*program, *blocks(page, "sh")], key=lambda block: block.line):
         for command in commands(block):
             if block.marks:
                 yield Step(block.name, command, 0.0, None, " ".join(MARKS[mark] for mark in block.marks))

@@ -40,7 +40,7 @@ def test_a_wheel_bears_the_time_of_the_commit_and_is_the_same_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    one, two = (built("layerzero", tmp_path / folder) for folder in ("one", "two"))
+    one, two = (built("layerzero-kernels", tmp_path / folder) for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
     with zipfile.ZipFile(one) as opened:
         assert {item.date_time for item in opened.infolist()} == {(2023, 11, 14, 22, 13, 20)}
@@ -53,7 +53,7 @@ def test_a_wheel_bears_the_time_of_the_commit_and_is_the_same_twice(
     assert f"{one.name}: version {VERSION}, not 9.9.9" in "\n".join(release.problems(folder, "9.9.9"))
     parts = release.parts(folder, VERSION)
     assert parts == json.loads(json.dumps(parts)) and parts["bomFormat"] == "CycloneDX"
-    assert {"layerzero", "layerzero-core"} <= {item["name"] for item in parts["components"]}
+    assert {"layerzero-kernels", "layerzero-core"} <= {item["name"] for item in parts["components"]}
 
 
 def test_a_changed_file_and_a_foreign_signature_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

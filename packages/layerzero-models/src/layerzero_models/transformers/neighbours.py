@@ -62,7 +62,7 @@ class Neighbours:
         self._hooks = tuple(hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks))
         self._places: list[tuple[dict[str, Any], str, int]] = []
         self.weight = self._joined("weight")
-        self.bias = None if parts[0].bias is None else self._joined("bias")
+        self.bias: Tensor | None = None if parts[0].bias is None else self._joined("bias")
 
     def _joined(self, name: str) -> Tensor:
         owned = [part._parameters for part in self.parts]
