@@ -243,6 +243,25 @@ def _compiled_row(name: str, row: dict[str, Any], kernel: str) -> str:
     return f"| {name} | {row['median_us']['torch']:,.1f} | {ratios} | `{kernel}` |"
 
 
+def invariance_section(name: str, data: dict[str, Any]) -> str:
+    (label, figure), machine = next(iter(data["figures"].items())), data["machine"]
+    verdict = "within" if figure["value"] <= figure["at_most"] else "missed"
+    where = machine["gpu"] if data["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
+    refused = ", ".join(data["refused"]) or "none"
+    lines = [
+        f"## {name}: the price of batch invariance",
+        "",
+        f"{where}; torch {machine['torch']}; commit `{data['commit']}`; quickest of interleaved rounds. {label}: "
+        f"{figure['value']} over {data['cases']} cases (goal {figure['at_most']}: {verdict}), worst {data['worst']}. "
+        f"Without such a kernel: {refused}.",
+        "",
+        "| op | invariant ÷ free |",
+        "|---|---:|",
+        *(f"| {op} | {ratio} |" for op, ratio in data["by_op"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "overhead.json": section,
     "tokenizers.json": tokenizers_section,
@@ -257,6 +276,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "models*.json": models_section,
     "training.json": training_section,
     "diffusion.json": diffusion_section,
+    "invariance.json": invariance_section,
     "linear_attention.json": linear_attention_section,
     "adapters.json": adapters_section,
     "ops_host_*.json": ops_section,

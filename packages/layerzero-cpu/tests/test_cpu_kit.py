@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from layerzero_cpu.library import native
+from layerzero_verify.testing.compositions import THOROUGH
 
 PROVING = os.environ.get("LAYERZERO_PROVE") == "1"
 
@@ -25,6 +26,7 @@ def test_the_backend_passes_the_kit(isa: str, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider",
         "-p", "layerzero_verify.testing.pytest_plugin", "--lz-plugin", "layerzero_cpu.plugin", str(tmp_path),
+        *(("--lz-compositions", str(THOROUGH)) if PROVING else ()),
     ]  # fmt: skip
     done = subprocess.run(
         command,

@@ -511,6 +511,21 @@ experts_case("without tokens", tokens=0)
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 
+@case("a linear layer as one expert")
+def fixed_linear():
+    from layerzero.backends.reference.linear import linear as truth
+    from layerzero_triton.experts import fixed_linear
+
+    weight, bias = torch.randn(40, 48) * 0.2, torch.randn(40)
+    for rows, activation in ((1, None), (3, "silu"), (70, "gelu_tanh")):
+        x = torch.randn(2, rows, 48)
+        got, alone = (fixed_linear(given, weight, bias, activation) for given in (x, x[1:, -1]))
+        wrong = differs("linear", got, truth(x, weight, bias, activation))
+        if wrong or not torch.equal(got[1:, -1], alone):
+            return wrong or "the last row has other bits than alone"
+    return None
+
+
 @case("plans are kept for a shape, not for what the tensors hold")
 def planned():
     import layerzero as lz
