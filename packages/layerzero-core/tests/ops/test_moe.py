@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
+from layerzero.backends.torch_native.moe import moe
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
 
@@ -121,6 +122,23 @@ def test_gradients_of_biases_are_those_of_the_formula(kernel):
     wide = [t.detach().double().requires_grad_() for t in leaves]
     want = torch.autograd.grad(_gpt_oss(*wide[:4], ids, *wide[4:], **options), wide, slope.double())
     assert_close(list(got), list(want), tolerance("gradient", torch.float32))
+
+
+def test_slots_of_experts_elsewhere_do_not_reach_the_gradients_of_biases():
+    """`F.grouped_mm` writes nothing behind its last group: what is read there is filled with NaN here."""
+    torch.manual_seed(0)
+    sizes = ((5, 16), (6, 16, 16), (6, 16, 8), (5, 2), (6, 16), (6, 16))
+    x, gate_up, down, shares, *biases = (torch.rand(size, requires_grad=True) for size in sizes)
+    ids = torch.tensor([[0, 7], [9, 3], [5, 1], [11, 8], [2, 10]])
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = moe(x, gate_up, down, shares, ids, "silu", 0, *biases)
+        found = torch.autograd.grad(out.square().sum(), (x, gate_up, down, shares, *biases))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(item.isfinite().all() for item in (out, *found))
+    assert torch.equal(found[4][4], torch.zeros(16)), "nobody asked for this expert"
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,9 @@ def _owners(ends: Tensor, slots: Tensor) -> Tensor:
     return torch.searchsorted(ends, rows, right=True).clamp_max(ends.shape[0] - 1)
 
 
-def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None) -> Tensor:
-    """Each row plus the bias of its expert."""
-    return rows if bias is None or owner is None else rows + bias[owner]
+def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None, inside: Tensor) -> Tensor:
+    """Each row plus the bias of its expert; none for rows behind every group, whose gradient nobody writes."""
+    return rows if bias is None or owner is None else rows + torch.where(inside, bias[owner], 0.0)
 
 
 def moe(
@@ -212,10 +212,10 @@ def moe(
     # Nested, so that what stands between the products is given back as soon as it was used.
     owner = None if gate_up_bias is None and down_bias is None else _owners(ends, slots)
     middle = gated(
-        _biased(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), gate_up_bias, owner),
+        _biased(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), gate_up_bias, owner, inside),
         activation, inner, alpha, limit, interleaved,
     )  # fmt: skip
-    rows = _biased(_grouped_mm(middle, down.transpose(1, 2), offs=ends), down_bias, owner)
+    rows = _biased(_grouped_mm(middle, down.transpose(1, 2), offs=ends), down_bias, owner, inside)
     rows = torch.where(inside, rows, 0.0)
     back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
     return _combined(rows[back], topk_weights, topk_ids, expert_offset, experts)
