@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,34 @@ def test_onednn_is_looked_for_inside_torch(monkeypatch, no_library, there):
         (why,) = layerzero_capabilities(fakes.cpu()).reasons
     assert ("oneDNN 3.12.0 in torch" in why.message) is there
     assert ("this torch has no oneDNN" in why.message) is not there
+
+
+@pytest.mark.req("R-BK-CPU-01")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's, at any change of the flags
+def test_the_onednn_of_this_torch_is_named_and_computes_what_torch_computes_without_it(no_library):
+    import torch
+
+    import layerzero as lz
+
+    built = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
+    assert built is not None and torch.backends.mkldnn.is_available()
+    with pretend(NOTHING):
+        (why,) = layerzero_capabilities(fakes.cpu()).reasons
+    assert f"oneDNN {built[1]} in torch" in why.message
+    draw = torch.Generator().manual_seed(0)
+    x, w, gain = (torch.randn(*shape, generator=draw) for shape in ((64, 128), (256, 128), (128,)))
+    q = torch.randn(2, 4, 33, 64, generator=draw)
+    calls = {
+        "linear": lambda: lz.linear(x, w, backend="torch"),
+        "layer_norm": lambda: lz.layer_norm(x, gain, backend="torch"),
+        "attention": lambda: lz.attention(q, q, q, is_causal=True, backend="sdpa"),
+    }
+    for name, call in calls.items():
+        found = call()
+        with torch.backends.mkldnn.flags(enabled=False):
+            torch.testing.assert_close(
+                found, call(), rtol=1e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.req("R-BK-CPU-02")
