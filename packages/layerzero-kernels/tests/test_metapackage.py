@@ -13,8 +13,8 @@ from layerzero_cli.root import VERBS
 
 FOLDER = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# text in and out is a choice like a backend
-CHOSEN_APART = {"layerzero-tokenizers"}
+# text in and out, and the gate against kernels of strangers, are choices like a backend
+CHOSEN_APART = {"layerzero-hostile", "layerzero-tokenizers"}
 
 
 def asked() -> set[str]:
