@@ -141,7 +141,8 @@ def test_the_same_call_gives_an_equal_context_however_often_and_wherever(call: d
 _OTHER: dict[str, Any] = {
     "op": "paged_attention", "device": H100, "dtype": "float8_e5m2", "needs": frozenset({"something"}),
     "dtypes": ("int8",), "layout": Layout.NHD, "rank": 7, "window": (5, 6), "dropout": True, "needs_grad": True,
-    "autocast": "float16", "deterministic": True, "capturing": True, "backend": "mine", "quant_format": "int8",
+    "autocast": "float16", "deterministic": True, "batch_invariant": True, "capturing": True,
+    "backend": "mine", "quant_format": "int8",
     "granularity": "per_channel", "kv_cache_dtype": "int8", "kv_cache_layout": Layout.HND, "index_dtype": "int16",
     "tp_size": 4, "tp_rank": 3, "seq_relation": "unknown", "switched_off": frozenset({"x"}),
     "vetoed": frozenset({"y"}), "aligned_pointers": False, "folded": True,

@@ -22,6 +22,7 @@ GOOD = {
     "LAYERZERO_STRICT": ("yes", "strict", True),
     "LAYERZERO_ALLOW_ADAPTATION": ("off", "allow_adaptation", False),
     "LAYERZERO_DETERMINISTIC": ("TRUE", "deterministic", True),
+    "LAYERZERO_BATCH_INVARIANT": ("1", "batch_invariant", True),
     "LAYERZERO_GRAPH_STRICT_MODE": ("on", "graph_strict_mode", True),
     "LAYERZERO_FALLBACK": ("0", "fallback", False),
     "LAYERZERO_ON_FAULT": ("fallback", "on_fault", "fallback"),
