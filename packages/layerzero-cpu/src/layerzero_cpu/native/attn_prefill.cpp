@@ -9,6 +9,7 @@
 #include "attn_entry.hpp"
 #include "gemm_dot.hpp"
 #include "gemm_panel.hpp"
+#include "turn.hpp"
 
 LZ_BEGIN
 
@@ -38,7 +39,21 @@ static Room cut_room(char* memory, int64_t rows, int64_t dim, int64_t dim_v) {
   return r;
 }
 
-// Keys as columns: keys[d][j]; four rows are turned at a time. Columns n … TILE-1 are zero.
+// Keys as columns: keys[d][j]; columns n … TILE-1 are zero.
+#if LZ_LANES == 16 && !defined(LZ_ISA_portable)
+template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim, float* to) {
+  for (int j = 0; j < TILE; j += W) {
+    for (int64_t d = 0; d < dim; d += W) {
+      __m512i r[W];
+      for (int i = 0; i < W; ++i) {
+        if (j + i >= n) r[i] = _mm512_setzero_si512();
+        else r[i] = bit_cast<__m512i>(dim - d >= W ? load(kp[j + i] + d) : load_edge(kp[j + i] + d, dim - d));
+      }
+      turn(r, [&](int i, __m512i row) { store(to + (d + i) * TILE + j, bit_cast<vf>(row)); });
+    }
+  }
+}
+#else  // four rows are turned at a time
 template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim, float* to) {
   float line[4][256 + 16];
   for (int j = 0; j < TILE; j += 4) {
@@ -52,6 +67,7 @@ template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim,
     }
   }
 }
+#endif
 
 template <class T> static void pack_values(const T* const* vp, int n, int64_t dim, int64_t step, float* to) {
   for (int j = 0; j < TILE; ++j) {
