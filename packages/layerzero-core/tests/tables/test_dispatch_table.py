@@ -105,6 +105,19 @@ def test_a_miss_honours_the_policy(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("built_in")
+@pytest.mark.req("R-SOLV-05")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_miss_honours_strict_mode(tmp_path, strict):
+    """The table is made under the same policy, so that it holds; what it lacks would need the axes exchanged."""
+    lz.configure(strict_mode=strict)
+    obeying(solved(), tmp_path)
+    report = lz.explain("attention", *(item.transpose(1, 2) for item in tensors(300)), layout="BSHD")
+    refused = [reason.code for item in report.decision.candidates for reason in item.reasons]
+    assert ReasonCode.PLAN_BUCKET_MISS in [note.code for note in report.decision.notes]
+    assert (ReasonCode.ADAPTATION_NOT_ALLOWED in refused) is strict
+
+
 def test_the_call_s_own_backend_and_an_empty_call_are_stronger_than_the_table(tmp_path):
     obeying(solved(), tmp_path)
     q, k, v = tensors(8)
