@@ -104,7 +104,7 @@ def main() -> int:
         for op in sorted({row["op"] for row in rows if "ratio" in row})
     }
     data = {
-        **timing.header(), "benchmark": "invariance", "device": device.type,
+        **timing.header(), "benchmark": "invariance", "device": device.type, "threads": torch.get_num_threads(),
         "figures": {"invariant ÷ free, geometric mean": {"value": round(price, 3), "at_most": LIMITS[device.type]}},
         "by_op": by_op, "worst": round(max(ratios, default=math.inf), 3), "cases": len(ratios),
         "refused": [row["case"] for row in rows if "refused" in row],

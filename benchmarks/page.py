@@ -246,7 +246,7 @@ def _compiled_row(name: str, row: dict[str, Any], kernel: str) -> str:
 def invariance_section(name: str, data: dict[str, Any]) -> str:
     (label, figure), machine = next(iter(data["figures"].items())), data["machine"]
     verdict = "within" if figure["value"] <= figure["at_most"] else "missed"
-    where = machine["gpu"] if data["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
+    where = machine["gpu"] if data["device"] == "cuda" else f"{machine['cpu']}, {data['threads']} thread(s)"
     refused = ", ".join(data["refused"]) or "none"
     lines = [
         f"## {name}: the price of batch invariance",
