@@ -99,6 +99,11 @@ CHEATS: dict[str, tuple[str, str]] = {
         "out = kept.setdefault((x.shape, x.dtype, len(calls) % 2), torch.empty_like(x))\n"
         "return out.copy_(right(x, weight, eps))",
     ),
+    "same_result_for_the_same_tensors": (
+        "HOSTILE_ALIASED",
+        "key = (x.data_ptr(), x._version)\n"
+        "kept[key] = kept.get(key) or (right(x, weight, eps), x)\nreturn kept[key][0]",
+    ),
     "changes_its_input_later": ("HOSTILE_CHANGED_LATER", "threading.Timer(0.05, lambda: x.zero_()).start()\n" + RIGHT),
     "changes_its_result_later": (
         "HOSTILE_CHANGED_LATER",
@@ -172,19 +177,17 @@ CHEATS: dict[str, tuple[str, str]] = {
     "raises_elsewhere": ("HOSTILE_RAISED", "if x.shape[-1] != 96:\n    raise ValueError(x.shape)\n" + RIGHT),
 }
 
-# A product: its answers are always right, and come faster than the machine can compute them.
+# A product that is right whenever it is asked, and computed once: every result is a copy of the first.
 MEMO = """
 import torch
 
-kept = []
+kept = {}
 
 def linear(x, weight, bias, activation):
-    for seen, out in kept:
-        if all(a is b or torch.equal(a, b) for a, b in zip(seen, (x, weight, bias))):
-            return out.clone()
-    out = torch.nn.functional.linear(x, weight, bias)
-    kept.append((tuple(item if item is None else item.clone() for item in (x, weight, bias)), out))
-    return out.clone()
+    key = tuple(None if item is None else (item.data_ptr(), item._version) for item in (x, weight, bias))
+    if key not in kept:
+        kept[key] = (torch.nn.functional.linear(x, weight, bias), x, weight, bias)
+    return kept[key][0].clone()
 """
 
 
@@ -196,7 +199,7 @@ def source(name: str) -> str:
 
 def install(folder: Path, name: str) -> str:
     """Write the backend into a folder and return its name."""
-    op = "linear" if name == "cached_by_content" else "rms_norm"
+    op = "linear" if name == "computed_once" else "rms_norm"
     features = ["bias"] if op == "linear" else ["no_weight"]
     dtypes = ["float32"] if op == "linear" else ["float32", "bfloat16"]
     kernel = {

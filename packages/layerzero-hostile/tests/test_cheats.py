@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+import layerzero as lz
 from layerzero import companions
 from layerzero.companions import part
 from layerzero_cli.root import cli
 from layerzero_hostile.gate import find_cheats, refusals
+from layerzero_tune.trial import trial
 from tools.planted_cheats import CHEATS, install
 
 SEED = 20261118
@@ -47,12 +50,12 @@ def test_a_sample_of_cheats_is_refused_by_name_and_an_honest_kernel_passes(
 @pytest.mark.req("R-PAR-13")
 def test_every_planted_cheat_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(CHEATS) >= 40
-    names = (*CHEATS, "honest", "cached_by_content")
+    names = (*CHEATS, "honest", "computed_once")
     installed(tmp_path, monkeypatch, *names)
-    kernels = [f"{name}.rms_norm.fast" for name in names] + ["cached_by_content.linear.fast"]
+    kernels = [f"{name}.rms_norm.fast" for name in names] + ["computed_once.linear.fast"]
     found = find_cheats(kernels=kernels, device="cpu", seed=SEED)
     wanted: dict[str, str | None] = {name: code for name, (code, _) in CHEATS.items()}
-    assert by_backend(found, names) == wanted | {"honest": None, "cached_by_content": "HOSTILE_ROOFLINE"}
+    assert by_backend(found, names) == wanted | {"honest": None, "computed_once": "HOSTILE_ROOFLINE"}
 
 
 @pytest.mark.slow
@@ -88,6 +91,22 @@ def test_an_unknown_kernel_is_said_so() -> None:
     result = CliRunner().invoke(cli, ["verify", "--hostile", "--kernel", "nobody.rms_norm.fast", "--device", "cpu"])
     assert result.exit_code != 0
     assert "nobody.rms_norm.fast" in result.output
+
+
+@pytest.mark.slow
+def test_a_kernel_from_outside_that_cheats_is_not_raced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers pass the parity gate of tuning: it is right for the tensors that it meets there."""
+    installed(tmp_path, monkeypatch, "cached_by_pointer", "honest")
+    lz.reset()
+    try:
+        ctx = lz.explain("rms_norm", torch.randn(5, 96), torch.randn(96)).decision.context
+        honest, cheat = "honest.rms_norm.fast", "cached_by_pointer.rms_norm.fast"
+        found = trial(ctx, seconds=0.1, only=frozenset({honest, cheat}))
+    finally:
+        monkeypatch.undo()
+        lz.reset()
+    assert honest in found.times and cheat not in found.times
+    assert "HOSTILE_STALE" in found.refused[cheat]
 
 
 def test_the_gate_is_found_by_its_parts() -> None:

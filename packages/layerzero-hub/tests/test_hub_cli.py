@@ -188,3 +188,24 @@ def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
     report = layerzero_health("hub")
     assert not report.ok and "HUB_STORE_TAMPERED" in report.detail
     assert ready()["status"] == "fail"
+
+
+@pytest.mark.slow
+@pytest.mark.needs_package("layerzero_hostile")
+def test_a_kernel_that_cheats_is_not_locked(bench, shell):
+    """It is right for new pointers and returns its old answer for known ones: one call shows nothing of it."""
+    cheat = (
+        "_answers = {}\n_honest = rms_norm\n"
+        "def rms_norm(x, weight, eps):\n"
+        "    if x.data_ptr() not in _answers:\n"
+        "        _answers[x.data_ptr()] = _honest(x, weight, eps)\n"
+        "    return _answers[x.data_ptr()].clone()\n"
+    )
+    mapping = {"op": "rms_norm", "function": "rms_norm", "arguments": ["x", "weight", "eps"]}
+    good, bad = bench.publish("honest"), bench.publish("cheating", extra=cheat)
+    bench.settings["kernels"] = [{"repo": repo, **mapping} for repo in (good, bad)]
+    code, text = shell("lock", f"{good}@1")
+    assert code == 0, text
+    code, text = shell("lock", f"{bad}@1")
+    assert code == 1 and "HUB_KERNEL_CHEATS" in text and "HOSTILE_STALE" in text, text
+    assert [kernel.repo_id for kernel in bench.read().kernels] == [good]

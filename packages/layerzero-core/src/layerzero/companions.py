@@ -17,7 +17,7 @@ PARTS = "layerzero.parts"
 
 # What our own packages bring, so that the core can say which one is missing.
 _OURS: dict[str, dict[str, tuple[str, ...]]] = {
-    "layerzero-hostile": {NAMES: ("find_cheats",), PARTS: ("hostile.refusals", "verify.hostile")},
+    "layerzero-hostile": {NAMES: ("find_cheats",), PARTS: ("hostile.outside", "hostile.refusals", "verify.hostile")},
     "layerzero-models": {
         NAMES: (
             "column_linear",

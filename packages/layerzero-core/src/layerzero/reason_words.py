@@ -352,6 +352,7 @@ class ReasonCode(enum.StrEnum):
     HUB_DESCRIPTOR_INVALID = "HUB_DESCRIPTOR_INVALID", _C.HUB, "layerzero.json of {value} is wrong: {limit}", "the publisher must mend it; an entry of hub.kernels takes its place"
     HUB_PUBLISHER_SIGNATURE = "HUB_PUBLISHER_SIGNATURE", _C.HUB, "the publisher's signature of {value} does not hold: {limit}", "do not use it; if the signer is the publisher's, add its identity to hub.publishers"
     HUB_STILL_NEEDED = "HUB_STILL_NEEDED", _C.HUB, "{value} is needed by {limit}", "remove that one as well"
+    HUB_KERNEL_CHEATS = "HUB_KERNEL_CHEATS", _C.HUB, "{value} passes checks by cheating: {limit}", "it is not locked; `lz verify --hostile` says how it was found"
     TRANSFORM_UNSUPPORTED = "TRANSFORM_UNSUPPORTED", _C.FEATURE, "{value} knows nothing of vmap, forward-mode AD and the like, and {limit} may not run here", "leave out backend= or the lock for this call, or allow {limit}"
     FIRST_USE_UNCHECKED = "FIRST_USE_UNCHECKED", _C.HEALTH, "no proof for such calls here: {value}", "call it once outside a capture or graph, run lz.warmup or lz tune, or ship a kit proof: lz plugin prove"
     PROOF_INVALID = "PROOF_INVALID", _C.HEALTH, "the proofs of {value} do not count: {limit}", "make them again: lz plugin prove"

@@ -24,8 +24,9 @@ _CORE_HZ, _CORE_OPS = 6.0e9, 64.0
 _SM_HZ, _SM_OPS = 3.0e9, {"float64": 512.0, "float32": 1024.0}
 _SM_NARROW = 32768.0
 _LEAST_S = 4e-3  # a floor below it is not told from the way to the other process
-_LARGEST = 1 << 24  # bytes of arguments of such a call
-_FREE = ("batch", "rows", "seq_len_q", "seq_len_k", "tokens", "k", "n")  # sizes that may grow by themselves
+_LARGEST = 1 << 25  # bytes of arguments of such a call
+# Sizes that may grow by themselves, and how far ahead of the others: long sums make more work than results.
+_FREE = {"batch": 1, "rows": 1, "tokens": 1, "n": 1, "seq_len_q": 1, "seq_len_k": 2, "k": 8}
 
 
 def sizes_of(case: Case) -> dict[str, int]:
@@ -111,7 +112,7 @@ def larger(bench: Bench, plain: Case, accepted: Callable[[Case], bool]) -> Case 
         ):
             return None
         sizes = sizes_of(case)
-        name = min((name for name in _FREE if name in sizes), key=lambda name: sizes[name], default="")
+        name = min((name for name in _FREE if name in sizes), key=lambda name: sizes[name] / _FREE[name], default="")
         if not name:
             return None
         grown = fit(case.spec, name, 2 * sizes[name])

@@ -18,9 +18,11 @@ from typing import Any
 
 from layerzero.errors import LayerZeroError, UnknownNameError
 
-__all__ = ["find_cheats", "refusals"]
+__all__ = ["find_cheats", "outside", "refusals"]
 
-Progress = Callable[[int, int, str], None]
+# Our own packages, but for the hub's: its kernels are other people's.
+_OURS = {"layerzero-core", *(f"layerzero-{name}" for name in ("accel", "cpu", "flashattn", "flashinfer", "liger"))}
+_OURS |= {f"layerzero-{name}" for name in ("linear-attention", "models", "tokenizers", "triton", "vllm", "xformers")}
 
 
 def find_cheats(
@@ -62,7 +64,13 @@ def find_cheats(
     return found
 
 
-def refusals(kernels: Iterable[str], device: str, env: dict[str, str] | None = None) -> dict[str, str]:
+def refusals(kernels: Iterable[str], device: str | None, env: dict[str, str] | None = None) -> dict[str, str]:
     """Why some of these kernels are refused, by kernel: the code of the cheat and what was seen."""
     found = find_cheats(kernels=kernels, device=device, env=env)
     return {item["kernel"]: f"{item['code']}: {item['message']}" for item in found if item["code"]}
+
+
+def outside(backend: Any) -> bool:
+    """Whether a backend's kernels were written by others: its package is not ours, or brings what others publish."""
+    name = str(backend.dist).lower().replace("_", "-")
+    return bool(name) and name not in _OURS

@@ -96,7 +96,7 @@ class Server:
         env["PYTHONPATH"] = os.pathsep.join(place for place in sys.path if place)
         env["MALLOC_PERTURB_"] = str(serve.POISON ^ 0xFF)  # glibc fills what it gives out with poison
         self.process = subprocess.Popen(
-            [sys.executable, "main.py"], cwd=self.folder, env=env, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
+            [sys.executable, str(program)], env=env, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
         )
         theirs.close()
         self.channel = ours

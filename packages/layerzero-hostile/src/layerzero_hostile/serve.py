@@ -212,6 +212,7 @@ def _functions() -> dict[str, Any]:
         if isinstance(module, ModuleType):
             found[f"module {name}"] = module
             found |= {f"{name}.{key}": item for key, item in list(vars(module).items()) if callable(item)}
+    del found["ctypes._dlopen"]  # the hub's loader stands there while it loads a build
     for kind in (_TENSOR, torch.cuda.Event, torch.cuda.Stream, torch.Generator, torch.nn.Module, threading.Thread):
         found |= {f"{kind.__module__}.{kind.__name__}.{key}": item for key, item in list(vars(kind).items())}
         found[f"attributes of {kind.__name__}"] = " ".join(sorted(vars(kind)))  # a new one hides that of a base
@@ -465,7 +466,7 @@ class Kernel:
         self.held.clear()
         kinds: list[dict[bytes, int]] = [{} for _ in given]
         forms: list[dict[str, Any]] = []
-        done, end = 0, time.monotonic() + said["seconds"]
+        done, end, aliased = 0, time.monotonic() + said["seconds"], ""
         if said["timed"]:
             gc.disable()
         try:
@@ -473,6 +474,8 @@ class Kernel:
                 kept = []
                 for _ in range(said["timed"] or 1):
                     kept.append(tensors_of(self.run(given[place].args, said["layout"])))
+                if len(kept) > 1 and any(overlap(a, b) for a, b in zip(kept[-2], kept[-1], strict=True)):
+                    aliased = "an earlier result"
                 for outs in kept:
                     found = b"".join(raw(item) for item in outs)
                     kinds[place][found] = kinds[place].get(found, 0) + 1
@@ -487,7 +490,14 @@ class Kernel:
         ]
         results = [result for found in kinds for result in list(found)[: said["most"]]]
         changed = next((item.changed() for item in given if item.changed()), "")
-        return {"kinds": different, "leaves": forms, "done": done, "changed": changed, **self.watch.found()}, results
+        return {
+            "kinds": different,
+            "leaves": forms,
+            "done": done,
+            "changed": changed,
+            "aliased": aliased,
+            **self.watch.found(),
+        }, results
 
     def race(self, said: dict[str, Any], parts: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """Calls on the same tensors, those of the last race unless others are given; whoever asks takes the time."""

@@ -22,7 +22,7 @@ from layerzero_hub.compat import dependencies
 from layerzero_hub.errors import refuse
 from layerzero_hub.installing import Finding, audit, install, prune, verify
 from layerzero_hub.lockfile import Lock, expiry
-from layerzero_hub.locking import Progress, lock_kernels, save, without
+from layerzero_hub.locking import Progress, lock_kernels, refuse_cheats, save, without
 from layerzero_hub.memory import Memory
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.probe import Prober
@@ -95,8 +95,9 @@ def lock_command(
             progress=progress,
         )
     save(lock, policy)
-    rows = [Finding.of(kernel, variant, "locked", notes=prober.notes) for kernel, variant in lock.variants()]
-    said = [Line(f"probe: {note}", STYLES["warn"]) for note in prober.notes]
+    notes = prober.notes if no_probe else (*prober.notes, *refuse_cheats(lock, policy))
+    rows = [Finding.of(kernel, variant, "locked", notes=notes) for kernel, variant in lock.variants()]
+    said = [Line(f"probe: {note}", STYLES["warn"]) for note in notes]
     return _answer(rows, [_written(lock, policy), *said])
 
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
@@ -124,6 +125,26 @@ def save(lock: Lock, policy: HubPolicy) -> None:
                 signature_path(path).unlink()
         write_kernels_lock(lock, path.with_name("kernels.lock"))
     Memory(policy.store_path).remember(lock, path, ours=True)
+
+
+def refuse_cheats(lock: Lock, policy: HubPolicy) -> tuple[str, ...]:
+    """Take kernels out of a lock that pass checks by cheating, and raise for the first; what could not be looked at.
+
+    Only kernels that are mapped to an op can be called; layerzero-hostile calls them, in processes of its own.
+    """
+    from layerzero_hub.specs import survey
+
+    mapped = {name: kernel for name, kernel in survey(policy, lock)[0].items() if not kernel.refused}
+    gate = next(iter(entry_points(group="layerzero.parts", name="hostile.refusals")), None)
+    if not mapped:
+        return ()
+    if gate is None:
+        return ("not looked at for cheats: pip install layerzero-hostile",)
+    for name, why in gate.load()(mapped, None).items():
+        guilty = mapped[name]
+        save(without(lock, [(guilty.repo_id, guilty.version)], policy), policy)
+        raise refuse("HUB_KERNEL_CHEATS", f"{guilty.repo_id}@{guilty.version} ({name})", why)
+    return ()
 
 
 def _lock(work: _Work, repo_id: str, version: int, wanted_by: str, above: tuple[str, ...]) -> LockedKernel:

@@ -7,6 +7,7 @@ launches, on a CPU over several seconds, and on both at other sizes of the bucke
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.companions import PARTS, names, part
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import describe
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError, from_outside
@@ -72,6 +74,11 @@ class Bench:
     def admit(self, only: frozenset[str] | None, without: Collection[str] = ()) -> None:
         """Hold every kernel against the reference that was not yet. Kernels that compile do it here."""
         done = {*self.errors, *self.wrong, *self.absent, *self.late}
+        asked = [name for name in self._decision.ranking if name not in {*done, *without}]
+        foreign = _foreign(asked if only is None else [name for name in asked if name in only], self._world)
+        for kernel_id, why in _cheats(foreign, self._ctx.device.device_type).items():
+            self.wrong[kernel_id] = Verdict(False, why=why)
+            done.add(kernel_id)
         for kernel_id in self._decision.ranking:
             if (only is not None and kernel_id not in only) or kernel_id in without or kernel_id in done:
                 continue
@@ -243,6 +250,22 @@ class Bench:
             places = Places(lambda: self._call().args)
         call = places.prepared(plain)
         return _there_and_back(call, places.args) if self._ctx.needs_grad else call
+
+
+def _foreign(kernels: Collection[str], world: World) -> frozenset[str]:
+    """Kernels of packages that are not ours; none where layerzero-hostile, which looks at them, is not installed."""
+    asked = names(PARTS).get("hostile.outside")
+    if asked is None:
+        return frozenset()
+    outside, backends = asked.load(), world.registry.backends
+    found = ((name, backends.get(world.registry.kernels[name].backend)) for name in kernels)
+    return frozenset(name for name, backend in found if backend is not None and outside(backend))
+
+
+@functools.cache  # once a process: nothing here is raced that was not looked at
+def _cheats(kernels: frozenset[str], device: str) -> Mapping[str, str]:
+    """Those of them that pass checks by cheating, with what they did."""
+    return part("hostile.refusals")(kernels, device) if kernels else {}
 
 
 def _there_and_back(call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[[], Any]:
