@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,7 +67,8 @@ class Suite:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         plugin = ["-p", "tools.foreign_plugin"] if way else []
         # Their configuration or none, never ours, though their sources lie inside our folder.
-        own = any((sources / name).is_file() for name in ("pyproject.toml", "pytest.ini", "setup.cfg", "tox.ini"))
+        files = [sources / name for name in ("pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")]
+        own = any(re.search(r"^\[(tool[.:])?pytest\b", file.read_text(), re.M) for file in files if file.is_file())
         theirs = [f"--rootdir={sources}", f"--confcutdir={sources}", *([] if own else ["-c", os.devnull])]
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, *theirs]
         junit.unlink(missing_ok=True)
