@@ -72,10 +72,6 @@ def _capabilities() -> Iterator[dict[str, Any]]:
                     yield found
 
 
-def _ops() -> set[str]:
-    return {op for found in _capabilities() for op in found.get("ops", ())}
-
-
 def _kernels() -> set[str]:
     ops = (kernels for found in _capabilities() for kernels in found.get("ops", {}).values())
     return {kernel["kernel_id"] for kernels in ops for kernel in kernels}
@@ -94,7 +90,7 @@ def _devices() -> Iterable[str]:
     return ("cpu", "cuda", *importlib.import_module("layerzero.device.catalogue").device_names())
 
 
-complete_op = _completing(_ops)
+complete_op = _completing(lambda: {op for found in _capabilities() for op in found.get("ops", ())})
 complete_kernel = _completing(_kernels)
 complete_backend = _completing(lambda: {str(found.get("backend")) for found in _capabilities()})
 complete_device = _completing(_devices)

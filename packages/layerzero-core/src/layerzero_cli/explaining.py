@@ -17,7 +17,6 @@ from layerzero_cli.words import ShapeType
 
 if TYPE_CHECKING:
     from layerzero.model.decision import Candidate
-    from layerzero.reasons import Reason
     from layerzero.telemetry.report import SelectionReport
 
 _SHAPE = ShapeType()
@@ -124,16 +123,13 @@ def validate(kernel_id: str, **options: Any) -> Answer:
     data = {"kernel_id": kernel_id, "valid": not reasons, "reasons": [item.to_json() for item in reasons]}
     if not reasons:
         return Answer(data, [Line(f"{kernel_id} may run this call", STYLES["ok"])])
-    blocks: list[Block] = [Line(f"{kernel_id} cannot run this call", STYLES["fail"])]
-    return Answer(data, [*blocks, *_reasons(reasons, 2)], PROBLEM)
-
-
-def _reasons(reasons: list[Reason], indent: int) -> list[Block]:
-    return [Table(("", ""), [(Cell(item.code.value, "yellow"), _why(item)) for item in reasons], indent=indent)]
-
-
-def _why(item: Reason) -> str:
-    return f"{item.message}\n→ {item.hint}" if item.hint else item.message
+    rows = [
+        (Cell(item.code.value, "yellow"), f"{item.message}\n→ {item.hint}" if item.hint else item.message)
+        for item in reasons
+    ]
+    return Answer(
+        data, [Line(f"{kernel_id} cannot run this call", STYLES["fail"]), Table(("", ""), rows, indent=2)], PROBLEM
+    )
 
 
 def _blocks(report: SelectionReport, everything: bool) -> list[Block]:

@@ -97,7 +97,7 @@ class _Contiguous:
         self.keys = k if self.keys is None else torch.cat((self.keys, k), dim=2)
         self.values = v if self.values is None else torch.cat((self.values, v), dim=2)
         out = self.call(stage, "attention", q, self.keys, self.values, is_causal="bottom_right")
-        return _packed(out)
+        return out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1)  # type: ignore[no-any-return]
 
 
 class _Paged:
@@ -145,7 +145,3 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(groups, dim=1)
     return torch.tril(q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1]), diagonal=k.shape[2] - q.shape[2])
-
-
-def _packed(out: Tensor) -> Tensor:
-    return out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1)

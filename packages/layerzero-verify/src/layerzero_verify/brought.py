@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from layerzero.numerics import compare
+from layerzero.tuning.truth import computed
 from layerzero_verify.forward import placed, stages_of
-from layerzero_verify.layers import own_error
+from layerzero_verify.layers import Fed, fed, own_error
 from layerzero_verify.lineup import IDLE, Caller, LineUp
 from layerzero_verify.models import Model
 from layerzero_verify.patching import applied
@@ -27,11 +28,11 @@ def check_layers(name: str, model: Model, line_up: LineUp, device: torch.device,
     """Each layer on what the unmodified model feeds it: its output, and the gradient of its input."""
     truth, subject = placed(model, device, "float32"), placed(model, device, dtype)
     where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
-    fed, call = _fed(truth), Caller(line_up)
-    want, own = list(_each_layer(truth, fed)), list(_each_layer(subject, fed))
+    inputs, call = fed(truth, _layers(truth.module)), Caller(line_up)
+    want, own = list(_each_layer(truth, inputs)), list(_each_layer(subject, inputs))
     try:
         with line_up.entered(), applied(subject.module, call):
-            got = list(_each_layer(subject, fed))
+            got = list(_each_layer(subject, inputs))
     except (StageError, RuntimeError) as error:
         yield failed(2, "layers", error, **where)
         return
@@ -45,29 +46,11 @@ def check_layers(name: str, model: Model, line_up: LineUp, device: torch.device,
             yield of_error(2, f"layer {number} {label}", report, served=call.served, **where)
 
 
-Fed = list[tuple[Any, dict[str, Any]]]
-
-
-def _fed(model: Model) -> Fed:
-    """What the model gives each of its layers."""
-    fed: Fed = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: fed.append((args, kwargs)), with_kwargs=True)
-        for layer in _layers(model.module)
-    ]
-    try:
-        model.logits(model.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return fed
-
-
-def _each_layer(model: Model, fed: Fed) -> Iterator[tuple[Tensor, Tensor]]:
+def _each_layer(model: Model, given_to: Fed) -> Iterator[tuple[Tensor, Tensor]]:
     """Output, and gradient of the input, of every layer of a model."""
     kind = next(model.module.parameters()).dtype
-    for layer, (args, kwargs) in zip(_layers(model.module), fed, strict=True):
-        given = {key: item.to(kind) if _floating(item) else item for key, item in kwargs.items()}
+    for layer, (args, kwargs) in zip(_layers(model.module), given_to, strict=True):
+        given = {key: item.to(kind) if computed(item) else item for key, item in kwargs.items()}
         x = (args[0] if args else given.pop("hidden_states")).detach().to(kind).requires_grad_()
         with torch.no_grad():  # apart: a kernel without a backward serves here alone
             out = _first(layer(x, *args[1:], **given))
@@ -83,10 +66,6 @@ def _first(out: Any) -> Tensor:
 
 def _layers(module: Any) -> list[Any]:
     return list(next(item for name, item in module.named_modules() if name.endswith("layers")))
-
-
-def _floating(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.is_floating_point()
 
 
 def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:

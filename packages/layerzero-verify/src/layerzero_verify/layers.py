@@ -6,7 +6,7 @@ stages with real weights, one difference each, and the component they point to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -240,25 +240,32 @@ def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device,
     if layers is None or not _llama_like(layers[0]):
         yield skipped(3, "stage diff", "not of the Llama family", subject=subject)
         return
-    hidden: dict[Any, Tensor] = {}
+    hidden = [(args[0] if args else kwargs["hidden_states"]).detach() for args, kwargs in fed(model, layers)]
+    first = hidden[0]
+    cos, sin = module.model.rotary_emb(first, torch.arange(first.shape[1], device=first.device)[None])
+    half = cos.shape[-1] // 2
+    tables = cos[0, :, :half], sin[0, :, :half]
+    for number in sorted({0, len(layers) - 1}):
+        weights, x = from_transformers(layers[number], config), hidden[number]
+        yield _one(f"layer {number}", weights, x, tables, line_up, device, {"subject": subject, "dtype": dtype})
 
-    def keep(layer: Any, args: Any, kwargs: Any) -> None:
-        hidden[layer] = (args[0] if args else kwargs["hidden_states"]).detach()
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+Fed = list[tuple[Any, dict[str, Any]]]
+
+
+def fed(model: Model, layers: Iterable[Any]) -> Fed:
+    """Positional and named arguments that the model gives each of its layers."""
+    found: Fed = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: found.append((args, kwargs)), with_kwargs=True)
+        for layer in layers
+    ]
     try:
         model.logits(model.inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    first = hidden[layers[0]]
-    cos, sin = module.model.rotary_emb(first, torch.arange(first.shape[1], device=first.device)[None])
-    half = cos.shape[-1] // 2
-    tables = cos[0, :, :half], sin[0, :, :half]
-    for number in sorted({0, len(layers) - 1}):
-        weights = from_transformers(layers[number], config)
-        x = hidden[layers[number]]
-        yield _one(f"layer {number}", weights, x, tables, line_up, device, {"subject": subject, "dtype": dtype})
+    return found
 
 
 def _llama_like(layer: Any) -> bool:

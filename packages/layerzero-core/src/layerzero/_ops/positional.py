@@ -73,10 +73,6 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _describe(call: Call) -> Context:
-    return rotary_context("rope", call, *call.args)
-
-
 def rotary_context(
     op: str,
     call: Call,
@@ -165,7 +161,7 @@ ROPE = register(
         lowered={"k": "may be absent"},
         keeps_order=True,
         output_kind="tensors",
-        describe=_describe,
+        describe=lambda call: rotary_context("rope", call, *call.args),
         reference="layerzero.backends.reference.positional:rope",
         cost=Roofline(
             "2 * element_bytes * batch * seq_len_q * head_dim * (num_heads + num_kv_heads * (1 - no_key)) "

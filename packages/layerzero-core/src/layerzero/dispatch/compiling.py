@@ -175,7 +175,8 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
                     with torch.random.fork_rng():
                         exercise(run, likeness(args), ctx)
                 out = run(*args)
-                _settle(ctx)
+                if ctx.device.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                    torch.cuda.current_stream().synchronize()
         except BackendNotAvailableError as error:  # no compiler here: nothing to remember beyond this process
             put_unbindable(kernel.kernel_id, error.reasons[0], began)
             raise RuntimeError(str(error)) from error
@@ -210,11 +211,6 @@ def _innocent(error: Exception) -> bool:
     device_errors: type[Exception] = getattr(torch, "AcceleratorError", MemoryError)
     passing = (LayerZeroError, GuardFailed, MemoryError, torch.OutOfMemoryError, Warning, device_errors)
     return isinstance(error, passing) or sticky(error) is not None or from_outside(error)
-
-
-def _settle(ctx: Context) -> None:
-    if ctx.device.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream().synchronize()
 
 
 def blocking(world: World) -> World:

@@ -180,7 +180,8 @@ def _attempt(
 
 def _prove(seen: tuple[Seen, ...], stream: Any, limit: int) -> None:
     """Each kernel by itself; the first that cannot stand in a graph is refused."""
-    for item in _distinct(seen):
+    distinct = {(item.context, item.bound.kernel_id): item for item in reversed(seen) if item.args}
+    for item in distinct.values():
         why = _objection(item, stream, 0 if limit == 0 else min(limit, _KEPT))
         if why is not None:
             raise _Refused(item.bound.kernel_id, why)
@@ -226,10 +227,6 @@ def _own(item: Seen) -> tuple[Any, ...]:
     if spec.mutates is None or not spec.mutates(item.args):
         return item.args
     return tuple(part.clone() if isinstance(part, Tensor) else part for part in item.args)
-
-
-def _distinct(seen: tuple[Seen, ...]) -> list[Seen]:
-    return list({(item.context, item.bound.kernel_id): item for item in reversed(seen) if item.args}.values())
 
 
 def _captured(

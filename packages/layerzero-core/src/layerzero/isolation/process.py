@@ -38,8 +38,10 @@ class Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # The child holds the reading end; when this process is gone, however it went, the end of file tells it.
         lifeline_theirs, self._lifeline = os.pipe()
-        self._log = os.memfd_create("layerzero-log") if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-        log = os.open(f"/proc/self/fd/{self._log}", os.O_WRONLY | os.O_APPEND) if _proc() else os.dup(self._log)
+        memory = hasattr(os, "memfd_create")
+        self._log = os.memfd_create("layerzero-log") if memory else os.open(os.devnull, os.O_RDWR)
+        proc = memory and os.path.isdir("/proc/self/fd")
+        log = os.open(f"/proc/self/fd/{self._log}", os.O_WRONLY | os.O_APPEND) if proc else os.dup(self._log)
         command = [
             sys.executable, "-P", "-m", "layerzero.isolation.child",
             str(theirs.fileno()), str(arena.handle), str(lifeline_theirs), json.dumps(settings.enclosure.to_json()),
@@ -159,7 +161,3 @@ def _step_back(pid: int) -> None:
         import resource
 
         resource.prlimit(pid, resource.RLIMIT_DATA, (_BACKGROUND_BYTES, _BACKGROUND_BYTES))
-
-
-def _proc() -> bool:
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

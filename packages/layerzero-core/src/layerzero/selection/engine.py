@@ -76,13 +76,9 @@ def select(ctx: Context, world: World) -> Decision:
         refusal=refusal,
         pending=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _NOT_READY),
         shadow=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _SHADOW)
-        if _tries(world)
+        if world.policy.setting("canary.kernels")
         else (),
     )
-
-
-def _tries(world: World) -> bool:
-    return bool(world.policy.setting("canary.kernels"))
 
 
 def _lock(locked: str | None, ctx: Context, world: World) -> str | None:

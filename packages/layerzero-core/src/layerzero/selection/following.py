@@ -25,7 +25,8 @@ def objections(table: DispatchTable, world: World, device: DeviceSpec) -> list[R
     found = []
     signature = environment_signature(device)
     if table.hardware.signature != signature:
-        found.append(reason("PLAN_HARDWARE_MISMATCH", _machine(device), str(table.hardware)))
+        here = f"{device.name or device.device_type} ({signature})"
+        found.append(reason("PLAN_HARDWARE_MISMATCH", here, str(table.hardware)))
     if table.policy_hash != world.policy.policy_hash:
         found.append(reason("PLAN_POLICY_MISMATCH", world.policy.policy_hash[:12], table.policy_hash[:12]))
     for kernel_id, version in table.kernels.items():
@@ -34,10 +35,6 @@ def objections(table: DispatchTable, world: World, device: DeviceSpec) -> list[R
         if here != version:
             found.append(reason("PLAN_KERNEL_CHANGED", f"{kernel_id} {here}", version))
     return found
-
-
-def _machine(device: DeviceSpec) -> str:
-    return f"{device.name or device.device_type} ({environment_signature(device)})"
 
 
 def _standing(table: DispatchTable, world: World, device: DeviceSpec) -> list[Reason]:

@@ -43,14 +43,6 @@ def elements(ctx: Context) -> int:
     return math.prod(max(1, size) for size in sizes.values())
 
 
-def _kv_elements(ctx: Context) -> int:
-    return int((ctx.batch or 1) * (ctx.num_heads or 1) * (ctx.seq_len_k or 1) * (ctx.head_dim or 1) * 2)
-
-
-def _mask_elements(ctx: Context) -> int:
-    return int((ctx.seq_len_q or 1) * (ctx.seq_len_k or 1))
-
-
 def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.op != "attention":
         return None
@@ -124,7 +116,8 @@ def _scale_around(kernel: KernelSpec, ctx: Context) -> Transform:
 def _expand_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.op != "attention":
         return None
-    return Transform("expand_kv", copy_cost_us(ctx, _kv_elements(ctx), 2))
+    count = (ctx.batch or 1) * (ctx.num_heads or 1) * (ctx.seq_len_k or 1) * (ctx.head_dim or 1) * 2
+    return Transform("expand_kv", copy_cost_us(ctx, count, 2))
 
 
 def _fold(what: str) -> Callable[[KernelSpec, Context], Transform | None]:
@@ -138,7 +131,7 @@ def _fold(what: str) -> Callable[[KernelSpec, Context], Transform | None]:
             return None  # a bias of hundreds does not survive in 16 bits
         if not takes or (what == "mask" and ctx.mask is not MaskKind.BOOL):
             return None
-        return Transform(f"mask:{what}", copy_cost_us(ctx, _mask_elements(ctx), 6))
+        return Transform(f"mask:{what}", copy_cost_us(ctx, (ctx.seq_len_q or 1) * (ctx.seq_len_k or 1), 6))
 
     return build
 

@@ -45,7 +45,7 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         for pattern in self._patterns:
-            text = pattern.sub(_hide, text)
+            text = pattern.sub(lambda match: (match.groupdict().get("kept") or "") + HIDDEN, text)
         return text
 
     def value(self, value: Any) -> Any:
@@ -63,7 +63,3 @@ class Redactor:
         if isinstance(item, str) and len(item) >= 4 and self(f"{key}={item}") != f"{key}={item}":
             return HIDDEN
         return self.value(item)
-
-
-def _hide(match: re.Match[str]) -> str:
-    return (match.groupdict().get("kept") or "") + HIDDEN

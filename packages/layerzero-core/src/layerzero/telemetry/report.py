@@ -77,7 +77,8 @@ def render(report: SelectionReport) -> str:
         lines.append(f"  asks for: {', '.join(sorted(ctx.needs))}")
     if decision.chosen:
         winner = decision.winner
-        lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{_locked(decision)}")
+        lock = "  (locked)" if decision.locked else ""
+        lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{lock}")
         lines.append(f"    ranked by {winner.expected or winner.source}")
         for step in winner.transforms:
             words = "isolated, in a process of its own" if step.name == "isolated" else f"after {step.name}"
@@ -106,7 +107,3 @@ def _time(item: Candidate) -> str:
     if item.measured_us is None:
         return "" if item.expected is None else f", expected {item.expected.ratio:.2f} x torch"
     return f", measured {item.measured_us:.1f} us"
-
-
-def _locked(decision: Decision) -> str:
-    return "  (locked)" if decision.locked else ""

@@ -151,15 +151,12 @@ def _generate(op: Op) -> None:
     if _made.get(op.op_id) is op:
         return
     name = op.op_id
-    _SPACE["PLAIN"][name] = _function(op.plain or op.reference)
+    plain = op.plain or op.reference
+    _SPACE["PLAIN"][name] = resolve_name(plain) if isinstance(plain, str) else plain
     _SPACE["CANONICAL"][name], _SPACE["FAKE"][name] = op.canonical, op.fake
     declared, _SPACE["DEFAULTS"] = op.parameters_written()
     exec(compile(_source(op, declared), f"<layerzero.torch_ops {name}>", "exec"), _SPACE)
     _made[name] = op
-
-
-def _function(named: Callable[..., Any] | str | None) -> Any:
-    return resolve_name(named) if isinstance(named, str) else named
 
 
 def _source(op: Op, declared: str) -> str:

@@ -141,10 +141,7 @@ def _keep(site: _Site, args: tuple[Any, ...], backend: str | None, result: Tenso
     if ctx.switched_off or ctx.capturing or not ctx.aligned_pointers or ctx.needs_grad:
         return
     decision = decide(spec, ctx, world)
-    bound = world.memo.get("bound", {}).get((decision.context, decision.chosen, _steps(decision), False))
+    steps = tuple(step.name for step in decision.transforms(decision.chosen)) if decision.chosen else ()
+    bound = world.memo.get("bound", {}).get((decision.context, decision.chosen, steps, False))
     if bound is not None and bound.decision is decision and not unchecked(spec, bound.kernel, ctx, world):
         site.bound, site.strides, site.world = bound, tuple(result.stride()), world
-
-
-def _steps(decision: Any) -> tuple[str, ...]:
-    return tuple(step.name for step in decision.transforms(decision.chosen)) if decision.chosen else ()

@@ -86,17 +86,13 @@ def sizes_to_try(symbols: Mapping[Any, tuple[int, int, int]], more: Sequence[int
     for hint, low, high in symbols.values():
         wanted = {low, min(high, _LONGEST), hint, *(1 << i for i in range(21)), *more}
         each.append(sorted(value for value in wanted if low <= value <= high))
-    while len(each) > 0 and _count(each) > _TRIALS:
+    while len(each) > 0 and math.prod(map(len, each)) > _TRIALS:
         longest = max(range(len(each)), key=lambda i: len(each[i]))
         if len(each[longest]) <= 3:
             raise Unknown("too many open sizes")
         each[longest] = each[longest][::2] + each[longest][-1:]
     for values in itertools.product(*each):
         yield dict(zip(symbols, values, strict=True))
-
-
-def _count(each: Sequence[Sequence[int]]) -> int:
-    return math.prod(len(values) for values in each)
 
 
 def stand_ins(args: Sequence[Any], sizes: Sizes) -> tuple[Any, ...]:

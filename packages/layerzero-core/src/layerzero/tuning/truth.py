@@ -86,7 +86,8 @@ class Gate:
         given = call()
         self._parts: list[tuple[Piece, list[Tensor]]] = []
         self._grads: list[Tensor] | None = None
-        with full_float32(), _quiet(ctx):
+        # computed wide, whatever autocast would make of it
+        with full_float32(), torch.autocast(ctx.device.device_type, enabled=False):
             with torch.no_grad():
                 for piece in pieces(ctx, given.args, self._room):
                     self._parts.append((piece, flat(self._reference(piece.op, piece.args))))
@@ -210,11 +211,6 @@ def _words(report: Any) -> str:
         return f"shape {list(report.shape)}, expected {list(report.expected_shape)}"
     bound = report.tolerance
     return f"off by {report.max_abs:.3g} (allowed: {bound.atol:g} + {bound.rtol:g} of the value)"
-
-
-def _quiet(ctx: Context) -> Any:
-    """The truth is computed wide, whatever autocast would make of it."""
-    return torch.autocast(ctx.device.device_type, enabled=False)
 
 
 def chi_square(counts: Tensor, probs: Tensor) -> float:

@@ -60,7 +60,8 @@ def attend(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None
     """Run the calls, merge their results, and give them the form of the query."""
     given = _query(cache, query, layer, lens)
     calls = _calls(cache, given, layer, options)
-    results = [_packed_result(_run(call), call, given) for call in calls]
+    functions: dict[str, Any] = {"attention": attention, "paged_attention": paged_attention}
+    results = [_packed_result(functions[call.op](*call.args, **call.kwargs), call, given) for call in calls]
     merged, lse = results[0] if len(results) == 1 else _merged(results, given.packed.dtype)
     if cache.value_codec.fixed is not None:
         merged = (merged.to(torch.float32) * cache.value_codec.fixed).to(merged.dtype)
@@ -212,10 +213,6 @@ def _decoded(cache: KVCache, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor
     split = len(cache.key_codec.planes)
     note = reason("ADAPTED", step, detail="no kernel takes a scale for each token")
     return cache.key_codec.decode(planes[:split]), cache.value_codec.decode(planes[split:]), (note,)
-
-
-def _run(call: CacheCall) -> Any:
-    return (attention if call.op == "attention" else paged_attention)(*call.args, **call.kwargs)
 
 
 def _packed_result(result: Any, call: CacheCall, query: _Query) -> tuple[Tensor, Tensor | None]:

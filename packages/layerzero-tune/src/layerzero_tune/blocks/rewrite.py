@@ -34,11 +34,6 @@ def stretches(block: Block, position: int, weights: Mapping[str, Any]) -> Iterat
         yield from rule(block, position, weights)
 
 
-def _used_elsewhere(block: Block, names: set[str], position: int, length: int) -> bool:
-    """Whether a result inside a stretch is asked for after it, so that it may not disappear."""
-    return bool(names & set(block.live(position + length)))
-
-
 def _add_norm(block: Block, at: int, weights: Mapping[str, Any]) -> Iterator[Stretch]:
     """add, rms_norm → add_rms_norm, which gives the sum as well."""
     pair = block.steps[at : at + 2]
@@ -93,7 +88,7 @@ def _feed_forward(block: Block, at: int, weights: Mapping[str, Any]) -> Iterator
     chained = act.args[:2] == (Ref(gate.outputs[0]), Ref(up.outputs[0])) and down.args[0] == Ref(act.outputs[0])
     inner = {gate.outputs[0], up.outputs[0], act.outputs[0]}
     plain = gate.args[0] == up.args[0] and all(step.args[2:] == (None, None) for step in (gate, up, down))
-    if not chained or not plain or _used_elsewhere(block, inner, at, 4):
+    if not chained or not plain or inner & set(block.live(at + 4)):  # what is asked for later may not disappear
         return
     x, activation = gate.args[0], act.args[2]
     split = Step("mlp", (x, up.args[1], down.args[1], gate.args[1], activation, None, None, None), down.outputs)

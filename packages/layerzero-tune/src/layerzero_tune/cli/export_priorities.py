@@ -43,8 +43,6 @@ def add(group: click.Group) -> None:
         found = export_priorities(load_table(table), stack, _times(database))
         return Answer(found.to_json(), _blocks(table, found), OK if found.settings else PROBLEM)
 
-    _ = export
-
 
 def _times(database: Path | None) -> Callable[[PlanEntry], dict[str, float]] | None:
     from layerzero.runtime.state import state

@@ -128,8 +128,6 @@ def add(group: click.Group) -> None:
         count = exchange.prune(db, platform=here, older_than_s=None if older_than is None else older_than * 86_400)
         return Answer({"path": str(db.path), "removed": count}, [Line(f"{count} rows removed from {db.path}")])
 
-    _ = (show, verify, export, bring, join, prune)
-
 
 def _opened(database: Path | None, *, must_exist: bool = True) -> PerfDB:
     from layerzero.errors import ConfigurationError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +12,9 @@ from layerzero_cli.completion import complete_device
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_tune.cli.tune import measured_or, source_options
+
+if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable
 
 
 def add(group: click.Group) -> None:
@@ -31,15 +36,7 @@ def add(group: click.Group) -> None:
     @click.option("--warm", is_flag=True, help="First compile what these calls need.")
     @click.option("--diff", is_flag=True, help="Compare two tables, OLD NEW, and say what changed and why.")
     def solve(
-        source: Path | None,
-        new: Path | None,
-        out: Path,
-        database: Path | None,
-        device: str | None,
-        model_id: str,
-        key: Path | None,
-        warm: bool,
-        diff: bool,
+        source: Path | None, new: Path | None, out: Path, database: Path | None, warm: bool, diff: bool, **options: Any
     ) -> Answer:
         """Decide the calls that matter now, and write the decisions to a dispatch table.
 
@@ -68,7 +65,7 @@ def add(group: click.Group) -> None:
             from layerzero.public.warming import warmup
 
             warmup([item.context for _, item in calls_of(chosen)], background=False)
-        table = lz.solve(chosen, out, database=database, device=device, model_id=model_id, key=key)
+        table = lz.solve(chosen, out, database=database, **options)
         data = {
             "path": str(out),
             "entries": len(table.entries),
@@ -77,13 +74,8 @@ def add(group: click.Group) -> None:
         }
         return Answer(data, _blocks(out, table), OK if table.entries else PROBLEM)
 
-    _ = solve
 
-
-def _blocks(out: Path, table: object) -> list[Block]:
-    from layerzero.model.dispatch_table import DispatchTable
-
-    assert isinstance(table, DispatchTable)
+def _blocks(out: Path, table: DispatchTable) -> list[Block]:
     measured = sum(entry.median_us is not None for entry in table.entries)
     blocks: list[Block] = [
         Line(f"{len(table.entries)} decisions written to {out}", "bold"),
@@ -97,9 +89,7 @@ def _blocks(out: Path, table: object) -> list[Block]:
         blocks.append(Line(f"signed ({table.signature.partition(':')[0]})", "dim", indent=2))
     if not table.entries:
         blocks.append(Line("no call of the source runs on this device", STYLES["warn"], indent=2))
-    counts: dict[tuple[str, str], int] = {}
-    for entry in table.entries:
-        counts[entry.op, entry.kernel_id] = counts.get((entry.op, entry.kernel_id), 0) + 1
+    counts = Counter((entry.op, entry.kernel_id) for entry in table.entries)
     rows = [(op, kernel, str(count)) for (op, kernel), count in sorted(counts.items())]
     return [*blocks, Table(("op", "kernel", "buckets"), rows, indent=2, right=frozenset({2}))] if rows else blocks
 

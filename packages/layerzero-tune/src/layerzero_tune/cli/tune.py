@@ -79,20 +79,7 @@ def add(group: click.Group) -> None:
     @click.option("--thorough", is_flag=True, help="Race kernels, too, that are expected to be far behind.")
     @click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
-    def tune(
-        source: Path | None,
-        database: Path | None,
-        budget: float | None,
-        seconds: float | None,
-        device: str | None,
-        seed: int,
-        drift: bool,
-        no_compile: bool,
-        compile_seconds: float | None,
-        thorough: bool,
-        graphs: bool,
-        fresh: bool,
-    ) -> Answer:
+    def tune(source: Path | None, database: Path | None, drift: bool, no_compile: bool, **options: Any) -> Answer:
         """Measure every kernel for the calls that matter; selection uses the times from then on.
 
         \b
@@ -114,15 +101,11 @@ def add(group: click.Group) -> None:
         try:
             with _watched() as progress:
                 found = lz.tune(
-                    chosen, database=database, budget=budget, seconds=seconds, device=device, seed=seed, check=drift,
-                    fresh=fresh, compile=not no_compile, compile_seconds=compile_seconds, thorough=thorough,
-                    graphs=graphs, progress=progress,
-                )  # fmt: skip
+                    chosen, database=database, check=drift, compile=not no_compile, progress=progress, **options
+                )
         except Interrupted as error:
             return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
         return Answer(found.to_json(), _blocks(found, drift), PROBLEM if found.skipped and not drift else OK)
-
-    _ = tune
 
 
 @contextlib.contextmanager

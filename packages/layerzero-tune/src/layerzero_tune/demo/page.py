@@ -15,6 +15,7 @@ from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
 from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
 from layerzero_tune.demo.text import check_word, decode_lines, duration, introduction, notes
+from layerzero_tune.report.maps import backend as _backend
 
 _COLOURS = 6
 # Groups that add their result back to the residual stream.
@@ -57,10 +58,6 @@ def _colours(tour: Tour) -> dict[str, str]:
         for item in stop.candidates:
             found.setdefault(item.backend, f"var(--b{1 + (len(found) - 1) % (_COLOURS - 1)})")
     return found
-
-
-def _backend(kernel_id: str) -> str:
-    return kernel_id.partition(".")[0]
 
 
 def _colour(kernel_id: str, colours: dict[str, str]) -> str:
