@@ -136,10 +136,11 @@ def main() -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     seed = secrets.randbelow(2**31) if given.seed is None else given.seed
     print(f"seed {seed}, {given.cases} cases on {device}", flush=True)
+    begin = time.monotonic()
     if given.prepare:
         took = prepare(seed, device, given.cases, given.compile, given.prepare, given.prepare_seconds)
         print(f"compiled in {given.prepare} processes for {took} s", flush=True)
-    begin, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    load = round(os.getloadavg()[0], 2)
     records, found, failed = [], [], {}
     for number, call in enumerate(drawn(seed, device)):
         if number >= given.cases or time.monotonic() - begin > given.budget:
