@@ -511,6 +511,24 @@ experts_case("without tokens", tokens=0)
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 
+@case("attention of queries that are sequences of their own")
+def fixed_attention():
+    from layerzero.backends.reference.attention import attention as truth
+    from layerzero_triton.paged import fixed_attention
+
+    q, k, v = torch.randn(2, 5, 4, 32), torch.randn(2, 9, 2, 32), torch.randn(2, 9, 2, 32)
+    for causal in ("bottom_right", True, False):
+        rest = (None, 0.0, causal, None, None, None, None, True)
+        (got, lse), want = fixed_attention(q, k, v, *rest), truth(*(x.transpose(1, 2) for x in (q, k, v)), *rest)
+        wrong = differs("attention", (got.transpose(1, 2), lse), want)
+        if wrong:
+            return wrong
+    rest = (None, 0.0, "bottom_right", None, None, None, None, False)
+    whole = fixed_attention(q, k[:, :5], v[:, :5], *rest)
+    piece = fixed_attention(q[1:, 2:4], k[1:, :4], v[1:, :4], *rest)
+    return None if torch.equal(whole[1:, 2:4], piece) else "a piece of a prompt has other bits than the whole"
+
+
 @case("a linear layer as one expert")
 def fixed_linear():
     from layerzero.backends.reference.linear import linear as truth

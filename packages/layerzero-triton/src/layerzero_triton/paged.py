@@ -110,6 +110,35 @@ def fixed(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBat
     return paged_attention(query, key_cache, value_cache, batch, *rest, config=chosen)
 
 
+def fixed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | str,
+    *rest: Any,
+) -> Any:
+    """Attention over [B, S, H, D]: every query is a sequence of its own, every key a page of one token.
+
+    No query shares what another one read: made for equal bits in any batch and any pieces of a prompt, not for speed.
+    """
+    (count, rows, heads, dim), keys = query.shape, key.shape[1]
+    scale, window, softcap, slopes, return_lse = rest
+    first = 0 if is_causal is True else keys - rows
+    seen = torch.arange(1, rows + 1, dtype=torch.int32, device=query.device) + first if is_causal else keys
+    lengths = torch.zeros((count, rows), dtype=torch.int32, device=query.device) + seen
+    lengths = lengths.clamp(0, keys).flatten()
+    places = torch.arange(count * keys, dtype=torch.int32, device=query.device).view(count, 1, keys)
+    tables = places.expand(count, rows, keys).reshape(count * rows, keys)
+    batch = PagedBatch(tables, lengths, None, (keys,) * (count * rows), (1,) * (count * rows))
+    pages = (item.reshape(count * keys, 1, *item.shape[2:]) for item in (key, value))
+    found = fixed(query.reshape(-1, heads, dim), *pages, batch, scale, window, softcap, slopes, return_lse, "NHD")
+    out = found[0] if return_lse else found
+    out = out.view(count, rows, heads, dim)
+    return (out, found[1].view(count, rows, heads).transpose(1, 2)) if return_lse else out
+
+
 _Given = tuple[Any, ...]  # query, caches, tables, lengths; slopes, sinks and both scales, or None
 _Rest = tuple[float, int, "float | None", str]
 
