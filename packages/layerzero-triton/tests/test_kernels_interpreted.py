@@ -511,6 +511,18 @@ experts_case("without tokens", tokens=0)
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 
+@case("a feed-forward block of such layers")
+def fixed_mlp():
+    from layerzero.backends.reference.feed_forward import mlp as truth
+    from layerzero_triton.experts import fixed_mlp
+
+    up, gate, down = torch.randn(24, 32) * 0.2, torch.randn(24, 32) * 0.2, torch.randn(32, 24) * 0.2
+    x, bias = torch.randn(3, 32), torch.randn(24)
+    calls = [(up, down, gate, "silu", None, bias, None), (up, down, None, "relu", bias, None, None)]
+    calls += [(torch.cat([gate, up]), down, None, "gelu_tanh", None, None, None)]
+    return next((bad for args in calls if (bad := differs("mlp", fixed_mlp(x, *args), truth(x, *args)))), None)
+
+
 @case("attention of queries that are sequences of their own")
 def fixed_attention():
     from layerzero.backends.reference.attention import attention as truth

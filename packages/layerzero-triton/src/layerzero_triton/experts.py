@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero_triton.activation import gelu_and_mul, relu_and_mul, silu_and_mul
 from layerzero_triton.config import (
     FIXED_EXPERTS,
     ExpertsConfig,
@@ -92,6 +93,30 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     words = activation or "none"
     _multiply(given, -(-rows // height), 1, 0.0, None, words, "none", activation is not None, height, *tile)
     return out
+
+
+def fixed_mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_weight: Tensor | None,
+    activation: str,
+    up_bias: Tensor | None,
+    gate_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Canonical arguments of `mlp`: its products by `fixed_linear`."""
+    if gate_weight is not None:
+        inner = fixed_linear(x, gate_weight, gate_bias, activation) * fixed_linear(x, up_weight, up_bias, None)
+    elif up_weight.shape[0] == down_weight.shape[1]:
+        inner = fixed_linear(x, up_weight, up_bias, activation)
+    else:
+        both = fixed_linear(x, up_weight, up_bias, None)
+        if activation in ("silu", "relu"):
+            inner = (silu_and_mul if activation == "silu" else relu_and_mul)(both)
+        else:
+            inner = gelu_and_mul(both, "tanh" if activation == "gelu_tanh" else "none")
+    return fixed_linear(inner, down_weight, down_bias, None)
 
 
 @functools.lru_cache(maxsize=1024)
