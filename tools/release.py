@@ -232,17 +232,15 @@ def _range(version: str) -> tuple[str, str]:
 def set_version(version: str, root: Path = ROOT) -> list[Path]:
     """Write a version into every package, the core's own module and uv.lock; the files that changed."""
     low, high = _range(version)
-    before = packages(root)[0].data["project"]["version"]
     core = root / "packages" / "layerzero-core" / "src" / "layerzero" / "version.py"
     files = [root / "pyproject.toml", core, root / "uv.lock", *(p.path / "pyproject.toml" for p in packages(root))]
     changed = []
     for file in files:
         text = file.read_text(encoding="utf-8")
-        new = re.sub(
-            rf'^((?:__)?version(?:__)? = "){re.escape(before)}"', rf'\g<1>{version}"', text, flags=re.MULTILINE
-        )
         if file.name == "uv.lock":
-            new = re.sub(rf'(name = "layerzero[a-z-]*"\nversion = "){re.escape(before)}"', rf'\g<1>{version}"', text)
+            new = re.sub(r'(name = "layerzero-[a-z-]*"\nversion = ")[^"]*', rf"\g<1>{version}", text)
+        else:
+            new = re.sub(r'^((?:__)?version(?:__)? = ")[^"]*', rf"\g<1>{version}", text, count=1, flags=re.MULTILINE)
         new = re.sub(r"(layerzero-[a-z-]+(?:\[[a-z]+\])?)>=[0-9.]+,<[0-9.]+", rf"\g<1>>={low},<{high}", new)
         if new != text:
             file.write_text(new, encoding="utf-8")

@@ -11,6 +11,7 @@ import layerzero as lz
 import layerzero.dispatch.accel as seam
 from layerzero.plugin.probing import probe
 from layerzero.reasons import reason
+from layerzero.version import __version__
 from layerzero_accel.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
 
@@ -18,7 +19,7 @@ from layerzero_verify.testing import fakes
 @pytest.mark.parametrize("device", [fakes.cpu(), fakes.gpu(90)], ids=["cpu", "cuda"])
 def test_compiled_it_is_available_on_any_device(native: Any, device: Any) -> None:
     status = layerzero_capabilities(device)
-    assert (status.available, status.version, status.kernels) == (True, "0.1.0", ())
+    assert (status.available, status.version, status.kernels) == (True, __version__, ())
 
 
 def test_uncompiled_it_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from layerzero.errors import InvalidInputError
 from layerzero.plugin.manager import load_plugins
 from layerzero.registry.capabilities import load_capabilities
+from layerzero.version import __version__
 from layerzero_verify.scaffold import write_plugin
 
 
@@ -33,7 +34,8 @@ def test_the_package_is_complete(tmp_path: Path) -> None:
     project = tomllib.loads((target / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["name"] == "layerzero-my-thing"
     assert project["project"]["entry-points"]["layerzero.backends"] == {"my_thing": "layerzero_my_thing.plugin"}
-    assert project["project"]["dependencies"] == ["layerzero-core>=0.1"], "it pulls in nothing else"
+    release = ".".join(__version__.split(".")[:2])
+    assert project["project"]["dependencies"] == [f"layerzero-core>={release}"], "it pulls in nothing else"
     assert not any("@NAME@" in (target / file).read_text(encoding="utf-8") for file in files)
     assert load_capabilities(target / "src/layerzero_my_thing/capabilities.json").backend == "my_thing"
     assert target.stat().st_mode & 0o700 == 0o700

@@ -22,7 +22,9 @@ _BACKENDS = (
     "triton",
     "xformers",
 )
-OURS = frozenset(f"layerzero-{name}" for name in ("core", "kernels", "models", "tune", "verify", "vllm", *_BACKENDS))
+OURS = frozenset(
+    f"layerzero-{name}" for name in ("core", "hostile", "kernels", "models", "tune", "verify", "vllm", *_BACKENDS)
+)
 # What the packages above and the core itself call, under the names their authors publish.
 VENDORS = frozenset(
     {
