@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import layerzero as lz
-from layerzero.errors import BackendNotAvailableError, LayerZeroError, NoKernelFoundError
+from layerzero.errors import BackendNotAvailableError, CudaGraphUnsafeError, LayerZeroError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_models.transformers.attending import attend
 from layerzero_models.transformers.static_cache import KERNEL, present
@@ -31,6 +31,7 @@ paged_attention: Any = lz.paged_attention
 varlen_attention: Any = lz.varlen_attention
 
 BATCHED = "layerzero_flash"
+PAGE = 128  # tokens: the largest page that our kernels read; transformers' own are 256, seen as two
 _OWN = "_layerzero_batching"  # on our functions: transformers' own
 _PLAN = "_layerzero_plan"  # on a block table: the plans of one forward pass
 
@@ -194,6 +195,8 @@ def _decode(
     plans[group] = _Plan(layer, slots, batch)
     for pages, new in ((keys, key), (values, value)):
         pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new[0].transpose(0, 1))
+    if keys.shape[1] > PAGE and keys.shape[1] % PAGE == 0:  # the tables of the plan count pages of this size
+        keys, values = (pages.view(-1, PAGE, *pages.shape[2:]) for pages in (keys, values))
     call = (query, keys, values, batch)
     words = {"scale": scale, "softcap": softcap, "return_lse": sinks is not None}
     if query.is_cpu:
@@ -201,7 +204,7 @@ def _decode(
     _compile(call, words)
     try:
         return _shared(paged_attention(*call, **words, backend=KERNEL), sinks)
-    except (NoKernelFoundError, BackendNotAvailableError):  # denied, or not for these tensors
+    except (NoKernelFoundError, BackendNotAvailableError, CudaGraphUnsafeError):  # denied, or not for these tensors
         seen = torch.arange(batch.max_context_len, device=query.device) < batch.context_lens[:, None]
         both = (pages[batch.block_tables.clamp(min=0)].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
         found = attention(query[:, :, None], *both, seen[:, None, None], **words)
@@ -224,12 +227,18 @@ def _compile(call: tuple[Tensor, Tensor, Tensor, PagedBatch], words: dict[str, A
 
 
 def _planned(tables: Tensor, offsets: Tensor, page: int, trash: int) -> tuple[Tensor, PagedBatch]:
-    """Where among all tokens of the cache the new ones go, and the batch. A row without a request has length 0."""
+    """Where among all tokens of the cache the new ones go, and the batch. A row without a request has length 0.
+
+    Pages of several times PAGE tokens are counted as so many pages of that.
+    """
     lengths = offsets.diff().int()
     last = (lengths - 1).clamp(min=0).long()
     places = tables.gather(1, (last // page)[:, None])[:, 0].long() * page + last % page
     slots = torch.where(lengths > 0, places, trash)
     rows = lengths.shape[0]
     longest = tables.shape[1] * page
+    if page > PAGE and page % PAGE == 0:
+        parts = torch.arange(page // PAGE, dtype=tables.dtype, device=tables.device)
+        tables = (tables[:, :, None] * len(parts) + parts).flatten(1)
     known = tuple(lengths.tolist()) if lengths.is_cpu else (longest,) * rows
     return slots, PagedBatch(tables, lengths, None, known, (1,) * rows)
