@@ -18,23 +18,6 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerzero.errors import LayerZeroError
 
-__all__ = [
-    "STYLES",
-    "Answer",
-    "Block",
-    "Cell",
-    "Line",
-    "Table",
-    "describe_error",
-    "emit",
-    "error_json",
-    "is_plain",
-    "progress_bar",
-    "show",
-    "stamped",
-    "working",
-]
-
 _ASCII = str.maketrans({"→": "->", "–": "-", "µ": "u", "…": "...", "×": "x"})
 # Of what --json prints: it goes up when an entry is renamed, removed or means something else, never for a new one.
 SCHEMA_VERSION = 1

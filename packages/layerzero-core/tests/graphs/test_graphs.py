@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import CudaGraphUnsafeError, InvalidInputError, UnknownNameError
-from layerzero.graphs.inputs import Inputs
+from layerzero.graphs.capture import Inputs
 from layerzero.graphs.rehearsal import Watch, rehearsal
 from layerzero.graphs.report import CaptureReport
 from layerzero.model.enums import Platform

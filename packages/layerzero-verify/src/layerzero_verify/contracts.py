@@ -22,7 +22,8 @@ from layerzero.model.enums import Layout
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.packed import PackedWeight
 from layerzero.reasons import ReasonCode
-from layerzero_verify.kernels import SAME, Bench, Compared, flat, guarded
+from layerzero.tuning.truth import flat
+from layerzero_verify.kernels import SAME, Bench, Compared, guarded
 from layerzero_verify.report import Check, Status, failed, skipped
 from layerzero_verify.testing.cases import Case, cases_of, dtypes_of, fit
 from layerzero_verify.testing.cases_attention import attention, layouts_of, paged

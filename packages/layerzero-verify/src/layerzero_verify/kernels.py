@@ -30,8 +30,6 @@ from layerzero_verify.testing.cases import Case, Group, cases_of, declare, dtype
 from layerzero_verify.testing.compositions import unkept
 from layerzero_verify.thresholds import gradient, kernel
 
-__all__ = ["SAME", "Bench", "Compared", "flat", "guarded"]
-
 SAME = Tolerance(0.0, 0.0)
 # Result, truth, how close they have to be, and what a difference means beyond its numbers.
 Compared: TypeAlias = tuple[Tensor, Tensor, Tolerance, str]

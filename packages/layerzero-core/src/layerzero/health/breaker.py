@@ -16,11 +16,6 @@ from layerzero.json_form import Plain
 from layerzero.model.config import BreakerSettings
 from layerzero.reasons import Reason, ReasonCode, reason
 
-__all__ = [
-    "BreakerPhase", "BreakerSettings", "BreakerState", "Health", "HealthStatus",
-    "on_failure", "on_success", "reopened", "tick", "until",
-]  # fmt: skip
-
 
 class BreakerPhase(enum.StrEnum):
     """Where a breaker stands."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from layerzero.plugin.discovery import dist_version, normalized
 
-__all__ = ["OURS", "VENDORS", "install_hint", "is_known", "quoted"]
-
 _BACKENDS = (
     "accel",
     "cpu",

@@ -1,26 +1,6 @@
 """The plugin contract: every hook, in one file.
 
-A backend is a pip package with one entry point in the group `layerzero.backends` that names a
-module. The module implements the hooks below with `@hookimpl`; a complete one is 25 lines:
-
-    from pathlib import Path
-    from layerzero.plugin import BackendStatus, HealthReport, hookimpl, vendor_status
-
-    CAPABILITIES = Path(__file__).with_name("capabilities.json")
-
-    @hookimpl
-    def layerzero_register(registrar):
-        registrar.backend(CAPABILITIES)
-
-    @hookimpl
-    def layerzero_capabilities(device):
-        return vendor_status(CAPABILITIES, device)
-
-    @hookimpl
-    def layerzero_health(backend):
-        from mybackend.kernels import self_test
-        return self_test()
-
+`layerzero.plugin` shows a complete plugin: a module that implements some of these hooks with `@hookimpl`.
 Hooks fill tables; calls read tables. No hook runs on the path of a call.
 """
 

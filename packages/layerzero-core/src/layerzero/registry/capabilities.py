@@ -19,18 +19,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.registry.build import kernel_spec
 from layerzero.registry.fields import DEFAULT_API, DOCUMENT, SCHEMA_VERSION
 from layerzero.registry.kinds import body, fail
-from layerzero.registry.reading import MAX_BYTES, check_depth, decoded, digest, read
-
-__all__ = [
-    "MAX_BYTES",
-    "MIGRATIONS",
-    "Capabilities",
-    "Conflict",
-    "Vendor",
-    "json_schema",
-    "load_capabilities",
-    "migrate",
-]
+from layerzero.registry.reading import check_depth, decoded, digest, read
 
 _MAX_RECENT = 64
 # Descriptors read and found right, by file and content: loading plugins again, a probe and doctor ask for the same.

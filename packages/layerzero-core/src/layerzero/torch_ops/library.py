@@ -23,9 +23,8 @@ from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside, watched
 from layerzero.model.op import Op
 from layerzero.torch_ops import declared
-from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, bare, uncounted
+from layerzero.torch_ops.opaque import OpaqueOp, bare, present, uncounted
 
 _NAMESPACE = "layerzero"
 

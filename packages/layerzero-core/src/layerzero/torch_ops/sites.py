@@ -23,10 +23,9 @@ from layerzero.dispatch.run import decide, describe
 from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
 from layerzero.selection.proven import unchecked
-from layerzero.torch_ops.absent import present
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import CAUSAL, pair
-from layerzero.torch_ops.opaque import bare
+from layerzero.torch_ops.opaque import bare, present
 
 _SIGNATURE = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, str call) -> Tensor"
 

@@ -27,8 +27,8 @@ from layerzero.model.op import Op
 from layerzero.numerics import assert_close, tolerance
 from layerzero.selection.world import World
 from layerzero_tune.timing.clock import clock_for
-from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.launches import with_launch
+from layerzero_tune.timing.race import without_common_mode
 
 # µs of a call, bytes and operations a µs
 _ON_CPU, _ON_GPU = (8.0, 8_000.0, 60_000.0), (6.0, 2_000_000.0, 400_000_000.0)

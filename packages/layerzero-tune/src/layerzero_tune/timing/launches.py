@@ -23,8 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero_tune.timing.clock import Clock, launch_clock
-from layerzero_tune.timing.common_mode import without_common_mode
-from layerzero_tune.timing.race import Times
+from layerzero_tune.timing.race import Times, without_common_mode
 from layerzero_tune.timing.steady import quick_core, quick_pace
 
 _LONG_US = 200.0  # a kernel of this length hides any launch

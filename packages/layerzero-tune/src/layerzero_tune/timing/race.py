@@ -16,7 +16,6 @@ from layerzero.errors import InvalidInputError
 from layerzero.measurements.noise import SURE, alike, median_error
 from layerzero.selection.score import tie
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
-from layerzero_tune.timing.common_mode import without_common_mode
 from layerzero_tune.timing.steady import quick_core
 
 LOOKS = 40  # rounds of a race that is spread over time
@@ -268,3 +267,17 @@ def calls_a_sample(us: float, *, cold: bool) -> int:
     if cold:
         return max(1, min(_COLD_CALLS, round(_COLD_SAMPLE_US / (us + _COLD_CALL_US))))
     return max(1, min(1000, round(_LEAST_SAMPLE_US / max(us, 0.01))))
+
+
+def without_common_mode(found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The samples of each kernel without what the kernels have in common in a turn; all have one in every turn.
+
+    When the machine slows down it does so for all of them. That would count as spread of each, and a kernel that is a
+    tenth behind in every single turn could not be told from the first. Of two kernels, how they differ stays.
+    """
+    if len(found) < 2:
+        return dict(found)
+    usual = {name: statistics.median(turns) for name, turns in found.items()}
+    turns = zip(*([us / usual[name] for us in taken] for name, taken in found.items()), strict=True)
+    common = [statistics.median(shares) for shares in turns]
+    return {name: [us / share for us, share in zip(taken, common, strict=True)] for name, taken in found.items()}
