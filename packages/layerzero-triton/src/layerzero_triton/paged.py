@@ -132,8 +132,9 @@ def fixed_attention(
     places = torch.arange(count * keys, dtype=torch.int32, device=query.device).view(count, 1, keys)
     tables = places.expand(count, rows, keys).reshape(count * rows, keys)
     batch = PagedBatch(tables, lengths, None, (keys,) * (count * rows), (1,) * (count * rows))
-    pages = (item.reshape(count * keys, 1, *item.shape[2:]) for item in (key, value))
-    found = fixed(query.reshape(-1, heads, dim), *pages, batch, scale, window, softcap, slopes, return_lse, "NHD")
+    key, value = (item.reshape(count * keys, 1, *item.shape[2:]) for item in (key, value))
+    query = query.reshape(-1, heads, dim)
+    found = fixed(query, key, value, batch, scale, window, softcap, slopes, return_lse, "NHD")
     out = found[0] if return_lse else found
     out = out.view(count, rows, heads, dim)
     return (out, found[1].view(count, rows, heads).transpose(1, 2)) if return_lse else out
