@@ -262,7 +262,7 @@ def _state(cuda: bool) -> dict[str, Any]:
         "sys.path": list(sys.path),
         "sys.argv": list(sys.argv),
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "tracing": (sys.gettrace(), sys.getprofile(), sys.excepthook, threading.excepthook),
+        "tracing": (sys.gettrace(), sys.getprofile()),
         "garbage collection": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
         "limits of the interpreter": (sys.getrecursionlimit(), sys.getswitchinterval()),
         "the affinity of the process": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
@@ -285,7 +285,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _of_compiler(variable: str) -> bool:
-    return variable.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "CUTE_DSL_"))
+    """Whether a variable says where a library keeps what it compiles; LayerZero sets them before the first one does."""
+    known = ("CUTE_DSL_", "FLASHINFER_", "FLASH_ATTENTION_", "QUACK_", "TORCHINDUCTOR_", "TRITON_")
+    return variable.lstrip("_").startswith(known)
 
 
 class Watch:
@@ -302,13 +304,18 @@ class Watch:
         now = _functions()
         patched = [name for name, item in self.functions.items() if not _same(now.get(name), item)]
         after = _state(self.cuda)
-        if self.compiles:  # torch's compiler wraps functions of torch, names its caches, and keeps a pool of threads
-            patched = [name for name in patched if not _of_torch(now.get(name))]
+        if self.compiles:
+            # Compilers wrap functions of torch, name their caches, keep a pool of threads, and CuTe's shows its own
+            # messages for errors that nobody catches.
+            patched = [name for name in patched if name != "sys.excepthook" and not _of_torch(now.get(name))]
             new = [name for name in after["os.environ"] if name not in self.settings["os.environ"]]
             for name in filter(_of_compiler, new):
                 del after["os.environ"][name]
         patched += sorted(_overrides() - self.overrides)
         left = [name for name, item in self.settings.items() if after[name] != item]
+        if "os.environ" in left:
+            names = dict(self.settings["os.environ"].items() ^ after["os.environ"].items())
+            left[left.index("os.environ")] = f"os.environ ({', '.join(sorted(names)[:4])})"
         if self.random:
             left = [name for name in left if "random numbers" not in name]
         threads = [item.name for item in threading.enumerate() if item.ident not in self.threads]
@@ -525,7 +532,9 @@ def serve(channel: socket.socket, told: dict[str, Any]) -> None:
             try:
                 answer, results = getattr(kernel, said["do"])(said, parts)
             except Exception as error:
-                answer, results = {"raised": f"{type(error).__name__}: {error}"[:500], **kernel.watch.found()}, []
+                answer, results = {"raised": f"{type(error).__name__}: {error}"[:500]}, []
+                with suppress(Exception):  # after a fault of a GPU nothing can be asked of it
+                    answer |= kernel.watch.found()
             send(channel, answer, *results)
 
 
