@@ -30,10 +30,7 @@ _open_library = ctypes._dlopen  # type: ignore[attr-defined]
 
 
 def import_build(contents: Contents, needed: Mapping[str, ModuleType], inner: Inner) -> ModuleType:
-    """The module of a verified build, by the rules of `kernels` for where its code begins.
-
-    Its code gets other kernels, then and later, from `inner` alone.
-    """
+    """The module of a verified build, begun as `kernels` would; its code gets other kernels from `inner` alone."""
     from kernels import importer
     from kernels._rust import Metadata
     from kernels.deps import use_kernel_deps

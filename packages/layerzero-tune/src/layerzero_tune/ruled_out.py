@@ -43,10 +43,7 @@ def chosen_now(ctx: Context, world: World) -> str:
 
 
 def ruled_out(ctx: Context, world: World, measuring: World) -> dict[str, Expectation]:
-    """Kernels that need not race for a call, with what is expected of them.
-
-    `world` holds what is known and chosen now, `measuring` says who might run.
-    """
+    """Kernels that need not race for a call in `measuring`, with what `world` knows to expect of them."""
     if world.measurements.expected is None:
         return {}
     asked = measuring.changed(measurements=Measurements(expected=world.measurements.expected))

@@ -145,10 +145,7 @@ def _planned(batch: Any, context_lens: Any) -> PagedBatch:
 
 
 def check_pages(cache: Any, batch: PagedBatch, rank: int, axis: int | None) -> None:
-    """Every context must fit its row of pages, whose tokens lie along `axis` of the cache.
-
-    Checked at each call: lengths grow without a new key.
-    """
+    """Every context must fit its row of pages (tokens along `axis` of the cache); asked at each call: lengths grow."""
     if not isinstance(cache, Tensor) or cache.ndim != rank or axis is None:
         return  # refused with its own words on the cold path
     rows, page = batch.block_tables.shape[1], cache.shape[axis]

@@ -14,10 +14,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 
 def free_bytes(device: torch_module.device | str | None = None, *, torch: Any = None) -> int | None:
-    """Bytes a kernel could still take on the device: free at the driver plus what torch holds but does not use.
-
-    None when the device cannot say; callers then do not filter by memory.
-    """
+    """Bytes a kernel could still take: free at the driver, plus what torch holds unused; None if nobody can say."""
     torch = importlib.import_module("torch") if torch is None else torch
     kind, _, number = str("cpu" if device is None else device).partition(":")
     if kind == "cpu":

@@ -115,10 +115,7 @@ def compile_elsewhere(
 
 
 def have_compiled(order: str, artifact: Artifact, began: int) -> Made | Reason | None:
-    """Wait until another process has carried out an order; what it left to load, or the reason when it could not.
-
-    None: it is to be compiled in a thread of this process.
-    """
+    """Wait until another process has carried out an order: what to load, or why not; None: compile in a thread here."""
     from layerzero.isolation.compilers import IDLE_S, compilers
 
     before = jit_cache.snapshot()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from layerzero.dispatch import modes
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError, did_you_mean
+from layerzero.errors import BackendNotAvailableError, InvalidInputError, UnknownNameError, did_you_mean, invalid
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import OpKind
@@ -53,9 +53,7 @@ def describe(
 def _check_backend(backend: str, world: World) -> None:
     """Refuse a `backend=` that names nothing, and one whose plugin failed, with the plugin's own reasons."""
     if not isinstance(backend, str):
-        raise InvalidInputError(
-            code="TYPE_INVALID", value=f"backend: {type(backend).__name__}", limit="a backend name or kernel id"
-        )
+        raise invalid("TYPE_INVALID", f"backend: {type(backend).__name__}", "a backend name or kernel id")
     known = world.registry
     if backend in known.kernels or backend in known.backends or known.by_backend(backend):
         return

@@ -30,10 +30,7 @@ AT_EXIT_S = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One artifact to compile: urgent ones go first. `work` compiles it and does its own bookkeeping.
-
-    `timed`: it is late after the queue's limit; work in another process has a deadline of its own.
-    """
+    """One artifact to compile, urgent ones first, by `work`; `timed` ones are late after the queue's limit."""
 
     urgent: bool
     number: int

@@ -11,10 +11,7 @@ _STEPS = 10_000  # of the search; strides that lie inside each other need a few
 
 
 def overlapping(a: Tensor, b: Tensor) -> bool:
-    """Whether some element of `a` lies at the place of one of `b`. Interleaved views of one tensor do not overlap.
-
-    Strides that would take too long to search count as overlapping.
-    """
+    """Whether an element of `a` lies where one of `b` does; strides that take too long to search count as such."""
     if a is b:
         return a.numel() > 0
     gap = b.data_ptr() - a.data_ptr()

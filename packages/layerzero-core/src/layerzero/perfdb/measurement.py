@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 
 # A spread (standard deviation over median) at which a measurement counts half, and one beyond which it counts nothing.
 HALF_TRUST = 0.25
@@ -80,11 +80,8 @@ class Measurement:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise InvalidInputError(f"{name} is {value}", code="VALUE_INVALID", value=str(value), limit=">= 0")
         if self.samples < 1 or not self.median_us > 0:
-            raise InvalidInputError(
-                "a measurement needs samples and a time",
-                code="VALUE_INVALID",
-                value=f"{self.samples}, {self.median_us}",
-            )
+            given = f"{self.samples}, {self.median_us}"
+            raise invalid("VALUE_INVALID", given, message="a measurement needs samples and a time")
 
     @property
     def key(self) -> bytes:

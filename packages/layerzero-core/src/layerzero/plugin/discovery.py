@@ -51,10 +51,7 @@ def normalized(name: str) -> str:
 
 
 def discover(entry_points: Iterable[Any] | None = None) -> tuple[Found, ...]:
-    """Every plugin that declares itself, built-ins first, then by name.
-
-    With `entry_points` given, only those are looked at (the built-ins still come first).
-    """
+    """Every plugin that declares itself (among `entry_points`, where given), built-ins first, then by name."""
     declared = _declared() if entry_points is None else entry_points
     found: list[Found] = []
     seen: set[tuple[str, str, str]] = set()
@@ -145,10 +142,7 @@ def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=256)
 def dist_version(dist: str) -> str | None:
-    """The installed version of a distribution, from its metadata; None when it is not installed.
-
-    Of several distributions of the name, the first on the path that has a version counts.
-    """
+    """The version of the first distribution of the name on the path that has one; None when it is not installed."""
     return first_version(importlib_metadata.distributions(name=dist, path=there(tuple(sys.path))))
 
 

@@ -291,10 +291,7 @@ def _checked(plugin: Any, name: str) -> tuple[HookView, pluggy.PluginManager]:
 
 
 def call_hook(plugin: Any, hook: str, **arguments: Any) -> Any:
-    """Call one plugin's own implementation of one hook, alone; None when it has none.
-
-    Implementations may take fewer arguments than the hook offers, as pluggy allows.
-    """
+    """Call one plugin's own implementation of a hook, which may take fewer arguments; None when it has none."""
     scratch = _manager()
     scratch.register(plugin if isinstance(plugin, HookView) else HookView(plugin))
     return _call(scratch, hook, **arguments)

@@ -48,10 +48,7 @@ def probe(
     env: Mapping[str, str] | None = None,
     enclosure: Enclosure | None = None,
 ) -> ProbeResult:
-    """Ask a backend about itself in a fresh process; never raises for the backend's sake.
-
-    `enclosure` asks a backend in the surroundings of its own process.
-    """
+    """Ask a backend about itself in a fresh process, within `enclosure`; never raises for the backend's sake."""
     started = time.perf_counter()
     command = [sys.executable, "-P", "-m", "layerzero.plugin.probe", backend]
     if device is not None or enclosure is not None:

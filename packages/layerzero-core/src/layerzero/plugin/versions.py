@@ -22,10 +22,7 @@ _OPERATORS: dict[str, Callable[[_Release, _Release], bool]] = {
 
 
 def contains(specifier: str, version: str) -> bool:
-    """Whether `version` is in the range; a version that is none is in no range.
-
-    A pre-release that is installed was somebody's choice; it counts.
-    """
+    """Whether `version` is in the range: a pre-release may be, since somebody chose it; what is no version never is."""
     plain = _plainly(specifier, version)
     if plain is not None:
         return plain

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero import companions
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.recording.tally import Tally
@@ -41,9 +41,7 @@ def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
     LAYERZERO_RECORD=file does the same for a whole process. One recording at a time; a nested one is refused.
     """
     if not _recording.acquire(blocking=False):
-        raise InvalidInputError(
-            "traffic is being recorded already", code="VALUE_INVALID", value="lz.record()", limit="one at a time"
-        )
+        raise invalid("VALUE_INVALID", "lz.record()", "one at a time", "traffic is being recorded already")
     before, tally = state.tally, Tally()
     try:
         _ = state.world

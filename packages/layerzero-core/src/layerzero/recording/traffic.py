@@ -216,10 +216,7 @@ def load(path: str | os.PathLike[str]) -> Traffic:
 
 
 def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:
-    """Add to what a file holds already: several runs, or several processes of one run, make one file.
-
-    A damaged file is set aside, not overwritten.
-    """
+    """Add to what a file holds, so that several runs or processes make one; a damaged file is set aside."""
     whole = Path(path)
     with locked(whole.with_name(f".{whole.name}.lock"), 0o666):
         before = Traffic()

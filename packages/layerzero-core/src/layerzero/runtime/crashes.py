@@ -60,10 +60,7 @@ def _leave_markers(file: Path | None) -> None:
 
 
 def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
-    """Turn the crash markers of processes that are gone into entries, and block what is in quarantine on a device here.
-
-    Never raises: a file that cannot be read blocks nothing, and the log says so.
-    """
+    """Turn crash markers of processes that are gone into entries and block what is quarantined here; never raises."""
     _child_crashes.clear()
     file = place()
     _leave_markers(file)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.describe import check_window_fits
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
@@ -323,9 +323,7 @@ def no_generator(generator: torch.Generator | None) -> None:
 def lie_apart(q: Tensor, k: Tensor | None) -> None:
     """Refuse to write two results into one tensor."""
     if k is q:
-        raise InvalidInputError(
-            code="INPLACE_UNSUPPORTED", value="q and k share memory", limit="tensors that lie apart"
-        )
+        raise invalid("INPLACE_UNSUPPORTED", "q and k share memory", "tensors that lie apart")
 
 
 def copied(targets: tuple[Tensor | None, ...], found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

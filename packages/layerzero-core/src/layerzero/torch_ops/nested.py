@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.describe import check_dropout, parse_layout
 from layerzero.model.enums import Layout
 
@@ -41,11 +41,7 @@ def nested_attention(varlen: Callable[..., Any], given: tuple[Any, ...], layout:
         shown = ", ".join(str(item.ndim) for item in (query, key, value))
         raise InvalidInputError(code="RANK_INVALID", value=shown, limit="one rank for query, key and value")
     if packed_v.offsets is not packed_k.offsets and not torch.equal(packed_v.offsets, packed_k.offsets):
-        raise InvalidInputError(
-            code="SHAPE_INVALID",
-            value=f"value {tuple(value.shape)}",
-            limit=f"the lengths of key {tuple(key.shape)}",
-        )
+        raise invalid("SHAPE_INVALID", f"value {tuple(value.shape)}", f"the lengths of key {tuple(key.shape)}")
     tokens = (packed_q.tokens, packed_k.tokens, packed_v.tokens)
     longest = {"max_seqlen_q": packed_q.longest, "max_seqlen_k": packed_k.longest}
     options = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "return_lse": return_lse}

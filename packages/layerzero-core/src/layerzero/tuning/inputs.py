@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.context import Context, Strides, element_bytes
 from layerzero.model.op import Op, OperationSpec
 from layerzero.runtime.current import builtin_ops
@@ -152,12 +152,8 @@ def build(
     """
     spec = op_named(context.op)
     if not isinstance(spec, Op) or not callable(spec.example):
-        raise InvalidInputError(
-            f"no inputs can be made for {context.op}",
-            code="OP_UNKNOWN",
-            value=context.op,
-            limit="a tensor or sampling op; a tokenizer cannot be made from its name",
-        )
+        known = "a tensor or sampling op; a tokenizer cannot be made from its name"
+        raise invalid("OP_UNKNOWN", context.op, known, f"no inputs can be made for {context.op}")
     where = torch.device(device or f"{context.device.device_type}:{context.device.index}")
     draw = Draw(context, where, seed)
     with torch.no_grad() if not context.needs_grad else contextlib.nullcontext():
@@ -235,9 +231,7 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 def _relaid(args: tuple[Any, ...], strides: ArgumentStrides) -> tuple[Any, ...]:
     if len(strides) != len(args):
-        raise InvalidInputError(
-            code="VALUE_INVALID", value=f"strides of {len(strides)} arguments", limit=f"those of {len(args)}"
-        )
+        raise invalid("VALUE_INVALID", f"strides of {len(strides)} arguments", f"those of {len(args)}")
     return tuple(_strided(item, given) for item, given in zip(args, strides, strict=True))
 
 

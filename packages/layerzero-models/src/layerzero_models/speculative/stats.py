@@ -126,10 +126,7 @@ def compare(
     *,
     generator: Callable[[], torch.Generator] | None = None,
 ) -> SpeculativeReport:
-    """Run the target alone and with the draft, each once to warm up and once by the clock.
-
-    `generator` makes a fresh generator for each run.
-    """
+    """Run the target alone and with the draft, once to warm up and once timed, each with a fresh `generator()`."""
     from layerzero_models.speculative.decoder import decode
 
     fresh = generator if generator is not None else lambda: None

@@ -92,10 +92,7 @@ def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Facts | None
 def add_norm(
     gemma: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float, facts: Facts
 ) -> tuple[Tensor, Tensor]:
-    """`lz.add_rms_norm`, or `lz.gemma_add_rms_norm`, without gradients: (the norm of the sum, the sum).
-
-    Where x and residual differ in dtype, the sum takes torch's.
-    """
+    """`lz.add_rms_norm` (or Gemma's) without gradients: (norm of the sum, the sum in torch's dtype of both)."""
     if _c_add is not None and not gemma and x.dtype is residual.dtype:
         return _c_add(x, residual, weight, eps)  # type: ignore[no-any-return]
     try:

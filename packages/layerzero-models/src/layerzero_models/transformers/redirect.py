@@ -15,10 +15,7 @@ from layerzero_models.transformers import attending, experts, quick, static_cach
 
 @contextmanager
 def redirected(call: Callable[..., Any]) -> Iterator[None]:
-    """Within the block patched models of this process call an op as `call(op, *args, **kwargs)`.
-
-    Patch inside it: some parts take their function when they are patched.
-    """
+    """Within the block models that are patched inside it call an op as `call(op, *args, **kwargs)`."""
 
     def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Any) -> Any:
         return call("gemma_rms_norm" if gemma else "rms_norm", x, weight, eps)

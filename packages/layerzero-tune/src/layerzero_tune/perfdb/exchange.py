@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.errors import ConfigurationError, InvalidInputError, invalid
 from layerzero.files import write_whole
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
@@ -69,9 +69,7 @@ def from_json(data: dict[str, Any]) -> Measurement:
         raise InvalidInputError("a field has a wrong type", code="SCHEMA_INVALID", value="text expected")
     threads = found.platform.threads
     if type(threads) is not int or not 0 <= threads < 1 << 31:
-        raise InvalidInputError(
-            f"platform.threads is {threads!r}", code="SCHEMA_INVALID", value=str(threads), limit="0 or more"
-        )
+        raise invalid("SCHEMA_INVALID", str(threads), "0 or more", f"platform.threads is {threads!r}")
     numbers: dict[str, Any] = {name: float(getattr(found, name)) for name in _NUMBERS}
     off = None if found.max_error is None else float(found.max_error)
     return replace(found, **numbers, samples=int(found.samples), max_error=off)

@@ -79,10 +79,7 @@ def launch_clock(call: Callable[[], Any], count: int) -> float:
 
 
 def graphed(call: Callable[[], Any], calls: int = 20) -> Callable[[], float]:
-    """Capture so many calls in a CUDA graph; the function returned replays it once and gives µs a call.
-
-    Raises whatever the capture raises: a kernel that cannot be captured has no such time.
-    """
+    """Capture so many calls in a CUDA graph, or raise what that raises; the function returned replays it: µs a call."""
     make: Any = torch.cuda.Event
     stream: Any = torch.cuda.Stream
     side = stream()

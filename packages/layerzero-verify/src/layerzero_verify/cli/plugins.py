@@ -131,10 +131,7 @@ def check(name: str, timeout: float | None, kit: bool) -> Answer:
 
 
 def _run_kit(name: str, *options: str) -> tuple[dict[str, Any], list[str], int]:
-    """Run the kit on an installed plugin in a process of its own: what it found, the lines pytest wrote, the exit code.
-
-    Where it could not run, what was said stands in place of what was found.
-    """
+    """Run the kit on a plugin in its own process: what it found (else what was said), pytest's lines, the exit code."""
     command = [sys.executable, "-P", "-m", "layerzero_verify.testing.proofs", name, *options]
     with working("running the conformance kit …"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

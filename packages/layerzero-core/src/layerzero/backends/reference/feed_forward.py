@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
-from layerzero.errors import InvalidInputError
-from layerzero.reasons import ReasonCode
+from layerzero.errors import invalid
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -20,9 +19,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return F.relu(x)
     if activation not in ("gelu", "gelu_tanh"):
-        raise InvalidInputError(
-            code=ReasonCode.VALUE_INVALID, value=f"activation {activation!r}", limit=f"one of {', '.join(ACTIVATIONS)}"
-        )
+        raise invalid("VALUE_INVALID", f"activation {activation!r}", f"one of {', '.join(ACTIVATIONS)}")
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

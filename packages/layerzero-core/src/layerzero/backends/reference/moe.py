@@ -14,8 +14,7 @@ from torch import Tensor
 
 from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
-from layerzero.errors import InvalidInputError
-from layerzero.reasons import ReasonCode
+from layerzero.errors import invalid
 
 
 # -- routing -----------------------------------------------------------------------------------------
@@ -83,12 +82,9 @@ def check_groups(sizes: list[int], rows: int) -> int:
     """Rows beyond the last group; sizes that are negative or name more rows than there are are refused."""
     left = rows - sum(sizes)
     if left < 0 or min(sizes, default=0) < 0:
-        raise InvalidInputError(
-            "group_sizes do not fit the rows of x",
-            code=ReasonCode.VALUE_INVALID,
-            value=f"group_sizes {sizes if len(sizes) <= 16 else f'with sum {sum(sizes)}'}",
-            limit=f"sizes of 0 or more that add up to at most {rows}",
-        )
+        given = f"group_sizes {sizes if len(sizes) <= 16 else f'with sum {sum(sizes)}'}"
+        limit = f"sizes of 0 or more that add up to at most {rows}"
+        raise invalid("VALUE_INVALID", given, limit, "group_sizes do not fit the rows of x")
     return left
 
 

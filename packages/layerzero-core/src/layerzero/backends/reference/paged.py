@@ -11,10 +11,9 @@ from torch import Tensor
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.reference.varlen import slopes_of
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero.model.attention import Attended, packed
 from layerzero.model.kv_cache import PagedBatch
-from layerzero.reasons import ReasonCode
 
 
 def paged_attention(
@@ -154,12 +153,7 @@ def all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
 def _check(query: Tensor, batch: PagedBatch, page_size: int) -> None:
     capacity = batch.block_tables.shape[1] * page_size
     if batch.max_context_len > capacity:
-        raise InvalidInputError(
-            code=ReasonCode.BLOCK_TABLE_INVALID,
-            value=f"of {batch.block_tables.shape[1]} pages of {page_size}",
-            limit=f"a context of {batch.max_context_len} tokens",
-        )
+        found = f"of {batch.block_tables.shape[1]} pages of {page_size}"
+        raise invalid("BLOCK_TABLE_INVALID", found, f"a context of {batch.max_context_len} tokens")
     if query.shape[0] != batch.total_q:
-        raise InvalidInputError(
-            code=ReasonCode.SHAPE_INVALID, value=tuple(query.shape), limit=f"{batch.total_q} packed query tokens"
-        )
+        raise invalid("SHAPE_INVALID", tuple(query.shape), f"{batch.total_q} packed query tokens")
