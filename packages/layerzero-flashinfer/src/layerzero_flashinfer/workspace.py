@@ -41,12 +41,10 @@ class Workspace:
 
     @cached_property
     def single(self) -> Tensor:
-        """For the kernels of one sequence."""
         return torch.empty(SINGLE, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def batch(self) -> Tensor:
-        """For the wrappers of a batch."""
         size = BATCH if self._first is None else self._first
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 

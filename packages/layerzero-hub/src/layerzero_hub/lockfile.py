@@ -105,7 +105,6 @@ class Lock:
         return _digest(self.to_json())
 
     def check_current(self) -> None:
-        """Raise HUB_LOCK_EXPIRED when its time is over."""
         if self.expires and datetime.datetime.now(datetime.UTC) >= _time(self.expires, "expires"):
             raise refuse("HUB_LOCK_EXPIRED", self.expires)
 

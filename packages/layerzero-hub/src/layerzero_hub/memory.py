@@ -81,7 +81,6 @@ class Memory:
         self._change(lambda data: data.setdefault("signed", {}).update({_absolute(path): lock.to_json()}))
 
     def last_signed(self, path: Path) -> Lock | None:
-        """The lock that was last signed on this machine, if any was."""
         kept = self._read().get("signed", {}).get(_absolute(path))
         try:
             return lockfile.parse(json.dumps(kept).encode()) if kept else None

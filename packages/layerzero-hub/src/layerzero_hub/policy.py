@@ -67,7 +67,6 @@ class HubPolicy:
             raise refuse("HUB_NOT_ALLOWED", repo_id)
 
     def check_endpoint(self, endpoint: str) -> str:
-        """Raise unless the endpoint is one of the policy's."""
         plain = endpoint.rstrip("/")
         if plain not in {one.rstrip("/") for one in self.endpoints}:
             raise refuse("HUB_ENDPOINT_REFUSED", plain, ", ".join(self.endpoints))

@@ -74,7 +74,6 @@ class Remote:
         return found
 
     def versions(self, repo_id: str) -> dict[int, str]:
-        """The versions a kernel offers now: number → commit."""
         found = self._refs(repo_id, ("branches",))
         numbered = {name[1:]: commit for name, commit in found.items() if re.fullmatch(r"v(0|[1-9][0-9]{0,8})", name)}
         return {int(number): check_commit(numbered[number]) for number in sorted(numbered, key=int)}

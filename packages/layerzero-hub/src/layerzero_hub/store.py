@@ -197,7 +197,6 @@ class Store:
         return found
 
     def check_quarantine(self, digest: str) -> None:
-        """Raise HUB_REVOKED for a digest that did harm on this machine."""
         if digest in self.quarantined():
             raise refuse("HUB_REVOKED", digest, detail="quarantined on this machine after doing harm")
 

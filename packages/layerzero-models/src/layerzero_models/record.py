@@ -172,11 +172,9 @@ class Record:
         self.report: PatchReport | None = None
 
     def did(self, name: str, module: Any, op: str) -> None:
-        """A part computes with this op now."""
         self.patched.append(Patched(name, type(module).__name__, op))
 
     def leave(self, name: str, module: Any, why: str) -> None:
-        """A part stays as it is."""
         self.left.append(Left(name, type(module).__name__, why))
 
     def undo(self) -> None:

@@ -108,7 +108,6 @@ class HFEngine(Engine):
         return [*self.prefix, *found, *self.suffix] if add and (self.prefix or self.suffix) else found
 
     def encode_offsets(self, text: str, add: bool, parse: bool) -> Tokens:
-        """Ids and the library's own offsets."""
         found = self._reader(parse).encode(text, None, False, add)
         return self._tokens(found.ids, found.offsets, add)
 

@@ -34,7 +34,6 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """One SHA-256 over every part."""
         return _sha(*(getattr(self, field.name) for field in fields(self)))
 
     def identity(self, namespace: str = "", *, return_offsets: bool = False) -> TokenizerIdentity:

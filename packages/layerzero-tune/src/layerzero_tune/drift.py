@@ -124,7 +124,6 @@ class Watcher:
         return self
 
     def stop(self) -> None:
-        """End, after the call that is being timed."""
         self._stop.set()
         if self.alive and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.1)  # a thread in the middle of a timing ends by itself

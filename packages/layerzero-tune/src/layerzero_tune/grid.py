@@ -78,7 +78,6 @@ class Case:
     _template: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def on(self, kind: str) -> bool:
-        """Whether the case is meant for this kind of device."""
         return not self.devices or kind in self.devices
 
     def at(self, **values: int) -> Case:

@@ -88,12 +88,10 @@ class Tuned:
 
     @property
     def winners(self) -> dict[str, str]:
-        """Kernel id by the name of the call."""
         return {item.name: item.trial.winner for item in self.outcomes if item.trial is not None}
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Calls that could not be measured, with the reason."""
         return {item.name: item.why for item in self.outcomes if item.trial is None}
 
     @property

@@ -76,7 +76,6 @@ class Bench:
                     yield group
 
     def cases(self, group: Group) -> Iterator[Case]:
-        """The cases of a group in the dtypes asked for."""
         if self.dtype is not None:
             return cases_of(group, self.spec, [item for item in dtypes_of(self.spec) if item == self.dtype])
         return (case for case in cases_of(group, self.spec) if case.dtype in self.dtypes)
@@ -97,7 +96,6 @@ class Bench:
         return dispatch(self.op, args, self.layout(args))
 
     def layout(self, args: tuple[Any, ...]) -> str | None:
-        """The layout that stands beside the arguments."""
         if "attention" in (self.op.op_id, self.op.stands_for):
             return "BHSD"
         return args[self.op.arguments.index("layout")] if "layout" in self.op.arguments else None

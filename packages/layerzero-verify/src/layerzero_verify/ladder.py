@@ -170,12 +170,10 @@ class _Runner:
 
     @property
     def usable(self) -> list[KernelSpec]:
-        """Kernels under test that nothing was found wrong with."""
         return [item for item in self.target.kernels if item.kernel_id not in self.wrong]
 
     # -- climbing ------------------------------------------------------------------------------------
     def climb(self, progress: Callable[[int, int, str], None]) -> tuple[Level, ...]:
-        """All levels asked for, the preflight first."""
         plans = {number: self._plan(number) for number in sorted({0, *self.wanted})}
         total = sum(len(tasks) for tasks, _ in plans.values())
         done = 0

@@ -194,7 +194,6 @@ class Caller:
 
     @property
     def served(self) -> tuple[str, ...]:
-        """Every kernel that was called, by name."""
         return tuple(sorted(self.used))
 
     @property

@@ -41,7 +41,6 @@ class Model:
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def logits(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits of a forward pass without gradients or cache."""
         with torch.no_grad():
             found = self.module(**inputs, **({"use_cache": False} if self.decoder else {}))
         logits: Tensor = found.logits

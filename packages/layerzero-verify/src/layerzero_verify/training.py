@@ -43,7 +43,6 @@ class _Model:
         self.tables = cast(rope_tables(_LENGTH, config.head_dim) if config.rope else None, torch.float32, device)
 
     def parameters(self) -> Parameters:
-        """All leaves by name, in the order of the forward pass."""
         found = {name: value for name, value in self.others.items() if name in ("embedding", "positions")}
         for number, layer in enumerate(self.layers):
             found |= {f"layer {number} {name}": value for name, value in layer.named().items()}

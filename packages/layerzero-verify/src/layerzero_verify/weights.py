@@ -73,11 +73,9 @@ class LayerWeights:
         return replace(self, **given)
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> LayerWeights:
-        """The same layer in another dtype (and on another device)."""
         return self._changed(lambda value: value.to(device, dtype))
 
     def leaves(self) -> LayerWeights:
-        """Fresh leaves that collect gradients."""
         return self._changed(lambda value: value.clone().requires_grad_())
 
 

@@ -48,7 +48,6 @@ class Inputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors with their fixed places."""
         return [item for item in self._leaves if isinstance(item, Tensor)]
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,7 +98,6 @@ class GraphedCall:
         self._done = make()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refill the inputs, replay, and give the outputs."""
         self._follow()
         self.inputs.fill(args, kwargs)
         return self._run()

@@ -52,7 +52,6 @@ class Watch:
         self._known.add(key)
 
     def take(self) -> tuple[Seen, ...]:
-        """What was seen since the last time."""
         found, self.seen = tuple(self.seen), []
         return found
 

@@ -133,7 +133,6 @@ class Health:
         return self.blocked_by(kernel_id, backend) is not None
 
     def blocked_by(self, kernel_id: str, backend: str | None = None) -> Reason | None:
-        """Why the kernel must not run, or None."""
         if kernel_id in self.quarantined:
             return reason(ReasonCode.QUARANTINED, self.quarantined[kernel_id])
         name = backend if backend is not None else kernel_id.partition(".")[0]

@@ -92,7 +92,6 @@ class HealthRegistry:
         return self._step("backend", backend, lambda s, now, cfg: on_failure(s, now, cfg, _text(error)))
 
     def backend_succeeded(self, backend: str) -> BreakerState:
-        """Count a good self test or call of a backend."""
         return self._step("backend", backend, on_success)
 
     def due(self, now: float | None = None) -> tuple[tuple[str, str], ...]:

@@ -27,7 +27,6 @@ class Channel:
             self._poll.register(process.sentinel, select.POLLIN)
 
     def ask(self, kind: Kind, body: dict[str, Any], until: float, limit_s: float) -> Frame:
-        """Send a frame and wait for the answer that belongs to it."""
         self._sequence += 1
         self._send(encode(kind, self._sequence, body), until, limit_s)
         return self.receive(self._sequence, until, limit_s)

@@ -184,7 +184,6 @@ class Compilers:
             worker.kill()
 
     def _forked(self) -> None:
-        """In a forked child: they are the parent's."""
         every = [*self._busy, *(worker for _, worker in self._free)]
         self._start()
         for worker in every:

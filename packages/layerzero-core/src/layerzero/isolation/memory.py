@@ -61,7 +61,6 @@ class Memory:
         return total
 
     def bumps(self, names: Iterable[str]) -> dict[str, Bump]:
-        """Fresh room for the arguments of a call."""
         return {name: Bump(name, self._buffer(name), 0 if name == NAME else ALIGNMENT) for name in names}
 
     def told(self) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class Process:
         self.sentinel = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
 
     def ended(self) -> bool:
-        """Whether it is gone; collects it."""
         return self._popen.poll() is not None
 
     def how(self) -> str:

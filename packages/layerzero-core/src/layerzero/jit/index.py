@@ -60,7 +60,6 @@ class Index:
         return frozenset(entry.artifact for entry in self.entries() if not entry.error)
 
     def failed(self) -> dict[Artifact, str]:
-        """Artifacts that could not be compiled, with the error."""
         return {entry.artifact: entry.error for entry in self._load().values() if entry.error}
 
     def add(self, artifact: Artifact, *, error: str = "", evidence: Iterable[str] = (), seconds: float = 0.0) -> None:

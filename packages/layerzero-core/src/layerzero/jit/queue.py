@@ -78,7 +78,6 @@ class Queue:
             return True
 
     def holds(self, artifact: Artifact) -> bool:
-        """Whether an artifact is waiting or being compiled."""
         return artifact in self._known
 
     def wait(self, artifacts: Iterable[Artifact] | None = None, timeout_s: float | None = None) -> frozenset[Artifact]:

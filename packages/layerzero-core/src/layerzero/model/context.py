@@ -251,7 +251,6 @@ class Context(Plain):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the main tensors are contiguous as passed."""
         return self.strides.contiguous
 
     @property

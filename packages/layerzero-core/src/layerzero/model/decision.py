@@ -152,16 +152,13 @@ class Decision(Plain):
         return self.candidate(self.chosen)
 
     def candidate(self, kernel_id: str) -> Candidate:
-        """The verdict on one kernel."""
         return next(item for item in self.candidates if item.kernel_id == kernel_id)
 
     def transforms(self, kernel_id: str) -> tuple[Transform, ...]:
-        """How inputs are adapted for one accepted kernel."""
         return next(steps for name, steps in self.steps if name == kernel_id)
 
     @property
     def transform_cost_total(self) -> float:
-        """Estimated µs spent adapting inputs for the chosen kernel."""
         return sum(step.cost_us for step in self.transforms(self.chosen)) if self.chosen else 0.0
 
     @property

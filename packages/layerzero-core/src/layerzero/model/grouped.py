@@ -99,17 +99,14 @@ class GroupedBatch:
 
     @property
     def num_groups(self) -> int:
-        """Number of groups; 0 when there is no sequence."""
         return len(self.kv_lens_host) // self.batch_size if self.batch_size else 0
 
     @property
     def total_q(self) -> int:
-        """Number of query tokens, all groups and sequences together."""
         return self.cu_seqlens_q_host[-1]
 
     @property
     def total_k(self) -> int:
-        """Number of key tokens, all sequences together."""
         return self.cu_seqlens_k_host[-1]
 
     @property
@@ -147,7 +144,6 @@ class GroupedBatch:
         return KvTraffic(total * token, sum(longest.values()) * token)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The device tensors inside, for device and mode checks."""
         return (self.cu_seqlens_q, self.cu_seqlens_k, self.kv_lens)
 
     def hot_key(self) -> tuple[object, ...]:

@@ -149,7 +149,6 @@ class PagedBatch:
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The device tensors inside, for device and mode checks."""
         extra = () if self.query_lens is None else (self.query_lens,)
         return (self.block_tables, self.context_lens, *extra)
 

@@ -79,7 +79,6 @@ class PackedWeight:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient of the scales is wanted."""
         return self.source.requires_grad
 
     @property
@@ -89,7 +88,6 @@ class PackedWeight:
 
     @property
     def stale(self) -> bool:
-        """Whether the source was written to after it was packed."""
         return bool(self.parts) and self._counts != write_counts(self.source.tensors())
 
     def ready(self) -> tuple[Tensor, ...]:
@@ -104,9 +102,7 @@ class PackedWeight:
         return self.parts
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors inside, for device and mode checks."""
         return (*self.source.tensors(), *self.parts)
 
     def hot_key(self) -> tuple[object, ...]:
-        """What a kernel choice may depend on."""
         return (self.layout, self.act, self.source.hot_key())

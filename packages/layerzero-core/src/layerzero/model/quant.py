@@ -172,7 +172,6 @@ class QuantizedTensor:
             raise invalid(ReasonCode.DEVICE_MIXED, [str(place) for place in places])
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        """The same numbers on another device."""
         point, overall = self.zero_point, self.tensor_scale
         return replace(
             self,
@@ -187,7 +186,6 @@ class QuantizedTensor:
         return tuple(part for part in (self.data, self.scale, self.zero_point, self.tensor_scale) if part is not None)
 
     def hot_key(self) -> tuple[object, ...]:
-        """What a kernel choice may depend on."""
         data = self.data
         return (
             type(data), data.is_cpu, data.get_device(), self.fmt, self.granularity, self.shape, self.dtype,

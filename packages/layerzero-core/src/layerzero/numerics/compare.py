@@ -77,7 +77,6 @@ class ErrorReport:
 
     @property
     def inf_agree(self) -> bool:
-        """Whether the same infinities stand in the same places."""
         return self.inf_mismatches == 0
 
     @property

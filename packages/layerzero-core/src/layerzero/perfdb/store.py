@@ -96,7 +96,6 @@ class PerfDB:
         return [item for item in fresh if not self._expired(item)]
 
     def all(self) -> list[Measurement]:
-        """Every intact measurement that has not expired."""
         return [item for _, item in self.scan() if item is not None and not self._expired(item)]
 
     def __len__(self) -> int:

@@ -103,7 +103,6 @@ class PolicyLayer:
         )
 
     def until(self, expires_at: float) -> PolicyLayer:
-        """The same layer, timeboxed."""
         return replace(self, expires_at=expires_at)
 
     def expired(self, now: float) -> bool:

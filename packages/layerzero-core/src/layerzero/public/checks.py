@@ -47,7 +47,6 @@ class Check(Plain):
 
     @staticmethod
     def error(group: str, name: str, error: LayerZeroError, status: str = Status.FAIL) -> Check:
-        """A check that ended in one of our own errors."""
         text = str(error).removesuffix(f"; {error.hint}").removesuffix(f" [{error.code.value}]")
         return Check(group, name, status, text, error.code, error.hint)
 

@@ -82,7 +82,6 @@ class _Watch:
         self.met_calls: Counter[tuple[str, Context, str]] = Counter()
 
     def table(self) -> dict[Any, Any]:
-        """The hot table of a World under watch."""
         return {}
 
     def met(

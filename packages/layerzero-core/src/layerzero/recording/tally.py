@@ -52,7 +52,6 @@ class Tally:
             atexit.register(self.close)
 
     def table(self) -> CountingTable:
-        """A hot table for a new World."""
         return CountingTable()
 
     def met(

@@ -50,7 +50,6 @@ class Traffic:
 
     @staticmethod
     def of(tally: Tally) -> Traffic:
-        """What a tally has counted so far."""
         return _sorted(Recorded(ctx, count, _frozen(strides)) for ctx, (count, strides) in tally.counts().items())
 
     @property

@@ -57,7 +57,6 @@ class KernelRegistry:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Every op that has a kernel, sorted."""
         return tuple(sorted(self._by_op))
 
     def by_op(self, op: str) -> tuple[KernelSpec, ...]:

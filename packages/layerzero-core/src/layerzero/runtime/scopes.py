@@ -34,7 +34,6 @@ class Scope:
         self._derived: tuple[World | None, World | None] = (None, None)
 
     def world(self) -> World:
-        """The World of this scope for the current base World."""
         base = state.world
         known, world = self._derived
         if known is base and world is not None:

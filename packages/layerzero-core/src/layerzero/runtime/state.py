@@ -187,7 +187,6 @@ class Runtime:
 
     # -- swapping --------------------------------------------------------------------------------
     def publish(self, **changes: Any) -> World:
-        """Swap in a World with these parts replaced."""
         with self._lock:
             return self._install(self.world.changed(**changes))
 
@@ -225,7 +224,6 @@ class Runtime:
         self.cache.max_entries, self.cache.ttl_s = policy.cache.max_entries, policy.cache.ttl_s
 
     def unbindable(self, kernel_id: str, why: Reason) -> World:
-        """Record that a kernel's adapter or vendor cannot be imported."""
         with self._lock:
             return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
 

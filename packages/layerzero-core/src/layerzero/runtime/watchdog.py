@@ -39,7 +39,6 @@ class Watchdog:
     def watched(
         self, run: Callable[..., Any], kernel: KernelSpec, runtime: Runtime, limit: float
     ) -> Callable[..., Any]:
-        """The same callable, seen by the watchdog."""
         clock, me = time.monotonic, threading.get_ident
         under_way, numbers = self._under_way, self._numbers
 

@@ -160,7 +160,6 @@ class SelectionCache(Generic[K, V]):
     # -- writing
 
     def put(self, key: K, value: V) -> None:
-        """Store a value under the present version."""
         shard = self._shard(key)
         with shard.lock:
             self._store(shard, key, value, (self._epoch, shard.version))

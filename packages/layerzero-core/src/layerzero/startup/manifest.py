@@ -42,7 +42,6 @@ class Manifest:
     config_hash: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, whole or not at all."""
         calls = [call_to_json(item, "critical") for item in self.items]
         head = {"format": FORMAT, "model_id": self.model_id, "config_hash": self.config_hash}
         write_whole(Path(path), json.dumps({**head, "calls": calls}, indent=1) + "\n")

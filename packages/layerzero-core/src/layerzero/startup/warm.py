@@ -85,7 +85,6 @@ class Warmup:
 
     @property
     def waiting(self) -> int:
-        """Artifacts still being compiled in the background."""
         return len(self.asked - {item.artifact for item in self.outcomes})
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -36,7 +36,6 @@ class KernelCounters:
         return lambda: guard() and count()
 
     def cold(self, op: str, kernel_id: str) -> None:
-        """A call that was not hot ran this kernel."""
         next(self._cold.setdefault((op, kernel_id), itertools.count()))
 
     def hits(self) -> dict[tuple[str, str], int]:

@@ -93,7 +93,6 @@ class Events:
         return number
 
     def end(self, number: int, kind: str, duration: int, attributes: Mapping[str, Any], error: str = "") -> None:
-        """The event is over."""
         here = self._here
         while here.open and here.open.pop() != number:
             pass  # one that was begun inside and never ended

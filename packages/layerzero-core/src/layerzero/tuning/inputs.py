@@ -82,13 +82,11 @@ class Draw:
         return found if wanted is drawn_in else found.to(wanted)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1), float32."""
         if self._generator is None:
             return torch.empty(shape, device=self.device)
         return torch.rand(shape, generator=self._generator, device=self.device)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Whole numbers below `high`."""
         if self._generator is None:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.randint(max(high, 1), shape, generator=self._generator, device=self.device, dtype=dtype)

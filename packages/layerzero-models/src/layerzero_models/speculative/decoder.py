@@ -81,7 +81,6 @@ class SpeculativeConfig:
         return self.temperature == 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """What tokens are drawn from."""
         return sampling_probs(logits, **self._filters)
 
     def drawn(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -36,7 +36,6 @@ class SpeculativeStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the candidates that was kept."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property

@@ -90,7 +90,6 @@ class Outcome:
 
     @property
     def best(self) -> str:
-        """The fastest kernel; empty where none was timed."""
         return min(self.times, key=lambda name: (self.times[name], name), default="")
 
     def to_json(self) -> dict[str, Any]:

@@ -39,7 +39,6 @@ class Code:
         self._weights = tuple(weights)
 
     def bind(self, tensors: Mapping[str, Any]) -> Callable[..., Any]:
-        """The function, its weights taken from here."""
         found: Callable[..., Any] = self._made(*(tensors.get(name) for name in self._weights))
         return found
 
@@ -135,7 +134,6 @@ class _Names:
         self._taken = {"bind", "error", "Exception"}
 
     def fresh(self, wanted: str) -> str:
-        """An identifier nobody has yet."""
         stem = re.sub(r"\W", "_", wanted, flags=re.ASCII)
         if not stem or stem[0].isdigit() or keyword.iskeyword(stem) or keyword.issoftkeyword(stem):
             stem = f"_{stem}"

@@ -152,7 +152,6 @@ class BlockPlan:
 
     @property
     def code(self) -> str:
-        """The function that runs, as text."""
         return self._code.text
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:

@@ -125,7 +125,6 @@ class KVCache:
         self.value_pages[pages, slots] = value[0].transpose(0, 1)
 
     def batch(self) -> PagedBatch:
-        """The one sequence in here, with one new token."""
         lens = torch.tensor([self.length], dtype=torch.int32, device=self.keys.device)
         return lz.paged_batch(self.block_tables, lens, host_lens=[self.length])
 
@@ -271,7 +270,6 @@ class PlainTorch:
 
     @staticmethod
     def sample_topp(logits: Tensor, p: float, *, generator: torch.Generator) -> Tensor:
-        """Sort, cut where the mass reaches p, multinomial."""
         values, ids = logits.sort(dim=-1, descending=True)
         probs = values.softmax(dim=-1)
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= p, 0.0)

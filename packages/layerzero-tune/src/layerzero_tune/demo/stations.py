@@ -68,7 +68,6 @@ class Stop(Plain):
 
     @property
     def verdict(self) -> str:
-        """Speed against plain torch in words."""
         return verdict(self.lz_us, self.torch_us)
 
     def why_not(self) -> list[tuple[str, str]]:

@@ -106,7 +106,6 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def bounds(self, output: str) -> Tolerance:
-        """How close this output has to be."""
         return bounds(self.definition, output, rtol=self.options.rtol, atol=self.options.atol)
 
     def judge(self, solution: str, against: str, actual: Outputs, expected: Outputs | None, **fields: Any) -> Outcome:

@@ -87,7 +87,6 @@ class Dataset:
         return [trace.workload for _, trace in good], bad
 
     def traces(self, definition: Definition) -> tuple[list[Trace], list[Problem]]:
-        """What was recorded about a definition before."""
         good, bad = self._own("traces", definition)
         return [trace for _, trace in good], bad
 

@@ -79,7 +79,6 @@ class Maker:
         return low + (high - low) * torch.rand(tuple(shape or ()), generator=self.generator(name))
 
     def whole(self, name: str, shape: Sequence[int] | None, low: int, high: int) -> Tensor:
-        """Whole numbers from low up to and without high."""
         return torch.randint(low, max(high, low + 1), tuple(shape or ()), generator=self.generator(name))
 
     def length(self, *names: str) -> int | None:

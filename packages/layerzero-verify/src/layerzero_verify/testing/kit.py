@@ -100,7 +100,6 @@ class Kit:
 
     @property
     def capabilities(self) -> dict[str, Capabilities]:
-        """Every registered backend with its descriptor."""
         return self.registrar.backends
 
     def operation(self, op: str) -> OperationSpec | None:
@@ -109,7 +108,6 @@ class Kit:
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of this machine, the CPU last."""
         found = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
         if torch.backends.mps.is_available():
             found.append(torch.device("mps"))
