@@ -132,19 +132,14 @@ def _stepped(module: Any, ids: Tensor) -> float:
 
 def _gradients(ours: Any, theirs: Any, call: Caller, where: dict[str, Any]) -> Check:
     """The worst of the gradients of the first step."""
-    worst: Check | None = None
+    checks = []
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if other.grad is None and mine.grad is None:
             continue
         got, want = (torch.zeros_like(one) if one.grad is None else one.grad for one in (mine, other))
         bound = gradient("linear", "float32", want.abs().max().item())
-        check = of_error(5, "gradients of the first step", compare(got, want, bound), stage=name, **where)
-        if worst is None or (check.status is Status.FAIL, check.max_abs or 0) > (
-            worst.status is Status.FAIL,
-            worst.max_abs or 0,
-        ):
-            worst = check
-    assert worst is not None
+        checks.append(of_error(5, "gradients of the first step", compare(got, want, bound), stage=name, **where))
+    worst = max(checks, key=lambda check: (check.status is Status.FAIL, check.max_abs or 0))
     return replace(worst, served=call.served)
 
 

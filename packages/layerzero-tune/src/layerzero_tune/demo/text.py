@@ -79,15 +79,6 @@ def notes(stop: Stop) -> list[str]:
     return found
 
 
-def _decode_lines(tour: Tour) -> list[str]:
-    """What the decode loop showed."""
-    steps, made, calls = len(tour.decode), tour.decode_selections, tour.decode_calls
-    lines = [
-        f"{steps} steps, {calls} calls, {made} selections: a choice is made once, then looked up while the cache grows."
-    ]
-    return [*lines, *decode_lines(tour)]
-
-
 def decode_lines(tour: Tour) -> list[str]:
     """Which steps had to select, and whether paged and dense attention agree."""
     state = "match" if tour.agreement.ok else "DO NOT match"
@@ -156,5 +147,7 @@ def blocks(tour: Tour, written: Path | None, *, narrow: bool = False) -> list[Bl
         if reasons:
             told = [(Cell(kernel_id, "cyan"), Cell(text, "dim")) for kernel_id, text in reasons]
             found.append(Table(("", ""), told, indent=4))
-    found += [Line(), Line("Decoding", "bold"), *(Line(line, indent=2) for line in _decode_lines(tour)), Line()]
+    counts = f"{len(tour.decode)} steps, {tour.decode_calls} calls, {tour.decode_selections} selections"
+    lines = [f"{counts}: a choice is made once, then looked up while the cache grows.", *decode_lines(tour)]
+    found += [Line(), Line("Decoding", "bold"), *(Line(line, indent=2) for line in lines), Line()]
     return [*found, Line(summary(tour, written), STYLES["ok" if tour.ok else "fail"]), Line(_NEXT, "dim")]
