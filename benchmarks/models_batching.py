@@ -41,6 +41,9 @@ def batched(model: Any, given: list[list[int]], new: int) -> tuple[list[list[int
         record_timestamps=True,
     )  # fmt: skip
     ordered = [found[name] for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
+    lost = [item for item in ordered if not item.timestamps]
+    if lost:
+        raise SystemExit(f"{len(lost)} of {len(ordered)} requests failed: {lost[0].error or 'no error is given'}")
     seconds = max(item.timestamps[-1] for item in ordered) - min(item.created_time for item in ordered)
     return [item.generated_tokens for item in ordered], seconds
 
