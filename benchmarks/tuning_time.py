@@ -83,7 +83,8 @@ def record(file: Path, device: str) -> None:
 
 def serve(requests: int, device: str) -> None:
     """Print what a server meets: files of compiled kernels that were not there, and the kernels its calls got."""
-    from layerzero.jit.cache import cache_folder, is_passing
+    from layerzero.jit.cache import is_passing
+    from layerzero.plugin.artifacts import cache_folder
 
     def kept() -> set[str]:
         found = (path for path in cache_folder().rglob("*") if path.is_file() and not is_passing(path.name))

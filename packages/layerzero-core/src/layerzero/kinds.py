@@ -109,7 +109,8 @@ def number(
     expected = f"a {'whole ' if whole else '' if limit else 'finite '}number{unit and f' of {unit}'}{limit}"
 
     def wrong(value: Any) -> str | None:
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not _finite(value):
+        number = not isinstance(value, bool) and isinstance(value, int if whole else (int, float))
+        if not number or not -math.inf < value < math.inf:
             return expected
         if value < low or (above and value == low):
             return f"a number greater than {'' if above else 'or equal to '}{low:g}"
@@ -132,13 +133,6 @@ def number(
         parse,
         short=lambda v: float(v) if not whole and not wrong(v) else v,
     )
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of 400 digits
-        return False
 
 
 def words(*allowed: str | int) -> Kind:

@@ -23,18 +23,6 @@ from layerzero_flashinfer.options import LN2, Options, bury, no_keys, unwritten
 from layerzero_flashinfer.vendor import lib
 from layerzero_flashinfer.workspace import GRAPH, Workspace, workspace
 
-__all__ = [
-    "Buffer",
-    "Lengths",
-    "Plan",
-    "Problem",
-    "capturing",
-    "plan_batch",
-    "problem_of",
-    "refuse_planning",
-    "starts_of",
-]
-
 Place = tuple[int, int]  # device index, raw stream
 Buffer = Tensor | None  # where a graph keeps a part of its plan
 

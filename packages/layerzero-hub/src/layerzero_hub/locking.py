@@ -281,16 +281,11 @@ def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: Mapping[
     if seen.changed:
         raise refuse("HUB_DISPATCHER_CHANGED", seen.changed[0])
     for space in seen.namespaces:
-        if not _is_own(space, variant.id):
+        if space.lstrip("_") != variant.id.lstrip("_"):  # the builder's suffix or dash aside, its own is its id
             raise refuse("HUB_NAMESPACE_FOREIGN", space, variant.id)
         if space in fingerprint.namespaces():
             raise refuse("HUB_NAMESPACE_DUPLICATE", space, "this process")
     return seen.namespaces
-
-
-def _is_own(space: str, identity: str) -> bool:
-    """A namespace is a kernel's own when it is its id, or the id is the namespace with the builder's suffix or dash."""
-    return space == identity or space.lstrip("_") == identity.lstrip("_")
 
 
 def _check_apart(kernels: Iterable[LockedKernel]) -> None:

@@ -29,6 +29,7 @@ from layerzero.jit.index import Index
 from layerzero.model.artifact import Artifact
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import Hardware
+from layerzero.plugin import artifacts
 from layerzero.registry.reading import digest as digest_of
 from layerzero.runtime.state import state
 from layerzero.startup.warm import Warmup
@@ -347,8 +348,8 @@ def _install(files: Mapping[str, _File], staging: Path, places: Mapping[str, Pat
 def _prepared() -> Path:
     folder = jit_cache.prepare()
     if folder is None:
-        raise _refused("CONFIG_INVALID", str(jit_cache.cache_folder()), "your own folder, mode 0700")
+        raise _refused("CONFIG_INVALID", str(artifacts.cache_folder()), "your own folder, mode 0700")
     for place in jit_cache.places().values():
-        if (why := jit_cache.distrust(place)) is not None:
+        if (why := artifacts.distrust(place)) is not None:
             raise ConfigurationError(reasons=(why,))
     return folder

@@ -168,7 +168,9 @@ def stages_of(
         left, right = (
             value if mask is None else _without_padding(value, mask.bool()) for value in (got[name], want[name])
         )
-        report = compare(left, right, limit(LAYER, _coarse(left)))
+        # the spacing of a narrow dtype, which a comparison inside a model has to allow
+        coarse = 0.0 if left.dtype in (torch.float32, torch.float64) else 8 * torch.finfo(left.dtype).eps
+        report = compare(left, right, limit(LAYER, coarse))
         first = report if first is None and not report.ok else first
         op, kernel = ran(name, call)
         rows.append(StageDiff(name.partition("#")[0], op, kernel, report.max_abs, report.tolerance.atol, report.ok))
@@ -208,11 +210,6 @@ def _judge(
         detail = f"top-1 differs at {len(wrong)} of {int(kept.sum())} positions, first at {wrong[0]}"
         return replace(check, detail=f"{check.detail}; {detail}".strip("; "), figures=figures)
     return replace(check, figures=figures)
-
-
-def _coarse(value: Tensor) -> float:
-    """The spacing of a narrow dtype, which a comparison inside a model has to allow."""
-    return 0.0 if value.dtype in (torch.float32, torch.float64) else 8 * torch.finfo(value.dtype).eps
 
 
 def _without_padding(value: Tensor, kept: Tensor) -> Tensor:

@@ -182,16 +182,12 @@ def paged(draw: Draw) -> Args:
     if needs & {"kv_scales", "non_causal"}:
         last = (*(last or (None,)), "non_causal" not in needs)
     if "kv_scales" in needs:
-        each = draw.choice("scales_for", "")
-        last = (*last, *(_kv_scale(draw, number, kv_heads if each == "heads" else 1) for number in (0.5, 1.5)))
+        count = kv_heads if draw.choice("scales_for", "") == "heads" else 1
+        last = (*last, *(torch.linspace(at, 2 * at, count, device=draw.device) for at in (0.5, 1.5)))
     return (
         query, *caches, batch, ctx.scale, ctx.window, _softcap(draw),
         slopes(draw), "lse" in needs, layout.value, *last,
     )  # fmt: skip
-
-
-def _kv_scale(draw: Draw, number: float, count: int) -> Tensor:
-    return torch.linspace(number, 2 * number, count, device=draw.device)
 
 
 def _cache(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -63,7 +63,10 @@ def capture_on(stream: Any, run: Callable[[], Any], pool: Any) -> tuple[Any, Any
         try:
             out = run()
         except BaseException:
-            _end_spoilt(graph, stream, pool)
+            try:
+                graph.capture_end()  # the stream must leave the capture, whatever has become of it
+            except RuntimeError:
+                _mend(stream, pool)
             raise
         try:
             graph.capture_end()
@@ -71,13 +74,6 @@ def capture_on(stream: Any, run: Callable[[], Any], pool: Any) -> tuple[Any, Any
             _mend(stream, pool)
             raise
     return graph, out
-
-
-def _end_spoilt(graph: Any, stream: Any, pool: Any) -> None:
-    try:
-        graph.capture_end()  # the stream must leave the capture, whatever has become of it
-    except RuntimeError:
-        _mend(stream, pool)
 
 
 def _mend(stream: Any, pool: Any) -> None:

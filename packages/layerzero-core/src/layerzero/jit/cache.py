@@ -17,11 +17,6 @@ from layerzero import files
 from layerzero.plugin.artifacts import OWN, cache_folder, distrust
 from layerzero.reasons import reason
 
-__all__ = [
-    "DEEP_FOLDERS", "EVIDENCE", "VENDOR_FOLDERS", "cache_folder", "distrust", "is_passing", "locked", "new_entries",
-    "places", "prepare", "snapshot", "variables",
-]  # fmt: skip
-
 _log = logging.getLogger("layerzero.jit")
 
 # variable of a library -> our folder for it

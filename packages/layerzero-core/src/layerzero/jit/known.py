@@ -16,11 +16,11 @@ def known(registry: KernelRegistry) -> dict[str, Any]:
     """The part of a World that the index on disk fills; nothing is read where no kernel compiles at run time."""
     if not any(kernel.jit for kernel in registry.kernels.values()):
         return {}
-    from layerzero.jit import cache as jit_cache  # late: most processes have no such kernel
     from layerzero.jit.index import Index
+    from layerzero.plugin import artifacts  # late: most processes have no such kernel
 
-    folder = jit_cache.cache_folder()
-    if jit_cache.distrust(folder) is not None:
+    folder = artifacts.cache_folder()
+    if artifacts.distrust(folder) is not None:
         return {}
     index = Index(folder)
     failed = index.failed()

@@ -268,8 +268,8 @@ def _may_serve(kernel: KernelSpec, world: World, now: Situation) -> bool:
 # -- compiled artifacts and caches -------------------------------------------------------------------------------
 def _jit(now: Situation, world: World, wanted: Mapping[str, tuple[str, ...]]) -> list[Check]:
     """Kernels that are compiled at first use and that the policy needs: no request compiles, so it must be done."""
-    from layerzero.jit.cache import cache_folder, distrust
     from layerzero.jit.index import Index
+    from layerzero.plugin.artifacts import cache_folder, distrust
 
     folder = cache_folder(now.env)
     found = (world.registry.kernels.get(kernel_id) for kernel_id in wanted)

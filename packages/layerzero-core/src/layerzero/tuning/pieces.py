@@ -58,8 +58,10 @@ def _attention(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece
     kv_chosen = range(kv_heads) if whole else _ends(kv_heads)
     chosen = [h * groups + g for h in kv_chosen for g in range(groups)]
     count = rows if whole else max(1, min(64, room // max(1, len(batches) * len(chosen) * cols)))
-    # Which rows may be cut out, and which keys they then see, depends on where positions count from.
-    for first, last in _blocks(ctx, rows, cols, count, fixed=_counts_from_the_end(mask, causal, window, slopes)):
+    # Which rows may be cut out, and which keys they then see, depends on where positions count from: here from the
+    # last one, without a triangle that would say the same.
+    fixed = not causal and (window is not None or slopes is not None or isinstance(mask, ChunkMask))
+    for first, last in _blocks(ctx, rows, cols, count, fixed=fixed):
         keys, aligned = _visible(rows, cols, last, causal, whole)
         if keys <= 0:
             continue
@@ -98,11 +100,6 @@ def _picked(tensor: Tensor, *places: Tensor) -> Tensor:
         if len(place) != tensor.shape[axis]:
             tensor = tensor.index_select(axis, place.to(tensor.device))
     return tensor
-
-
-def _counts_from_the_end(mask: Any, causal: Any, window: Any, slopes: Any) -> bool:
-    """Whether a row's meaning depends on its distance from the last one, without a triangle that would say the same."""
-    return not causal and (window is not None or slopes is not None or isinstance(mask, ChunkMask))
 
 
 def _blocks(ctx: Context, rows: int, cols: int, count: int, *, fixed: bool) -> list[tuple[int, int]]:

@@ -248,7 +248,8 @@ class Stepper:
         """The step of this forward pass, captured or not yet; None on the plain path."""
         if cache.buffers is None:
             return None
-        odd = _odd(kwargs)
+        given = [name for name, item in kwargs.items() if item is not None and item is not False]
+        odd = next((name for name in given if name not in _GIVEN), "")  # would not reach a graph
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if odd or positions is None:
             cache.leave(f"generate passes {odd}" if odd else "generate passes no positions")
@@ -264,13 +265,6 @@ class Stepper:
             cache.leave(step.why)
             return None
         return step
-
-
-def _odd(kwargs: Any) -> str:
-    """The name of an argument that would not reach a graph; empty where there is none."""
-    return next(
-        (name for name, item in kwargs.items() if name not in _GIVEN and item is not None and item is not False), ""
-    )
 
 
 def _place(item: Tensor) -> int:

@@ -193,7 +193,8 @@ def _ways(
             with torch.no_grad():
                 outs = results(step, bound.run(*args))
             if decision.context.needs_grad:  # what comes next is asked for a gradient too
-                outs = tuple(_trained(item) for item in outs)
+                real = [isinstance(item, Tensor) and item.is_floating_point() for item in outs]
+                outs = tuple(o.detach().requires_grad_() if yes else o for o, yes in zip(outs, real, strict=True))
         except BackendNotAvailableError as error:
             state.unbindable(kernel_id, error.reasons[0])
             continue
@@ -232,10 +233,6 @@ def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
     made = given[: len(step.outputs)]
     turned = meter.glue("turn" if step.layout == "BHSD" else "turn and copy", lambda: arguments(first, tensors), given)
     return turned.us + meter.glue("turn back", lambda: results(step, made), made).us
-
-
-def _trained(item: Any) -> Any:
-    return item.detach().requires_grad_() if isinstance(item, Tensor) and item.is_floating_point() else item
 
 
 def _alive(block: Block, position: int, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class Knob:
         """The cases of a table that this setting is decided by, and those that only stand in where there are none."""
         found: list[PlanEntry] = []
         aside: list[PlanEntry] = []
-        everything = list(entries)
+        rows = [(entry, dict(entry.sizes).get("seq_len_q", 0)) for entry in entries]
         for phase in ("prefill", "decode") if self.phase is None else (self.phase,):
-            here = [entry for entry in everything if _phase(entry) == phase]
+            here = [entry for entry, count in rows if (count <= _DECODE_AT_MOST) == (phase == "decode")]
             first = [entry for entry in here if entry.op in self.ops]
             second = [entry for entry in here if entry.op in self.otherwise]
             found += first or second
@@ -68,10 +68,6 @@ class Stack:
     command: str
     knobs: tuple[Knob, ...]
     instead: str = ""
-
-
-def _phase(entry: PlanEntry) -> str:
-    return "decode" if dict(entry.sizes).get("seq_len_q", 0) <= _DECODE_AT_MOST else "prefill"
 
 
 def stack_names() -> tuple[str, ...]:

@@ -67,19 +67,12 @@ class Trust:
         if root is None:
             detail = f"it leads to {real}" if Path(os.path.abspath(path)) != real else ""
             return reason("PATH_NOT_TRUSTED", str(path), limit, detail=detail)
-        loose = next((place for place in _between(root, real) if _anybody_writes(place)), None)
+        # Whoever may write to the file, or to a folder up to the trusted one, chooses the code.
+        chain = [real, *(parent for parent in real.parents if parent == root or root in parent.parents)]
+        loose = next((place for place in chain if os.name == "posix" and place.stat().st_mode & stat.S_IWOTH), None)
         if loose is not None:
             return reason("PATH_NOT_TRUSTED", str(path), limit, detail=f"anybody may write to {loose}: chmod o-w it")
         return None
-
-
-def _between(root: Path, real: Path) -> list[Path]:
-    """The file and every folder up to the trusted one: whoever may write to any of them chooses the code."""
-    return [real, *(parent for parent in real.parents if parent == root or root in parent.parents)]
-
-
-def _anybody_writes(path: Path) -> bool:
-    return os.name == "posix" and bool(path.stat().st_mode & stat.S_IWOTH)
 
 
 def compile_reference(definition: Definition, trust: Trust) -> Callable[..., Any]:

@@ -139,13 +139,10 @@ def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
     CPUs multiply float16 matrices fast, so that one is always widened.
     """
     dtype = tensors[0].dtype
-    if tensors[0].is_cuda or dtype.itemsize > 2 or (dtype is torch.bfloat16 and _bf16_products()):
+    multiplies = torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if tensors[0].is_cuda or dtype.itemsize > 2 or (dtype is torch.bfloat16 and multiplies):
         return tensors
     return tuple(tensor.float() for tensor in tensors)
-
-
-def _bf16_products() -> bool:
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _heads_first(tokens: Tensor, rows: slice) -> Tensor:
