@@ -38,7 +38,7 @@ MARKS = {
     "index": "Installs from a package index.",
     "checkout": "In a checkout of the repository.",
     "yours": "Names of files and words in capitals stand for your own.",
-    "long": "Takes minutes.",
+    "cross": "Needs a compiler for another processor family.",
 }
 # nothing that the user of this machine has set, measured, compiled or quarantined
 _HOME = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")

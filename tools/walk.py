@@ -1,21 +1,29 @@
 """Walks through the documentation as its readers do: every command of every page, in fresh environments.
 
-    python -m tools.walk --dist dist [PAGE …]        `make prove NAME=walk`; all pages where none is named
+    python -m tools.walk [--dist dist] [PAGE …]        `make prove NAME=walk`; all pages where none is named
 
 Three readers: the engineer (the README, the tutorials, the other pages), the author of a backend, the operator. Each
-has an environment of his own that holds nothing of LayerZero before the pages install it from the wheels in `--dist`
-(torch and other libraries are shared with the running environment: `tools.fresh`; pip builds as it is set up to on this
-machine). A page is walked in an empty folder: its Python blocks as one program, where the first of them stands, and
-its ```` ```sh ```` blocks line by line. A block that cannot run says why behind the language (`tools.snippets.MARKS`)
-and is listed with that; what a reader has anyway is made by a comment, `<!-- sh … -->`. A Python block under "as
-`serve.py`:" is the file of that name.
+has an environment of his own that holds nothing of LayerZero before the pages install it from wheels (torch and other
+libraries are shared with the running environment: `tools.fresh`; pip builds as it is set up to on this machine). A page
+is walked in an empty folder: its Python blocks as one program, where the first of them stands, and its ```` ```sh ````
+blocks line by line. Blocks for a `checkout` run in a clone of this commit, with what was compiled here before and an
+environment that their own `make` sets up; the wheels are those of its `make wheels`, or lie in `--dist`. Words in
+capitals stand for what `WORDS` says; what a reader has anyway is made by a comment, `<!-- sh … -->`. A Python block
+under "as `serve.py`:" is the file of that name; what the last command that readers see printed is the file `$SAID`.
+A command passes with exit code 0, or with the one that its comment promises ("ends with exit code 1").
+
+What is not run says why: by a mark behind the language that is in `ABSENT`, or because it takes long and something
+else runs it (`ELSEWHERE`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,16 +33,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.check_docs import markdown_files
-from tools.fresh import Fresh, fresh
+from tools.fresh import fresh
 from tools.requirements_doc import ROOT
 from tools.snippets import MARKS, Block, blocks
 
-__all__ = ["Step", "commands", "main", "readers", "walk"]
+__all__ = ["Ground", "Step", "commands", "main", "readers", "walk"]
 
 AUTHOR = ("docs/learn/backend.md", "docs/learn/new-op.md", "docs/plugins.md")
 OPERATOR = ("docs/policy.md", "docs/production.md", "docs/runbooks.md", "docs/health.md", "docs/warmup.md")
-INSTALL = "docs/learn/sixty-seconds.md"  # the page that says how to install; every reader begins with its command
-SECONDS = 600
+INSTALL = "docs/learn/sixty-seconds.md"  # the page that says how to install; every reader begins with its commands
+SECONDS = 900
+ABSENT = ("gpu", "download", "index", "ranks", "cross")
+ELSEWHERE = {
+    "make test": "Minutes; .ci/run runs it with every change.",
+    "make check": "Minutes; .ci/run runs it with every change.",
+    "make lock": "Asks a package index for all platforms.",
+    "make wheelhouse": "Minutes; make prove NAME=offline runs it.",
+    "make sync": "Minutes; make prove NAME=offline runs it.",
+    "make wheels RELEASE=yes": "Minutes; make prove NAME=release runs it twice.",
+    "make prove": "Minutes; a lane of its own.",
+    "sha256sum -c SHA256SUMS": "Wants the files of a release; make prove NAME=release makes them and does this.",
+    "python -m tools.release verify": "Wants the files of a release; make prove NAME=release makes them and does this.",
+    "python benchmarks/tuned.py": "Minutes on an idle machine; make prove NAME=tuned runs it.",
+    "lz tune --grid benchmarks/grid.toml": "Minutes on an idle machine; make prove NAME=tuned runs it.",
+    "lz verify --lane full": "Minutes; make prove NAME=correctness runs it.",
+    "lz verify --lane stress": "Minutes; the same program as --lane quick with more seeds, lengths and steps.",
+}
+WORDS = {
+    "docs/benchmarks.md": {"NAME": "neoverse-n1"},
+    "docs/definitions.md": {"NAME": "rmsnorm_h64", "DATASET": "dataset", "gqa_paged": "rmsnorm"},
+    "docs/releases.md": {"NAME": "layerzero-cpu"},
+    "docs/runbooks.md": {"OP": "rms_norm", "BACKEND": "shaky", "KERNEL": "shaky.rms_norm.plain"},
+    "docs/tuning.md": {"FILE": "out.json", "DAYS": "30"},
+}
 
 
 class Step(NamedTuple):
@@ -45,21 +76,46 @@ class Step(NamedTuple):
     seconds: float
     status: int | None
     said: str
+    wanted: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """It ran, and did not end as its page says."""
+        return self.status is not None and self.status != self.wanted
 
     def __str__(self) -> str:
         """One line of the log; for a command that failed, the end of what it said below."""
         if self.status is None:
             return f"     –    {self.command}    [{self.place}: {self.said}]"
         told = f"{self.seconds:6.1f} s  {self.command}    [{self.place}]"
-        return told if not self.status else f"{told} exit {self.status}\n{self.said[-2000:]}"
+        told += f" exit {self.status}" if self.status else ""
+        return f"{told} and not {self.wanted}\n{self.said[-2000:]}" if self.failed else told
+
+
+class Ground(NamedTuple):
+    """What a reader walks on: his variables, the wheels, a clone, and the variables of somebody at work in it."""
+
+    env: dict[str, str]
+    dist: Path
+    clone: Path
+    at_work: dict[str, str]
+
+
+def lines(block: Block) -> Iterator[tuple[str, int]]:
+    """The commands of a block without their comments, each with the exit code it is to end with."""
+    words = WORDS.get(block.name.rpartition(":")[0], {})
+    for line in block.code.replace("\\\n", " ").splitlines():
+        command = re.sub(r"(?:^|\s+)# .*$", "", line).strip()
+        for word, meant in words.items():
+            command = re.sub(rf"\b{word}\b", meant, command)
+        if command:
+            promised = re.search(r"# .*\bends with exit code (\d+)", line)
+            yield command, int(promised[1]) if promised else 0
 
 
 def commands(block: Block) -> Iterator[str]:
     """The lines of a block that are commands, without their comments."""
-    for line in block.code.replace("\\\n", " ").splitlines():
-        command = re.sub(r"(?:^|\s+)# .*$", "", line).strip()
-        if command:
-            yield command
+    return (command for command, _ in lines(block))
 
 
 def readers(pages: Sequence[Path]) -> dict[str, list[Path]]:
@@ -76,89 +132,133 @@ def readers(pages: Sequence[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def _environment(folder: Path, dist: Path) -> tuple[Fresh, dict[str, str]]:
+def _variables(folder: Path, programs: Path, **more: str) -> dict[str, str]:
+    """The variables of somebody whose home is in a folder and whose Python is the one in `programs`."""
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAYERZERO_", "PYTEST_", "XDG_", "MAKE"))
+    }
+    path = os.pathsep.join((str(programs), os.environ.get("PATH", "")))
+    home = {
+        "HOME": str(folder / "home"),
+        "SAID": str(folder / "said.txt"),
+        "VIRTUAL_ENV": str(programs.parent),
+        "PATH": path,
+    }
+    return {**kept, "PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1", **home, **more}
+
+
+def _ground(folder: Path, clone: Path, dist: Path) -> Ground:
     """A fresh environment, and variables under which its programs and our wheels are found."""
-    made = fresh(folder)
+    (folder / "home").mkdir(parents=True)
+    python = fresh(folder).python
     for name in ("pip", "pytest"):
-        shim = made.python.with_name(name)
-        shim.write_text(f'#!/bin/sh\nexec "{made.python}" -m {name} "$@"\n', encoding="utf-8")
+        shim = python.with_name(name)
+        shim.write_text(f'#!/bin/sh\nexec "{python}" -m {name} "$@"\n', encoding="utf-8")
         shim.chmod(0o755)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAYERZERO_", "PYTEST_", "XDG_"))}
-    path = os.pathsep.join((str(made.python.parent), os.environ.get("PATH", "")))
-    pip = {"PIP_FIND_LINKS": f"{os.environ.get('PIP_FIND_LINKS', '')} {dist}".strip(), "PIP_QUIET": "1"}
-    home = {"HOME": str(folder / "home"), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "VIRTUAL_ENV": str(folder / "venv")}
-    (folder / "home").mkdir()
-    return made, {**kept, **pip, **home, "PATH": path, "HF_HUB_OFFLINE": "1"}
+    links = f"{os.environ.get('PIP_FIND_LINKS', '')} {dist}".strip()
+    env = _variables(folder, python.parent, PIP_FIND_LINKS=links)
+    return Ground(env, dist, clone, _variables(folder, clone / ".venv" / "bin"))
 
 
-def _ran(place: str, command: str, cwd: Path, env: dict[str, str]) -> tuple[Step, Path]:
-    """Run one line of shell in a folder; and the folder that it ends in."""
-    note = cwd / ".walked"
+def _clone(into: Path) -> Path:
+    """A clone of this commit, with the objects that were compiled here."""
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", str(ROOT), str(into)], check=True, timeout=100)
+    subprocess.run(
+        ["git", "-c", "advice.detachedHead=false", "checkout", "-q", commit], cwd=into, check=True, timeout=100
+    )
+    if (ROOT / "build" / "native").is_dir():
+        shutil.copytree(ROOT / "build" / "native", into / "build" / "native")
+    return into
+
+
+def _ran(place: str, command: str, wanted: int, cwd: Path, env: dict[str, str]) -> tuple[Step, Path, int]:
+    """Run one line of shell in a folder; and the folder that it ends in, and its process group."""
+    note = Path(env["HOME"], ".walked")
+    note.unlink(missing_ok=True)
     begun = time.monotonic()
-    try:
-        done = subprocess.run(
-            ["bash", "-c", f"{command}\nstatus=$?; pwd > '{note}'; exit $status"],
-            cwd=cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, check=False,
-        )  # fmt: skip
-        status, said = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        status, said = 124, f"not done after {SECONDS} seconds"
+    script = f"{command}\nstatus=$?; pwd > '{note}'; exit $status"
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=cwd, env=env, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            said, status = process.communicate(timeout=SECONDS)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, status = f"not done after {SECONDS} seconds", 124
     after = Path(note.read_text(encoding="utf-8").strip()) if note.exists() else cwd
-    return Step(place, command, time.monotonic() - begun, status, said), after
+    return Step(place, command, time.monotonic() - begun, status, said, wanted), after, process.pid
 
 
-def walk(page: Path, folder: Path, env: dict[str, str], dist: Path) -> Iterator[Step]:
-    """A page in an empty folder: its Python blocks as one program, and its commands; those that are marked say why."""
+def _why_not(block: Block, command: str) -> str:
+    """Why a command is not run here; empty where it is."""
+    if absent := [MARKS[mark] for mark in block.marks if mark in ABSENT]:
+        return " ".join(absent)
+    return next((why for begin, why in ELSEWHERE.items() if command.startswith(begin)), "")
+
+
+def walk(page: Path, folder: Path, ground: Ground, first: int | None = None) -> Iterator[Step]:
+    """A page in an empty folder: its Python blocks as one program, and its commands (or its `first` blocks of them)."""
     folder.mkdir(parents=True)
-    (folder / "dist").symlink_to(dist)
+    (folder / "dist").symlink_to(ground.dist)
     text = page.read_text(encoding="utf-8")
     for name, code in re.findall(r"as `([\w.-]+\.py)`:\n\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (folder / name).write_text(code, encoding="utf-8")
-    at = folder
-    python = [block for block in blocks(page) if not block.marks]
+    python = [block for block in blocks(page) if not block.marks] if first is None else []
     (folder / "page.py").write_text("\n".join(block.code for block in python), encoding="utf-8")
     program = [Block(page, block.line, (), "python page.py") for block in python[:1]]
-    for block in sorted([*program, *blocks(page, "sh")], key=lambda block: block.line):
-        for command in commands(block):
-            if block.marks:
-                yield Step(block.name, command, 0.0, None, " ".join(MARKS[mark] for mark in block.marks))
+    shell = list(blocks(page, "sh"))[:first]
+    at = {False: folder, True: ground.clone}
+    groups: list[int] = []
+    for block in sorted([*program, *shell], key=lambda block: block.line):
+        inside = "checkout" in block.marks
+        for command, wanted in lines(block):
+            if command == "make wheels" and ground.dist.is_dir():
+                continue  # they were given, or made for the reader before
+            if why := _why_not(block, command):
+                yield Step(block.name, command, 0.0, None, why)
                 continue
-            step, at = _ran(block.name, command, at, env)
+            env = ground.at_work if inside else ground.env
+            step, at[inside], group = _ran(block.name, command, wanted, at[inside], env)
+            groups.append(group)
+            if block.shown:
+                Path(env["SAID"]).write_text(step.said, encoding="utf-8")
             yield step
+    for group in groups:  # what a page has left running
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Walk the named pages, or all; 1 when a command failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.walk")
     parser.add_argument("pages", nargs="*", type=Path)
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist")
+    parser.add_argument("--dist", type=Path, help="a folder of our wheels; without it the clone makes them")
     asked = parser.parse_args(argv)
-    dist = asked.dist.resolve()
     steps: list[Step] = []
-    for who, pages in readers([page.resolve() for page in asked.pages] or markdown_files()).items():
-        if not pages:
-            continue
-        with tempfile.TemporaryDirectory(prefix=f"lz-{who}-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="lz-walk-", ignore_cleanup_errors=True) as base:
+        clone = _clone(Path(base, "layerzero"))
+        dist = asked.dist.resolve() if asked.dist else clone / "dist"
+        for who, pages in readers([page.resolve() for page in asked.pages] or markdown_files()).items():
+            if not pages:
+                continue
             begun = time.monotonic()
-            env = _environment(Path(folder), dist)[1]
-            print(f"== {who}: {len(pages)} pages, a fresh environment in {time.monotonic() - begun:.1f} s", flush=True)
+            ground = _ground(Path(base, who), clone, dist)
+            load = os.getloadavg()[0]
+            took = time.monotonic() - begun
+            print(f"== {who}: {len(pages)} pages, a fresh environment in {took:.1f} s, load {load:.1f}", flush=True)
             begun = time.monotonic()
-            install = ROOT / INSTALL
-            if install not in pages:
-                first = next(block for block in blocks(install, "sh") if not block.marks)
-                at = Path(folder, "begin")
-                at.mkdir()
-                (at / "dist").symlink_to(dist)
-                steps.append(_ran(first.name, next(commands(first)), at, env)[0])
-                print(steps[-1], flush=True)
-            for number, page in enumerate(pages):
-                for step in walk(page, Path(folder, f"page{number}"), env, dist):
+            begin = [] if ROOT / INSTALL in pages else [(ROOT / INSTALL, 2)]
+            for number, (page, first) in enumerate([*begin, *((page, None) for page in pages)]):
+                for step in walk(page, Path(base, who, f"page{number}"), ground, first):
                     steps.append(step)
                     print(step, flush=True)
-            print(f"== {who}: {time.monotonic() - begun:.0f} s in all", flush=True)
+            print(f"== {who}: {time.monotonic() - begun:.0f} s in all, load {os.getloadavg()[0]:.1f}", flush=True)
     ran = [step for step in steps if step.status is not None]
-    failed = [step for step in ran if step.status]
-    print(f"{len(steps)} commands: {len(ran)} ran, {len(failed)} failed, {len(steps) - len(ran)} marked")
+    failed = [step for step in ran if step.failed]
+    absent = len(steps) - len(ran)
+    print(f"{len(steps)} commands: {len(ran)} ran, {len(failed)} failed, {absent} not run, each with the reason")
     return 1 if failed else 0
 
 

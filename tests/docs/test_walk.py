@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import time
 from pathlib import Path
 
 import click
@@ -84,24 +86,78 @@ def test_every_page_with_commands_has_one_reader_and_the_install_comes_first() -
     assert {page.relative_to(ROOT).as_posix() for page in read["author"]} == set(walk.AUTHOR)
 
 
+def _walked(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[walk.Step]:
+    """The steps of a page, with a clone that holds one file."""
+    monkeypatch.setattr(walk, "ROOT", folder)
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    for name in ("wheels", "clone", "home"):
+        (folder / name).mkdir()
+    (folder / "clone" / "only-here").touch()
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home"), "SAID": str(folder / "said")}
+    return list(walk.walk(page, folder / "at", walk.Ground(env, folder / "wheels", folder / "clone", env)))
+
+
 def test_a_page_is_walked_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(
+    steps = _walked(
+        tmp_path,
+        monkeypatch,
         "A program, as `say.py`:\n\n```python\nprint(6 * 7)\n```\n\n<!-- sh\nmkdir inner\n-->\n\n"
         "```sh\ncd inner\npython ../say.py   # says it\nfalse\n```\n\n```sh index\npip install elsewhere\n```\n",
-        encoding="utf-8",
     )
-    (tmp_path / "wheels").mkdir()
-    env = {"PATH": "/usr/bin:/bin"}
-    steps = list(walk.walk(page, tmp_path / "at", env, tmp_path / "wheels"))
     assert [(step.command, step.status) for step in steps] == [
         ("python page.py", steps[0].status),
         ("mkdir inner", 0), ("cd inner", 0), ("python ../say.py", steps[3].status), ("false", 1),
         ("pip install elsewhere", None),
     ]  # fmt: skip
     assert (tmp_path / "at" / "inner").is_dir() and (tmp_path / "at" / "say.py").read_text() == "print(6 * 7)\n"
-    assert "package index" in str(steps[-1]) and "exit 1" in str(steps[-2])
+    assert "package index" in str(steps[-1]) and "exit 1 and not 0" in str(steps[-2]) and steps[-2].failed
+
+
+def test_blocks_for_a_checkout_run_in_the_clone_and_long_commands_name_what_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _walked(
+        tmp_path,
+        monkeypatch,
+        "```sh checkout\nls only-here\nmake check\n```\n\n```sh\nls only-here\n```\n",
+    )
+    assert [step.status for step in steps] == [0, None, 2]
+    assert ".ci/run" in steps[1].said
+
+
+def test_a_promised_exit_code_is_held_and_a_check_may_read_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _walked(
+        tmp_path,
+        monkeypatch,
+        "```sh\necho drifted; exit 3    # ends with exit code 3 then\n```\n\n<!-- sh\ngrep drifted $SAID\n-->\n\n"
+        "```sh\ntrue    # ends with exit code 1\n```\n",
+    )
+    assert [(step.status, step.failed) for step in steps] == [(3, False), (0, False), (0, True)]
+
+
+def test_what_a_page_left_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _walked(tmp_path, monkeypatch, "```sh\nsleep 600 > /dev/null 2>&1 & echo $! > number\n```\n")
+    number = int((tmp_path / "at" / "number").read_text())
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return  # ended, and nobody has asked for its exit code yet
+    pytest.fail(f"{number} still runs")
+
+
+def test_words_in_capitals_stand_for_something_and_every_page_with_them_uses_them() -> None:
+    for name, words in walk.WORDS.items():
+        said = " ".join(block.code for block in blocks(ROOT / name, "sh"))
+        assert all(re.search(rf"\b{word}\b", said) for word in words), name
+        told = " ".join(command for block in blocks(ROOT / name, "sh") for command in walk.commands(block))
+        assert not any(re.search(rf"\b{word}\b", told) for word in words), name
 
 
 def test_comments_are_no_part_of_a_command() -> None:
