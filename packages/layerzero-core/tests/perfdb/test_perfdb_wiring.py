@@ -182,6 +182,20 @@ def test_tune_and_solve_from_the_command_line(lab, tmp_path):
         assert CliRunner().invoke(cli, [*wrong, "--database", str(tmp_path / "n.db")]).exit_code == 2
 
 
+def test_drift_at_the_command_line_names_the_kernel_with_both_times(lab, tmp_path):
+    grid = tmp_path / "grid.toml"
+    grid.write_text('schema_version = "1.0"\n[[case]]\nname = "norm"\nop = "rms_norm"\nshape = "64,32"\n')
+    db = PerfDB(tmp_path / "perf.db")
+    options = ("--database", db.path, "--device", "cpu", "--seconds", "0.02", "--no-compile")
+    run("tune", "--grid", grid, *options)
+    db.put([replace(row, median_us=row.median_us / 100) for row in db.all()])  # as if it had been so fast
+    said = (
+        CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(cli, ["tune", "--drift", *map(str, options)]).output
+    )
+    (line,) = (line for line in said.splitlines() if "PERF_DRIFTED" in line)
+    assert any(row.kernel_id in line for row in db.all()), said
+
+
 def test_a_flashinfer_autotune_cache_is_read_and_never_run(tmp_path, lab):
     module = tmp_path / "v0_1_trtllm_fused_moe_NVIDIA_B200.py"
     module.write_text(

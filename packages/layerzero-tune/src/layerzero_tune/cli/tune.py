@@ -158,9 +158,9 @@ def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") ->
         rows = [_row(item.name, item.trial) for item in timed]
         columns = ("call", "median", "×torch", "fastest", "next", "refused")
         blocks.append(Table(columns, rows, indent=2, right=frozenset({1, 2})))
-    for line in _ruled_out(timed):
-        blocks.append(Line(line, "dim", indent=2, hang=2))
-    for line in (*_late(timed), *_lost(timed), _stolen(timed), _busy(timed)):
+    blocks += [Line(line, "dim", indent=2, hang=2) for line in _ruled_out(timed)]
+    moved = [f"{item.name}: {item.why}" for item in timed if drift]
+    for line in (*moved, *_late(timed), *_lost(timed), _stolen(timed), _busy(timed)):
         if line:
             blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
