@@ -158,9 +158,9 @@ def _ground(folder: Path, clone: Path, dist: Path) -> Ground:
     """A fresh environment, and variables under which its programs and our wheels are found."""
     (folder / "home").mkdir(parents=True)
     python = fresh(folder).python
-    for name in ("pip", "pytest"):
+    for name, module in {"pip": "pip", "pytest": "pytest", "torchrun": "torch.distributed.run"}.items():
         shim = python.with_name(name)
-        shim.write_text(f'#!/bin/sh\nexec "{python}" -m {name} "$@"\n', encoding="utf-8")
+        shim.write_text(f'#!/bin/sh\nexec "{python}" -m {module} "$@"\n', encoding="utf-8")
         shim.chmod(0o755)
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {dist}".strip()
     env = _variables(folder, python.parent, PIP_FIND_LINKS=links)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -25,8 +24,7 @@ def quarantine() -> None:
 @verb(quarantine, "list")
 def show() -> Answer:
     """List the kernels in quarantine, with what they did and when."""
-    quarantine = _quarantine()
-    entries = _read(quarantine)
+    quarantine, entries = _opened()
     rows = [
         (item.kernel_id, item.version, _when(item.since), item.code, item.detail or "-", item.device_signature)
         for item in entries
@@ -58,8 +56,8 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
     """
     if bool(kernels) == everything:
         raise click.UsageError("name the kernels, or say --all")
-    quarantine = _quarantine()
-    names = tuple(dict.fromkeys(entry.kernel_id for entry in _read(quarantine))) if everything else kernels
+    quarantine, entries = _opened()
+    names = tuple(dict.fromkeys(entry.kernel_id for entry in entries)) if everything else kernels
     lifted = {name: quarantine.remove(name) for name in names}
     absent = [name for name, count in lifted.items() if not count]
     blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
@@ -69,26 +67,23 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
     return Answer(data, blocks, PROBLEM if absent else OK)
 
 
-def _quarantine() -> Quarantine:
+def _opened() -> tuple[Quarantine, tuple[QuarantineEntry, ...]]:
+    """The quarantine and its entries, what crashed processes have left included."""
     from layerzero.errors import ConfigurationError
     from layerzero.health.quarantine import Quarantine
-    from layerzero.runtime.crashes import place
+    from layerzero.runtime.crashes import collect, place
 
-    file: Path | None = place()
+    file = place()
     if file is None:
         message = "LAYERZERO_QUARANTINE switches the quarantine off"
         raise ConfigurationError(message, value="off", limit="a file", hint="unset LAYERZERO_QUARANTINE")
-    return Quarantine(file)
-
-
-def _read(quarantine: Quarantine) -> tuple[QuarantineEntry, ...]:
-    from layerzero.errors import ConfigurationError
-
+    quarantine = Quarantine(file)
     try:
-        return quarantine.entries()
+        collect(quarantine)
+        return quarantine, quarantine.entries()
     except OSError as error:
-        message = f"{quarantine.path} cannot be read: {error.strerror}"
-        raise ConfigurationError(message, value=str(quarantine.path), limit="a readable file") from error
+        message = f"{file} cannot be read: {error.strerror}"
+        raise ConfigurationError(message, value=str(file), limit="a readable file") from error
 
 
 def _when(since: float) -> str:

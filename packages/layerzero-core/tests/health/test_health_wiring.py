@@ -491,6 +491,15 @@ def test_a_quarantined_kernel_is_skipped_shown_and_lifted(kept: Quarantine) -> N
     assert lz_cli("quarantine", "clear")[0] == 2
 
 
+def test_the_list_is_told_of_crashes_that_no_other_process_has_seen_yet(kept: Quarantine) -> None:
+    for count in (0, 1):  # who is killed during a first run is a suspect, the second time it is no chance
+        dead_markers(kept.path.parent / "crash_markers", (*KEY, "rms_norm"))
+        code, data = lz_cli("quarantine", "list")
+        assert code == 0 and [row["kernel_id"] for row in data["entries"]] == [KEY[0]] * count
+    dead_markers(kept.path.parent / "crash_markers", ("bad.rope.y", "2", "sig", "rope"))
+    assert lz_cli("quarantine", "clear", KEY[0])[1]["lifted"] == {KEY[0]: 1} and not kept.entries()
+
+
 def test_an_isolated_process_that_crashed_twice_puts_its_kernel_away(lab: Any, kept: Quarantine) -> None:
     from layerzero.isolation.faults import fault
 

@@ -59,8 +59,13 @@ def _leave_markers(file: Path | None) -> None:
         _markers = CrashMarkers(folder)
 
 
+def collect(quarantine: Quarantine) -> None:
+    """Turn crash markers that processes which are gone have left beside a quarantine into its entries."""
+    gather(quarantine.path.parent / "crash_markers", lambda marker: _judge(quarantine, marker))
+
+
 def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
-    """Turn crash markers of processes that are gone into entries and block what is quarantined here; never raises."""
+    """Collect what crashed processes have left and block what is quarantined here; never raises."""
     _child_crashes.clear()
     file = place()
     _leave_markers(file)
@@ -69,7 +74,7 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
         return
     quarantine = Quarantine(file)
     try:
-        gather(file.parent / "crash_markers", lambda marker: _judge(quarantine, marker))
+        collect(quarantine)
         entries = quarantine.entries() if file.exists() else ()
     except OSError as error:
         _log.warning("the quarantine cannot be read or written: %s", error)
