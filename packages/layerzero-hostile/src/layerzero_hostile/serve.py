@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import layerzero as lz
 import layerzero.numerics
@@ -39,7 +40,8 @@ from layerzero.dispatch.run import current_world
 GUARD = 256  # elements before and behind every tensor that a kernel is given
 POISON = 0xFE  # what memory that nobody has written holds; no number that a result would hold
 HELD = 6  # calls whose tensors are kept, to see whether they change later
-BLOCKS = 6  # freed blocks of poison that a result may come to lie in
+BLOCKS = 24  # freed blocks of poison that a result may come to lie in; an eighth of them where results are not
+SMALL = 1 << 15  # bytes
 _SLEEP = 2_000_000  # cycles of a GPU's clock: about a millisecond before the inputs are there
 _TENSOR, _NO_GRAD = torch.Tensor, torch.no_grad
 _MODULES = (
@@ -178,7 +180,9 @@ class Given:
         self.wanted = [raw(item) for item in tensors_of(args)]
         if pairs and pairs[0][0].is_cuda:
             torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
-        with _NO_GRAD():
+        # A weight with its packed form beside it is written whole: to its owner it is no weight that has changed since.
+        inside = tuple(own for own, _ in pairs if not any(own is item for item in self.args))
+        with _NO_GRAD(), _unsafe_preserve_version_counter(inside):
             for own, new in pairs:
                 own.copy_(new)
 
@@ -401,9 +405,7 @@ class Kernel:
         else:
             given = Given(args, mutates=said["mutates"])
         self.given = given
-        blocks = [torch.full((size,), POISON, dtype=torch.uint8, device=self.device) for size in said["sizes"] * BLOCKS]
-        fences = blocks[::2]
-        del blocks
+        fences = self._fences(said["sizes"], 2 * BLOCKS)[::2] + self._fences(said["sizes"], BLOCKS // 2)
         result = self.run(given.args, said["layout"])
         strange = odd(result)
         if strange:
@@ -422,6 +424,12 @@ class Kernel:
             self._forget()
         del expected
         return answer, early
+
+    def _fences(self, sizes: list[int], count: int) -> list[torch.Tensor]:
+        """Blocks of poison like results. Some are let go of, for a result to come to lie in; then some more are taken,
+        since mimalloc, torch's on Arm, gives out what it has never given before what came back to it."""
+        count = count if sum(sizes) < SMALL else max(1, count // 8)
+        return [torch.full((n,), POISON, dtype=torch.uint8, device=self.device) for n in sizes * count]
 
     def _aliased(self, given: Given, outs: list[torch.Tensor]) -> str:
         for place, out in enumerate(outs):
