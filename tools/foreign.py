@@ -3,8 +3,8 @@
 Each suite of tools/foreign.toml runs plain and once for each way of putting us in place (tools/foreign_plugin.py), from
 the sources of the commit it names; nothing of them is kept. A test that passes plain and not with us is a difference:
 it is named in `[reasons]` with a reason, or the run fails. What ran, what was left out and why, and every difference go
-to build/prove/foreign.json. `ONLY=sdpa,definitions` runs some of the suites; what their tests import beyond our own
-environment may stand on PYTHONPATH.
+to build/prove/foreign.json. `ONLY=sdpa,definitions` runs some of the suites, `AT=sdpa=v2.13.0-rc14` another commit than
+the table's, which the comparison names; what their tests import beyond our own environment may stand on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +44,12 @@ class Suite:
     tests: Sequence[str]
     ways: Sequence[str]
     path: Sequence[str] = ()
+    take: Sequence[str] = ()
+
+    def narrowed(self, words: str) -> Suite:
+        """Of its tests those that these words of `pytest -k` choose, too."""
+        *before, old = self.tests if "-k" in self.tests[-2:-1] else (*self.tests, "-k", "")
+        return replace(self, tests=(*before, f"({old}) and ({words})" if old else words))
 
     def unpack(self, clones: Path, into: Path) -> str:
         """Lay out the sources of the commit in a folder; its full name."""
@@ -56,7 +62,8 @@ class Suite:
         found, mark = said.stdout.strip(), into / ".unpacked"
         if not mark.is_file() or mark.read_text(encoding="utf-8") != found:
             into.mkdir(parents=True, exist_ok=True)
-            archive = subprocess.run(["git", "-C", str(clone), "archive", found], capture_output=True, check=True)
+            wanted_files = ["git", "-C", str(clone), "archive", found, *self.take]
+            archive = subprocess.run(wanted_files, capture_output=True, check=True)
             subprocess.run(["tar", "-x", "-C", str(into)], input=archive.stdout, check=True)
             mark.write_text(found, encoding="utf-8")
         return found
@@ -144,15 +151,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "prove" / "foreign.json")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each run of a suite")
     parser.add_argument("-k", help="a narrower choice of tests, as of pytest")
+    parser.add_argument("--at", default="", help="other commits than the table's: suite=commit, parted by commas")
     args = parser.parse_args(argv)
     suites, reasons = read()
+    other = dict(item.split("=", 1) for item in args.at.split(",") if item)
+    suites = [replace(suite, commit=other.pop(suite.name, suite.commit)) for suite in suites]
+    if other:
+        parser.error(f"--at names no suite of {TABLE.name}: {', '.join(other)}")
     wanted = [suite for suite in suites if not args.only or suite.name in args.only.split(",")]
     found: dict[str, Any] = {"commit": current_commit(), "torch": version("torch"), "suites": {}}
     bad = 0
     for suite in wanted:
         folder = FOLDER / suite.name
         folder.mkdir(parents=True, exist_ok=True)
-        more = Suite(**{**vars(suite), "tests": (*suite.tests, *(("-k", args.k) if args.k else ()))})
+        more = suite if not args.k else suite.narrowed(args.k)
         try:
             made_from = suite.unpack(args.clones, folder / "sources")
             plain = more.run(folder / "sources", "", folder / "plain.xml", args.limit)
