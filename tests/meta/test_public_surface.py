@@ -136,11 +136,6 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.req(
-    "R-API-01", "R-API-02", "R-API-03", "R-API-04", "R-API-05", "R-API-06", "R-API-07", "R-API-08", "R-API-09",
-    "R-API-10", "R-API-11", "R-API-12", "R-API-13", "R-API-14", "R-API-15", "R-API-16", "R-API-17", "R-API-18",
-    "R-API-19", "R-API-20", "R-API-21", "R-API-22", "R-API-23", "R-API-24", "R-API-25", "R-API-26",
-)  # fmt: skip
 def test_the_public_names_are_these():
     assert set(lz.__all__) == FRONT
     assert FRONT - {"distributed", "graphs", "ops"} <= SURFACE

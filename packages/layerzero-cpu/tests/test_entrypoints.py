@@ -7,7 +7,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 
+import layerzero as lz
 from layerzero.plugin.manager import load_plugins
 from layerzero_cpu import plugin
 from layerzero_verify.testing.kit import Kit
@@ -51,3 +53,13 @@ def test_without_its_library_it_registers_no_kernel_and_calls_fall_back(monkeypa
     monkeypatch.setattr(plugin, "LIBRARY", Path("/nonexistent/_native.abi3.so"))
     kit = Kit.open("layerzero_cpu.plugin")
     assert (kit.register_error, kit.kernels) == (None, ())
+    lz.reset()
+    try:
+        x, weight = torch.randn(3, 64), torch.randn(64)
+        torch.testing.assert_close(lz.rms_norm(x, weight), torch.rms_norm(x, (64,), weight, 1e-6))
+        ran = lz.explain("rms_norm", x, weight).ran
+        assert ran is not None and not ran.startswith("cpu.")
+    finally:
+        monkeypatch.undo()
+        lz.reset()
+    assert lz.explain("rms_norm", x, weight).chosen == "cpu.rms_norm.rows", "with its library it is taken again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -127,14 +128,31 @@ def test_a_deterministic_call_gets_a_deterministic_kernel():
 def test_bhsd_costs_a_view_and_no_copy():
     from layerzero.selection.transforms import adaptations
 
-    ctx = call(90, layout=Layout.BHSD)
+    ctx, tried = call(90, layout=Layout.BHSD), set()
     for spec in kernels():
         against = spec.check(ctx)
         if spec.check_device(ctx.device) or "float8_e4m3fn" in spec.dtypes:
             continue
+        tried.add(spec.backend)
         assert {item.code.value for item in against} == {"LAYOUT_UNSUPPORTED"}, spec.kernel_id
         standing, steps = adaptations(spec, ctx, against)
         assert [step.name for step in steps] == ["layout:BHSD->BSHD"] and not standing
+    assert tried == {"flashattn2", "flashattn3", "flashattn4"}
+
+
+@pytest.mark.req("R-BK-FA-04")
+def test_shared_heads_causal_and_captured_calls_in_their_own_layout_are_taken_as_they_are():
+    """Eight query heads over two of keys, inside a graph; a kernel whose features are crossed out refuses the call."""
+    ctx = call(90, capturing=True)
+    taking = [spec for spec in kernels() if not spec.check(ctx)]
+    assert {spec.backend for spec in taking} == {"flashattn2", "flashattn3", "flashattn4"}
+    for spec in taking:
+        for fields, code in (
+            ({"features": spec.features - {"gqa"}}, "GQA_UNSUPPORTED"),
+            ({"features": spec.features - {"causal_bottom_right"}}, "CAUSAL_ALIGNMENT_UNSUPPORTED"),
+            ({"graph_safe": False}, "CUDA_GRAPH_UNSAFE"),
+        ):
+            assert code in {item.code.value for item in replace(spec, **fields).check(ctx)}, spec.kernel_id
 
 
 def test_flash_attention_2_says_what_it_cannot_do_under_dropout():

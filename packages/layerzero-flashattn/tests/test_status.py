@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib
+import sys
 
+import pytest
+import torch
+
+from layerzero.device.probe import clear_probe_cache, probe_device
+from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
@@ -113,6 +119,39 @@ def test_a_cpu_is_no_device_for_any_of_them():
 
 
 @pytest.mark.req("R-BK-FA4-01")
+def test_flash_attention_4_is_a_package_of_its_own_beside_flash_attention_2(tmp_path, monkeypatch):
+    """Found by importing `flash_attn.cute`, which lies in the folder of another package; nothing is pretended. The
+    CUDA version is the device's, in the same description of the machine as the version of the package."""
+    for name, version in (FA2 | FA4).items():
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (tmp_path / "flash_attn").mkdir()
+    for module in ("__init__", "flash_attn_interface"):
+        (tmp_path / "flash_attn" / f"{module}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dist_version.cache_clear()
+    try:
+        found = {status.backend: status for status in layerzero_capabilities(DEVICE)}
+        assert found["flashattn2"].available and found["flashattn4"].version == FA4["flash-attn-4"]
+        assert codes(found["flashattn4"]) == ["BACKEND_IMPORT_FAILED"]
+        assert "import flash_attn.cute" in found["flashattn4"].fix
+        (tmp_path / "flash_attn" / "cute.py").touch()
+        importlib.invalidate_caches()
+        found = {status.backend: status for status in layerzero_capabilities(DEVICE)}
+        assert found["flashattn4"].available and codes(found["flashattn4"]) == []
+        clear_probe_cache()
+        here = probe_device().to_json()
+        assert here["backend_versions"]["flash-attn-4"] == FA4["flash-attn-4"]
+        assert here["cuda_version"] == (torch.version.cuda if torch.cuda.is_available() else None)
+    finally:
+        dist_version.cache_clear()
+        clear_probe_cache()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
+
+
+@pytest.mark.req("R-BK-FA4-01")
 def test_flash_attention_4_needs_its_compiler():
     status = ask(DEVICE, FA4 | {"nvidia-cutlass-dsl": "4.4.0"}, {"flash_attn.cute": None})["flashattn4"]
     assert codes(status) == ["BACKEND_VERSION_MISMATCH"]
@@ -128,8 +167,6 @@ def test_the_probe_answers_within_its_time_limit():
 
 
 def test_without_a_gpu_the_self_test_fails_and_says_why():
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("about machines without a GPU")
     for backend in ("flashattn2", "flashattn3", "flashattn4", "quack"):

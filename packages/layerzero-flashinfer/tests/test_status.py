@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 
+from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashinfer.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
@@ -16,6 +20,7 @@ def codes(status):
     return [item.code.value for item in status.reasons]
 
 
+@pytest.mark.req("R-BK-FI-01")
 def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend({"flashinfer-python": None, "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2+cu130"}):
         status = layerzero_capabilities(DEVICE)
@@ -58,6 +63,38 @@ def test_with_the_vendor_there_it_names_its_kernels():
     assert "flashinfer" in imported
 
 
+@pytest.mark.req("R-BK-FI-01")
+def test_what_pip_has_installed_is_found_and_the_compiled_package_counts(tmp_path, monkeypatch):
+    """Folders as pip leaves them, nothing pretended: none, one without a compiler, one with the compiled kernels."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+
+    def installed(name, version):
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def asked():
+        dist_version.cache_clear()
+        importlib.invalidate_caches()
+        status = layerzero_capabilities(DEVICE)
+        return status.version, codes(status), bool(status.kernels)
+
+    try:
+        assert asked() == (None, ["BACKEND_NOT_INSTALLED"], False)
+        installed("flashinfer-python", "0.7.2")
+        assert asked() == ("0.7.2", ["JIT_TOOLCHAIN_MISSING", "BACKEND_IMPORT_FAILED"], False)
+        (tmp_path / "flashinfer.py").touch()
+        assert asked() == ("0.7.2", ["JIT_TOOLCHAIN_MISSING"], False)
+        installed("flashinfer-jit-cache", "0.7.2+cu130")
+        assert asked() == ("0.7.2", [], True)
+    finally:
+        dist_version.cache_clear()
+        sys.modules.pop("flashinfer", None)
+
+
 def test_a_device_it_cannot_use_is_named():
     with pretend(
         {"flashinfer-python": "0.7.2", "flashinfer-cubin": None, "flashinfer-jit-cache": "0.7.2"}, {"flashinfer": None}
@@ -93,6 +130,7 @@ def test_binaries_of_another_version_are_reported_with_the_fix(dist):
     assert status.fix == f"pip uninstall --yes {dist}"
 
 
+@pytest.mark.req("R-BK-FI-01")
 def test_a_missing_compiler_is_reported_unless_the_kernels_are_compiled_already(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

@@ -136,7 +136,7 @@ class Spec:
         self.name, self.is_compiled = name, compiled
 
 
-@pytest.mark.req("R-BK-FI-05")
+@pytest.mark.req("R-BK-FI-05", "R-WARM-04")
 def test_warm_up_compiles_what_is_missing_all_at_once(vendor, monkeypatch):
     built = []
     vendor.module("flashinfer.jit").build_jit_specs = lambda specs, verbose: built.append([s.name for s in specs])

@@ -162,6 +162,27 @@ def build(name, place):
     return [compile_for(launch, target(place)) for launch in launches]
 
 
+@pytest.mark.req("R-WARM-04")
+def test_what_is_compiled_lies_below_our_cache_and_is_found_there_again(tmp_path, monkeypatch):
+    from layerzero.jit import cache
+
+    for name in (*cache.VENDOR_FOLDERS, *cache.DEEP_FOLDERS):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(tmp_path / "jit"))
+    assert cache.prepare() == tmp_path / "jit"
+
+    def kept():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "jit" / "triton").rglob("*.cubin")}
+
+    (first,) = build("rms", "sm_90")
+    before = kept()
+    assert [path.read_bytes() for path in before] == [first.asm["cubin"]]
+    (again,) = build("rms", "sm_90")
+    assert again.asm["cubin"] == first.asm["cubin"] and kept() == before, "nothing was compiled a second time"
+    build("silu", "sm_90")
+    assert len(kept()) == 2, "another kernel is"
+
+
 # Four-bit codes are taken apart by NVIDIA's instructions; their kernels are declared for it alone.
 PAIRS = [(name, place) for name in KERNELS for place in TARGETS if name != "mxfp4" or place.startswith("sm_")]
 

@@ -76,7 +76,7 @@ def test_calls_of_a_device_that_is_not_here_are_refused_by_name():
     assert lz.solve([]).entries == ()
 
 
-@pytest.mark.req("R-SOLV-04", "R-SOLV-01", "R-TUNE-07")
+@pytest.mark.req("R-SOLV-04", "R-SOLV-01", "R-TUNE-07", "R-API-25")
 def test_a_decode_loop_under_a_solved_table_selects_nothing_and_gives_the_same(tmp_path):
     before = decode()
     solved(tmp_path / "table.json")

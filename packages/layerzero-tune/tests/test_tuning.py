@@ -435,7 +435,7 @@ def test_torch_itself_takes_part_where_it_gives_what_the_op_gives(op, options, t
 
 
 # -- sittings ------------------------------------------------------------------------------------------
-@pytest.mark.req("R-TUNE-05", "R-PDB-02", "R-SEL-03")
+@pytest.mark.req("R-TUNE-05", "R-PDB-02", "R-SEL-03", "R-API-26")
 def test_tuning_changes_what_is_selected_at_once(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
     lz.reset()

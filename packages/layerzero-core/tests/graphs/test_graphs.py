@@ -118,7 +118,7 @@ def test_where_none_is_left_the_error_names_each_with_its_reason(lab: Any) -> No
     assert "vendor.rms_norm.old: CUDA_GRAPH_UNSAFE" in text
 
 
-@pytest.mark.req("R-FAIL-05", "R-GRAPH-05")
+@pytest.mark.req("R-FAIL-05", "R-GRAPH-01")
 def test_strict_mode_refuses_what_is_not_on_the_list_with_that_reason(lab: Any) -> None:
     lab.use(lab.kernel("vendor.rms_norm.safe", priority=90.0, graph_safe=True))
     lz.configure(graph_strict_mode=True, graph_whitelist=["torch", "reference"])

@@ -54,13 +54,19 @@ def test_a_thousand_replays_with_changing_inputs_on_two_streams() -> None:
 
 @pytest.mark.req("R-GRAPH-02", "R-GRAPH-03", "R-GRAPH-05")
 def test_a_strict_capture_comes_after_a_dummy_and_allocates_nothing() -> None:
-    graph = lz.capture_graph(
-        block(rand(256)), rand(2, 8, 512, 64), rand(2, 2, 512, 64), rand(4096, 256), strict=True, memory_limit=0
-    )
-    report = graph.report
+    run, captured = block(rand(256)), []
+
+    def watched(q: Any, k: Any, x: Any) -> Any:
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return run(q, k, x)
+
+    given = rand(2, 8, 512, 64), rand(2, 2, 512, 64), rand(4096, 256)
+    report = lz.capture_graph(watched, *given, strict=True, memory_limit=0).report
     assert report.ok and report.dummy and report.memory_delta == 0
-    assert report.warmups == 3
-    assert {"cublas", "cublaslt"} <= set(report.initialised)
+    assert report.warmups == 3 and captured[:3] == [False] * 3, "it ran as often as the report says, uncaptured"
+    assert captured[-2:] == [True, True], "the dummy, then the capture that is kept"
+    cudnn = {"cudnn"} if torch.backends.cudnn.is_available() else set()  # type: ignore[no-untyped-call]
+    assert {"cublas", "cublaslt", *cudnn} == set(report.initialised)
 
 
 @pytest.mark.req("R-GRAPH-05")
@@ -113,7 +119,7 @@ def test_a_planted_kernel_that_lies_about_itself_is_refused(lab: Any, function: 
     KEPT.clear()
 
 
-@pytest.mark.req("R-GRAPH-06")
+@pytest.mark.req("R-GRAPH-05", "R-GRAPH-06")
 def test_where_no_kernel_is_safe_the_error_names_them_all(lab: Any) -> None:
     lab.use(on_cuda(lab, "planted.rms_norm.liar", synchronises), on_cuda(lab, "vendor.rms_norm.old", graph_safe=False))
     lz.configure(allow=["planted", "vendor"], fallback_enabled=False)

@@ -21,6 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
+from layerzero.dispatch.bind import bind
+from layerzero.dispatch.faults import check_device, lost_device
+from layerzero.errors import DeviceLostError
 from layerzero.health import crash_markers
 from layerzero.health.breaker import BreakerPhase, BreakerSettings
 from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather, here, started
@@ -315,7 +318,7 @@ SURVIVABLE = [
 ]
 
 
-@pytest.mark.req("R-FAIL-02", "R-FAIL-11", "R-HLTH-03")
+@pytest.mark.req("R-HLTH-03")
 @pytest.mark.parametrize("error", GONE, ids=lambda e: str(e)[:40])
 def test_errors_that_poison_a_context_are_recognised(error: Exception) -> None:
     why = sticky(error, "cuda:3")
@@ -330,6 +333,28 @@ def test_errors_that_poison_a_context_are_recognised(error: Exception) -> None:
 def test_a_device_that_is_gone_is_recognised(error: Exception) -> None:
     why = sticky(error, "cuda:0")
     assert why is not None and why.code == "DEVICE_LOST" and why.value == "cuda:0"
+
+
+@pytest.mark.req("R-FAIL-11")
+@pytest.mark.parametrize("error", [GONE[0], LOST_TEXTS[0]], ids=["poisoned", "lost"])
+def test_a_device_that_was_lost_is_not_used_again_and_the_first_to_fail_there_is_put_away(
+    lab: Any, kept: Quarantine, error: Exception
+) -> None:
+    """Tensors without memory stand for those of the device that is gone."""
+    lab.use(lab.kernel("bad.rms_norm.pokes", priority=90), lab.kernel("good.rms_norm.later", priority=80))
+    there = [torch.empty(3, 8, device="meta")]
+    decision, spec = lz.select("rms_norm", X, W), state.world.ops["rms_norm"]
+    bound = [bind(spec, decision, state.world, name) for name in ("bad.rms_norm.pokes", "good.rms_norm.later")]
+    found = [lost_device(item, there, error) for item in bound]
+    code = sticky(error).code  # type: ignore[union-attr]
+    assert all(isinstance(item, DeviceLostError) and item.code == code for item in found)
+    assert "bad.rms_norm.pokes" in str(found[0])
+    assert [entry.kernel_id for entry in kept.entries()] == ["bad.rms_norm.pokes"], "after it every kernel fails there"
+    with pytest.raises(DeviceLostError) as caught:
+        check_device([X, *there])
+    assert caught.value.code == code
+    assert lost_device(bound[0], [X], error) is None, "a CPU is not lost to an error that speaks of a GPU"
+    assert lab.run(lz.rms_norm, X, W)[1] == ["good.rms_norm.later"], "the CPU computes on, without the suspect"
 
 
 @pytest.mark.parametrize("error", SURVIVABLE, ids=lambda e: str(e)[:40])

@@ -352,7 +352,7 @@ def test_the_fast_kernel_stores_the_same_bits_as_the_reference(fmt, symmetric, d
 # -- values, shapes, refusals ------------------------------------------------------------------------
 @pytest.mark.parametrize("fmt", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.req("R-QUANT-01")
+@pytest.mark.req("R-QUANT-01", "R-API-08")
 def test_every_format_round_trips_near_its_input_and_remembers_the_dtype(fmt, dtype):
     x = draw(3, 5, 128, dtype=dtype)
     qt = lz.quantize(x, fmt, granularity="block")

@@ -114,7 +114,7 @@ def test_draws_follow_the_probabilities(name, backend):
     assert chi_square(counts_of(tokens, 30), probs) > UNLIKELY
 
 
-@pytest.mark.req("R-SAMP-01")
+@pytest.mark.req("R-SAMP-01", "R-API-06", "R-API-07")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_short_forms_draw_as_the_long_one(backend):
     logits = randn(30, 5000, seed=2)
