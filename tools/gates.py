@@ -104,8 +104,9 @@ def ages(folder: Path = RESULTS, root: Path = ROOT) -> Iterator[tuple[Figure, Dr
     for path in sorted(folder.glob("*/*.json")):
         data = json.loads(path.read_bytes())
         tool = re.search(r"-m tools\.(\w+)", data.get("command") or "")
-        script = root / (f"tools/{tool[1]}.py" if tool else f"benchmarks/{_kind(data)}.py")
-        made_from = sources(script, root) if script.is_file() else (CORE,)
+        named = [f"tools/{tool[1]}.py"] if tool else [f"{place}/{_kind(data)}.py" for place in ("benchmarks", "tools")]
+        script = next((root / name for name in named if (root / name).is_file()), None)
+        made_from = sources(script, root) if script is not None else (CORE,)
         since = drift(str(data.get("commit")), made_from, root)
         yield Figure(f"{path.parent.name}/{path.name}", "age", since.changed if since else 1.0, 0.0), since
 

@@ -95,6 +95,17 @@ def test_a_figure_older_than_its_sources_is_stale(tmp_path: Path, monkeypatch: p
         assert (told in capsys.readouterr().out) is old
     kept.write_text(json.dumps({"command": "python benchmarks/some.py", "commit": "c0ffee"}))
     assert gates.aged(fatal=True) == 1
+    # A tool that a lane starts is a source of what it writes, too.
+    (root / "tools").mkdir()
+    for text, old in (("", 0), ("# more\n", 1)):
+        (root / "tools" / "long.py").write_text(text)
+        git("add", ".")
+        git("commit", "-q", "-m", "a tool")
+        drift.cache_clear()
+        if not text:
+            made = {"benchmark": "long", "command": "make prove NAME=long", "commit": git("rev-parse", "HEAD").strip()}
+            kept.write_text(json.dumps(made))
+        assert gates.aged(fatal=True) == old
 
 
 @pytest.mark.req("R-GATE-02")
