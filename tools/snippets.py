@@ -33,7 +33,7 @@ __all__ = ["MARKS", "Block", "Result", "blocks", "main", "pages", "run", "run_al
 
 MARKS = {
     "gpu": "Needs a CUDA device and the packages of this page.",
-    "download": "Fetches a model.",
+    "download": "Fetches models or kernels from a hub.",
     "ranks": "Runs on every rank, under torchrun.",
     "index": "Installs from a package index.",
     "checkout": "In a checkout of the repository.",

@@ -7,10 +7,11 @@ has an environment of his own that holds nothing of LayerZero before the pages i
 libraries are shared with the running environment: `tools.fresh`; pip builds as it is set up to on this machine). A page
 is walked in an empty folder: its Python blocks as one program, where the first of them stands, and its ```` ```sh ````
 blocks line by line. Blocks for a `checkout` run in a clone of this commit, with what was compiled here before and an
-environment that their own `make` sets up; the wheels are those of its `make wheels`, or lie in `--dist`. Words in
-capitals stand for what `WORDS` says; what a reader has anyway is made by a comment, `<!-- sh … -->`. A Python block
-under "as `serve.py`:" is the file of that name; what the last command that readers see printed is the file `$SAID`.
-A command passes with exit code 0, or with the one that its comment promises ("ends with exit code 1").
+environment that their own `make` sets up; the wheels are those of its `make wheels`, or lie in `--dist`. The hub is one
+on loopback. Words in capitals stand for what `WORDS` says; what a reader has anyway is made by a comment,
+`<!-- sh … -->`. A Python block under "as `serve.py`:" is the file of that name; what the last command that readers see
+printed is the file `$SAID`. A command passes with exit code 0, or with the one that its comment promises ("ends with
+exit code 1").
 
 What is not run says why: by a mark behind the language that is in `ABSENT`, or because it takes long and something
 else runs it (`ELSEWHERE`).
@@ -35,6 +36,7 @@ from typing import NamedTuple
 
 from tools.check_docs import markdown_files
 from tools.fresh import fresh
+from tools.pytest_fixtures import module_beside
 from tools.requirements_doc import ROOT
 from tools.snippets import MARKS, Block, blocks
 
@@ -151,10 +153,20 @@ def _variables(folder: Path, programs: Path, **more: str) -> dict[str, str]:
         "VIRTUAL_ENV": str(programs.parent),
         "PATH": path,
     }
-    return {**kept, "PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1", **home, **more}
+    return {**kept, "PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **home, **more}
 
 
-def _ground(folder: Path, clone: Path, dist: Path) -> Ground:
+@contextlib.contextmanager
+def _hub() -> Iterator[str]:
+    """A hub on loopback that knows the kernel of the pages and nothing else; its address."""
+    tests = ROOT / "packages" / "layerzero-hub" / "tests" / "conftest.py"
+    kernel = module_beside(str(tests), "loopback_kernels").universal_kernel(id="_fast_norm_torch_1")
+    with module_beside(str(tests), "loopback_hub").LoopbackHub() as hub:
+        hub.put("org/fast-norm", 1, kernel)
+        yield hub.endpoint
+
+
+def _ground(folder: Path, clone: Path, dist: Path, hub: str) -> Ground:
     """A fresh environment, and variables under which its programs and our wheels are found."""
     (folder / "home").mkdir(parents=True)
     python = fresh(folder).python
@@ -163,8 +175,8 @@ def _ground(folder: Path, clone: Path, dist: Path) -> Ground:
         shim.write_text(f'#!/bin/sh\nexec "{python}" -m {module} "$@"\n', encoding="utf-8")
         shim.chmod(0o755)
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {dist}".strip()
-    env = _variables(folder, python.parent, PIP_FIND_LINKS=links)
-    return Ground(env, dist, clone, _variables(folder, clone / ".venv" / "bin"))
+    env = _variables(folder, python.parent, PIP_FIND_LINKS=links, HF_ENDPOINT=hub)
+    return Ground(env, dist, clone, _variables(folder, clone / ".venv" / "bin", HF_ENDPOINT=hub))
 
 
 def _clone(into: Path) -> Path:
@@ -244,14 +256,14 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--dist", type=Path, help="a folder of our wheels; without it the clone makes them")
     asked = parser.parse_args(argv)
     steps: list[Step] = []
-    with tempfile.TemporaryDirectory(prefix="lz-walk-", ignore_cleanup_errors=True) as base:
+    with tempfile.TemporaryDirectory(prefix="lz-walk-", ignore_cleanup_errors=True) as base, _hub() as hub:
         clone = _clone(Path(base, "layerzero"))
         dist = asked.dist.resolve() if asked.dist else clone / "dist"
         for who, pages in readers([page.resolve() for page in asked.pages] or markdown_files()).items():
             if not pages:
                 continue
             begun = time.monotonic()
-            ground = _ground(Path(base, who), clone, dist)
+            ground = _ground(Path(base, who), clone, dist, hub)
             load = os.getloadavg()[0]
             took = time.monotonic() - begun
             print(f"== {who}: {len(pages)} pages, a fresh environment in {took:.1f} s, load {load:.1f}", flush=True)
