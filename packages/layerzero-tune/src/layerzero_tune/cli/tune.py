@@ -148,7 +148,7 @@ def _left(seconds: float | None) -> str:
 def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") -> list[Block]:
     timed = [item for item in found.outcomes if item.trial is not None]
     what = "drifted" if drift else "tuned"
-    head = f"{len(timed)} calls {what} in {found.seconds:.1f} s, {found.rows} times written to {found.path}"
+    head = f"{_count(len(timed), 'call')} {what} in {found.seconds:.1f} s, {found.rows} times written to {found.path}"
     blocks: list[Block] = [Line(head, "bold")]
     if drift and not timed:
         blocks.append(Line("every measured kernel takes what it took", STYLES["ok"], indent=2))
