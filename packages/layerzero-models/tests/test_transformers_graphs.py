@@ -84,9 +84,10 @@ def drawn(model: Any, given: dict[str, torch.Tensor], **options: Any) -> torch.T
     return found if isinstance(found, torch.Tensor) else found.sequences
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])  # mistral's layers have a sliding window
 @pytest.mark.parametrize("side", [None, "left"])
-def test_every_way_of_decoding_one_token_at_a_time_is_stepped(side: str | None) -> None:
-    model = zoo.made("llama")
+def test_every_way_of_decoding_one_token_at_a_time_is_stepped(name: str, side: str | None) -> None:
+    model = zoo.made(name)
     given = zoo.inputs(model, side)
     want = {way: drawn(model, given, **options) for way, options in STEPPED.items()}
     stepping(model)
@@ -97,10 +98,11 @@ def test_every_way_of_decoding_one_token_at_a_time_is_stepped(side: str | None) 
     assert not report(model).plain
 
 
-def test_other_ways_take_the_plain_path_with_their_reason() -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_other_ways_take_the_plain_path_with_their_reason(name: str) -> None:
     from transformers import DynamicCache, StaticCache
 
-    model, assistant = zoo.made("llama"), zoo.made("llama", num_hidden_layers=1)
+    model, assistant = zoo.made(name), zoo.made(name, num_hidden_layers=1)
     one = {"input_ids": zoo.tokens(1)}
     ways: dict[str, dict[str, Any]] = {
         "assisted_generation takes other steps": {"assistant_model": assistant},
@@ -170,7 +172,8 @@ def test_the_end_is_noticed_late_only_where_nobody_else_looks_at_the_steps(monke
     assert asked == [True, False, False, False, False]
 
 
-def test_stop_strings_end_a_text() -> None:
+@pytest.mark.parametrize("side", [None, "left"])
+def test_stop_strings_end_a_text(side: str | None) -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -179,13 +182,13 @@ def test_stop_strings_end_a_text() -> None:
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w1.", eos_token="w2.")
     model = zoo.made("llama")
-    given = {"input_ids": zoo.tokens(1)}
+    given = {"input_ids": zoo.tokens(1)} if side is None else zoo.inputs(model, side)
     plain = zoo.generated(model, given)
-    stop = [f"w{int(plain[0, -3])}."]
-    want = zoo.generated(model, given, stop_strings=stop, tokenizer=tokenizer, min_new_tokens=0)
+    options: dict[str, Any] = {"stop_strings": [f"w{int(row[-3])}." for row in plain], "tokenizer": tokenizer}
+    want = zoo.generated(model, given, min_new_tokens=0, **options)
     assert want.shape[1] < plain.shape[1]
     stepping(model)
-    assert torch.equal(zoo.generated(model, given, stop_strings=stop, tokenizer=tokenizer, min_new_tokens=0), want)
+    assert torch.equal(zoo.generated(model, given, min_new_tokens=0, **options), want)
     assert report(model).steps == want.shape[1] - 13
 
 
