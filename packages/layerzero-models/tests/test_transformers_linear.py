@@ -202,6 +202,18 @@ def test_a_compiled_model_is_still_one_graph(few: Any) -> None:
     assert (got - want).abs().max().item() < LOGITS / 10 and not products(few)
 
 
+def test_a_kernel_for_the_rows_of_a_small_batch_is_enough(lab: Any) -> None:
+    """Torch may be the faster one for a single row, and slow for two to eight."""
+    lab.use(lab.kernel(FEW, limits=(("rows", Limit(min=2, max=4)),)))
+    model = zoo.made("llama")
+    want = step(model), step(model, 4)
+    lz.patch(model)
+    for batch, logits, kernel in ((1, want[0], "torch.linear.native"), (4, want[1], FEW)):
+        lab.clear()
+        assert (step(model, batch) - logits).abs().max().item() < LOGITS / 10
+        assert products(lab) == {kernel: 13}
+
+
 def test_worth_is_asked_once_for_a_size_and_not_where_there_is_no_cpu(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +223,9 @@ def test_worth_is_asked_once_for_a_size_and_not_where_there_is_no_cpu(
     own = neighbours.which
     monkeypatch.setattr(neighbours, "which", lambda *args: asked.append(args[0]) or own(*args))
     found, weight = Linears(), torch.zeros(8, 16)
-    assert found.worth(weight, None) and found.worth(torch.ones(8, 16), None) and len(asked) == 1
-    assert found.worth(weight, torch.zeros(8)) and found.worth(weight.bfloat16(), None) and len(asked) == 3
-    assert not found.worth(torch.zeros(8, 16, device="meta"), None) and len(asked) == 3
+    assert found.worth(weight, None) and found.worth(torch.ones(8, 16), None) and len(asked) == 2  # one row and four
+    assert found.worth(weight, torch.zeros(8)) and found.worth(weight.bfloat16(), None) and len(asked) == 6
+    assert not found.worth(torch.zeros(8, 16, device="meta"), None) and len(asked) == 6
     with lz.scoped(deny=["*linear*"]):
         assert not Linears().worth(weight, None)
 

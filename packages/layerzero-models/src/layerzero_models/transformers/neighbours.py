@@ -108,18 +108,19 @@ class Linears:
         self._known: dict[Any, bool] = {}
 
     def worth(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether one row times this weight would run on something else than torch's own product, or all are asked."""
+        """Whether one row or four times this weight run on another kernel than torch's own product, or all are asked."""
         if self._everything:
             return True
         if weight.device.type != "cpu":  # many rows are a vendor's product, which is what torch calls too
             return few_rows("linear", weight) > 0
         case = (weight.shape, weight.dtype, bias is None)
         if case not in self._known:
-            x = torch.zeros((1, weight.shape[1]), dtype=weight.dtype)
+            x = torch.zeros((4, weight.shape[1]), dtype=weight.dtype)
             try:
                 with torch.no_grad():
-                    kernel = which("linear", x, weight.detach(), None if bias is None else bias.detach())
-                self._known[case] = not kernel.startswith(_TORCH)
+                    rest = (weight.detach(), None if bias is None else bias.detach())
+                    kernels = [which("linear", x[:rows], *rest) for rows in (1, 4)]
+                self._known[case] = not all(kernel.startswith(_TORCH) for kernel in kernels)
             except LayerZeroError:  # a policy under which nothing may run, or a size no kernel takes
                 self._known[case] = False
         return self._known[case]

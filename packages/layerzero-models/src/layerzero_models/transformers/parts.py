@@ -20,10 +20,8 @@ from layerzero_models.transformers.neighbours import Neighbours
 from layerzero_models.transformers.probes import DTYPES, Rules
 
 STATE = "_layerzero"  # where a patched part keeps what it needs
-GEMMA, EPS = (
-    "_layerzero_gemma",
-    "_layerzero_eps",
-)  # what a traced norm needs; GEMMA is None where its own forward is traced
+# What a traced norm needs; GEMMA is None where its own forward is traced.
+GEMMA, EPS = "_layerzero_gemma", "_layerzero_eps"
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
