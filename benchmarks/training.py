@@ -1,4 +1,8 @@
-"""One training step of a 1B Llama, compiled: stock, patched with head and loss in one op, and Liger's patched model."""
+"""One training step of a 1B Llama, compiled: stock, patched with head and loss in one op, and Liger's patched model.
+
+`patched` has head and loss behind the compiled body, where a kernel holds some rows of the logits at a time; in
+`patched whole` they stand in the graph, where Inductor fuses them and holds all logits.
+"""
 
 from __future__ import annotations
 
@@ -19,42 +23,43 @@ from timing import header, write_json
 import layerzero as lz
 
 
-def step_of(model: Any, ids: torch.Tensor, fused: bool) -> Callable[[], torch.Tensor]:
-    """Forward and backward of the next-token loss; the optimizer is the same for all and stays out.
-
-    `fused`: the body is compiled, head and loss are `lz.ops.linear_cross_entropy` behind it, whose kernel computes
-    gradients with the loss.
-    """
+def step_of(model: Any, ids: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+    """Forward and backward of the next-token loss; the optimizer is the same for all and stays out."""
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-    body: Any = (
-        torch.compile(model.model) if fused else torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss)
-    )
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return lz.ops.linear_cross_entropy(hidden, model.lm_head.weight, targets)  # type: ignore[no-any-return]
+
+    def hidden_of(ids: torch.Tensor) -> torch.Tensor:
+        return model.model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    body: Any = {
+        "patched": hidden_of,
+        "patched whole": lambda ids: head(hidden_of(ids)),
+    }.get(name, lambda ids: model(input_ids=ids, labels=ids).loss)
+    body = torch.compile(body)
 
     def step() -> torch.Tensor:
         model.zero_grad(set_to_none=True)
-        if fused:
-            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-            loss = lz.ops.linear_cross_entropy(hidden, model.lm_head.weight, targets)
-        else:
-            loss = body(ids)
+        loss = head(body(ids)) if name == "patched" else body(ids)
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
     return step
 
 
-def contestants_of(stock: Any, names: list[str]) -> dict[str, tuple[Any, bool]]:
-    """The model of each name, and whether head and loss are one op of ours."""
-    found: dict[str, tuple[Any, bool]] = {}
+def contestants_of(stock: Any, names: list[str]) -> dict[str, Any]:
+    """The model of each name."""
+    found: dict[str, Any] = {}
     for name in names:
         model = stock if name == "stock" else copy.deepcopy(stock)
-        if name == "patched":
+        if name.startswith("patched"):
             lz.patch(model)
         elif name == "liger":
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
             _apply_liger_kernel_to_instance(model=model)
-        found[name] = (model, name == "patched")
+        found[name] = model
     return found
 
 
@@ -65,7 +70,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", default="stock,patched,liger")
+    parser.add_argument("--only", default="stock,patched,patched whole,liger")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     lz.configure(jit="block")
@@ -75,8 +80,8 @@ def main() -> None:
     ids = torch.randint(0, 1000, (args.batch, args.length), generator=torch.Generator().manual_seed(1)).to(args.device)
     times: dict[str, list[float]] = {}
     losses, memory, kernels, steps = {}, {}, {}, {}
-    for name, (model, fused) in contestants_of(stock, args.only.split(",")).items():
-        steps[name] = step_of(model, ids, fused)
+    for name, model in contestants_of(stock, args.only.split(",")).items():
+        steps[name] = step_of(model, ids, name)
         begin = time.perf_counter()
         for _ in range(3):
             losses[name] = round(float(steps[name]()), 5)

@@ -18,7 +18,8 @@ MADE = {
     "liger_kernel.ops.fused_add_rms_norm.LigerFusedAddRMSNormFunction.forward": (8, ()),
     "liger_kernel.ops.fused_add_rms_norm.fused_add_rms_norm_forward": (6, ()),
     "liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward": (
-        3, ("bias", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "accum_dtype"),
+        3, ("bias", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "accum_dtype",
+            "chunk_mem_const"),
     ),
     "liger_kernel.ops.geglu.geglu_backward": (3, ()),
     "liger_kernel.ops.geglu.geglu_forward": (2, ()),

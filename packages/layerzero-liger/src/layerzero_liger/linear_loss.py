@@ -8,12 +8,17 @@ taken here, so that no row to count gives 0.
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _library: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+# Logits at a time: for each piece the float32 gradient of the whole head is read and written once, and left to itself
+# Liger takes no more logits than x has numbers, 256 rows of a vocabulary of 128256.
+_LOGITS = 1 << 28
+_BOUNDED = "chunk_mem_const" in inspect.signature(_library.fused_linear_cross_entropy_forward).parameters  # from 0.8.3
 
 
 def linear_cross_entropy(
@@ -52,6 +57,7 @@ class _Fused(torch.autograd.Function):
             reduction=reduction,
             softcap=softcap,
             accum_dtype=torch.float32,
+            **({"chunk_mem_const": max(1, _LOGITS // max(1, x.numel()))} if _BOUNDED else {}),
         )
         kept = [grad if needed else None for grad, needed in zip(grads, wanted, strict=True)]
         ctx.save_for_backward(*kept)

@@ -221,6 +221,22 @@ def test_a_head_alone_gets_its_gradient_and_no_row_to_count_gives_zero():
     assert linear_loss.linear_cross_entropy(x, weight, none, None, -100, None, None, None, "mean").item() == 0.0
 
 
+@pytest.mark.parametrize(("at_most", "pieces"), [(1 << 28, 1), (16 * 4096, 4), (1, 64)])
+def test_the_logits_come_in_as_few_pieces_as_memory_allows(monkeypatch, at_most, pieces):
+    """Each piece adds to the gradient of the whole head; left to itself the library takes a row at a time here."""
+    products = []
+    real = torch.mm
+    monkeypatch.setattr(linear_loss._library.torch, "mm", lambda a, b: products.append(a.shape) or real(a, b))
+    monkeypatch.setattr(linear_loss, "_LOGITS", at_most)
+    x, weight, labels = randn(64, 8), randn(4096, 8, seed=1), torch.arange(64)
+    mine, wide = (item.requires_grad_() for item in (weight.clone(), weight.double()))
+    linear_loss.linear_cross_entropy(x, mine, labels, None, -100, None, None, None, "mean").backward()
+    assert products == [(4096, 64 // pieces)] * pieces
+    reference_linear_loss(x.double(), wide, labels).backward()
+    assert mine.grad is not None and wide.grad is not None
+    torch.testing.assert_close(mine.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_the_self_test_knows_its_answers():
     from layerzero_liger.health import _errors
 

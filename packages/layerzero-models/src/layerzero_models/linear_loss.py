@@ -38,27 +38,23 @@ def linear_cross_entropy(
     The options are those of `lz.cross_entropy`; the loss is float32 (float64 for float64).
     """
     wide = compute_dtype(x, weight, bias)
+    rest = (ignore_index, label_smoothing, softcap, z_loss, reduction)
     with no_autocast(x.device.type):
-        logits = x.to(wide) @ weight.to(wide).T
-        if bias is not None:
-            logits = logits + bias.to(wide)
+        return by_compiler(x.to(wide), weight.to(wide), labels, bias, *rest)
+
+
+def by_compiler(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The same in a compiled graph: the product in the dtype of x, as in a model's own head, its loss in float32."""
+    logits = _logits(x, weight, bias, None, compute_dtype(x, weight, bias))
+    ignore_index, label_smoothing, softcap, z_loss, reduction = rest
     loss = cross_entropy(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction, False)
     assert isinstance(loss, Tensor)
     return loss
 
 
-def by_chunks(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float | None,
-    softcap: float | None,
-    z_loss: float | None,
-    reduction: str,
-) -> Tensor:
+def by_chunks(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, *rest: Any) -> Tensor:
     """The same, some rows of the logits at a time; the backward computes them again."""
+    label_smoothing, softcap, z_loss, reduction = rest
     targets = labels.reshape(-1).to(torch.int64)
     options = (ignore_index, label_smoothing or 0.0, softcap, z_loss or 0.0)
     loss: Tensor = _Rows.apply(x.reshape(-1, x.shape[-1]), weight, bias, targets, *options)  # type: ignore[no-untyped-call]
@@ -202,6 +198,7 @@ LINEAR_CROSS_ENTROPY = Op(
     sizes={"rows": (5, 33), "hidden": (16, 64), "vocab": (40, 300)},
     example=_example,
     fake=_fake,
+    plain=by_compiler,
     baseline="layerzero_models.linear_loss:by_chunks",
     cost=Roofline("element_bytes * (rows * hidden + vocab * hidden) + 12 * rows", "2 * rows * hidden * vocab"),
     workspace="16 * rows * vocab",

@@ -108,7 +108,7 @@ class Linears:
         self._known: dict[Any, bool] = {}
 
     def worth(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether one row or four times this weight run on another kernel than torch's own product, or all are asked."""
+        """Whether one row or four times this weight run on another kernel than torch's product, or all are asked."""
         if self._everything:
             return True
         if weight.device.type != "cpu":  # many rows are a vendor's product, which is what torch calls too
