@@ -27,6 +27,7 @@ from page_gpu import (
 )
 from page_plans import blocks_section, store_section
 from page_threads import threads_section
+from page_vllm import vllm_section
 
 from layerzero_tune.timing.clock import BEFORE, RULES
 from layerzero_tune.timing.host_load import BUSY
@@ -278,6 +279,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "diffusion.json": diffusion_section,
     "invariance.json": invariance_section,
     "linear_attention.json": linear_attention_section,
+    "vllm*.json": vllm_section,
     "adapters.json": adapters_section,
     "ops_host_*.json": ops_section,
     "kits.json": kits_section,

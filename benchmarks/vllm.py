@@ -3,8 +3,10 @@
     python benchmarks/vllm.py --machine NAME [--models FOLDER] [--small] [--rounds N] [--prompts N] [--shape llama …]
 
 For each model two engines live at once, one with LAYERZERO_VLLM=on and one without; they take turns, so that what else
-the machine does weighs on both alike. Models are random checkpoints of about 100 M parameters (--small: 5 M) whose
-query and key weights are large enough for attention to be peaked. Greedy tokens are compared in float32.
+the machine does weighs on both alike. Each starts with empty folders for compiled code. Models are random checkpoints
+of about 100 M parameters (--small: 5 M) whose query and key weights are large enough for attention to be peaked. Greedy
+tokens are compared in float32. Where vLLM has no quick kernel for a dtype (bfloat16 on a CPU without its instructions)
+--scale shortens prompts and answers, and --batched-tokens the batch that vLLM starts with.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +118,8 @@ class Engine:
         words = [sys.executable, "-P", __file__, "--serve", str(model), dtype, json.dumps(options)]
         given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         given |= {"OMP_WAIT_POLICY": "passive", "LAYERZERO_VLLM": mode}
+        self.caches = tempfile.TemporaryDirectory()
+        given |= {"VLLM_CACHE_ROOT": self.caches.name, "TORCHINDUCTOR_CACHE_DIR": f"{self.caches.name}/inductor"}
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **given, **env}
         )
@@ -137,7 +142,7 @@ class Engine:
 
     def close(self) -> None:
         """End the process."""
-        with self.process:  # closes both pipes and waits
+        with self.caches, self.process:  # closes both pipes and waits
             pass
 
 
@@ -163,10 +168,12 @@ def partings(stock: dict[str, Any], ours: dict[str, Any]) -> list[float]:
     return found
 
 
-def measured(pair: tuple[Engine, Engine], rounds: int, vocabulary: int) -> Iterator[dict[str, Any]]:
+def measured(
+    pair: tuple[Engine, Engine], rounds: int, vocabulary: int, cases: dict[str, tuple[int, int, int]]
+) -> Iterator[dict[str, Any]]:
     """Tokens a second of both by case, in turns; the median of the ratios of neighbours counts."""
     draw = random.Random(1)
-    for name, (count, length, new) in CASES.items():
+    for name, (count, length, new) in cases.items():
         ratios, rates = [], []
         for turn in range(rounds + 1):  # the first one warms up
             prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
@@ -177,7 +184,8 @@ def measured(pair: tuple[Engine, Engine], rounds: int, vocabulary: int) -> Itera
                 ratios.append(times[pair[0]] / times[pair[1]])
                 rates.append([work / times[engine] for engine in pair])
         stock, ours = (round(statistics.median(rate[side] for rate in rates), 1) for side in (0, 1))
-        yield {"case": name, "stock_tokens_s": stock, "tokens_s": ours, "times": round(statistics.median(ratios), 3)}
+        shape = {"case": name, "prompts": count, "prompt_tokens": length, "new_tokens": new}
+        yield {**shape, "stock_tokens_s": stock, "tokens_s": ours, "times": round(statistics.median(ratios), 3)}
 
 
 def main() -> None:
@@ -196,11 +204,19 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=200, help="whose tokens are compared")
+    parser.add_argument("--scale", type=float, default=1.0, help="lengths of timed prompts and answers are cut by this")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=tuple(CASES), help="what is timed")
+    parser.add_argument("--batched-tokens", type=int, default=ENGINE["max_num_batched_tokens"])
     parser.add_argument("--json", type=Path, help="where to write, instead of the machine's folder")
     given = parser.parse_args()
     sizes = SMALL if given.small else LARGE
     folder = given.models / ("small" if given.small else "large")
-    options = {"enforce_eager": given.eager}
+    options = {"enforce_eager": given.eager, "max_num_batched_tokens": given.batched_tokens}
+    cases = {
+        name: (count, max(round(length * given.scale), 1), max(round(new * given.scale), 2) if new > 1 else 1)
+        for name, (count, length, new) in CASES.items()
+        if name in given.case
+    }
     found = []
     for shape, dtype in itertools.product(given.shape, given.dtype):
         model = make_model(shape, folder, sizes)
@@ -217,11 +233,11 @@ def main() -> None:
                     "parted": len(apart),
                     "parted_beyond": sum(gap >= PARTING for gap in apart),
                 }
-            row["cases"] = list(measured(pair, given.rounds, sizes["vocab_size"]))
+            row["cases"] = list(measured(pair, given.rounds, sizes["vocab_size"], cases))
         newest = max(reports.glob("worker-*.json"), key=lambda file: file.stat().st_mtime)
         told = json.loads(newest.read_text(encoding="utf-8"))
         row["chosen"] = [
-            {key: one[key] for key in ("kind", "phase", "kernel", "reason")}
+            {key: one[key] for key in ("kind", "phase", "winner", "kernel", "reason")}
             for one in (*told["choices"], *told["linears"])
         ]
         found.append(row)
@@ -231,6 +247,7 @@ def main() -> None:
     report = {"commit": commit(), "command": command, "machine": machine(), "versions": told["versions"]}
     report |= {
         "sizes": sizes,
+        "engine": {**ENGINE, **options},
         "geometric_mean": round(math.exp(statistics.fmean(map(math.log, times))), 3),
         "models": found,
     }

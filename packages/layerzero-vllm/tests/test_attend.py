@@ -106,5 +106,13 @@ def test_results_that_differ_or_are_not_finite_disagree():
 
 
 def test_a_race_times_every_way():
-    found = attend.race({"one": lambda: None, "two": lambda: sum(range(20_000))}, seconds=0.0)
+    found = attend.race({"one": [lambda: None], "two": [lambda: sum(range(20_000))]}, seconds=0.0)
     assert 0 < found["one"] < found["two"]
+
+
+def test_a_race_goes_round_all_layers_in_turns():
+    made = []
+    ways = {side: [lambda at=(side, layer): made.append(at) for layer in range(3)] for side in ("one", "two")}
+    assert set(attend.race(ways, seconds=0.0)) == {"one", "two"}
+    assert made[:6] == [("one", 0), ("two", 0), ("one", 1), ("two", 1), ("one", 2), ("two", 2)]
+    assert len(made) % 6 == 0

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_one, left_alone, phases, refusals
+from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_one, left_alone, lost, phases, refusals
 
 KIND = LayerKind("cpu", "float32", 8, 2, 64, 128)
 
@@ -52,6 +52,10 @@ def test_one_phase_that_is_clearly_slower_leaves_all_phases_to_vllm():
     found = chosen(decode=1.9, prefill=0.9)
     assert {choice.winner for choice in found.values()} == {THEIRS}
     assert "another phase" in found["decode"].reason and "another phase" not in found["prefill"].reason
+
+
+def test_a_phase_is_lost_where_ours_is_clearly_slower():
+    assert [lost(one) for one in timed(decode=0.9, prefill=0.99, chunk=1.5).values()] == [True, False, False]
 
 
 def test_equal_times_leave_vllm_as_it_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -27,17 +29,19 @@ def prepared(*won):
     layer = torch.nn.Linear(32, 48)
     layer.requires_grad_(False)
     expected = (layer.weight.clone(), layer.bias)
-    linear.dispatching(stock, lambda weight, theirs: frozenset(won))(layer, remove_weight=True)
+    linears = linear.Linears(stock, lambda layers: frozenset(won))
+    linears.dispatch(layer, remove_weight=True)
+    linears.settle()
     return layer, expected
 
 
 def test_each_number_of_rows_goes_to_the_side_that_won_it():
     layer, (weight, bias) = prepared(8, 128)
-    for rows in (1, 2, 8, 9, 32, 33, 500):
+    for rows in (1, 2, 8, 9, 32, 33, 500, 600):
         x = torch.randn(rows, 32)
         found = layer.cpu_linear(x, layer.weight, bias)
         torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
-    assert layer.calls == [1, 9, 32]
+    assert layer.calls == [1, 9, 32, 500, 600]
 
 
 def test_a_linear_that_vllm_wins_is_left_as_vllm_left_it():
@@ -47,11 +51,34 @@ def test_a_linear_that_vllm_wins_is_left_as_vllm_left_it():
     assert layer.calls == [1]
 
 
-def test_one_that_we_always_win_drops_the_packed_weight():
-    layer, (weight, _) = prepared(*linear.ROWS)
-    x = torch.randn(300, 32)
-    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), torch.nn.functional.linear(x, weight))
-    assert linear._entries[layer.weight.data_ptr()].theirs is None
+def test_one_that_we_always_win_drops_the_packed_weight_and_the_next_is_not_packed():
+    asked = []
+
+    def choose(layers):
+        asked.append(len(layers))
+        return frozenset(linear.ROWS)
+
+    linears = linear.Linears(stock, choose)
+    for _ in range(2):
+        layer = torch.nn.Linear(32, 48, bias=False).requires_grad_(False)
+        weight, x = layer.weight.clone(), torch.randn(300, 32)
+        linears.dispatch(layer, remove_weight=True)
+        linears.settle()
+        torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), torch.nn.functional.linear(x, weight))
+        assert layer.weight.data_ptr() not in linear._entries
+    assert asked == [1] and not hasattr(layer, "calls")
+
+
+def test_layers_of_a_shape_wait_until_no_cache_holds_their_weights(monkeypatch):
+    monkeypatch.setattr(linear, "ENOUGH", 2 * 32 * 48 * 4)
+    asked = []
+    linears = linear.Linears(stock, lambda layers: asked.append(len(layers)) or frozenset({1}))
+    layers = [torch.nn.Linear(32, 48, bias=False).requires_grad_(False) for _ in range(3)]
+    ours = torch.ops.layerzero_vllm.linear
+    for layer, done in zip(layers, (0, 2, 3), strict=True):
+        linears.dispatch(layer, remove_weight=True)
+        assert [one.cpu_linear is ours for one in layers if hasattr(one, "cpu_linear")].count(True) == done
+    assert asked == [2] and linears.waiting == {}
 
 
 @pytest.mark.parametrize("change", [lambda w: w.to(torch.float64), lambda w: w.t(), lambda w: w.reshape(4, 8, 48)])
@@ -59,7 +86,9 @@ def test_weights_that_are_no_plain_matrix_are_not_touched(change):
     layer = torch.nn.Linear(32, 48, bias=False)
     layer.weight = torch.nn.Parameter(change(layer.weight.detach()), requires_grad=False)
     seen = []
-    linear.dispatching(lambda *given: seen.append(given), lambda *given: 1 / 0)(layer, remove_weight=False)
+    linears = linear.Linears(lambda *given: seen.append(given), lambda *given: 1 / 0)
+    linears.dispatch(layer, False)
+    linears.settle()
     assert seen == [(layer, False)] and not hasattr(layer, "cpu_linear")
 
 
@@ -90,14 +119,32 @@ class _Model(torch.nn.Module):
         return self.function(x)
 
 
-def test_measuring_gives_times_and_kernels_and_nothing_where_the_results_disagree():
-    weight = torch.randn(48, 32)
-    times, kernels = linear.measure(weight, torch.nn.functional.linear)
-    assert set(times) == set(kernels) == set(linear.ROWS)
+def test_measuring_gives_times_and_kernels_and_nothing_where_the_results_disagree(monkeypatch):
+    monkeypatch.setattr(linear, "PIECE", 32 * 16)
+    pieces = []
+
+    def packed(weight):
+        pieces.append(tuple(weight.shape))
+        return torch.nn.functional.linear
+
+    layers = [linear.Packed(None, torch.randn(48, 32), torch.nn.functional.linear) for _ in range(2)]
+    times, kernels = linear.measure(layers, packed)
+    assert set(times) == set(kernels) == set(linear.ROWS) and pieces == [(16, 32)]
     assert all(set(timed) == {OURS, THEIRS} for timed in times.values())
-    assert linear.measure(weight, lambda x, w, b: x @ w.t() + 1) == ({}, {})
+    wrong = [linear.Packed(None, torch.randn(48, 32), lambda x, w, b: x @ w.t() + 1)]
+    assert linear.measure(wrong, packed) == ({}, {})
+
+
+def test_more_rows_are_not_waited_for_where_vllm_has_no_kernel():
+    def slow(x, weight, bias):
+        time.sleep(0.05)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    layers = [linear.Packed(None, torch.randn(48, 32), slow)]
+    times, _ = linear.measure(layers, lambda weight: slow)
+    assert set(times) == {1} and rows_won(times, linear.ROWS) == set(linear.ROWS)
 
 
 def test_ours_wins_the_rows_at_which_it_is_clearly_quicker():
     times = {rows: {OURS: 1.0, THEIRS: ratio} for rows, ratio in zip((1, 8, 32), (1.01, 2.0, 0.5), strict=True)}
-    assert rows_won(times) == {8}
+    assert rows_won(times, (1, 8, 32)) == {8} and rows_won(times, (1, 8, 32, 128)) == {8}

@@ -7,7 +7,7 @@ once. On a CPU the two sides pack the KV cache differently, so one of them write
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,12 @@ def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned
 def _quicker(times: Times) -> str:
     ratios = [timed[THEIRS] / timed[OURS] for timed in times.values()]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return OURS if mean >= MARGIN and min(ratios) >= 1 / MARGIN else THEIRS
+    return OURS if mean >= MARGIN and not any(map(lost, times.values())) else THEIRS
+
+
+def lost(timed: Mapping[str, float]) -> bool:
+    """Whether ours is so slow in a phase that no other phase can make up for it."""
+    return timed[THEIRS] / timed[OURS] < 1 / MARGIN
 
 
 def _choice(
@@ -130,9 +135,10 @@ def _choice(
     return Choice(kind, phase, winner, reason, kernels[phase] if winner == OURS else "vLLM's own", dict(timed))
 
 
-def rows_won(times: Mapping[int, Mapping[str, float]]) -> frozenset[int]:
-    """The measured numbers of rows at which ours is the quicker linear."""
-    return frozenset(rows for rows, timed in times.items() if timed[THEIRS] / timed[OURS] >= MARGIN)
+def rows_won(times: Mapping[int, Mapping[str, float]], all_rows: Sequence[int]) -> frozenset[int]:
+    """The numbers of rows at which ours is the quicker linear; those not measured go as the last that was."""
+    won = {rows for rows, timed in times.items() if timed[THEIRS] / timed[OURS] >= MARGIN}
+    return frozenset(won | {rows for rows in all_rows if rows > max(times) and max(times) in won})
 
 
 def left_alone(kind: LayerKind, names: Iterable[str], reason: str) -> list[Choice]:

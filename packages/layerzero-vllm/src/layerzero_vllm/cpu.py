@@ -19,7 +19,7 @@ from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
 from layerzero_vllm import attend, linear
-from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, phases, refusals
+from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, lost, phases, refusals
 from layerzero_vllm.plugin import pinned
 from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
 
@@ -50,6 +50,11 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
         window = None if self.sliding_window < 0 else self.sliding_window
         softcap = self.logits_soft_cap or None
         self.settings = attend.Settings(self.scale, window, softcap, self.alibi_slopes, self.sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Every linear is packed by now: those that wait are chosen for."""
+        super().process_weights_after_loading(act_dtype)
+        linear.settle()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -99,6 +104,8 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
         self.ours = bool(choices) and all(choice.winner == OURS for choice in choices)
         for layer in layers.values():
             layer.impl.ours = self.ours
+            # where vLLM serves, nothing of ours stays in the way
+            layer.impl.__class__ = CpuImpl if self.ours else stock.CPUAttentionBackendImpl
         tell(choices)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -139,16 +146,21 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
         return found
 
     def _measured(self, kind: LayerKind, layer: Any, told: tuple[Phase, ...]) -> list[Choice]:
-        """Race both sides on drawn batches of every phase, the writing of new tokens included."""
-        times, kernels = {}, {}
-        for phase in told:
+        """Race both sides on drawn batches, the writing of new tokens included, until one phase is clearly lost."""
+        times, kernels, side = {}, {}, pinned(os.environ)
+        if side == THEIRS:
+            return left_alone(kind, map(str, told), "vllm is pinned")
+        for place, phase in enumerate(told, start=1):
             drawn = attend.example(kind, phase, self.vllm_config.model_config.dtype)
             ways, kernels[str(phase)] = self._ways(layer, phase, drawn)
             one, other = (way().clone() for way in ways.values())
             if not attend.agrees(one, other):
                 return left_alone(kind, map(str, told), f"the two sides disagree on a drawn batch of {phase}")
-            times[str(phase)] = attend.race(ways)
-        return choose_one(kind, times, kernels, pinned(os.environ))
+            times[str(phase)] = attend.race({name: [way] for name, way in ways.items()}, seconds=0.02)
+            if side is None and lost(times[str(phase)]):
+                rest = left_alone(kind, map(str, told[place:]), f"not measured: vLLM's is quicker in {phase}")
+                return choose_one(kind, times, kernels) + rest
+        return choose_one(kind, times, kernels, side)
 
     def _ways(self, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Callable[[], Tensor]], str]:
         impl, new = layer.impl, drawn.new

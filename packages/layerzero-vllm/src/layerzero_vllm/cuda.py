@@ -134,7 +134,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             one, other = (way().clone() for way in ways.values())
             if not attend.agrees(one, other):
                 return found + left_alone(kind, map(str, steps), f"the two sides disagree on a drawn batch of {phase}")
-            times[str(phase)] = attend.race(ways)
+            times[str(phase)] = attend.race({name: [way] for name, way in ways.items()})
         return found + choose_one(kind, times, kernels, pinned(os.environ))
 
     def _ways(

@@ -1,8 +1,10 @@
-"""Linears of a CPU: ours for the numbers of rows at which it was quicker when the weights were loaded, else vLLM's.
+"""Linears of a CPU: ours for the numbers of rows at which it was quicker when the model was loaded, else vLLM's.
 
 vLLM packs the weight of an unquantized linear once (`dispatch_cpu_unquantized_gemm`) and calls what that function left
-in `layer.cpu_linear`. Where ours wins for some numbers of rows the plain weight is kept beside the packed one; where it
-wins for all the packed one is dropped. Both hide behind one torch op, so that a compiled graph holds either.
+in `layer.cpu_linear`. Layers of one shape wait there until there are so many of them that their weights come from
+memory, as they do in a step, and are raced together. Where ours wins for some numbers of rows the plain weight is kept
+beside the packed one; where it wins for all, nothing is packed. Both hide behind one torch op, so that a compiled graph
+holds either; a layer that vLLM wins is as vLLM left it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import functools
 import os
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,29 +24,46 @@ from layerzero_vllm.attend import race
 from layerzero_vllm.choice import OURS, THEIRS, rows_won
 from layerzero_vllm.plugin import pinned
 
-ROWS = (1, 8, 32, 128)  # rows that are measured: decode of one and of a few sequences, a batch, a prompt
+ROWS = (1, 8, 32, 128, 512)  # rows that are measured: decode of one and of a few sequences, a batch, prompts
+STREAMED = 8  # up to so many rows reading the weight decides; more are measured on a piece of one weight
+PIECE = 1 << 20  # elements of that piece
+ENOUGH = 64 << 20  # bytes of weights that no cache holds
+AT_ONCE = 128  # rows of one call of ours: what our kernels multiply with one visit of the weight
+HOPELESS = 8.0  # vLLM's has no kernel for a dtype where it takes so much longer: more rows are not waited for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+class Packed(NamedTuple):
+    """A layer that vLLM has packed, its plain weight, and what vLLM calls for it."""
+
+    layer: Any
+    weight: Tensor
+    theirs: Linear
+
+
 class Entry(NamedTuple):
     """Two ways to one product. Rows in between count as the next number in ROWS, more than that as the last one."""
 
-    theirs: Linear | None
+    theirs: Linear
     ours: tuple[bool, ...]
 
 
-_entries: dict[int, Entry] = {}  # by the address of the plain weight, which lives as long as its layer
+# where both are used: by the address of the plain weight, which lives as long as its layer
+_entries: dict[int, Entry] = {}
 _library: Any = torch.library.Library("layerzero_vllm", "DEF")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    entry = _entries[weight.data_ptr()]
-    if entry.theirs is None or entry.ours[min(bisect_left(ROWS, x.numel() // x.shape[-1]), len(ROWS) - 1)]:
+    rows, entry = x.numel() // x.shape[-1], _entries.get(weight.data_ptr())
+    if entry is not None and not entry.ours[min(bisect_left(ROWS, rows), len(ROWS) - 1)]:
+        return entry.theirs(x, weight, bias)
+    if rows <= AT_ONCE:
         return lz.linear(x, weight, bias)
-    return entry.theirs(x, weight, bias)
+    parts = [lz.linear(part, weight, bias) for part in x.reshape(rows, -1).split(AT_ONCE)]
+    return torch.cat(parts).view(*x.shape[:-1], -1)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,68 +74,119 @@ _library.impl("linear", _linear, "CPU")
 torch.library.register_fake("layerzero_vllm::linear", _fake, lib=_library)
 
 
-def measure(weight: Tensor, theirs: Linear) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
-    """Microseconds of both, and the kernel of ours, by rows; nothing where the results disagree."""
-    times, kernels = {}, {}
+def measure(
+    layers: list[Packed], pack: Callable[[Tensor], Linear]
+) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+    """Microseconds of both, and the kernel of ours, by rows up to a hopeless race; nothing where the results disagree.
+
+    `pack(weight)` is vLLM's way to the product with another weight.
+    """
+    times: dict[int, dict[str, float]] = {}
+    kernels: dict[int, str] = {}
+    first = layers[0].weight
+    piece = first[: max(PIECE // first.shape[1], 1)]
+    pieces = [Packed(None, piece, pack(piece) if piece.shape != first.shape else layers[0].theirs)]
     for rows in ROWS:
-        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        ways = {OURS: functools.partial(lz.linear, x, weight), THEIRS: functools.partial(theirs, x, weight, None)}
-        ours, other = (way().float() for way in ways.values())
-        limit = (1e-4 if weight.dtype is torch.float32 else 2e-2) * float(other.abs().max())
+        x = torch.randn(rows, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
+        raced = layers if rows <= STREAMED else pieces
+        ways = {
+            OURS: [functools.partial(torch.ops.layerzero_vllm.linear, x, one.weight, None) for one in raced],
+            THEIRS: [functools.partial(one.theirs, x, one.weight, None) for one in raced],
+        }
+        ours, other = (calls[0]().float() for calls in ways.values())
+        limit = (1e-4 if first.dtype is torch.float32 else 2e-2) * float(other.abs().max())
         if not bool(torch.isfinite(ours).all()) or float((ours - other).abs().max()) > limit:
             return {}, {}
-        times[rows], kernels[rows] = race(ways, seconds=0.05), lz.which("linear", x, weight)
+        times[rows], kernels[rows] = race(ways, seconds=0.03), lz.which("linear", x[:AT_ONCE], raced[0].weight)
+        if times[rows][THEIRS] > HOPELESS * times[rows][OURS]:
+            break
     return times, kernels
 
 
-def dispatching(stock: Callable[..., None], choose: Callable[[Tensor, Linear], frozenset[int]]) -> Callable[..., None]:
-    """vLLM's `dispatch_cpu_unquantized_gemm`; after it `choose(weight, theirs)` says for which of ROWS ours runs."""
+@dataclass
+class Linears:
+    """vLLM's `dispatch_cpu_unquantized_gemm`; `choose(layers)` says for which of ROWS ours runs in a shape's layers."""
 
-    @functools.wraps(stock)
-    def dispatch(layer: Any, remove_weight: bool) -> None:
+    stock: Callable[..., None]
+    choose: Callable[[list[Packed]], frozenset[int]]
+    waiting: dict[Any, list[Packed]] = field(default_factory=dict)
+    known: dict[Any, frozenset[int]] = field(default_factory=dict)
+
+    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+        """Pack a layer as vLLM does, unless it is known that nobody would read it; settle it once there are enough."""
         weight, bias = layer.weight, getattr(layer, "bias", None)
-        stock(layer, remove_weight)
         plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_cpu and weight.dtype in _DTYPES
         if not plain or not weight.is_contiguous() or (bias is not None and bias.dtype is not weight.dtype):
-            return
-        theirs = layer.cpu_linear
-        won = choose(weight.detach(), theirs)
-        if not won:
-            return
-        ours = tuple(rows in won for rows in ROWS)
-        layer.weight = weight
-        _entries[weight.data_ptr()] = Entry(None if all(ours) else theirs, ours)
-        layer.cpu_linear = torch.ops.layerzero_vllm.linear
+            return self.stock(layer, remove_weight)
+        kind = (*weight.shape, weight.dtype)
+        if self.known.get(kind) == frozenset(ROWS):
+            layer.cpu_linear = torch.ops.layerzero_vllm.linear
+            return None
+        self.stock(layer, remove_weight)
+        mine = self.waiting.setdefault(kind, [])
+        mine.append(Packed(layer, weight.detach(), layer.cpu_linear))
+        if kind in self.known or sum(one.weight.nbytes for one in mine) >= ENOUGH:
+            self.settle(kind)
+        return None
 
-    return dispatch
+    def settle(self, *kinds: Any) -> None:
+        """Choose for the layers that wait: those of some shapes, or all."""
+        for kind in kinds or [*self.waiting]:
+            layers = self.waiting.pop(kind)
+            if kind not in self.known:
+                self.known[kind] = self.choose(layers)
+            ours = tuple(rows in self.known[kind] for rows in ROWS)
+            for layer, weight, theirs in layers if any(ours) else ():
+                if layer.weight.data_ptr() != weight.data_ptr():
+                    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+                if not all(ours):
+                    _entries[weight.data_ptr()] = Entry(theirs, ours)
+                layer.cpu_linear = torch.ops.layerzero_vllm.linear
+
+
+_linears: Linears | None = None
+
+
+def settle() -> None:
+    """All weights are packed: choose for the layers that still wait."""
+    if _linears is not None:
+        _linears.settle()
 
 
 def install() -> None:
     """Have vLLM's linears chosen when their weights are packed; once a process."""
+    global _linears
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
     from layerzero_vllm.worker import agreed, report
 
-    stock = utils.dispatch_cpu_unquantized_gemm
-    if getattr(stock, "__wrapped__", None) is not None:
+    if _linears is not None:
         return
-    known: dict[tuple[Any, ...], frozenset[int]] = {}
+    stock = utils.dispatch_cpu_unquantized_gemm
     forced = {OURS: frozenset(ROWS), THEIRS: frozenset[int]()}
+    keyed: list[str] = []
 
-    def choose(weight: Tensor, theirs: Linear) -> frozenset[int]:
-        kind = (*weight.shape, weight.dtype)
-        if kind not in known:
-            times, kernels = agreed(lambda: measure(weight, theirs))
-            side = pinned(os.environ)
-            known[kind] = frozenset() if not times else rows_won(times) if side is None else forced[side]
-            report().linears.extend(_told(weight, times, kernels, known[kind]))
-            config = get_current_vllm_config_or_none()
-            if config is not None and isinstance(config.additional_config, dict):  # part of the key of compiled graphs
-                config.additional_config["layerzero_vllm"] = sorted(f"{one}: {bool(won)}" for one, won in known.items())
-        return known[kind]
+    def pack(weight: Tensor) -> Linear:
+        layer: Any = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        stock(layer, remove_weight=False)
+        found: Linear = layer.cpu_linear
+        return found
 
-    utils.dispatch_cpu_unquantized_gemm = dispatching(stock, choose)
+    def choose(layers: list[Packed]) -> frozenset[int]:
+        side, weight = pinned(os.environ), layers[0].weight
+        times, kernels = ({}, {}) if side == THEIRS else agreed(lambda: measure(layers, pack))
+        won = frozenset[int]() if not times else rows_won(times, ROWS) if side is None else forced[side]
+        report().linears.extend(_told(weight, times, kernels, won))
+        keyed.append(f"{tuple(weight.shape)} {weight.dtype}: {bool(won)}")
+        config = get_current_vllm_config_or_none()
+        if config is not None and isinstance(config.additional_config, dict):  # part of the key of compiled graphs
+            config.additional_config["layerzero_vllm"] = sorted(keyed)
+        return won
+
+    _linears = Linears(stock, choose)
+    utils.dispatch_cpu_unquantized_gemm = _linears.dispatch
 
 
 def _told(
@@ -124,12 +195,13 @@ def _told(
     dtype = str(weight.dtype).removeprefix("torch.")
     kind = f"linear {weight.shape[1]} to {weight.shape[0]}, {dtype}"
     if not times:
-        reason = "the two disagree on a drawn input"
+        reason = "vllm is pinned" if pinned(os.environ) == THEIRS else "the two disagree on a drawn input"
         return [{"kind": kind, "phase": "all", "winner": THEIRS, "reason": reason, "kernel": "vLLM's own", "times": {}}]
+    last = max(times)
     return [
         {
             "kind": kind,
-            "phase": f"{rows} rows",
+            "phase": f"{rows} rows" if rows < last or last == ROWS[-1] else f"{rows} rows and more",
             "winner": OURS if rows in won else THEIRS,
             "reason": f"{timed[THEIRS] / timed[OURS]:.2f}x as quick as vLLM's",
             "kernel": kernels[rows] if rows in won else "vLLM's own",
