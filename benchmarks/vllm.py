@@ -3,7 +3,8 @@
     python benchmarks/vllm.py --machine NAME [--models FOLDER] [--small] [--rounds N] [--prompts N] [--shape llama …]
 
 For each model two engines live at once, one with LAYERZERO_VLLM=on and one without; they take turns, so that what else
-the machine does weighs on both alike. Each starts with empty folders for compiled code. Models are random checkpoints
+the machine does weighs on both alike. Each starts with an empty folder for compiled code, after an engine that leaves
+behind what vLLM keeps of a model's class, which it finds out in a process of its own. Models are random checkpoints
 of about 100 M parameters (--small: 5 M) whose query and key weights are large enough for attention to be peaked. Greedy
 tokens are compared in float32. Where vLLM has no quick kernel for a dtype (bfloat16 on a CPU without its instructions)
 --scale shortens prompts and answers, and --batched-tokens the batch that vLLM starts with.
@@ -119,7 +120,7 @@ class Engine:
         given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         given |= {"OMP_WAIT_POLICY": "passive", "LAYERZERO_VLLM": mode}
         self.caches = tempfile.TemporaryDirectory()
-        given |= {"VLLM_CACHE_ROOT": self.caches.name, "TORCHINDUCTOR_CACHE_DIR": f"{self.caches.name}/inductor"}
+        given["TORCHINDUCTOR_CACHE_DIR"] = self.caches.name
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **given, **env}
         )
@@ -220,6 +221,8 @@ def main() -> None:
     found = []
     for shape, dtype in itertools.product(given.shape, given.dtype):
         model = make_model(shape, folder, sizes)
+        if dtype == given.dtype[0]:
+            Engine(model, dtype, "off", {"enforce_eager": True}, {}).close()
         reports = given.models / "reports" / f"{shape}-{dtype}"
         with engines(model, dtype, options, reports) as pair:
             row: dict[str, Any] = {"model": shape, "dtype": dtype}
