@@ -3,8 +3,8 @@
 vLLM packs the weight of an unquantized linear once (`dispatch_cpu_unquantized_gemm`) and calls what that function left
 in `layer.cpu_linear`. Layers of one shape wait there until there are so many of them that their weights come from
 memory, as they do in a step, and are raced together. Where ours wins for some numbers of rows the plain weight is kept
-beside the packed one; where it wins for all, nothing is packed. Both hide behind one torch op, so that a compiled graph
-holds either; a layer that vLLM wins is as vLLM left it.
+beside the packed one; where it wins for all, nothing is packed. Both hide behind one function and, in compiled graphs,
+one torch op; a layer that vLLM wins is as vLLM left it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,16 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return entry.theirs(x, weight, bias)
     if rows <= AT_ONCE:
         return lz.linear(x, weight, bias)
-    parts = [lz.linear(part, weight, bias) for part in x.reshape(rows, -1).split(AT_ONCE)]
+    parts = [lz.linear(part, weight, bias) for part in torch.split(x.reshape(rows, -1), AT_ONCE)]
     return torch.cat(parts).view(*x.shape[:-1], -1)
+
+
+def either(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `layer.cpu_linear` becomes: one op in a graph; outside of graphs torch's dispatcher is left out."""
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.layerzero_vllm.linear(x, weight, bias)
+        return found
+    return _linear(x, weight, bias)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,7 +128,7 @@ class Linears:
             return self.stock(layer, remove_weight)
         kind = (*weight.shape, weight.dtype)
         if self.known.get(kind) == frozenset(ROWS):
-            layer.cpu_linear = torch.ops.layerzero_vllm.linear
+            layer.cpu_linear = either
             return None
         self.stock(layer, remove_weight)
         mine = self.waiting.setdefault(kind, [])
@@ -141,7 +149,7 @@ class Linears:
                     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
                 if not all(ours):
                     _entries[weight.data_ptr()] = Entry(theirs, ours)
-                layer.cpu_linear = torch.ops.layerzero_vllm.linear
+                layer.cpu_linear = either
 
 
 _linears: Linears | None = None
