@@ -46,6 +46,12 @@ def test_a_sample_of_cheats_is_refused_by_name_and_an_honest_kernel_passes(
     assert next(item for item in found if item["code"] is None)["calls"] > 100
 
 
+def test_a_packed_weight_that_the_gate_writes_anew_is_not_stale() -> None:
+    found = find_cheats(kernel="torch.linear.int4_tiles", device="cpu", seed=SEED)
+    assert [(item["code"], item["message"]) for item in found if item["code"]] == []
+    assert found[0]["skipped"] or found[0]["calls"] > 20
+
+
 @pytest.mark.slow
 @pytest.mark.req("R-PAR-13")
 def test_every_planted_cheat_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
