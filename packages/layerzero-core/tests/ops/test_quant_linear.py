@@ -361,7 +361,7 @@ def test_inference_tensors_are_packed_without_a_counter():
         (lambda qt: lz.pack_weight(qt, on_change="ignore"), "VALUE_INVALID"),
         (lambda qt: lz.pack_weight(qt, rows=0), "VALUE_INVALID"),
         (lambda qt: lz.pack_weight(qt, layout="marlin"), "VALUE_INVALID"),
-        (lambda qt: lz.pack_weight(lz.quantize(torch.ones(2, 4, 8), "int8")), "RANK_INVALID"),
+        (lambda qt: lz.pack_weight(lz.quantize(torch.ones(2, 2, 4, 8), "int8")), "RANK_INVALID"),
         (lambda qt: lz.linear(torch.ones(1, 63), qt), "SHAPE_INVALID"),
         (lambda qt: lz.linear(torch.ones(1, 64), lz.quantize(torch.ones(2, 4, 64), "int8")), "RANK_INVALID"),
         (lambda qt: lz.linear(torch.ones(1, 64), [1.0]), "TYPE_INVALID"),

@@ -47,6 +47,8 @@ def pack_weight(
     _check_words(act, on_change, rows)
     if act is not None:
         activation_scheme(source.fmt)  # refuses formats that activations cannot have
+    if len(source.shape) == 3:  # experts, whose kernels read codes as they are
+        return PackedWeight(source, act=act)
     world = current_world()
     width = source.shape[-1] if source.shape else 1
     sample = source.data.new_empty((rows, width), dtype=dtype or source.dtype)

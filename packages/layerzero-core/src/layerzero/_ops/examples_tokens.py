@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.examples_rows import activation
+from layerzero._ops.examples_rows import activation, quantized
 from layerzero.tuning.inputs import Draw
 
 Args = tuple[Any, ...]
@@ -123,8 +123,13 @@ def moe(draw: Draw) -> Args:
     tokens, experts, k, hidden, inner = (draw.size(name) for name in ("tokens", "experts", "top_k", "hidden", "inner"))
     rows = inner if "ungated" in needs else 2 * inner
     x = draw.main(tokens, hidden)
-    first = draw.leaf(draw.normal(experts, rows, hidden, dtype=draw.dtype(1), scale=hidden**-0.5))
-    second = draw.leaf(draw.normal(experts, hidden, inner, dtype=draw.dtype(2), scale=inner**-0.5))
+    shapes = (experts, rows, hidden), (experts, hidden, inner)
+    first, second = (
+        draw.leaf(draw.normal(*shape, dtype=draw.dtype(place), scale=shape[-1] ** -0.5))
+        if draw.ctx.quant_format is None
+        else quantized(draw, shape)
+        for place, shape in enumerate(shapes, start=1)
+    )
     kind = draw.choice("ids", "drawn")
     among = 4 * experts if kind == "foreign" else experts  # those of other ranks included
     ids = draw.uniform(tokens, among).topk(min(k, among), dim=-1).indices
@@ -139,7 +144,10 @@ def moe(draw: Draw) -> Args:
     ids = ids.to(draw.index()).contiguous()
     biases: tuple[Tensor | None, ...] = (None, None)
     if "expert_bias" in needs:
-        biases = tuple(draw.leaf(draw.normal(experts, width, dtype=draw.dtype(3))) for width in (rows, hidden))
+        biases = tuple(
+            draw.leaf(draw.normal(experts, width, dtype=draw.dtype(1 if draw.ctx.quant_format else 3)))
+            for width in (rows, hidden)
+        )
     word = "swigluoai" if "activation_swigluoai" in needs else activation(draw, "silu")
     limit = 0.5 if "clamped" in needs else None  # low enough that many numbers meet it
     offset = draw.choice("expert_offset", 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import invalid
-from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
+from layerzero.model.checks import expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices
@@ -46,12 +46,7 @@ def linear(
 def _describe(call: Call) -> Context:
     x, weight, bias, activation = call.args
     x = expect_tensor(x, "x")
-    quantized = not isinstance(weight, Tensor)
-    if quantized:
-        n, k = _quantized_shape(weight)
-    else:
-        expect_rank(weight, "weight", (2,))
-        n, k = weight.shape
+    n, k = weight_shape(weight, "weight", 2)
     if x.ndim == 0 or x.shape[-1] != k:
         raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[..., {k}]", "x and weight disagree")
     expect_shape(bias, "bias", (n,))
@@ -59,47 +54,45 @@ def _describe(call: Call) -> Context:
     if activation is not None:
         needs.add(check_activation(activation))
     dims = {"rows": x.numel() // k if k else 0, "n": n, "k": k}
-    if not quantized:
+    if isinstance(weight, Tensor):
         return simple_context(call, "linear", x, {"weight": weight, "bias": bias}, dims, needs)
-    return _quantized_context(call, x, weight, bias, dims, needs)
+    return quantized_context(call, "linear", x, weight, {"bias": bias}, dims, needs)
 
 
-def _quantized_shape(weight: Any) -> tuple[int, int]:
+def weight_shape(weight: Any, name: str, rank: int) -> tuple[int, ...]:
+    """The shape of a weight, plain, quantized or packed, which must have so many axes."""
     from layerzero.model.packed import PackedWeight
     from layerzero.model.quant import QuantizedTensor
 
     if not isinstance(weight, (QuantizedTensor, PackedWeight)):
-        expect_tensor(weight, "weight")
-    shape: tuple[int, ...] = weight.shape
-    if len(shape) != 2:
-        raise invalid("RANK_INVALID", len(shape), "2", f"weight has rank {len(shape)}")
-    return shape[0], shape[1]
+        expect_tensor(weight, name)
+    if len(weight.shape) != rank:
+        raise invalid("RANK_INVALID", len(weight.shape), str(rank), f"{name} has rank {len(weight.shape)}")
+    return tuple(weight.shape)
 
 
-def _quantized_context(
-    call: Call, x: Tensor, weight: Any, bias: Tensor | None, dims: dict[str, int], needs: set[str]
+def quantized_context(
+    call: Call,
+    op: str,
+    x: Tensor,
+    weight: Any,
+    others: dict[str, Any],
+    dims: dict[str, int],
+    needs: set[str],
+    **more: Any,
 ) -> Context:
     """Format, granularity and packing decide among kernels; the codes' own dtype does not."""
     source = getattr(weight, "source", weight)
     act = getattr(weight, "act", None)
     layout = getattr(weight, "layout", "plain")
-    check_devices(input=x, weight=source.data, bias=bias)
+    check_devices(input=x, weight=source.data, **others)
     needs.add("weight_only" if act is None else f"act_{act}")
     if source.zero_point is not None:
         needs.add("zero_point")
     if source.block_size is not None:
         dims["block"] = source.block_size
-    return simple_context(
-        call,
-        "linear",
-        x,
-        {"bias": bias},
-        dims,
-        needs,
-        quant_format=source.fmt.value,
-        granularity=source.granularity,
-        weight_layout=None if layout == "plain" else layout,
-    )
+    more |= {"quant_format": source.fmt.value, "granularity": source.granularity}
+    return simple_context(call, op, x, others, dims, needs, weight_layout=None if layout == "plain" else layout, **more)
 
 
 LINEAR = register(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layerzero._ops.feed_forward import gating
-from layerzero._ops.linear import check_activation
+from layerzero._ops.linear import check_activation, quantized_context, weight_shape
 from layerzero._ops.signature import dispatch, register
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
@@ -19,6 +19,10 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, stride_class
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import same
+
+if TYPE_CHECKING:
+    from layerzero.model.packed import PackedWeight
+    from layerzero.model.quant import QuantizedTensor
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -62,8 +66,8 @@ def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor, *, backend: st
 
 def moe(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | QuantizedTensor | PackedWeight,
+    down: Tensor | QuantizedTensor | PackedWeight,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
@@ -87,7 +91,7 @@ def moe(
     `gate_up_bias` [E, 2 I] and `down_bias` [E, H] are added to each expert's products. With `interleaved` the rows of
     `gate_up` alternate, a gate and its up. `limit` bounds the gate from above and up on both sides. The activation
     "swigluoai" of gpt-oss is gate * sigmoid(alpha * gate) * (up + 1). A view of weights that are stored transposed
-    will do: `gate_up.transpose(1, 2)`.
+    will do: `gate_up.transpose(1, 2)`. Both weights may come from `lz.quantize`, in one format and granularity.
     """
     return dispatch(  # type: ignore[no-any-return]
         MOE,
@@ -162,16 +166,17 @@ def _describe_grouped(call: Call) -> Context:
 
 def _describe_moe(call: Call) -> Context:
     x, gate_up, down, shares, ids, activation, expert_offset, *biases, alpha, limit, interleaved = call.args
-    x, gate_up, down = expect_tensor(x, "x"), expect_tensor(gate_up, "gate_up"), expect_tensor(down, "down")
+    x = expect_tensor(x, "x")
     expect_rank(x, "x", (2,))
-    expect_rank(gate_up, "gate_up", (3,))
-    expect_rank(down, "down", (3,))
     tokens, hidden = x.shape
-    experts, rows, _ = gate_up.shape
-    inner = down.shape[2]
-    if not experts or gate_up.shape[2] != hidden:
+    experts, rows, width = weight_shape(gate_up, "gate_up", 3)
+    *outer, inner = weight_shape(down, "down", 3)
+    if not experts or width != hidden:
         raise invalid("SHAPE_INVALID", str(tuple(gate_up.shape)), f"[E >= 1, 2 I, {hidden}]", "x and gate_up disagree")
-    expect_shape(down, "down", (experts, hidden, inner))
+    if outer != [experts, hidden]:
+        raise invalid(
+            "SHAPE_INVALID", str(tuple(down.shape)), f"({experts}, {hidden}, {inner})", "down has another shape"
+        )
     needs = {gating(rows, inner, "gate_up")}
     needs.add("activation_swigluoai" if activation == "swigluoai" else check_activation(activation))
     needs |= _gate_options(activation, alpha, limit, interleaved, "gated" in needs)
@@ -189,11 +194,33 @@ def _describe_moe(call: Call) -> Context:
     check_floating(expect_tensor(shares, "topk_weights"), "topk_weights")
     if isinstance(expert_offset, bool) or not isinstance(expert_offset, int):
         raise invalid("TYPE_INVALID", f"expert_offset: {type(expert_offset).__name__}", "an int")
-    check_devices(x=x, gate_up=gate_up, down=down, topk_weights=shares, topk_ids=ids)
+    check_devices(x=x, topk_weights=shares, topk_ids=ids)
     dims = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner": inner}
-    others = {"gate_up": gate_up, "down": down, "gate_up_bias": biases[0], "down_bias": biases[1]}
-    made = simple_context(call, "moe", x, others, dims, needs, index_dtype=index)
+    others = {"gate_up_bias": biases[0], "down_bias": biases[1]}
+    stored = [_stored(weight) for weight in (gate_up, down)]
+    if stored[0] != stored[1]:
+        raise invalid("VALUE_INVALID", f"gate_up {stored[0]}, down {stored[1]}", "two weights that are stored alike")
+    if stored[0] != "plain":
+        check_devices(x=x, down=getattr(down, "source", down).data)
+        return quantized_context(call, "moe", x, gate_up, others, dims, needs, index_dtype=index)
+    made = simple_context(call, "moe", x, {"gate_up": gate_up, "down": down, **others}, dims, needs, index_dtype=index)
     return replace(made, strides=stride_class((x, gate_up, down)))
+
+
+def _stored(weight: Any) -> str:
+    """How the numbers of a weight are stored, in words."""
+    if isinstance(weight, Tensor):
+        return "plain"
+    source, act = getattr(weight, "source", weight), getattr(weight, "act", None)
+    words = (
+        source.fmt.value,
+        "by",
+        source.granularity,
+        source.block_size,
+        source.zero_point is not None and "shifted",
+        act,
+    )
+    return " ".join(str(word) for word in words if word)
 
 
 def _gate_options(activation: str, alpha: Any, limit: Any, interleaved: Any, gated: bool) -> set[str]:
@@ -279,12 +306,12 @@ MOE = register(
         describe=_describe_moe,
         reference="layerzero.backends.reference.moe:moe",
         cost=Roofline(
-            "element_bytes * hidden * (2 * tokens + min(experts, tokens * top_k) * inner * (2 + gated)) + (4 "
-            "+ index_bytes) * tokens * top_k",
+            "hidden * (2 * element_bytes * tokens + code_bytes * min(experts, tokens * top_k) * inner * (2 + gated)) "
+            "+ (4 + index_bytes) * tokens * top_k",
             "2 * tokens * top_k * inner * hidden * (2 + gated)",
         ),
         shapes={"shape": "tokens,hidden", "weight": "experts,2*inner,hidden", "top_k": "2"},
-        options=("top_k", "activation"),
+        options=("top_k", "activation", "format", "granularity"),
         example="layerzero._ops.examples_tokens:moe",
         tolerance="gemm",
         growing=("tokens",),

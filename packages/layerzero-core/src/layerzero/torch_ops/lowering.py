@@ -121,6 +121,12 @@ def _part(op: Op, name: str) -> Part:
     return Part((f"{_TYPES[first]}{optional} {name}",), name, name, True)
 
 
+def _weight(name: str, prefix: str) -> Part:
+    """A weight that is quantized; the prefix tells the places of several apart."""
+    places = tuple(place.replace(" ", f" {prefix}") for place in (*_QUANTIZED, "str? act"))
+    return Part(places, f"*weight_parts({name})", f"weight_of({_names(places)})")
+
+
 def left_out(op: Op) -> dict[str, Any]:
     """The parameters that no schema carries, with their defaults."""
     return {name: op.signature.parameters[name].default for name, word in op.lowered.items() if word == "left out"}
@@ -141,15 +147,13 @@ def variants(op: Op) -> list[Variant]:
              "Tensor |" in text]  # fmt: skip
     parts = {name: _part(op, name) for name in given if name not in left and name not in mixed}
     if mixed:
-        (name,) = mixed
-        ahead = {name: Part((f"Tensor {name}",), name, name, True)}
-        places = (*_QUANTIZED, "str? act")
-        wide = {name: Part(places, f"*weight_parts({name})", f"weight_of({_names(places)})")}
+        ahead = {name: Part((f"Tensor {name}",), name, name, True) for name in mixed}
+        wide = {name: _weight(name, f"{name}_" if mixed[1:] else "") for name in mixed}
         ordered, split = (
             {p: {**parts, **chosen}[p] for p in given if p in {**parts, **chosen}} for chosen in (ahead, wide)
         )
         return [
-            Variant(f"{op.op_id}_quantized", f"not isinstance({name}, Tensor)", split, fixed),
+            Variant(f"{op.op_id}_quantized", f"not isinstance({mixed[0]}, Tensor)", split, fixed),
             Variant(op.op_id, "True", ordered, fixed),
         ]
     if op.lowered:

@@ -2,60 +2,9 @@
 // x [M, K] times weight [N, K] transposed, plus bias, then an activation, for few rows: the weight is read once, as it
 // lies, and converted in registers, or (many rows, wide vectors) turned strip by strip. Sums are float; results are the same for any number of threads.
 // `linear_fixed` takes one way for any number of rows, so that the bits of a row do not depend on how many there are.
-#include "gemm_packed.hpp"
+#include "gemm_rows.hpp"
 
 LZ_BEGIN
-
-constexpr int COLUMNS = 32;    // columns of one part
-constexpr int MOST_ROWS = 128; // rows that share a visit of the weight
-
-template <class T> struct Linear {
-  const float* x;
-  int64_t x_step;
-  const T* w;
-  int64_t w_step, n, k, block;
-
-  // c[m][j] += x[m][from … from+k) · w[at+j][…) for `rows` rows and columns at … at+cols.
-  void add(int64_t row, int rows, int64_t at, int cols, int64_t from, int64_t length, float* c) const {
-    if (rows == 1) {
-      int j = 0;
-      if constexpr (LZ_LANES == 16 && sizeof(T) == 4 && LZ_TWO_AHEAD > 0) {
-        const float* from_x = x + row * x_step + from;
-        for (; j + 2 <= cols; j += 2) {
-          const T* b = w + (at + j) * w_step + from;
-          dot2(from_x, b, b + w_step, length, c + j, c + j + 1);
-        }
-      }
-      for (; j < cols; ++j) c[j] += dot1(x + row * x_step + from, w + (at + j) * w_step + from, length);
-      return;
-    }
-    for (int j = 0; j < cols; j += 4) {
-      const T* b[4];
-      for (int i = 0; i < 4; ++i) b[i] = w + (at + (j + i < cols ? j + i : cols - 1)) * w_step + from;
-      v4 out[4];
-      int m = 0;
-      const int64_t next = 4 * w_step;  // the four columns that follow
-      for (; m + DOT_ROWS <= rows; m += DOT_ROWS) {
-        dot4<DOT_ROWS>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
-        for (int i = 0; i < DOT_ROWS; ++i) add4(c + (m + i) * COLUMNS + j, out[i]);
-      }
-      for (; m + 2 <= rows; m += 2) {
-        dot4<2>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
-        add4(c + m * COLUMNS + j, out[0]), add4(c + (m + 1) * COLUMNS + j, out[1]);
-      }
-      if (m < rows) {
-        dot4<1>(x + (row + m) * x_step + from, x_step, b[0], b[1], b[2], b[3], length, out, m ? 0 : next);
-        add4(c + m * COLUMNS + j, out[0]);
-      }
-    }
-  }
-  static LZ_INLINE void add4(float* c, v4 v) {
-    v4 old;
-    memcpy(&old, c, 16);
-    old = old + v;
-    memcpy(c, &old, 16);
-  }
-};
 
 template <class T>
 static Status run(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& out, int64_t act, int threads, bool fixed) {
@@ -85,8 +34,8 @@ static Status run(const Tensor& x, const Tensor& w, const Tensor& bias, const Te
   }
 #endif
   memset(wide + rows * step, 0, size_t((whole - rows) * step) * sizeof(float));
-  Linear<T> linear = {wide, step, w.as<T>(), w.step(0), n, k, 0};
-  linear.block = fixed ? 1024 : rows <= 4 ? k : rows <= 16 ? 2048 : 1024;
+  const Linear<T> linear = {wide, step, w.as<T>(), w.step(0)};
+  const int64_t block = fixed ? 1024 : rows <= 4 ? k : rows <= 16 ? 2048 : 1024;
   // Narrower parts where a layer has few columns, so that every thread has some; a column's sum is the same in any.
   int64_t width = COLUMNS;
   while (width > 4 && n < width * threads * 2) width /= 2;
@@ -97,8 +46,8 @@ static Status run(const Tensor& x, const Tensor& w, const Tensor& bias, const Te
     for (int64_t row = 0; row < whole; row += MOST_ROWS) {
       const int some = int(whole - row < MOST_ROWS ? whole - row : MOST_ROWS);
       memset(c, 0, size_t(some) * COLUMNS * sizeof(float));
-      for (int64_t from = 0; from < k; from += linear.block)
-        linear.add(row, some, at, cols, from, k - from < linear.block ? k - from : linear.block, c);
+      for (int64_t from = 0; from < k; from += block)
+        linear.add(row, some, at, cols, from, k - from < block ? k - from : block, c);
       for (int m = 0; m < some && row + m < rows; ++m) finish.store_row(c + m * COLUMNS, at, cols, out.as<T>() + out_at(row + m) + at);
     }
   });

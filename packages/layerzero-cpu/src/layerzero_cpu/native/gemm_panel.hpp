@@ -20,7 +20,21 @@ LZ_INLINE void panel(const float* a, int64_t a_step, const float* b, int64_t b_s
   vf s[R][C];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < C; ++i) s[r][i] = fresh ? splat(0.0f) : load(c + r * c_step + i * W);
-#if LZ_LANES == 4
+#if LZ_LANES == 4 && defined(__aarch64__) && !defined(LZ_ISA_portable)
+  for (int64_t at = 0; at < k; at += 4) {  // the same as below; without intrinsics gcc takes the lanes through general registers
+    float32x4_t y[R];
+    for (int r = 0; r < R; ++r) y[r] = vld1q_f32(a + r * a_step + at);
+#define LZ_LANE(u)                                                                                                     \
+  {                                                                                                                    \
+    float32x4_t x[C];                                                                                                  \
+    for (int i = 0; i < C; ++i) x[i] = vld1q_f32(b + (at + u) * b_step + i * W);                                       \
+    for (int r = 0; r < R; ++r)                                                                                        \
+      for (int i = 0; i < C; ++i) s[r][i] = bit_cast<vf>(vfmaq_laneq_f32(bit_cast<float32x4_t>(s[r][i]), x[i], y[r], u)); \
+  }
+    LZ_LANE(0) LZ_LANE(1) LZ_LANE(2) LZ_LANE(3)
+#undef LZ_LANE
+  }
+#elif LZ_LANES == 4
   for (int64_t at = 0; at < k; at += 4) {  // four steps share one load of each row of a
     vf y[R];
     for (int r = 0; r < R; ++r) y[r] = load(a + r * a_step + at);

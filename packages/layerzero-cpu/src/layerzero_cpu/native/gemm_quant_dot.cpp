@@ -2,206 +2,9 @@
 // Linear layers with INT8 and INT4 weights by dot products of bytes. Each block of x becomes whole numbers, written in two
 // or three balanced digits to base 256 (14 bits for bf16, 22 bits for the others), so that four products of a digit with a
 // code are one instruction and exact; blocks are added in float. Rows with NaN or infinity take the float way.
-#include "gemm_digits.hpp"
+#include "gemm_bytes.hpp"
 
 LZ_BEGIN
-
-// Vectors of V bytes: the codes of a weight, and sums of four products. `OFF` is what was added to a code to make it
-// unsigned, `GAIN` what it was multiplied by to stay in its half of the byte.
-template <int V> struct Bytes;
-#if defined(__aarch64__)
-constexpr int WIDEST = 16;
-template <> struct Bytes<16> {
-  typedef int8x16_t codes;
-  typedef int32x4_t sums;
-  typedef float lanes __attribute__((vector_size(16)));
-  typedef int32_t ints __attribute__((vector_size(16)));
-  static constexpr int OFF8 = 0, OFF4 = 0, GAIN4 = 16;
-  static LZ_INLINE sums zero() { return vdupq_n_s32(0); }
-  static LZ_INLINE sums dot(sums s, codes w, codes x) { return vdotq_s32(s, w, x); }
-  static LZ_INLINE codes plain(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
-  static LZ_INLINE codes whole(const void* p) { return plain(p); }
-  static LZ_INLINE void halves(const void* p, codes& low, codes& high) {
-    const codes b = plain(p);
-    low = vshlq_n_s8(b, 4), high = vandq_s8(b, vdupq_n_s8(-16));
-  }
-};
-#else
-constexpr int WIDEST = 64;
-#define LZ_BYTES(V, TYPE, P, SI)                                                                                     \
-  template <> struct Bytes<V> {                                                                                      \
-    typedef TYPE codes;                                                                                              \
-    typedef TYPE sums;                                                                                               \
-    typedef float lanes __attribute__((vector_size(V)));                                                             \
-    typedef int32_t ints __attribute__((vector_size(V)));                                                            \
-    static constexpr int OFF8 = 128, OFF4 = 8, GAIN4 = 1;                                                            \
-    static LZ_INLINE sums zero() { return P##setzero_##SI(); }                                                       \
-    static LZ_INLINE sums dot(sums s, codes w, codes x) { return P##dpbusd_epi32(s, w, x); }                         \
-    static LZ_INLINE codes plain(const void* p) { return P##loadu_##SI(static_cast<const TYPE*>(p)); }               \
-    static LZ_INLINE codes whole(const void* p) { return P##xor_##SI(plain(p), P##set1_epi8(char(0x80))); }          \
-    static LZ_INLINE void halves(const void* p, codes& low, codes& high) {                                           \
-      const codes b = plain(p), mask = P##set1_epi8(0x0f), sign = P##set1_epi8(0x08);                                \
-      low = P##ternarylogic_epi32(b, sign, mask, 0x28);  /* (first ^ second) & third */                              \
-      high = P##ternarylogic_epi32(P##srli_epi16(b, 4), sign, mask, 0x28);                                           \
-    }                                                                                                                \
-  };
-LZ_BYTES(64, __m512i, _mm512_, si512)
-LZ_BYTES(32, __m256i, _mm256_, si256)
-LZ_BYTES(16, __m128i, _mm_, si128)
-#undef LZ_BYTES
-#endif
-
-template <int V> LZ_INLINE float sum_of(typename Bytes<V>::lanes v) {
-  float lane[V / 4];
-  memcpy(lane, &v, sizeof v);
-  for (int half = V / 8; half; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-}
-
-// Bytes of a block where they are known; 0: they are not.
-template <int64_t N> struct Length { static constexpr int64_t BYTES = N; };
-
-#ifndef LZ_CODES_AHEAD
-#define LZ_CODES_AHEAD 4096  // bytes: a page, behind whose end the hardware does not look
-#endif
-#ifndef LZ_HALVES_AHEAD
-#define LZ_HALVES_AHEAD 4096  // the same for four-bit codes in blocks of one vector
-#endif
-
-// One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code, ZERO
-// points or none. What the codes' offset and their zero points add is taken off as whole numbers, before anything is rounded.
-template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quantized& q, const Digits& x, int64_t row, int64_t col) {
-  typedef Bytes<V> B;
-  typedef typename B::lanes lanes;
-  typedef typename B::ints ints;
-  constexpr int HALVES = BITS == 4 ? 2 : 1, CHAINS = V == 64 ? 2 : 4;  // sums of their own, to hide the latency
-  constexpr int OFF = BITS == 4 ? B::OFF4 : B::OFF8, GAIN = BITS == 4 ? B::GAIN4 : 1;
-  const int64_t bytes = x.block / HALVES, have = q.k / HALVES, plane = x.plane(), kind = x.lane_step();
-  const uint8_t* const codes = q.row(col);
-  const int8_t* const digits = x.data + row * ND * plane;
-  const int32_t* const corrections = x.lanes + row * x.lane_kinds() * kind;
-  const float* const x_scale = x.scale + row * x.blocks;
-  lanes total = {};
-  auto one = [&](auto length, int64_t b, const uint8_t* w, float scale, int32_t zero) __attribute__((always_inline)) {
-    constexpr int64_t FIXED = decltype(length)::BYTES;
-    const int64_t bytes = FIXED ? FIXED : x.block / HALVES;
-    const int8_t* y = digits + b * (bytes * HALVES);
-    // A block of one vector is too short for sums of its own: the blocks beside it hide the latency.
-    constexpr int USED = FIXED == V ? 1 : CHAINS;
-    typename B::sums s[USED][ND];
-    for (int u = 0; u < USED; ++u)
-      for (int d = 0; d < ND; ++d) s[u][d] = B::zero();
-    if constexpr (OFF != 0 && !ZERO) {  // what the offset adds is taken off beforehand
-      memcpy(&s[0][0], corrections + b * (V / 4), sizeof s[0][0]);
-      if constexpr (ND == 3) memcpy(&s[0][2], corrections + kind + b * (V / 4), sizeof s[0][2]);
-    }
-    auto add = [&](int64_t at, int u) __attribute__((always_inline)) {
-      if constexpr (BITS == 4) {
-        typename B::codes low, high;
-        B::halves(w + at, low, high);
-        for (int d = 0; d < ND; ++d) {
-          s[u][d] = B::dot(s[u][d], low, B::plain(y + d * plane + at * 2));
-          s[(u + 1) % USED][d] = B::dot(s[(u + 1) % USED][d], high, B::plain(y + d * plane + at * 2 + V));
-        }
-      } else {
-        const typename B::codes whole = B::whole(w + at);
-        for (int d = 0; d < ND; ++d) s[u][d] = B::dot(s[u][d], whole, B::plain(y + d * plane + at));
-      }
-    };
-    constexpr int STEPS = CHAINS / HALVES;
-    int64_t at = 0;
-    for (; at + STEPS * V <= bytes; at += STEPS * V) {
-      for (int u = 0; u < STEPS; ++u) {
-        if (u * V % 64 == 0) __builtin_prefetch(w + at + u * V + (FIXED == V ? LZ_HALVES_AHEAD : LZ_CODES_AHEAD));
-        add(at + u * V, u * HALVES);
-      }
-    }
-    for (; at < bytes; at += V) add(at, 0);
-    ints sum[ND];
-    for (int d = 0; d < ND; ++d) {
-      sum[d] = bit_cast<ints>(s[0][d]);
-      for (int u = 1; u < USED; ++u) sum[d] = sum[d] + bit_cast<ints>(s[u][d]);
-    }
-    ints low = sum[0] + (sum[1] << 8);
-    lanes more = {};
-    const bool near = !ZERO || (zero >= -512 && zero <= 512);  // so that no product leaves 32 bits
-    const int32_t off = GAIN * (OFF + (near ? zero : 0));
-    if constexpr (ZERO) {
-      ints c;
-      memcpy(&c, corrections + b * (V / 4), sizeof c);
-      low = low - c * off;
-      if (!near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
-    }
-    lanes f = __builtin_convertvector(low, lanes);
-    if constexpr (ND == 3) {
-      ints c = {};
-      if constexpr (ZERO) memcpy(&c, corrections + kind + b * (V / 4), sizeof c);
-      f = f + __builtin_convertvector(sum[2] - c * off, lanes) * 65536.0f;
-      if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN) * 65536.0f);
-    }
-    if (ZERO) f = f + more;
-    // Two products of vectors where a number from memory goes to all lanes for nothing, else one of the two numbers first.
-    if constexpr (FIXED == V) total = total + f * scale;  // in which that of x is already
-    else total = V == 64 ? total + f * x_scale[b] * scale : total + f * (x_scale[b] * scale);
-  };
-  const bool single = q.block >= q.k;
-  const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
-  const int64_t scale_step = q.scale.ndim < 2 || single ? 0 : q.scale.step(1);
-  const int64_t whole = have / bytes, each = single ? x.blocks : q.block / x.block;  // blocks of x in one of the weight
-  int64_t b = 0;
-  if (each == 1 && !single) {  // every block has a scale of its own, and all are whole
-    if constexpr (V == 64 && BITS == 4) {  // a block of 128 is one vector: nothing is left of the loop inside
-      while (bytes == V && b < whole) {
-        alignas(64) float both[64];
-        const int64_t begin = b, end = whole - b < 64 ? whole : b + 64;
-        for (int64_t i = begin; i < end; ++i) both[i - begin] = x_scale[i] * scales[i * scale_step];
-        for (; b < end; ++b) one(Length<V>(), b, codes + b * V, both[b - begin], ZERO ? q.zero_whole(col, b) : 0);
-      }
-      if (b == whole) return sum_of<V>(total);
-    }
-    for (; b < whole; ++b, scales += scale_step)
-      one(Length<0>(), b, codes + b * bytes, *scales * (1.0f / float(GAIN)), ZERO ? q.zero_whole(col, b) : 0);
-    return sum_of<V>(total);
-  }
-  for (int64_t group = 0; b < x.blocks; ++group, scales += scale_step) {
-    const float scale = *scales * (1.0f / float(GAIN));
-    const int32_t zero = ZERO ? q.zero_whole(col, group) : 0;
-    const int64_t end = b + each < whole ? b + each : whole;
-    for (; b < end; ++b) one(Length<0>(), b, codes + b * bytes, scale, zero);
-    if (b == whole && b < x.blocks && (single || b < (group + 1) * each)) {  // the last block is not whole
-      uint8_t edge[MOST_BLOCK] = {};
-      memcpy(edge, codes + b * bytes, size_t(have - b * bytes));
-      one(Length<0>(), b, edge, scale, zero);
-      ++b;
-    }
-  }
-  return sum_of<V>(total);
-}
-
-// What the numbers of each lane of a block add up to: their products with ones.
-template <int ND, int V> static void fill_lanes(const Digits& x, int64_t row) {
-  typedef Bytes<V> B;
-  alignas(64) int8_t one[V];
-  memset(one, 1, sizeof one);
-  const typename B::codes ones = B::plain(one);
-  for (int64_t b = 0; b < x.blocks; ++b) {
-    typename B::ints sum[ND];
-    for (int d = 0; d < ND; ++d) {
-      const int8_t* y = x.data + (row * ND + d) * x.plane() + b * x.block;
-      typename B::sums s = B::zero();
-      for (int64_t at = 0; at < x.block; at += V) s = B::dot(s, ones, B::plain(y + at));
-      sum[d] = bit_cast<typename B::ints>(s);
-    }
-    int32_t* to = x.lanes + row * x.lane_kinds() * x.lane_step() + b * (V / 4);
-    const typename B::ints low = (sum[0] + (sum[1] << 8)) * x.times;
-    memcpy(to, &low, sizeof low);
-    if constexpr (ND == 3) {
-      const typename B::ints high = sum[2] * x.times;
-      memcpy(to + x.lane_step(), &high, sizeof high);
-    }
-  }
-}
 
 template <int ND, int V, int BITS> static void dot_all(const Quantized& q, const Digits& x, int threads) {
   const RowMap out_at(q.out);
@@ -228,31 +31,22 @@ template <int ND> static void dot_wide(const Quantized& q, const Digits& x, int 
 }
 
 template <class T> static Status run(const Quantized& q, int threads) {
-  // A block of x lies inside a block of the weight, and holds whole vectors of codes.
-  const int64_t halves = q.bits == 4 ? 2 : 1;
-  int64_t block = q.block <= MOST_BLOCK ? q.block : q.block == q.k || q.block % 256 == 0 ? 256 : q.block % 128 == 0 ? 128 : 0;
-  if (q.block == q.k && block % (16 * halves)) block = block <= 128 ? 128 : 256;
-  int width = WIDEST;
-  while (width > 16 && block % (width * halves)) width /= 2;
-  if (block == 0 || block % (width * halves)) return quantized_in_float<T>(q, threads);
-  const bool offset = bool(q.zero) || (q.bits == 4 ? Bytes<WIDEST>::OFF4 : Bytes<WIDEST>::OFF8) != 0;
-  Digits x = {nullptr, nullptr, nullptr, block, (q.k + block - 1) / block, q.rows, 3, width, int(q.bits), offset,
-              q.zero ? 1 : q.bits == 4 ? -Bytes<WIDEST>::OFF4 : -Bytes<WIDEST>::OFF8};
+  Digits x = digits_for(q);
+  if (x.block == 0) return quantized_in_float<T>(q, threads);
   const RowMap x_at(q.x);
   float crest = 0.0f;
   for (int64_t m = 0; m < q.rows; ++m) {
     const float here = x.crest(q.x.as<T>() + x_at(m), q.k);
     if (here > crest) crest = here;
   }
-  // Beside a number far above the rest of its block the others would keep too few digits: take more, or floats.
-  if (!(crest <= (sizeof(T) == 4 ? 8.0f : 4096.0f))) return quantized_in_float<T>(q, threads);
-  if (q.x.dtype == BF16 && crest <= 24.0f) x.count = 2;
+  x.count = digits_of(crest, q.x.dtype);
+  if (x.count == 0) return quantized_in_float<T>(q, threads);
   void* room = malloc(x.bytes());
   if (!room) return "no memory for the rows";
   x.place(static_cast<char*>(room));
   for (int64_t m = 0; m < q.rows; ++m) x.fill(m, q.x.as<T>() + x_at(m), q.k);
-  if (x.count == 3) dot_wide<3>(q, x, width, threads);
-  else dot_wide<2>(q, x, width, threads);
+  if (x.count == 3) dot_wide<3>(q, x, x.width, threads);
+  else dot_wide<2>(q, x, x.width, threads);
   free(room);
   return nullptr;
 }

@@ -145,23 +145,24 @@ for _word in ACTIVATIONS:
         yield word, {"activation": word, "needs": {*weight_given(spec).get("needs", ()), *spec.features & {"bias"}}}
 
 
-def _quantized(features: tuple[str, ...], suffix: str, *, symmetric: bool = True) -> None:
+def quantized(calls: Calls, *features: str, suffix: str = "", symmetric: bool = True, **sizes: int) -> None:
+    """A case for every scheme of a quantized weight."""
     act = "act_dynamic" in features
 
-    @linear.each("quantized_weight", *features, every_dtype=symmetric)
+    @calls.each("quantized_weight", *features, every_dtype=symmetric)
     def _schemes(spec: KernelSpec) -> Labelled:
         for scheme in schemes_of(spec, symmetric=symmetric):
             if not act or scheme.fmt.value not in ("int4", "nf4"):
-                yield f"{_words(scheme)}{suffix}", {**weight_given(spec, scheme), "rows": 3, "k": 128}
+                yield f"{_words(scheme)}{suffix}", {**weight_given(spec, scheme), **sizes}
 
 
 def _words(scheme: QuantScheme) -> str:
     return f"{scheme.fmt.value}_{scheme.granularity}"
 
 
-_quantized(("weight_only",), "")
-_quantized(("weight_only", "zero_point"), "_zero_point", symmetric=False)
-_quantized(("act_dynamic",), "_activations")
+quantized(linear, "weight_only", rows=3, k=128)
+quantized(linear, "weight_only", "zero_point", suffix="_zero_point", symmetric=False, rows=3, k=128)
+quantized(linear, "act_dynamic", suffix="_activations", rows=3, k=128)
 
 
 @Calls("quantize", rank=2, rows=6, hidden=256).each("quantized")

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerzero.model.kernel import KernelSpec
 from layerzero_verify.testing.cases import Calls, Labelled, edges
-from layerzero_verify.testing.cases_rows import ACTIVATIONS, first_activation
+from layerzero_verify.testing.cases_rows import ACTIVATIONS, first_activation, quantized, weight_given
 
 __all__: list[str] = []
 
@@ -85,7 +85,12 @@ def _widths(spec: KernelSpec) -> Labelled:
 
 # -- the experts -----------------------------------------------------------------------------------------
 # Small products: a CPU without bfloat16 instructions makes torch warn at larger ones.
-moe = Calls("moe", first_activation, tokens=7, experts=6, top_k=3, hidden=40, inner=24)
+def _experts(spec: KernelSpec) -> dict[str, Any]:
+    given = weight_given(spec)
+    return {**first_activation(spec), **given, **({"hidden": 64, "inner": 32} if given else {})}
+
+
+moe = Calls("moe", _experts, tokens=7, experts=6, top_k=3, hidden=40, inner=24)
 for _kind in ("gated", "ungated"):
     moe("result", _kind, _kind)
     moe("result", f"{_kind}_one_expert", _kind, tokens=2, ids="one", index_dtype="int32")
@@ -96,3 +101,5 @@ for _kind in ("gated", "ungated"):
 moe("result", "clamped", "gated", "clamped")
 moe("result", "interleaved", "gated", "interleaved")
 moe("result", "gpt_oss", "gated", "activation_swigluoai", "expert_bias", "clamped", "interleaved", ids="foreign")
+quantized(moe, "gated", "weight_only", hidden=128, inner=96)
+quantized(moe, "gated", "weight_only", "zero_point", suffix="_zero_point", symmetric=False, hidden=128, inner=96)

@@ -6,7 +6,9 @@ and captured. That costs a product per expert; the kernels that sort by expert a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.backends.reference.quantize import dequantize
 from layerzero.errors import invalid
 
 
@@ -94,22 +97,24 @@ def _readable(tensor: Tensor) -> bool:
 
 
 # -- the experts ---------------------------------------------------------------------------------------
-def moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_offset: int,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
+def _each(weight: Any, dtype: torch.dtype) -> Sequence[Tensor] | Iterator[Tensor]:
+    """The weight of every expert; a quantized one is widened when its turn comes."""
+    if isinstance(weight, Tensor):
+        return weight.unbind(0)
+    source = getattr(weight, "source", weight)
+
+    def widened(expert: int) -> Tensor:
+        scale, point = (p[expert] if p is not None and p.ndim else p for p in (source.scale, source.zero_point))
+        one = replace(source, data=source.data[expert], scale=scale, zero_point=point, shape=source.shape[1:])
+        return dequantize(one, dtype)
+
+    return map(widened, range(source.shape[0]))
+
+
+def moe(x: Tensor, gate_up: Any, down: Any, topk_weights: Tensor, topk_ids: Tensor, *options: Any) -> Tensor:
     """The weighted sum of each token's experts, in float32; ids that are not of these experts add nothing."""
-    wide, inner = compute_dtype(x, gate_up, down), down.shape[2]
+    activation, expert_offset, gate_up_bias, down_bias, *gate = options
+    wide, inner = compute_dtype(x, *(w for w in (gate_up, down) if isinstance(w, Tensor))), down.shape[2]
 
     def bias(of: Tensor | None, expert: int) -> Tensor | None:
         return None if of is None else of[expert].to(wide)
@@ -118,7 +123,7 @@ def moe(
     with no_autocast(x.device.type):
         tokens, shares = x.to(wide), topk_weights.to(wide)
         out = torch.zeros_like(tokens)
-        for expert, (first, second) in enumerate(zip(gate_up.unbind(0), down.unbind(0), strict=True)):
+        for expert, (first, second) in enumerate(zip(_each(gate_up, wide), _each(down, wide), strict=True)):
             named = ids == expert
             mine = named.any(dim=-1, keepdim=True)
             share = torch.where(named, shares, 0.0).sum(dim=-1, keepdim=True)
@@ -127,7 +132,7 @@ def moe(
             result = F.linear(
                 gated(
                     F.linear(inputs, first.to(wide), bias(gate_up_bias, expert)),
-                    activation, inner, alpha, limit, interleaved,
+                    activation, inner, *gate,
                 ),
                 second.to(wide),
                 bias(down_bias, expert),

@@ -22,9 +22,6 @@ from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
 # Rows from which building keys pays.
 _FEW = 16
 
-# gate_up, down and their biases
-Experts = Sequence[Any]
-
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
@@ -124,21 +121,9 @@ def _combined(results: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_of
     return total.to(results.dtype)
 
 
-def moe_segments(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_offset: int,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
+def moe_segments(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_ids: Tensor, *options: Any) -> Tensor:
     """Expert by expert, at most as many rows at a time as there are tokens: that bounds the scratch memory."""
+    activation, expert_offset, gate_up_bias, down_bias, *gate = options
     experts, inner = down.shape[0], down.shape[2]
     tokens, top_k = topk_ids.shape
     slots, ends = _by_expert(topk_ids, expert_offset, experts)
@@ -148,17 +133,17 @@ def moe_segments(
     narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
     token_of = slots // top_k
 
-    def computed(start: int, end: int, expert: Experts) -> Tensor:
+    def computed(start: int, end: int, expert: Sequence[Any]) -> Tensor:
         rows = x[token_of[start:end]]
         first, second, *biases = expert
         if narrow:
             rows, first, second = rows.float(), first.float(), second.float()
             biases = [None if bias is None else bias.float() for bias in biases]
-        middle = gated(F.linear(rows, first, biases[0]), activation, inner, alpha, limit, interleaved)
+        middle = gated(F.linear(rows, first, biases[0]), activation, inner, *gate)
         return F.linear(middle, second, biases[1])
 
     results = x.new_zeros(tokens * top_k, x.shape[1], dtype=torch.float32 if narrow else x.dtype)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parts, topk_weights)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parts, shares)):
         # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
         each = (repeat(None, experts) if part is None else part.unbind(0) for part in parts)
@@ -170,17 +155,11 @@ def moe_segments(
                 last = min(first + tokens, end)
                 mine = [None if part is None else part[expert] for part in parts]
                 results[slots[first:last]] = computed(first, last, mine)
-    return _combined(results, topk_weights, topk_ids, expert_offset, experts).to(x.dtype)
+    return _combined(results, shares, topk_ids, expert_offset, experts).to(x.dtype)
 
 
 def _ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1]], ends, strict=True)
-
-
-def _owners(ends: Tensor, slots: Tensor) -> Tensor:
-    """The expert of each sorted slot; the last one for those behind every group, which are blanked afterwards."""
-    rows = torch.arange(slots.shape[0], device=ends.device, dtype=ends.dtype)
-    return torch.searchsorted(ends, rows, right=True).clamp_max(ends.shape[0] - 1)
 
 
 def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None, inside: Tensor) -> Tensor:
@@ -188,21 +167,9 @@ def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None, inside: Ten
     return rows if bias is None or owner is None else rows + torch.where(inside, bias[owner], 0.0)
 
 
-def moe(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_offset: int,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
+def moe(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_ids: Tensor, *options: Any) -> Tensor:
     """All experts in two calls of `F.grouped_mm`."""
+    activation, expert_offset, gate_up_bias, down_bias, *gate = options
     experts, inner = down.shape[0], down.shape[2]
     slots, ends = _by_expert(topk_ids, expert_offset, experts)
     ends = ends.to(torch.int32)
@@ -210,12 +177,15 @@ def moe(
     inside = torch.arange(slots.shape[0], device=x.device).unsqueeze(-1) < ends[-1]
     rows = torch.where(inside, x[slots // topk_ids.shape[1]], 0.0)
     # Nested, so that what stands between the products is given back as soon as it was used.
-    owner = None if gate_up_bias is None and down_bias is None else _owners(ends, slots)
+    owner = None
+    if gate_up_bias is not None or down_bias is not None:  # of slots behind every group, which are blanked, the last
+        places = torch.arange(slots.shape[0], device=ends.device, dtype=ends.dtype)
+        owner = torch.searchsorted(ends, places, right=True).clamp_max(experts - 1)
     middle = gated(
         _biased(_grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), gate_up_bias, owner, inside),
-        activation, inner, alpha, limit, interleaved,
+        activation, inner, *gate,
     )  # fmt: skip
     rows = _biased(_grouped_mm(middle, down.transpose(1, 2), offs=ends), down_bias, owner, inside)
     rows = torch.where(inside, rows, 0.0)
     back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
-    return _combined(rows[back], topk_weights, topk_ids, expert_offset, experts)
+    return _combined(rows[back], shares, topk_ids, expert_offset, experts)

@@ -19,9 +19,10 @@ def grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
     return reference.grouped_gemm(x, weights, group_sizes)
 
 
-def moe(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
+def moe(x: Tensor, gate_up: Any, down: Any, *rest: Any) -> Tensor:
     """The weighted sum of each token's experts."""
-    alike = gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
+    plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    alike = plain and gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
     return native.moe(x, gate_up, down, *rest) if alike else reference.moe(x, gate_up, down, *rest)
 
 
