@@ -6,8 +6,8 @@ Two forms. `segments` reads on the host how many tokens each expert has and mult
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -18,9 +18,6 @@ from layerzero.backends.reference import moe as reference
 from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
-
-# Rows from which building keys pays.
-_FEW = 16
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -48,7 +45,7 @@ def topk_gate(
 
 def _by_keys(values: Tensor) -> bool:
     """Whether `torch.topk` over keys pays: on a CPU, in float32, for more than a few rows."""
-    return values.is_cpu and values.dtype is torch.float32 and values.shape[0] >= _FEW
+    return values.is_cpu and values.dtype is torch.float32 and values.shape[0] >= 16
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -127,7 +124,7 @@ def moe_segments(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_
     experts, inner = down.shape[0], down.shape[2]
     tokens, top_k = topk_ids.shape
     slots, ends = _by_expert(topk_ids, expert_offset, experts)
-    bounds = ends.tolist()
+    bounds = [0, *ends.tolist()]
 
     parts = (gate_up, down, gate_up_bias, down_bias)
     narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
@@ -147,19 +144,15 @@ def moe_segments(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_
         # Taken apart once and written once: else the gradient would copy all weights, and all of `results`, for
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
         each = (repeat(None, experts) if part is None else part.unbind(0) for part in parts)
-        rows = [computed(start, end, expert) for (start, end), *expert in zip(_ranges(bounds), *each, strict=True)]
+        rows = [computed(start, end, expert) for (start, end), *expert in zip(pairwise(bounds), *each, strict=True)]
         results = results.index_copy(0, slots[: bounds[-1]], torch.cat(rows))
     else:
-        for expert, (start, end) in enumerate(_ranges(bounds)):
+        for expert, (start, end) in enumerate(pairwise(bounds)):
             for first in range(start, end, tokens):
                 last = min(first + tokens, end)
                 mine = [None if part is None else part[expert] for part in parts]
                 results[slots[first:last]] = computed(first, last, mine)
     return _combined(results, shares, topk_ids, expert_offset, experts).to(x.dtype)
-
-
-def _ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
-    return zip([0, *ends[:-1]], ends, strict=True)
 
 
 def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None, inside: Tensor) -> Tensor:
