@@ -9,7 +9,7 @@ is walked in an empty folder: its Python blocks as one program, where the first 
 blocks line by line. Blocks for a `checkout` run in a clone of this commit, with what was compiled here before and an
 environment that their own `make` sets up; the wheels are those of its `make wheels`, or lie in `--dist`. The hub is one
 on loopback. Words in capitals stand for what `WORDS` says; what a reader has anyway is made by a comment,
-`<!-- sh … -->`. A Python block under "as `serve.py`:" is the file of that name; what the last command that readers see
+`<!-- sh … -->`. A block under "as `serve.py`:" is the file of that name; what the last command that readers see
 printed is the file `$SAID`. A command passes with exit code 0, or with the one that its comment promises ("ends with
 exit code 1").
 
@@ -222,7 +222,9 @@ def walk(page: Path, folder: Path, ground: Ground, first: int | None = None) -> 
     folder.mkdir(parents=True)
     (folder / "dist").symlink_to(ground.dist)
     text = page.read_text(encoding="utf-8")
-    for name, code in re.findall(r"as `([\w.-]+\.py)`:\n\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for name, code in re.findall(
+        r"as `([\w.-]+\.(?:py|yaml))`:\n\n```[a-z]+\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    ):
         (folder / name).write_text(code, encoding="utf-8")
     python = [block for block in blocks(page) if not block.marks] if first is None else []
     (folder / "page.py").write_text("\n".join(block.code for block in python), encoding="utf-8")

@@ -102,6 +102,7 @@ def test_a_page_is_walked_line_by_line(tmp_path: Path, monkeypatch: pytest.Monke
     steps = _walked(
         tmp_path,
         monkeypatch,
+        "A policy, as `p.yaml`:\n\n```yaml\njit: off\n```\n\n"
         "A program, as `say.py`:\n\n```python\nprint(6 * 7)\n```\n\n<!-- sh\nmkdir inner\n-->\n\n"
         "```sh\ncd inner\npython ../say.py   # says it\nfalse\n```\n\n```sh index\npip install elsewhere\n```\n",
     )
@@ -111,6 +112,7 @@ def test_a_page_is_walked_line_by_line(tmp_path: Path, monkeypatch: pytest.Monke
         ("pip install elsewhere", None),
     ]  # fmt: skip
     assert (tmp_path / "at" / "inner").is_dir() and (tmp_path / "at" / "say.py").read_text() == "print(6 * 7)\n"
+    assert (tmp_path / "at" / "p.yaml").read_text() == "jit: off\n"
     assert "package index" in str(steps[-1]) and "exit 1 and not 0" in str(steps[-2]) and steps[-2].failed
 
 
