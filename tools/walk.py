@@ -55,18 +55,18 @@ ELSEWHERE = {
     "make sync": "Minutes; make prove NAME=offline runs it.",
     "make wheels RELEASE=yes": "Minutes; make prove NAME=release runs it twice.",
     "make prove": "Minutes; a lane of its own.",
-    "sha256sum -c SHA256SUMS": "Wants the files of a release; make prove NAME=release makes them and does this.",
-    "python -m tools.release verify": "Wants the files of a release; make prove NAME=release makes them and does this.",
+    "sha256sum -c SHA256SUMS": "Wants the files of a release; make prove NAME=release makes and checks them.",
+    "python -m tools.release verify": "Wants the files of a release; make prove NAME=release makes and checks them.",
     "python benchmarks/tuned.py": "Minutes on an idle machine; make prove NAME=tuned runs it.",
     "lz tune --grid benchmarks/grid.toml": "Minutes on an idle machine; make prove NAME=tuned runs it.",
-    "lz plugin prove": "Minutes; the conformance kit of a backend, which the tests of its package are too.",
+    "lz plugin prove cpu": "Minutes; the conformance kit of a backend, which the tests of its package are too.",
     "lz verify --lane full": "Minutes; make prove NAME=correctness runs it.",
     "lz verify --lane stress": "Minutes; the same program as --lane quick with more seeds, lengths and steps.",
 }
 WORDS = {
     "docs/benchmarks.md": {"NAME": "neoverse-n1"},
     "docs/definitions.md": {"NAME": "rmsnorm_h64", "DATASET": "dataset", "gqa_paged": "rmsnorm"},
-    "docs/releases.md": {"NAME": "layerzero-cpu"},
+    "docs/releases.md": {"NAME": "cpu"},
     "docs/runbooks.md": {"OP": "rms_norm", "BACKEND": "shaky", "KERNEL": "shaky.rms_norm.plain"},
     "docs/tuning.md": {"FILE": "out.json", "DAYS": "30"},
 }
