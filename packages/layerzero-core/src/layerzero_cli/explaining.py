@@ -142,7 +142,7 @@ def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
     blocks.append(Line())
     if report.chosen:
         winner = decision.winner
-        lock = ", locked" if decision.locked else ""
+        lock = ", locked" if decision.locked else ", preferred by the policy" if winner.preferred else ""
         speed = f", {winner.speed}" if winner.speed else ""
         blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{speed}{lock})", "bold green"))
         blocks.append(Line(f"ranked by {winner.expected or winner.source}", "dim", indent=2, hang=2))
@@ -171,8 +171,9 @@ def _step(name: str) -> str:
 def _row(item: Candidate) -> tuple[str | Cell, ...]:
     if item.accepted:
         words = [item.message for item in item.reasons if item.code.value != "OUTSCORED"]
-        lower = ", ".join(filter(None, ("fits, scored lower", item.speed)))
-        return item.kernel_id, f"{item.score:.1f}", "; ".join([lower, *words])
+        why = "scored lower" if " points behind" in item.flip else item.flip.partition(":")[0]
+        fits = ", ".join(filter(None, ("fits", why, item.speed)))
+        return item.kernel_id, f"{item.score:.1f}", "; ".join([fits, *words])
     lines = [f"{why.code.value}: {why.message}" for why in item.reasons]
     if item.flip:
         lines.append(f"→ {item.flip}")

@@ -220,3 +220,12 @@ def test_what_cannot_be_meant_is_one_clear_message_and_exit_code_two(words: list
     assert "Traceback" not in result.output
     answer = json.loads(run(*words, "--json", code=2).stdout)
     assert answer["error"]["code"] and answer["error"]["message"]
+
+
+def test_where_a_preference_decides_no_score_is_called_lower() -> None:
+    asked = ("explain", "rms_norm", "--shape", "4,64", "--dtype", "fp32", "--device", "cpu")
+    assert "fits, scored lower" in run(*asked).stdout
+    with lz.scoped(prefer=["reference"]):
+        text = run(*asked).stdout
+    assert "→ reference.rms_norm.plain" in text and "preferred by the policy)" in text
+    assert "fits, the policy prefers another" in text and "scored lower" not in text
