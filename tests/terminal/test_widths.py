@@ -113,19 +113,23 @@ def test_the_end_of_tune(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     context = Context("rms_norm", named_device("zen4"), "bfloat16", (("rows", 4), ("hidden", 64)))
     outcomes = []
+    timed = Measurement(
+        "rms_norm", "a bucket", KERNELS[0], "1.0", "1.0", Platform("zen4", "cpu", threads=2), 1, 1, 1, 0, 9
+    )
     names = ("rms_norm rows=4 hidden=64 bfloat16", "a call with quite a long name, as grids have")
     for number, name in enumerate(names):
         times = {kernel: Times.of([10.0 + place + 1000 * number]) for place, kernel in enumerate(KERNELS)}
         trial = Trial(
             context, times, {}, {"gamma.rms_norm.wrong": "it was wrong"} if number else {}, KERNELS[number], True, 0.1,
-            torch=Times.of([33.0 + 1000 * number]), choice=KERNELS[number], before=KERNELS[2],
+            torch=Times.of([33.0 + 1000 * number]), choice=KERNELS[number], before=KERNELS[2], rows=(timed,),
         )  # fmt: skip
-        outcomes.append(Outcome(name, Recorded(context, 1), trial))
+        outcomes.append(Outcome(name, Recorded(context, 1, threads=4 * number), trial))
     found = Tuned("perf.db", tuple(outcomes), seconds=1.5, rows=6, chosen={outcomes[0].name: KERNELS[0]})
     monkeypatch.setattr(lz, "tune", lambda *_, **__: found, raising=False)
     text = page(monkeypatch, "tune", "traffic.json")
     holds("tune", text, width, "10.0 µs", "1011.0 µs", *KERNELS[:2], "3.30")
     assert re.search(r"2 calls: \S+× torch, 1 choice changed\s*\Z", text)
+    assert "recorded with 4 threads and timed with 2, which counts with 2 only" in " ".join(text.split())
 
 
 def test_perfdb_show(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -154,3 +155,25 @@ def test_the_environment_records_a_whole_process(tmp_path):
     subprocess.run([sys.executable, "-c", code], env=environ, check=True)
     (item,) = load(path).calls
     assert item.context.op == "rms_norm" and item.count == 9
+
+
+def test_a_call_bears_the_threads_it_was_recorded_with_and_a_file_without_them_is_read(tmp_path):
+    path, before = tmp_path / "traffic.json", torch.get_num_threads()
+    for threads in (before, before + 1):
+        torch.set_num_threads(threads)
+        try:
+            with lz.record(path):
+                lz.rms_norm(torch.randn(2, 8), torch.randn(8))
+        finally:
+            torch.set_num_threads(before)
+        (item,) = load(path).calls
+        assert item.threads == threads
+    assert item.count == 2
+    data = json.loads(path.read_text())
+    del data["calls"][0]["threads"]
+    path.write_text(json.dumps(data))
+    assert load(path).calls[0].threads == 0
+    data["calls"][0]["threads"] = "many"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigurationError, match="'many' is no size"):
+        load(path)

@@ -35,11 +35,12 @@ _FIELDS = {item.name for item in fields(Context) if item.init and item.name not 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One call that occurred: its context, how often, and the strides of its arguments where they are known."""
+    """One call that occurred: its context, how often, and where they are known strides and the threads of torch."""
 
     context: Context
     count: int = 1
     strides: tuple[tuple[int, ...] | None, ...] | None = None
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,10 @@ class Traffic:
 
     @staticmethod
     def of(tally: Tally) -> Traffic:
-        return _sorted(Recorded(ctx, count, _frozen(strides)) for ctx, (count, strides) in tally.counts().items())
+        import torch
+
+        threads, counts = torch.get_num_threads(), tally.counts().items()
+        return _sorted(Recorded(ctx, count, _frozen(strides), threads) for ctx, (count, strides) in counts)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
@@ -64,7 +68,9 @@ class Traffic:
         found: dict[Context, Recorded] = {}
         for item in (*self.calls, *other.calls):
             before = found.get(item.context)
-            found[item.context] = item if before is None else replace(before, count=before.count + item.count)
+            if before is not None:
+                item = replace(before, count=before.count + item.count, threads=item.threads or before.threads)
+            found[item.context] = item
         return _sorted(found.values())
 
 
@@ -73,9 +79,7 @@ def _sorted(calls: Any) -> Traffic:
 
 
 def _frozen(strides: Sequence[Any] | None) -> tuple[tuple[int, ...] | None, ...] | None:
-    if strides is None:
-        return None
-    return tuple(None if item is None else tuple(int(step) for step in item) for item in strides)
+    return None if strides is None else tuple(None if item is None else tuple(map(int, item)) for item in strides)
 
 
 # -- contexts ----------------------------------------------------------------------------------------
@@ -88,10 +92,7 @@ def context_to_json(ctx: Context) -> dict[str, Any]:
     """Everything about a call but the device and what is only for reports; defaults are left out."""
     usual = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
     found: dict[str, Any] = {"op": ctx.op, "device_type": ctx.device.device_type, "sizes": dict(ctx.dims)}
-    for item in fields(Context):
-        name = item.name
-        if not item.init or name in _SKIPPED or name in ("op", "dims"):
-            continue
+    for name in (item.name for item in fields(Context) if item.name in _FIELDS - {"op", "dims"}):
         value = getattr(ctx, name)
         if usual is not None and value == getattr(usual, name):
             continue
@@ -103,8 +104,7 @@ def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:
     """The inverse, for calls on a device of this process. Raises ConfigurationError naming what is wrong."""
     if not isinstance(data, dict):
         raise _bad("a call is no mapping", type(data).__name__)
-    given = dict(data)
-    given.pop("device_type", None)
+    given = {name: value for name, value in data.items() if name != "device_type"}
     sizes = given.pop("sizes", {})
     unknown = sorted(set(given) - _FIELDS)
     if unknown:
@@ -153,8 +153,7 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file that holds a mapping; of a folder its config.json."""
-    name = Path(path)
-    name = name / "config.json" if name.is_dir() else name
+    name = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     found = read_json(name, _MAX_BYTES)
     if not isinstance(found, dict):
         raise ConfigurationError(f"{name.name}: no mapping", code="SCHEMA_INVALID", value=type(found).__name__)
@@ -194,7 +193,7 @@ def calls_from_json(
 
 def save(traffic: Traffic, path: str | os.PathLike[str]) -> None:
     """Write a traffic file, whole or not at all."""
-    calls = [call_to_json(item, "count") for item in traffic.calls]
+    calls = [{**call_to_json(item, "count"), "threads": item.threads} for item in traffic.calls]
     write_whole(Path(path), json.dumps({"format": FORMAT, "calls": calls}, indent=1) + "\n")
 
 
@@ -209,9 +208,11 @@ def load(path: str | os.PathLike[str]) -> Traffic:
         raise ConfigurationError(
             f"{Path(path).name}: not recorded traffic", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
         )
-    return _sorted(
-        calls_from_json(path, data["calls"], lambda ctx, entry, steps: Recorded(ctx, _whole(entry["count"]), steps))
-    )
+
+    def made(ctx: Context, entry: dict[str, Any], strides: Any) -> Recorded:
+        return Recorded(ctx, _whole(entry["count"]), strides, _whole(entry.get("threads", 0)))
+
+    return _sorted(calls_from_json(path, data["calls"], made))
 
 
 def add_to_file(traffic: Traffic, path: str | os.PathLike[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,7 @@ def _watched() -> Iterator[Callable[[Progress], None]]:
         if bar is None:
             yield _Lines()
         else:
+            click.echo("Ctrl-C keeps what is done; the same command goes on from there", err=True)
             yield lambda now: bar(now.done, now.total, _doing(now), _left(now.seconds_left))
 
 
@@ -160,7 +161,7 @@ def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") ->
         blocks.append(Table(columns, rows, indent=2, right=frozenset({1, 2})))
     blocks += [Line(line, "dim", indent=2, hang=2) for line in _ruled_out(timed)]
     moved = [f"{item.name}: {item.why}" for item in timed if drift]
-    for line in (*moved, *_late(timed), *_lost(timed), _stolen(timed), _busy(timed)):
+    for line in (*moved, *_late(timed), *_lost(timed), *_shared(timed), *_threads(timed)):
         if line:
             blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
     for name, why in found.skipped.items():
@@ -214,14 +215,6 @@ def _late(timed: Sequence[Outcome]) -> list[str]:
     return [f"{name} was not measured for {_some(found)}: still compiling; {later}" for name, found in calls.items()]
 
 
-def _stolen(timed: Sequence[Outcome]) -> str:
-    """Which calls were timed while the host of this machine served others; empty where none was."""
-    from layerzero_tune.timing.steal_time import LIMIT
-
-    found = {item.name: item.trial.stolen for item in timed if item.trial is not None and item.trial.stolen > LIMIT}
-    return _meanwhile(found, len(timed), "the host gave up to {:.0%} of the time to others")
-
-
 def _lost(timed: Sequence[Outcome]) -> list[str]:
     """Calls of which nothing was stored, since torch's own code was faster than what would have been chosen."""
     return [
@@ -232,20 +225,27 @@ def _lost(timed: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def _busy(timed: Sequence[Outcome]) -> str:
-    """Which calls were timed while other programs used this machine; empty where none was."""
+def _shared(timed: Sequence[Outcome]) -> Iterator[str]:
+    """Which calls were timed while the machine's host served others, or other programs used it; the worst first."""
     from layerzero_tune.timing.host_load import BUSY
+    from layerzero_tune.timing.steal_time import LIMIT
 
-    found = {item.name: item.trial.busy for item in timed if item.trial is not None and item.trial.busy > BUSY}
-    return _meanwhile(found, len(timed), "other programs used up to {:.0%} of the cores")
+    stolen = "stolen", LIMIT, "the host gave up to {:.0%} of the time to others"
+    busy = "busy", BUSY, "other programs used up to {:.0%} of the cores"
+    for kind, most, what in (stolen, busy):
+        shares = {item.name: share for item in timed if (share := getattr(item.trial, kind)) > most}
+        if shares:
+            told = f"{what.format(max(shares.values()))}: {_some(sorted(shares, key=lambda name: -shares[name]))}"
+            yield f"{len(shares)} of {len(timed)} calls were timed while {told}; tune again when the machine is quiet"
 
 
-def _meanwhile(shares: Mapping[str, float], calls: int, what: str) -> str:
-    """What went on beside the calls that had to share the machine, the worst first."""
-    if not shares:
-        return ""
-    told = f"{what.format(max(shares.values()))}: {_some(sorted(shares, key=lambda name: -shares[name]))}"
-    return f"{len(shares)} of {calls} calls were timed while {told}; tune again when the machine is quiet"
+def _threads(timed: Sequence[Outcome]) -> list[str]:
+    """That calls were recorded with another number of threads than they were timed with."""
+    both = {(item.recorded.threads, row.platform.threads) for item in timed if item.trial for row in item.trial.rows}
+    told = (
+        "the calls were recorded with {0} threads and timed with {1}, which counts with {1} only: OMP_NUM_THREADS={0}"
+    )
+    return [told.format(there, here) for there, here in sorted(both) if there and here and there != here]
 
 
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:
