@@ -128,6 +128,10 @@ def apply(edit: tuple[Block, str, str], package: Path) -> Path:
 def _typed(command: str, lang: str) -> str:
     """A command of a page, for another language of the kernel."""
     command = re.sub(r"--lang \w+", f"--lang {lang}", command)
+    if (
+        lang == "python"
+    ):  # the scaffold's plain PyTorch is no faster than torch's own kernel, so that times do not choose it
+        command = command.replace("LAYERZERO_DENY=cpu", "LAYERZERO_PREFER=mybackend")
     if "plugin new" in command and "--lang" not in command:
         command += f" --lang {lang}"
     return command

@@ -50,5 +50,6 @@ def test_a_command_is_typed_for_the_language_and_its_failure_kept(tmp_path: Path
     assert author._typed("lz plugin new relu2 --op squared_relu", "c").endswith("--op squared_relu --lang c")
     assert author._typed("lz plugin new m --op rms_norm --lang c", "triton").endswith("--op rms_norm --lang triton")
     assert author._typed("pip wheel --no-deps ./layerzero-m", "c") == "pip wheel --no-deps ./layerzero-m"
+    assert author._typed("LAYERZERO_DENY=cpu lz which a", "python") == "LAYERZERO_PREFER=mybackend lz which a"
     step = author.run("page", "echo told; exit 3", tmp_path, {"PATH": "/usr/bin:/bin"})
     assert (step.status, step.said) == (3, "told\n") and "exit 3\ntold" in str(step)
