@@ -104,8 +104,7 @@ def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:
     """The inverse, for calls on a device of this process. Raises ConfigurationError naming what is wrong."""
     if not isinstance(data, dict):
         raise _bad("a call is no mapping", type(data).__name__)
-    given = {name: value for name, value in data.items() if name != "device_type"}
-    sizes = given.pop("sizes", {})
+    given = {name: value for name, value in data.items() if name not in ("device_type", "sizes")}
     unknown = sorted(set(given) - _FIELDS)
     if unknown:
         raise _bad(f"unknown field {unknown[0]!r}", unknown[0])
@@ -123,7 +122,7 @@ def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:
             given["strides"] = Strides(**given["strides"])
         if given.get("tokenizer") is not None:
             given["tokenizer"] = TokenizerIdentity(**given["tokenizer"])
-        dims = tuple((str(name), _whole(size)) for name, size in sizes.items())
+        dims = tuple((str(name), _whole(size)) for name, size in data.get("sizes", {}).items())
         return Context(**given, device=device, dims=dims)
     except LayerZeroError as error:
         raise _bad(str(error), str(error)) from None
