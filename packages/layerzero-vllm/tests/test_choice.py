@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from layerzero_vllm.choice import OURS, THEIRS, LayerKind, choose_one, left_alone, lost, phases, refusals
+from layerzero_vllm.choice import OURS, THEIRS, LayerKind, cannot_run, choose_one, left_alone, lost, phases, refusals
 
 KIND = LayerKind("cpu", "float32", 8, 2, 64, 128)
 
@@ -66,6 +66,19 @@ def test_a_pinned_side_is_taken_whatever_the_times_are():
     kernels = dict.fromkeys(("decode", "prefill"), "cpu.paged_attention.flash")
     found = choose_one(KIND, timed(decode=0.5, prefill=2.0), kernels, OURS)
     assert {choice.winner for choice in found} == {OURS} and "pinned" in found[0].reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "has", "runs"),
+    [
+        ("aarch64", "bfloat16", {}, False),
+        ("aarch64", "bfloat16", {"bf16": True}, True),
+        ("aarch64", "float32", {}, True),
+        ("x86_64", "bfloat16", {}, True),
+    ],
+)
+def test_vllms_attention_is_not_tried_where_its_instructions_would_end_the_process(machine, dtype, has, runs):
+    assert (cannot_run(machine, dtype, has) is None) is runs
 
 
 def test_phases_fit_the_limits_of_the_engine():

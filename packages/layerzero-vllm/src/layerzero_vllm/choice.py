@@ -101,6 +101,13 @@ def refusals(kind: LayerKind) -> tuple[str, ...]:
     return tuple(found)
 
 
+def cannot_run(machine: str, dtype: str, capabilities: Mapping[str, Any]) -> str | None:
+    """Why vLLM's attention would end this process (its code for ARM multiplies bfloat16); None where it runs."""
+    if machine in ("aarch64", "arm64") and dtype == "bfloat16" and not capabilities.get("bf16", False):
+        return "vLLM's kernel uses bfloat16 instructions, which this processor does not have"
+    return None
+
+
 def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
     """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
     winner = pinned or _quicker(times)

@@ -7,6 +7,7 @@ vLLM makes the group's metadata builder, before any request; it then writes and 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,19 @@ from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
 from layerzero_vllm import attend, linear
-from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, lost, phases, refusals
+from layerzero_vllm.choice import (
+    OURS,
+    THEIRS,
+    Choice,
+    LayerKind,
+    Phase,
+    cannot_run,
+    choose_one,
+    left_alone,
+    lost,
+    phases,
+    refusals,
+)
 from layerzero_vllm.plugin import pinned
 from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
 
@@ -150,9 +163,13 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
         times, kernels, side = {}, {}, pinned(os.environ)
         if side == THEIRS:
             return left_alone(kind, map(str, told), "vllm is pinned")
+        why = cannot_run(platform.machine(), kind.dtype, torch.cpu.get_capabilities())
         for place, phase in enumerate(told, start=1):
             drawn = attend.example(kind, phase, self.vllm_config.model_config.dtype)
-            ways, kernels[str(phase)] = self._ways(layer, phase, drawn)
+            ways, kernels[str(phase)] = self._ways(layer, phase, drawn, alone=why is not None)
+            if why is not None:
+                ways[OURS]()  # what it has to set up is set up before any request
+                continue
             one, other = (way().clone() for way in ways.values())
             if not attend.agrees(one, other):
                 return left_alone(kind, map(str, told), f"the two sides disagree on a drawn batch of {phase}")
@@ -163,9 +180,14 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
             if side is None and lost(times[str(phase)]):
                 rest = left_alone(kind, map(str, told[place:]), f"not measured: vLLM's is quicker in {phase}")
                 return choose_one(kind, times, kernels) + rest
+        if why is not None:
+            return [Choice(kind, phase, OURS, why, kernel) for phase, kernel in kernels.items()]
         return choose_one(kind, times, kernels, side)
 
-    def _ways(self, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Callable[[], Tensor]], str]:
+    def _ways(
+        self, layer: Any, phase: Phase, drawn: attend.Example, alone: bool
+    ) -> tuple[dict[str, Callable[[], Tensor]], str]:
+        """Both sides' attention of a drawn batch, or ours `alone`, and the name of our kernel."""
         impl, new = layer.impl, drawn.new
         key, value, slots = drawn.keys[new], drawn.values[new], drawn.slots[new]
         common = CommonAttentionMetadata(
@@ -194,8 +216,10 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
             return run
 
         planned = self._planned(common)
-        theirs = stock.CPUAttentionMetadataBuilder.build(self, 0, common)
-        ways = {OURS: way(CpuImpl, planned), THEIRS: way(stock.CPUAttentionBackendImpl, theirs)}
+        ways = {OURS: way(CpuImpl, planned)}
+        if not alone:
+            theirs = stock.CPUAttentionMetadataBuilder.build(self, 0, common)
+            ways[THEIRS] = way(stock.CPUAttentionBackendImpl, theirs)
         caches = attend.halves(drawn.cache)
         options = impl.settings.options
         return ways, lz.which("paged_attention", drawn.query, *caches, planned.batch, layout="HND", **options)
