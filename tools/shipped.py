@@ -124,19 +124,24 @@ def rendered(document: Mapping[str, Any]) -> str:
 
 def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
     """Each call told from the others of its kind: errors of expected times, and the chosen over the fastest."""
-    kinds: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    kinds: dict[tuple[str, str], list[Point]] = {}
     for item in calls:
-        dtype, *words = item["kind"].split()
-        shared = sorted(together(item["op"], dtype, frozenset(words), device))
-        kinds.setdefault((item["op"], *shared, *item["sizes"]), []).append(item)
+        kinds.setdefault((item["op"], item["kind"]), []).append(_point(item))
     told: dict[str, list[tuple[str, float, float, float, list[float]]]] = {"shipped": [], "roofline": []}
-    for (op, *_), found in kinds.items():
-        points = [_point(item) for item in found]
-        for index, point in enumerate(points) if len(points) > 1 else ():
-            others = Kind(points[:index] + points[index + 1 :])
-            for way, near in (("shipped", True), ("roofline", False)):
-                names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
-                item = others.estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
+    for (op, kind), points in kinds.items():
+        dtype, *words = kind.split()
+        measured = {name: len(found) - (name == kind) for (of, name), found in kinds.items() if of == op}
+        near_kinds = together(op, dtype, frozenset(words), device, measured)
+        for index, point in enumerate(points):
+            around = [
+                known._replace(apart=apart)
+                for name, apart in near_kinds.items()
+                for place, known in enumerate(kinds.get((op, name), ()))
+                if (name, place) != (kind, index)
+            ]
+            names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
+            for way, near in (("shipped", True), ("roofline", False)) if around else ():
+                item = Kind(around).estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
                 if not item:
                     continue
                 errors = [abs(math.log(item[name].ratio / point.ratios[name])) for name in item]

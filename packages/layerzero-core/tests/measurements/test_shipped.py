@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
 from layerzero.measurements.between import FARTHEST, Kind, Point
-from layerzero.measurements.shipped import SHORT_US, load, shipped_by, standing
+from layerzero.measurements.shipped import FEW, SHORT_US, load, shipped_by, standing, together
 from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED
 from layerzero.model.kernel import BackendSpec
 from layerzero.public.check_machine import shipped as doctor_looks
@@ -201,6 +201,46 @@ def test_between_measured_sizes_the_ratio_lies_between_and_far_away_the_roofline
     assert not far.near and far.octaves > FARTHEST
 
 
+def attention_file(*groups):
+    """Times of two kernels of attention: (kind, rows = keys, times over torch's) each."""
+    axes = ["batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v"]
+    made: dict[str, list[list[float]]] = {}
+    for kind, length, ratios in groups:
+        heads = 8 if "gqa" in kind else 2
+        made.setdefault(kind, []).append([1, heads, 2, length, length, 64, 64, 4e5, 4e6, 50.0, *ratios])
+    groups_ = [
+        {"op": "attention", "kind": kind, "axes": axes, "kernels": ["acme.attention.slow", "acme.attention.fast"],
+         "errors": [0.0, 0.0], "points": points} for kind, points in made.items()
+    ]  # fmt: skip
+    return document({}, sizes=(), groups=groups_)
+
+
+def test_a_kind_of_attention_that_was_hardly_measured_is_told_from_kinds_like_it(plant):
+    """As on the H200: of causal float32 the file knew two calls without GQA, where torch's kernels tie; one with GQA,
+    which torch copies the heads for, was told by those alone, and a tie went to the slow one by its priority."""
+    few = [("float64 causal_top_left", length, (1.0, 0.99)) for length in (500, 900)]
+    many = [("float64 gqa", length, (1.0, 0.4)) for length in (60, 70, 90, 120, 300, 450)]
+    q, k = torch.ones(1, 8, 64, 64, dtype=torch.float64), torch.ones(1, 2, 64, 64, dtype=torch.float64)
+    chosen = {}
+    for told, groups in (("alone", few), ("with others", [*few, *many])):
+        plant(attention_file(*groups), (("acme.attention.slow", 90.0), ("acme.attention.fast", 10.0)))
+        report = lz.explain("attention", q, k, k, is_causal=True)
+        chosen[told] = report.chosen, report.to_dict()["ranked_by"]
+    assert chosen == {
+        "alone": ("acme.attention.slow", ROOFLINE), "with others": ("acme.attention.fast", SHIPPED)
+    }  # fmt: skip
+
+
+def test_enough_calls_of_a_kind_speak_for_themselves():
+    gqa, causal = frozenset({"gqa"}), frozenset({"gqa", "causal_top_left"})
+    for device, own in (("cpu", {"float32 gqa"}), ("cuda", {"float32 gqa", "float32"})):
+        assert together("attention", "float32", gqa, device, {"float32 gqa": FEW}) == dict.fromkeys(own, 0.0)
+    few = together("attention", "float32", causal, "cuda", {"float32 causal_top_left": 2})
+    assert min(few, key=lambda kind: few[kind]) == "float32 causal_top_left gqa" and len(few) == 4
+    assert few["float32 gqa"] < few["float32 causal_top_left"] < few["float32"], "who differs in more is farther away"
+    assert together("rms_norm", "bfloat16", frozenset(), "cuda", {}).keys() == {"bfloat16", "float16"}
+
+
 def test_beyond_the_limit_and_on_another_device_of_the_platform_the_roofline_estimate_ranks(plant):
     plant(document({FAST: 0.4, SLOW: 3.0}))
     report = explained(64 * 2 ** int(FARTHEST + 2), 256)
@@ -250,7 +290,8 @@ def test_a_device_of_another_kind_gets_nothing_and_hears_nothing(plant):
     plant(document({FAST: 0.1}, family="sm90"))
     report = explained()
     assert report.decision.winner.source == PRIORITY
-    assert not [note for note in report.decision.notes if note.code.startswith("PERF_SHIPPED")]
+    notes = [note for note in report.decision.notes if note.code.startswith("PERF_SHIPPED")]
+    assert not [note for note in notes if "acme" in str(note.value)], "other packages may be of another family, too"
 
 
 def test_a_run_with_a_capped_instruction_set_ranks_only_where_the_same_cap_is_set(plant, monkeypatch):

@@ -33,6 +33,7 @@ class Point(NamedTuple):
     ratios: Mapping[str, float]
     source: tuple[str, str, str] = ("", "", "")  # device, commit and torch
     noise: float = 0.0
+    apart: float = 0.0  # octaves, where it is of another kind than the calls that are told from it
 
 
 class Estimate(NamedTuple):
@@ -80,8 +81,8 @@ class Kind:
         return found
 
     def _distance(self, index: int, here: Sequence[float], dtype: str) -> float:
-        far = math.dist(self._logs[index], here)
-        return far if self.points[index].dtype == dtype else math.hypot(far, _OTHER_DTYPE)
+        point = self.points[index]
+        return math.hypot(math.dist(self._logs[index], here), point.apart, _OTHER_DTYPE * (point.dtype != dtype))
 
     def _bend(self, name: str, index: int) -> float:
         """The logarithm of what a measured ratio is over that of the rooflines."""

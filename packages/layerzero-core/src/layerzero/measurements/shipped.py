@@ -25,6 +25,7 @@ count (`between`). A file that is not right counts for nothing and is named with
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -51,7 +52,9 @@ _CAPS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 _NOISE, _BUSY_NOISE = 0.03, 0.5
 _BUSY = 0.1  # share of the cores that others used
 _HALVES = frozenset({"float16", "bfloat16"})
-_GQA, _GQA_IN_SIZES = "gqa", "attention"
+_GQA, _CAUSAL, _ATTENTION = "gqa", "causal_top_left", "attention"
+# Octaves between calls with such a word and those without it, where too few of the same kind were measured.
+_LIKE, FEW = {_GQA: 2.0, _CAUSAL: 1.0}, 8
 SHORT_US = 50.0
 """Calls that torch's own code takes less for are measured in graphs too."""
 Kinds = Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
@@ -179,12 +182,10 @@ def shipped_by(registry: KernelRegistry, ops: Mapping[str, Any]) -> Callable[[Co
     def ask(ctx: Context, names: Sequence[str]) -> Told:
         known = [registry.kernels[name] for name in names if name in registry.kernels]  # others came while it runs
         backends = tuple(sorted({kernel.backend for kernel in known} & registry.backends.keys()))
-        kinds = together(ctx.op, ctx.dtype, words_of(ctx), ctx.device.device_type)
-        key = (ctx.op, kinds, ctx.capturing, ctx.device, backends)
+        key = (ctx.op, ctx.dtype, words_of(ctx), ctx.capturing, ctx.device, backends)
         pool = pools.get(key)
         if pool is None:
-            specs = [registry.backends[name] for name in backends]
-            pool = pools[key] = _pool(ctx.op, kinds, ctx.capturing, family_of(ctx.device), specs)
+            pool = pools[key] = _pool(ctx, key[2], [registry.backends[name] for name in backends])
         sizes = dict(ctx.dims)
         if pool.kind is None or sizes.keys() != set(pool.axes):
             return {}, pool.refused
@@ -205,14 +206,26 @@ def _cost(op: Any, ctx: Context) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-def together(op: str, dtype: str, words: frozenset[str], device: str) -> frozenset[str]:
-    """Kinds whose calls are interpolated together. On accelerators the two half precisions are one, and of attention
-    GQA is seen in the sizes alone; torch's paged attention copies the heads, there the two have little in common."""
-    if device == "cpu":
-        return frozenset({" ".join((dtype, *sorted(words)))})
-    dtypes = _HALVES if dtype in _HALVES else (dtype,)
-    both = [words - {_GQA}, words | {_GQA}] if op == _GQA_IN_SIZES else [words]
-    return frozenset(" ".join((name, *sorted(found))) for name in dtypes for found in both)
+def together(op: str, dtype: str, words: frozenset[str], device: str, measured: Mapping[str, int]) -> dict[str, float]:
+    """Kinds whose calls are interpolated together, and how many octaves away the others lie.
+
+    On accelerators the two half precisions are one, and of attention GQA is seen in the sizes alone; torch's paged
+    attention copies the heads, there the two have little in common. Attention of which few calls were `measured` is
+    told from kinds like it, too.
+    """
+    dtypes = _HALVES if dtype in _HALVES and device != "cpu" else (dtype,)
+
+    def kinds(found: frozenset[str], octaves: float = 0.0) -> dict[str, float]:
+        return {" ".join((name, *sorted(found))): octaves for name in dtypes}
+
+    own = kinds(words)
+    if op != _ATTENTION:
+        return own
+    if sum(measured.get(kind, 0) for kind in own) >= FEW:
+        return own if device == "cpu" else {**own, **kinds(words ^ {_GQA})}
+    for swapped in ({_GQA}, {_CAUSAL}, {_GQA, _CAUSAL}):
+        own |= kinds(words ^ swapped, math.hypot(*(_LIKE[word] for word in swapped)))
+    return own
 
 
 class _Pool(NamedTuple):
@@ -224,31 +237,30 @@ class _Pool(NamedTuple):
     refused: tuple[Reason, ...]
 
 
-def _pool(op: str, kinds: frozenset[str], capturing: bool, family: str, backends: Sequence[BackendSpec]) -> _Pool:
+def _pool(ctx: Context, words: frozenset[str], backends: Sequence[BackendSpec]) -> _Pool:
     """The points of all backends, those of one measured call put together; of another family only if none has ours.
 
     For calls in a graph the short ones count as they were measured in one, and long ones as they were measured eagerly.
     """
-    notes: list[Reason] = []
-    groups: dict[bool, list[tuple[Family, tuple[str, ...], Point]]] = {True: [], False: []}
-    for backend in backends:
-        found, why = standing(backend, family)
-        notes += () if why is None else (why,)
-        if found is not None:
-            captured = capturing and bool(found.graphs)
-            for kind in sorted(kinds):
-                axes, points = found.kinds.get((op, kind), ((), ()))
-                if captured:
-                    axes, short = found.graphs.get((op, kind), (axes, ()))
-                    points = (*short, *(point for point in points if point.base_us >= SHORT_US))
-                groups[why is None] += [(found, axes, point) for point in points]
+    op, stood = ctx.op, [standing(backend, family_of(ctx.device)) for backend in backends]
+    notes = [why for _, why in stood if why is not None]
+    known = [(found, why is None) for found, why in stood if found is not None]
+    measured = {key[1]: len(points) for found, _ in known for key, (_, points) in found.kinds.items() if key[0] == op}
+    groups: dict[bool, list[tuple[Family, tuple[str, ...], str, Point]]] = {True: [], False: []}
+    for kind, apart in sorted(together(op, ctx.dtype, words, ctx.device.device_type, measured).items()):
+        for found, ours in known:
+            axes, points = found.kinds.get((op, kind), ((), ()))
+            if ctx.capturing and found.graphs:
+                axes, short = found.graphs.get((op, kind), (axes, ()))
+                points = (*short, *(point for point in points if point.base_us >= SHORT_US))
+            groups[ours] += [(found, axes, kind, point._replace(apart=apart)) for point in points]
     near = bool(groups[True])
     merged: dict[Any, Point] = {}
     order = groups[near][0][1] if groups[near] else ()
-    for found, axes, point in groups[near]:
+    for found, axes, kind, point in groups[near]:
         if axes != order:
             continue
-        key = (found.device, found.commit, point.sizes, point.dtype)
+        key = (found.device, found.commit, kind, point.sizes)
         before = merged.get(key, point)
         taken = (found.device, found.commit, found.torch)
         noise = _NOISE if found.busy <= _BUSY else _BUSY_NOISE
