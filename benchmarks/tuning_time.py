@@ -6,10 +6,11 @@ The model is made from its configuration, with random weights, and run once unde
 and decode steps of one and of 24 sequences. Its calls are tuned twice, each time by a process of its own and into a new
 database: with no compiled kernel anywhere, and with all that the first has left (`--no-compile`: what the first could
 not compile in time is `late` there, and not looked for again). A run that takes longer than its limit is interrupted as
-Ctrl-C does, and what it has done is kept. Then the warm start: what the traffic needs is packed (`lz warmup --pack`),
-unpacked into an empty cache, and a process that knows this cache alone serves 1 000 requests (one forward pass each)
-with background compiles allowed; counted are the files that appear in the cache meanwhile. The goals, of an H200, stand
-beside the seconds. On a CPU the model is a small one, and there are no goals.
+Ctrl-C does, and what it has done is kept. Then the warm start, by the times of the run that reached most calls
+(LAYERZERO_PERFDB): what the traffic needs is packed (`lz warmup --pack`), unpacked into an empty cache, and a process
+that knows this cache alone serves 1 000 requests (one forward pass each) with background compiles allowed; counted are
+the files that appear in the cache meanwhile. The goals, of an H200, stand beside the seconds. On a CPU the model is a
+small one, and there are no goals.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def serve(requests: int, device: str) -> None:
     print(json.dumps({**found, "compiled_before": len(before)}), flush=True)
 
 
-def warm_start(traffic: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Pack what the traffic needs, unpack it into an empty cache, serve from there."""
+def warm_start(traffic: Path, folder: Path, device: str, times: Path) -> dict[str, Any]:
+    """Pack what the traffic needs, unpack it into an empty cache, serve from there; all by the tuned `times`."""
     from layerzero.jit.cache import DEEP_FOLDERS, VENDOR_FOLDERS
 
     given = {key: value for key, value in os.environ.items() if key not in {**VENDOR_FOLDERS, **DEEP_FOLDERS}}
@@ -118,8 +119,8 @@ def warm_start(traffic: Path, folder: Path, device: str) -> dict[str, Any]:
         began = time.monotonic()
         try:
             done = subprocess.run(
-                command, env={**given, "LAYERZERO_JIT_CACHE_DIR": str(cache)}, stdout=subprocess.PIPE, text=True,
-                timeout=limit, check=False,
+                command, stdout=subprocess.PIPE, text=True, timeout=limit, check=False,
+                env={**given, "LAYERZERO_JIT_CACHE_DIR": str(cache), "LAYERZERO_PERFDB": str(times)},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return found | {name: {"seconds": limit, "interrupted": True}}
@@ -134,13 +135,18 @@ def warm_start(traffic: Path, folder: Path, device: str) -> dict[str, Any]:
     return found
 
 
+def database(folder: Path, name: str) -> Path:
+    """Where the times of a run lie."""
+    return folder / f"{name.replace(' ', '_')}.db"
+
+
 def tuned(traffic: Path, folder: Path, name: str, device: str, limit_s: float, options: list[str]) -> dict[str, Any]:
     """One run of `lz tune`: its wall seconds, and what it says."""
     from layerzero.jit.cache import DEEP_FOLDERS, VENDOR_FOLDERS
 
     given = {key: value for key, value in os.environ.items() if key not in {**VENDOR_FOLDERS, **DEEP_FOLDERS}}
     command = [sys.executable, "-m", "layerzero_cli", "tune", str(traffic), "--json", "--device", device,
-               "--database", str(folder / f"{name.replace(' ', '_')}.db"), *options]  # fmt: skip
+               "--database", str(database(folder, name)), *options]  # fmt: skip
     began = time.monotonic()
     child = subprocess.Popen(
         command, env={**given, "LAYERZERO_JIT_CACHE_DIR": str(folder / "jit")}, stdout=subprocess.PIPE, text=True
@@ -210,7 +216,8 @@ def main() -> int:
             print(f"{name}: {json.dumps(found, ensure_ascii=False)}", flush=True)
             data["seconds"] = round(time.monotonic() - began, 1)
             write_json(given.json, data)
-        data["warm start"] = warm_start(traffic, folder, device)
+        most = max(data["runs"], key=lambda name: data["runs"][name]["calls"])
+        data["warm start"] = warm_start(traffic, folder, device, database(folder, most))
         print(f"warm start: {json.dumps(data['warm start'], ensure_ascii=False)}", flush=True)
         data["seconds"] = round(time.monotonic() - began, 1)
         write_json(given.json, data)
