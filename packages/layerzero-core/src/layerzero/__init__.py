@@ -180,6 +180,7 @@ def __getattr__(name: str) -> Any:
             return found
     else:
         found = getattr(importlib.import_module(module), name)
+        found = _functions.accelerated.get(name, found)
     globals()[name] = found
     return found
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from layerzero.backends.reference.attention import attention
-from layerzero.backends.reference.positional import alibi_slopes
+from layerzero.model.attention import slopes_of_heads as alibi_slopes
 from layerzero.numerics import assert_close, tolerance
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

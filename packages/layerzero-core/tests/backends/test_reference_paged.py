@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import layerzero as lz
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.paged import paged_attention
-from layerzero.backends.reference.positional import alibi_slopes
 from layerzero.errors import InvalidInputError
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance
@@ -78,7 +78,7 @@ def test_chunked_prefill_and_decode_in_one_batch(page):
 def test_options_mean_what_they_mean_in_attention():
     contexts, queries = [9, 6], [4, 6]
     q, kc, vc, batch, keys, values = scene(contexts, queries)
-    slopes = torch.stack((alibi_slopes(4), 2 * alibi_slopes(4)))
+    slopes = torch.stack((lz.alibi_slopes(4), 2 * lz.alibi_slopes(4)))
     out, lse = paged(q, kc, vc, batch, scale=0.4, window=(3, 0), softcap=2.0, alibi=slopes, lse=True)
     assert lse.shape == (10, 4) and lse.dtype == torch.float32
     start = 0

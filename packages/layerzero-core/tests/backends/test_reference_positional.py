@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerzero.backends.reference.positional import alibi_slopes, rope
+from layerzero.backends.reference.positional import rope
 from layerzero.errors import InvalidInputError
+from layerzero.model.attention import slopes_of_heads as alibi_slopes
 from layerzero.numerics import assert_close, tolerance
 from layerzero.reasons import ReasonCode
 

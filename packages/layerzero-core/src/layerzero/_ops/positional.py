@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, overload
 
 import torch
@@ -13,6 +12,7 @@ from layerzero._ops.signature import dispatch, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import invalid
+from layerzero.model.attention import slopes_of_heads
 from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
@@ -62,10 +62,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) ->
     """The ALiBi slope of each head, float32 [num_heads], as in the paper, for any head count."""
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
         raise invalid("VALUE_INVALID", str(num_heads), "a positive integer", f"num_heads is {num_heads}")
-    lower = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
-    slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return slopes_of_heads(num_heads, device)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -54,8 +54,9 @@ def xpos(
 
     Layouts, tables and `position_ids` are those of `lz.rope`. The published models turn pairs interleaved.
     """
-    args = (q, k, cos, sin, interleaved, layout, position_ids, scale_base, gamma, origin)
-    return dispatch(XPOS, args, layout, backend)  # type: ignore[no-any-return]
+    return dispatch(  # type: ignore[no-any-return]
+        XPOS, (q, k, cos, sin, interleaved, layout, position_ids, scale_base, gamma, origin), layout, backend
+    )
 
 
 def _describe(call: Call) -> Context:

@@ -35,8 +35,8 @@ def sample_topk(
     A parameter is a number or a tensor of one value a row. See `lz.sample` for ties, seeds and logits that are not
     finite.
     """
-    check_param(k, "k", 1, math.inf)
-    check_param(temperature, "temperature", 0.0, math.inf)
+    check_param(k, "k")
+    check_param(temperature, "temperature")
     return dispatch(SAMPLE_TOPK, (logits, k, temperature, generator), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -53,8 +53,8 @@ def sample_topp(
     A parameter is a number or a tensor of one value a row. See `lz.sample` for ties, seeds and logits that are not
     finite.
     """
-    check_param(p, "p", 0.0, 1.0)
-    check_param(temperature, "temperature", 0.0, math.inf)
+    check_param(p, "p")
+    check_param(temperature, "temperature")
     return dispatch(SAMPLE_TOPP, (logits, p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
 
 
@@ -79,23 +79,20 @@ def sample(
     built-in kernel of the device, and whatever the other rows hold.
     """
     check_filters(top_k, top_p, min_p)
-    check_param(temperature, "temperature", 0.0, math.inf)
+    check_param(temperature, "temperature")
     return dispatch(SAMPLE, (logits, top_k, top_p, min_p, temperature, generator), backend=backend)  # type: ignore[no-any-return]
 
 
 def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
     """Refuse filters that mean nothing; None leaves one out."""
-    if top_k is not None:
-        check_param(top_k, "top_k", 1, math.inf)
-    if top_p is not None:
-        check_param(top_p, "top_p", 0.0, 1.0)
-    if min_p is not None:
-        check_param(min_p, "min_p", 0.0, 1.0)
+    for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            check_param(value, name)
 
 
-def check_param(value: Any, name: str, low: float, high: float) -> None:
+def check_param(value: Any, name: str) -> None:
     """Values are not in hot keys, so they are checked at each call; tensors only on the CPU, where nobody waits."""
-    kind = type(value)
+    kind, (low, high) = type(value), _RANGES[name]
     whole = name in ("k", "top_k")
     if (kind is int or (kind is float and not whole)) and low <= value <= high and value != math.inf:
         return  # nearly every call
@@ -151,7 +148,7 @@ def _check_values(names: tuple[str, ...], args: tuple[Any, ...]) -> None:
     """What the public function checks at each call, for plans and for calls whose kernel raised."""
     for name, value in zip(names, args, strict=True):
         if name in _RANGES and (value is not None or name not in ("top_k", "top_p", "min_p")):
-            check_param(value, name, *_RANGES[name])
+            check_param(value, name)
 
 
 def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def sampling_probs(
     float64 logits, else float32; differentiable, the choice of the kept tokens aside.
     """
     check_filters(top_k, top_p, min_p)
-    check_param(temperature, "temperature", 0.0, math.inf)
+    check_param(temperature, "temperature")
     args = _rows(logits, top_k, top_p, min_p, temperature)
     out: Tensor = dispatch(SAMPLING_PROBS, args, backend=backend)
     return out if logits.ndim == 2 else out.reshape(logits.shape)

@@ -16,6 +16,7 @@ from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.model.op import Op, OperationSpec
 from layerzero.op_tables import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
+from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
 
@@ -28,9 +29,18 @@ OP_TABLES.append(PUBLIC)
 
 
 def register(op: Op) -> Op:
-    """Make an op of the core known: to the runtime, to explain and to plan."""
+    """Make an op of the core known: to the runtime, to explain and to plan; one that comes late with its C form."""
     PUBLIC[op.op_id] = op
+    if op.op_id in LATE_OPS and "layerzero.dispatch.accel" in sys.modules:
+        _accelerate(op)
     return op
+
+
+def _accelerate(op: Op) -> None:
+    accelerator = sys.modules["layerzero.dispatch.accel"].accelerator
+    if accelerator.native is not None:
+        found = accelerator.functions.of_plugin(accelerator.native, op)
+        functions.accelerate({} if found is None else {op.op_id: found})
 
 
 def public_op(name: str) -> Op:
@@ -58,10 +68,7 @@ def _from_plugin(name: str) -> Op | None:
         from layerzero._ops.generated import public_form
 
         known = _made[name] = declared, public_form(declared)
-        accelerator = sys.modules["layerzero.dispatch.accel"].accelerator
-        if accelerator.native is not None:
-            found = accelerator.functions.of_plugin(accelerator.native, known[1])
-            functions.accelerate({} if found is None else {name: found})
+        _accelerate(known[1])
         adopt(known[1])  # Dynamo, where it is loaded already, is told of the C form too
     return known[1]
 

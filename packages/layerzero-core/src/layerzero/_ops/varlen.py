@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -118,18 +118,17 @@ def _lengths(
     same = cu_q is cu_k
     if not (_packed(query) and _packed(key)) or modes.followed():  # what a mode or a tracer follows is not read past it
         return max_q, max_k, same
-    if not (_readable(cu_q) and _readable(cu_k)):
+    if not (_readable(cu_q) and (same or _readable(cu_k))):
         if type(query) in _PLAIN and type(key) in _PLAIN:
             max_q = query.shape[0] if max_q is None else max_q
             max_k = key.shape[0] if max_k is None else max_k
         return max_q, max_k, same
     if not cu_q.is_cpu and max_q is not None and max_k is not None:
         return max_q, max_k, same
-    offsets_q = _checked(cu_q, "cu_seqlens_q", query, max_q)
-    offsets_k = _checked(cu_k, "cu_seqlens_k", key, max_k)
-    found_q = _longest(offsets_q) if max_q is None else max_q
-    found_k = _longest(offsets_k) if max_k is None else max_k
-    return found_q, found_k, same or offsets_q == offsets_k
+    offsets_q = cu_q.tolist()
+    max_q = _checked(offsets_q, "cu_seqlens_q", query, max_q)
+    offsets_k = offsets_q if same else cu_k.tolist()
+    return max_q, _checked(offsets_k, "cu_seqlens_k", key, max_k), same or offsets_q == offsets_k
 
 
 def _readable(offsets: Any) -> bool:
@@ -146,23 +145,22 @@ def _packed(tokens: Any) -> bool:
     return isinstance(tokens, Tensor) and tokens.ndim == 3 and not tokens.is_nested
 
 
-def _longest(offsets: list[int]) -> int:
-    return max((stop - start for start, stop in itertools.pairwise(offsets)), default=0)
-
-
-def _checked(cu_seqlens: Tensor, name: str, packed: Tensor, bound: int | None) -> list[int]:
-    offsets: list[int] = cu_seqlens.tolist()
+def _checked(offsets: list[int], name: str, packed: Tensor, bound: int | None) -> int:
+    """The bound of the lengths, or the longest one without it; offsets that are none are refused."""
     total = packed.shape[0]
     if not offsets or offsets[0] != 0 or offsets[-1] != total:
         shown = f"{offsets[0]} … {offsets[-1]}" if offsets else "nothing"
         raise invalid("VALUE_INVALID", f"{name} from {shown}", f"0 … {total}, the tokens")
-    for place, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        if stop < start:
-            raise invalid("VALUE_INVALID", f"{name}[{place + 1}] = {stop} after {start}", "ascending offsets")
-    if bound is not None and bound < _longest(offsets):
+    lengths = [*map(operator.sub, offsets[1:], offsets)]
+    longest = max(lengths, default=0)
+    if min(lengths, default=0) < 0:
+        place = next(place for place, length in enumerate(lengths, 1) if length < 0)
+        shown = f"{name}[{place}] = {offsets[place]} after {offsets[place - 1]}"
+        raise invalid("VALUE_INVALID", shown, "ascending offsets")
+    if bound is not None and bound < longest:
         short = name.replace("cu_seqlens", "max_seqlen")
-        raise invalid("VALUE_INVALID", f"{short}={bound}", f">= {_longest(offsets)}, the longest sequence")
-    return offsets
+        raise invalid("VALUE_INVALID", f"{short}={bound}", f">= {longest}, the longest sequence")
+    return longest if bound is None else bound
 
 
 def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
@@ -176,10 +174,10 @@ def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) ->
     )
     return (
         "varlen_attention",
-        *((type(t), t.shape[1:], t.dtype, t.is_cpu or ~t.get_device(), t.is_contiguous() or t.stride())
-          for t in (query, key, value)),
+        *[(type(t), t.shape[1:], t.dtype, t.is_cpu or ~t.get_device(), t.is_contiguous() or t.stride())
+          for t in (query, key, value)],
         value.shape[0] == key.shape[0],
-        *((type(t), t.dtype, t.ndim, t.is_cpu or ~t.get_device(), t.is_contiguous()) for t in (cu_q, cu_k)),
+        *[(type(t), t.dtype, t.ndim, t.is_cpu or ~t.get_device(), t.is_contiguous()) for t in (cu_q, cu_k)],
         cu_q.shape == cu_k.shape,
         buckets_of(world, "varlen_attention", sizes, *_GROWING),
         equal,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Attended: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
@@ -57,3 +58,13 @@ def offsets(*lengths: Iterable[int]) -> Iterator[Tensor]:
 
     for item in lengths:
         yield torch.tensor([0, *itertools.accumulate(item)], dtype=torch.int32)
+
+
+def slopes_of_heads(num_heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of the ALiBi paper: of the next lower power of two, then every other one of the next higher."""
+    import torch
+
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

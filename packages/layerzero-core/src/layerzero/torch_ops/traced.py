@@ -18,13 +18,13 @@ Inside a compiled region
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import slopes_of_heads
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.torch_ops.lowering import CAUSAL
 from layerzero.torch_ops.opaque import differentiable, place
@@ -39,9 +39,6 @@ write: Any = None
 PLAIN: dict[str, Callable[..., Any]] = {}
 CANONICAL: dict[str, Any] = {}
 FAKE: dict[str, Any] = {}
-
-# By name: the reference lives on the floor of the backends, which nothing below may import.
-_positional = importlib.import_module("layerzero.backends.reference.positional")
 
 
 def paged_batch(
@@ -61,7 +58,7 @@ def paged_batch(
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Any:
     """Traced for `lz.alibi_slopes`."""
-    return _positional.alibi_slopes(num_heads, device=device)
+    return slopes_of_heads(num_heads, device)
 
 
 # Functions that are not ops.

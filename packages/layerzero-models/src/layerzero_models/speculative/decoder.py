@@ -74,7 +74,7 @@ class SpeculativeConfig:
         if not isinstance(self.draft_len, int) or isinstance(self.draft_len, bool) or self.draft_len < 1:
             raise invalid("VALUE_INVALID", str(self.draft_len), "1 or more", f"draft_len is {self.draft_len}")
         check_filters(self.top_k, self.top_p, self.min_p)
-        check_param(self.temperature, "temperature", 0.0, float("inf"))
+        check_param(self.temperature, "temperature")
 
     @property
     def greedy(self) -> bool:

@@ -1,14 +1,14 @@
-"""Rotary embedding in both conventions, XPos, and the ALiBi slopes."""
+"""Rotary embedding in both conventions, and XPos."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype
-from layerzero.model.rotary import full_tables, full_width, rotate, rotated, token_rows
+from layerzero.model.rotary import rotate, rotated, token_rows
 
 rope = rotated
 
@@ -29,10 +29,11 @@ def rope_halves(
     if interleaved or 2 * half > q.shape[-1]:
         return rope(q, k, cos, sin, interleaved, layout, position_ids, False)
     tables = token_rows((cos, sin), q, layout, position_ids)
-    return _halves(q, tables, half, full), None if k is None else _halves(k, tables, half, full)
+    return halves(q, tables, half, full), None if k is None else halves(k, tables, half, full)
 
 
-def _halves(x: Tensor, tables: list[Tensor], half: int, full: bool) -> Tensor:
+def halves(x: Tensor, tables: Sequence[Tensor], half: int, full: bool) -> Tensor:
+    """The halves of each head, turned and put together again."""
     wide = torch.float64 if torch.float64 in (x.dtype, tables[0].dtype) else torch.float32
     cos, sin = (table.to(wide) for table in tables)
     turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
@@ -64,36 +65,29 @@ def xpos(
     Pair i has the base zeta_i = (2i / rotary_dim + gamma) / (1 + gamma); at position n it multiplies q by
     zeta_i ** ((n - origin) / scale_base) and divides k by the same.
     """
-    full_cos, full_sin = full_tables(q, cos, sin, interleaved, layout, position_ids)
-    dtype, rotary_dim = compute_dtype(q, cos), full_cos.shape[-1]
+    full, device = cos.dim() == 3, q.device
+    half = cos.shape[-1] // 2 if full else cos.shape[-1]
     # A rounded exponent is felt in the power, the more the farther the position; MPS alone has no float64.
-    precise = torch.float32 if q.device.type == "mps" else torch.float64
-    pairs = torch.arange(0, rotary_dim, 2, dtype=precise, device=q.device)
-    zeta = (pairs + gamma * rotary_dim) / ((1 + gamma) * rotary_dim)
+    precise = torch.float32 if device.type == "mps" else torch.float64
+    first, last = gamma / (1 + gamma), (gamma + 1 - 1 / half) / (1 + gamma)
+    zeta = torch.linspace(first, last, half, dtype=precise, device=device)
     if position_ids is None:
         seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
-        positions = torch.arange(seq_len, dtype=precise, device=q.device)
+        positions = torch.arange(seq_len, dtype=precise, device=device)
     else:
         positions = position_ids.to(precise)
-    away = positions - origin if origin else positions
-    power = away[..., None] / scale_base
-    decay = (full_width(zeta, interleaved) ** power).to(dtype)  # [S, R] or [B, S, R]
+    decay = zeta.pow(((positions - origin) / scale_base).unsqueeze(-1)).to(compute_dtype(q, cos))
+    if full:  # [B, S, R] and not [S, R / 2]
+        decay = decay.repeat_interleave(2, dim=-1) if interleaved else torch.cat((decay, decay), dim=-1)
     if decay.dim() == 3 or layout != "BHSD":
         decay = decay.unsqueeze(-3 if layout == "BHSD" else -2)
-    wide_cos, wide_sin = full_cos.to(dtype), full_sin.to(dtype)
-    rotated_q = rotate(q, wide_cos * decay, wide_sin * decay, interleaved, False)
-    if k is None:
-        return rotated_q, None
-    return rotated_q, rotate(k, wide_cos / decay, wide_sin / decay, interleaved, False)
+    rows = token_rows((cos, sin), q, layout, position_ids)
 
+    def turned(x: Tensor, tables: list[Tensor]) -> Tensor:
+        if not interleaved:
+            return halves(x, tables, half, full)
+        cos, sin = tables if full else (table.repeat_interleave(2, dim=-1) for table in tables)
+        return rotate(x, cos, sin, True, False)
 
-def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The slopes of the ALiBi paper, float32 [num_heads].
-
-    For a power of two they are the geometric sequence from 2^(-8/n); otherwise the sequence of the next lower power
-    of two, followed by every other slope of the next higher one.
-    """
-    lower = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
-    slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    turned_q = turned(q, [table * decay for table in rows])
+    return turned_q, None if k is None else turned(k, [table / decay for table in rows])

@@ -30,14 +30,16 @@ Kept = tuple[Tensor, Tensor | None]
 SLACK = 1e-9
 
 
-def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
-    """Draw from the k likeliest tokens of each row."""
-    return sample(logits, k, None, None, temperature, generator)
+def one_filter(sample: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """`sample` with top-k alone, and with top-p alone: (logits, k or p, temperature, generator)."""
 
+    def topk(logits: Tensor, k: int | Tensor, *rest: Any) -> Tensor:
+        return sample(logits, k, None, None, *rest)
 
-def sample_topp(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
-    """Draw from the smallest set of likeliest tokens whose probabilities reach p."""
-    return sample(logits, None, p, None, temperature, generator)
+    def topp(logits: Tensor, p: Param, *rest: Any) -> Tensor:
+        return sample(logits, None, p, None, *rest)
+
+    return topk, topp
 
 
 def sample(
@@ -62,6 +64,9 @@ def sample(
     if not isinstance(temperature, Tensor):
         return drawn
     return torch.where(temperature.to(drawn.device) > 0, drawn, greedy(logits))
+
+
+sample_topk, sample_topp = one_filter(sample)
 
 
 def sampling_probs(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from operator import sub
 from typing import Any
 
 import torch
@@ -32,35 +32,35 @@ def each_cpu(
     return_lse: bool,
 ) -> Any:
     """One call of the blocked CPU kernel per sequence; neighbours of equal lengths share a call."""
-    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
+    ends_q = cu_seqlens_q.tolist()
+    ends_k = ends_q if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.tolist()
 
     def results() -> Iterator[Any]:
+        lengths = [*zip(map(sub, ends_q[1:], ends_q), map(sub, ends_k[1:], ends_k), strict=True)]
         row = 0
-        for (rows, cols), equal in itertools.groupby(spans, _lengths):
-            group = list(equal)
-            count, first, start = len(group), group[0][0][0], group[0][1][0]
-            row += count
-            if rows == 0:
-                continue
-            parts = (
-                _heads_first(query[first : first + count * rows], count),
-                _heads_first(key[start : start + count * cols], count),
-                _heads_first(value[start : start + count * cols], count),
-            )
-            slopes = slopes_of(alibi_slopes, row - count, count)
-            yield attend_cpu(*parts, is_causal, scale, window, slopes, return_lse)
+        while row < len(lengths):
+            rows, cols = lengths[row]
+            stop = row + 1
+            while stop < len(lengths) and lengths[stop] == (rows, cols):
+                stop += 1
+            if rows:
+                parts = (
+                    _heads_first(query, ends_q[row], ends_q[stop], stop - row),
+                    _heads_first(key, ends_k[row], ends_k[stop], stop - row),
+                    _heads_first(value, ends_k[row], ends_k[stop], stop - row),
+                )
+                slopes = slopes_of(alibi_slopes, row, stop - row)
+                yield attend_cpu(*parts, is_causal, scale, window, slopes, return_lse)
+            row = stop
 
     return packed(results(), query, value, return_lse)
 
 
-def _lengths(span: tuple[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
-    (first, last), (start, stop) = span
-    return last - first, stop - start
-
-
-def _heads_first(packed: Tensor, count: int) -> Tensor:
-    """[count * S, H, D] as [count, H, S, D], a view."""
-    return packed.view(count, packed.shape[0] // count, *packed.shape[1:]).transpose(1, 2)
+def _heads_first(packed: Tensor, first: int, last: int, count: int) -> Tensor:
+    """Rows `first` to `last` of [T, H, D], `count` sequences alike, as [count, H, S, D], a view."""
+    tokens, heads, dim = packed.shape
+    part = packed if last - first == tokens else packed[first:last]
+    return part.view(count, (last - first) // count, heads, dim).transpose(1, 2)
 
 
 def attend_cpu(
@@ -89,8 +89,10 @@ def attend_cpu(
         out = query.new_zeros((count, heads, rows, value.shape[3]))
         return (out, query.new_full((count, heads, rows), -torch.inf, dtype=torch.float32)) if return_lse else out
     if rows > 1 or is_causal is True:
-        square = bool(is_causal) and rows == cols and window is None and alibi_slopes is None
-        mask = None if square else mask_of(rows, cols, is_causal, window, alibi_slopes, query)
+        alone = window is None and alibi_slopes is None
+        square = bool(is_causal) and rows == cols and alone
+        plain = square or (alone and not is_causal)
+        mask = None if plain else mask_of(rows, cols, is_causal, window, alibi_slopes, query)
         return flash_cpu(query, key, value, mask, 0.0, square, scale, None, None, None, return_lse)
     # One row at the end: a window is a slice of the keys, and the heads of a GQA group are rows that share them.
     left = -1 if window is None else window[0]

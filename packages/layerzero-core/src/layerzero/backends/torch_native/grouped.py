@@ -83,8 +83,8 @@ def _attended(
             kept.append((piece, rest))
             seen = (found, logs) if seen is None else _joined(*seen, found, logs)
         if seen is not None:
-            found = seen[0][0].transpose(0, 1)
-            if len(found) == len(q) and found.is_contiguous():  # all queries are of this segment
+            found = seen[0].squeeze(0).transpose(0, 1)
+            if found.shape[0] == q.shape[0] and found.is_contiguous():  # all queries are of this segment
                 out = found
             else:
                 out = q.new_zeros((*q.shape[:2], v.shape[2])) if out is None else out
@@ -93,7 +93,7 @@ def _attended(
                 lse[:, piece.queries] = seen[1][0]
     if out is None:
         out = q.new_zeros((*q.shape[:2], v.shape[2]))
-    return out.to(query.dtype), lse, kept
+    return out if out.dtype is query.dtype else out.to(query.dtype), lse, kept
 
 
 def _shown(lse: Tensor) -> Tensor:
@@ -139,15 +139,17 @@ def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
     CPUs multiply float16 matrices fast, so that one is always widened.
     """
     dtype = tensors[0].dtype
-    multiplies = torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if tensors[0].is_cuda or dtype.itemsize > 2 or (dtype is torch.bfloat16 and multiplies):
+    if dtype.itemsize > 2 or tensors[0].is_cuda:
+        return tensors
+    if dtype is torch.bfloat16 and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return tensors
     return tuple(tensor.float() for tensor in tensors)
 
 
 def _heads_first(tokens: Tensor, rows: slice) -> Tensor:
     """Some rows of [tokens, H, D] as [1, H, rows, D]."""
-    return tokens[rows].transpose(0, 1).unsqueeze(0)
+    part = tokens if rows.stop - rows.start == tokens.shape[0] else tokens[rows]
+    return part.unsqueeze(0).transpose(1, 2)
 
 
 def _run(

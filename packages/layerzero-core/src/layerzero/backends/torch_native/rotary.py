@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.positional import halves
 from layerzero.model.rotary import token_rows
 
 
@@ -41,7 +42,8 @@ def _halves(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> T
     if full:
         tables = tuple(t.narrow(-1, start, half) for start in (0, half) for t in (cos, sin))  # type: ignore[assignment]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, cos, sin)):
-        return _recorded_halves(x, tables, half, inplace)
+        turned = halves(x, (cos, sin), half, full)  # autograd knows no results written into parts of a tensor
+        return x.copy_(turned) if inplace else turned
     cos_one, sin_one, cos_two, sin_two = tables
     out = x if inplace else torch.empty_like(x)
     to_one, to_two = out.narrow(-1, 0, half), out.narrow(-1, half, half)
@@ -68,22 +70,6 @@ def _few_launches(pair: tuple[Tensor, Tensor], tables: tuple[Tensor, ...], to: t
     first, second = one * cos_one, one * sin_two
     torch.addcmul(first, two, sin_one, value=-1, out=to[0])  # `one` is not read after this
     torch.addcmul(second, two, cos_two, out=to[1])
-
-
-def _recorded_halves(x: Tensor, tables: tuple[Tensor, Tensor, Tensor, Tensor], half: int, inplace: bool) -> Tensor:
-    """The same for a call whose gradient is recorded, which knows no results written into parts of a tensor."""
-    cos_one, sin_one, cos_two, sin_two = tables
-    one, two = (x.narrow(-1, start, half).to(cos_one.dtype) for start in (0, half))
-    turned = [
-        torch.addcmul(one * cos_one, two, sin_one, value=-1).to(x.dtype),
-        torch.addcmul(two * cos_two, one, sin_two).to(x.dtype),
-    ]
-    if inplace:
-        x.narrow(-1, 0, 2 * half).copy_(torch.cat(turned, dim=-1))
-        return x
-    if 2 * half < x.shape[-1]:
-        turned.append(x.narrow(-1, 2 * half, x.shape[-1] - 2 * half))
-    return torch.cat(turned, dim=-1)
 
 
 def _complex(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> Tensor:

@@ -32,19 +32,12 @@ _BUCKETS = 2048  # of weights, each a factor of 2**(1/64) below the one before; 
 _SMALL = 4096  # a vocabulary that is sorted as fast
 
 
-def sample_topk(logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None) -> Tensor:
-    """Take the k largest first, then draw among them."""
-    return sample(logits, k, None, None, temperature, generator)
-
-
-def sample_topp(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
-    """Draw from the smallest set of likeliest tokens whose probabilities reach p."""
-    return sample(logits, None, p, None, temperature, generator)
-
-
 def sample(*args: Any) -> Tensor:
     """Draw with all filters at once; the arguments are the reference's."""
     return reference.sample(*args, find=_kept)
+
+
+sample_topk, sample_topp = reference.one_filter(sample)
 
 
 def sampling_probs(
@@ -54,6 +47,11 @@ def sampling_probs(
     certain = not isinstance(temperature, Tensor) and temperature <= 0
     if certain or (logits.device.type == "cpu" and logits.shape[-1] >= _SMALL):
         return reference.sampling_probs(logits, top_k, top_p, min_p, temperature, find=_kept)
+    given = type(temperature) is float and type(top_p) is float and top_p < 1 and top_k is None and min_p is None
+    if given and logits.is_cpu and logits.dtype.itemsize >= 4:
+        found = _nucleus_of_few(logits, top_p, temperature)  # type: ignore[arg-type]
+        if found is not None:
+            return found
     weights, ids, head, hot = _ranked(logits, top_k, top_p, min_p, temperature)
     if hot is not None:  # a row at temperature 0 has its likeliest token alone
         weights = torch.where(hot, weights, torch.arange(weights.shape[-1], device=weights.device) == 0)
@@ -62,16 +60,15 @@ def sampling_probs(
     return torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter_(1, ids, probs.to(dtype))
 
 
-def sample_topk_sorted(
-    logits: Tensor, k: int | Tensor, temperature: Param, generator: torch.Generator | None
-) -> Tensor:
-    """`sample_sorted` with one filter."""
-    return sample_sorted(logits, k, None, None, temperature, generator)
-
-
-def sample_topp_sorted(logits: Tensor, p: Param, temperature: Param, generator: torch.Generator | None) -> Tensor:
-    """`sample_sorted` with one filter."""
-    return sample_sorted(logits, None, p, None, temperature, generator)
+def _nucleus_of_few(logits: Tensor, top_p: float, temperature: float) -> Tensor | None:
+    """The probabilities of rows with top-p alone, where looking at numbers is cheap; None where a row has none."""
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    weights = torch.softmax(values if temperature == 1.0 else values.double() / temperature, -1, dtype=torch.float64)
+    beyond = weights.cumsum(-1).sub_(weights) >= max(top_p - reference.SLACK, torch.finfo(torch.float64).tiny)
+    total = weights.masked_fill_(beyond, 0.0).sum(-1, keepdim=True)
+    if not math.isfinite(sum(map(sum, total.tolist()))):  # a NaN, +inf, or nothing but -inf
+        return None
+    return torch.zeros_like(values).scatter_(1, ids, torch.div(weights, total, out=values))
 
 
 def sample_sorted(
@@ -94,6 +91,9 @@ def sample_sorted(
     if hot is not None:
         drawn = torch.where(hot, drawn, ids[:, :1])  # the likeliest, the lower id first among equals
     return torch.where(head > -math.inf, drawn, -1).squeeze(1)
+
+
+sample_topk_sorted, sample_topp_sorted = reference.one_filter(sample_sorted)
 
 
 def _ranked(
@@ -149,13 +149,17 @@ def _kept(
     if not isinstance(top_p, Tensor) and top_p is not None and top_p >= 1:
         top_p = None
     if top_k is not None:
-        head = _longest(top_k, logits) if isinstance(top_k, Tensor) else top_k
+        head = top_k
+        if isinstance(head, Tensor):  # the largest k of all rows; 0 where that cannot be used
+            usable = logits.is_cpu and head.is_cpu and head.numel() and int(head.min()) > 0
+            head = int(head.max()) if usable else 0
         if not 0 < head < vocab:
             return reference.kept(*given)
         values, ids = _head(logits, head)
         weights = reference.tempered(values, values[:, :1], temperature)
         keep = reference.filtered(weights, top_k if isinstance(top_k, Tensor) else None, top_p, min_p)
-        return _by_id(weights * keep, ids)
+        ids, order = ids.sort(dim=-1)
+        return (weights * keep).gather(1, order), ids
     if top_p is None:
         weights = _weights(logits, temperature)
     elif logits.device.type == "cpu" and vocab >= _SMALL and bool(logits.amax(dim=-1).isfinite().all()):
@@ -165,13 +169,6 @@ def _kept(
     if min_p is not None:
         weights = torch.where(weights >= reference.column(min_p, weights).clamp(max=1), weights, 0.0)
     return weights, None
-
-
-def _longest(top_k: Tensor, logits: Tensor) -> int:
-    """The largest k of all rows; 0 where that cannot be used."""
-    if logits.device.type != "cpu" or top_k.device.type != "cpu" or not top_k.numel() or int(top_k.min()) <= 0:
-        return 0
-    return int(top_k.max())
 
 
 def _weights(logits: Tensor, temperature: Param) -> Tensor:
@@ -238,11 +235,6 @@ def _head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = ids.sort(dim=-1).values
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values.to(_wide(logits)), ids.gather(1, order)
-
-
-def _by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    ids, order = ids.sort(dim=-1)
-    return weights.gather(1, order), ids
 
 
 def _wide(logits: Tensor) -> torch.dtype:
