@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,63 +92,6 @@ def test_a_compiled_step_has_no_more_kernels_than_that_of_the_unpatched_model(
     assert loops > 0 and calls
     assert own_loops <= loops and len(own_calls) <= len(calls)
     assert not [line for line in own_calls if "layerzero" in line]
-
-
-def trained(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, list[str], list[str]]]:
-    """Of the forward and the backward graph of a training step: Inductor's loops, its calls, the nodes it is given."""
-    from functorch.compile import make_boxed_func
-    from torch._inductor import compile_fx, config, metrics
-    from torch._inductor.graph import GraphLowering
-
-    found: dict[str, tuple[int, list[str], list[str]]] = {}
-    counted: list[Any] = []
-
-    def stop(graph: Any) -> None:
-        metrics.reset()
-        code, _ = graph.codegen()
-        counted.append((metrics.generated_kernel_count, code.value))
-        raise Stop
-
-    def inner(graph: Any, given: Any, **options: Any) -> Any:
-        nodes = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        runs = make_boxed_func(copy.deepcopy(graph).forward)
-        with pytest.raises(Exception, match="Stop"):
-            compile_fx.compile_fx_inner(graph, given, **options)
-        loops, code = counted.pop()
-        word = "backward" if options.get("is_backward") else "forward"
-        assert word not in found, f"a second {word} graph"
-        found[word] = (loops, [line.strip() for line in code.splitlines() if "extern_kernels." in line], nodes)
-        return runs
-
-    def backend(graph: Any, given: Any) -> Any:
-        return compile_fx.compile_fx(graph, given, inner_compile=inner)
-
-    monkeypatch.setattr(GraphLowering, "compile_to_module", stop)
-    ids = zoo.tokens(2, 12)
-    step = torch.compile(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, backend=backend)
-    with config.patch(fx_graph_cache=False):
-        step(ids).backward()
-    return found
-
-
-@pytest.mark.slow  # Inductor lowers four graphs
-@pytest.mark.req("R-PT-02")
-@pytest.mark.filterwarnings("ignore:Reliance on distutils", "ignore:mkldnn_matmul failed")
-def test_a_compiled_training_step_has_no_more_kernels_than_that_of_the_unpatched_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One graph each way, nothing opaque, nothing computed a second time in the backward, no more loops or products."""
-    stock = zoo.made("llama", num_hidden_layers=1).to(torch.bfloat16).train()
-    own = trained(stock, monkeypatch)
-    torch._dynamo.reset()
-    ours = trained(lz.patch(stock), monkeypatch)
-    assert sum(loops for loops, _, _ in ours.values()) <= sum(loops for loops, _, _ in own.values())
-    for word in ("forward", "backward"):
-        (_, calls, nodes), (loops, own_calls, own_nodes) = ours[word], own[word]
-        assert loops > 0 and own_calls and len(calls) <= len(own_calls), word
-        assert not [node for node in nodes if "layerzero" in node], word
-        for part in ("scaled_dot_product", "aten.mm", "aten.bmm", "aten.addmm"):
-            assert sum(part in node for node in nodes) == sum(part in node for node in own_nodes), (word, part)
 
 
 def asked(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -46,7 +46,7 @@ def rms_norm(self: Any, x: Tensor) -> Tensor:
     weight = self._parameters["weight"]
     if _compiling():
         gemma = self._layerzero_gemma
-        if gemma is None or _grad_enabled() or x.dtype is not weight.dtype or x.dtype not in DTYPES:
+        if gemma is None or x.dtype is not weight.dtype or x.dtype not in DTYPES:
             return type(self).forward(self, x)  # type: ignore[no-any-return]
         return quick.norm(gemma, x, weight, self._layerzero_eps, None)
     state: Rms = self._layerzero
