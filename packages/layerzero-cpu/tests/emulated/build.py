@@ -24,8 +24,8 @@ PRETEND = (
 # What the tiles are for, and what their units send everything else to.
 UNITS = {
     "amx": ("amx_linear", "amx_prefill", "amx_quant"),
-    "avx512": ("attn_prefill", "gemm_linear"),
-    "avx512_bf16": ("gemm_quant_dot",),
+    "avx512": ("attn_prefill", "experts", "experts_codes", "gemm_linear"),
+    "avx512_bf16": ("experts_bytes", "gemm_quant_dot"),
 }
 
 
