@@ -22,12 +22,13 @@ from torch import Tensor
 
 from layerzero.backends.reference.attention import attention as plain_attention
 from layerzero.backends.reference.linear import linear as plain_linear
+from layerzero.backends.reference.moe import moe as plain_moe
 from layerzero.backends.reference.paged import paged_attention as plain_paged
 from layerzero.backends.reference.quantize import quantize
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.model.quant import QuantScheme
 from layerzero.numerics.tolerances import tolerance
-from layerzero_cpu import build
+from layerzero_cpu import build, experts
 
 HERE = Path(__file__).parent
 ACTIVATIONS = (None, "silu", "relu", "gelu", "gelu_tanh")
@@ -294,6 +295,22 @@ def test_quantized_layers_match_the_reference(native: Any, fmt: Any, seed: int) 
         bias = dice.choice((None, torch.randn(outputs).to(dtype)))
         wanted = plain_linear(*wide(x, weight, bias), act)
         close(linear_of(native, x, weight, bias, act), wanted, "linear", k=width)
+
+
+@pytest.mark.parametrize("fmt", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_match_the_reference(
+    native: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fmt: Any
+) -> None:
+    monkeypatch.setattr(experts, "native", native)
+    torch.manual_seed(0)
+    for tokens in (1, 3, 17, 70):
+        x, *given = (torch.randn(shape).to(dtype) / 8 for shape in ((tokens, 96), (5, 128, 96), (5, 96, 64)))
+        weights = given if fmt == "plain" else [quantize(item, QuantScheme(fmt, "block", 32)) for item in given]
+        biases = torch.randn(5, 128).to(dtype), torch.randn(5, 96).to(dtype)
+        rest = (torch.rand(tokens, 3), torch.randint(-1, 6, (tokens, 3)), "swigluoai", 0, *biases, 1.702, 0.7, True)
+        wanted = plain_moe(x.double(), *wide(*weights), *rest)
+        close(experts.moe(x, *weights, *rest), wanted, "moe", k=96)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
