@@ -27,7 +27,7 @@ from layerzero_cpu.library import in_c, in_python
 C_FORMS = {
     name: getattr(module, name)
     for module in (attention, gated, linear, norm, rotary, sampling)
-    for name in module.__all__
+    for name in dir(module)
     if name in in_python
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ from layerzero.recording.traffic import Recorded
 from layerzero.tables.file import load_table
 from layerzero_cli.root import cli
 from layerzero_tune import trial as trial_module
-from layerzero_tune.cli.tune import _busy, _stolen
+from layerzero_tune.cli.tune import _shared
 from layerzero_tune.report.data import figures
 from layerzero_tune.report.perfdb import cases_of
 from layerzero_tune.timing import steal_time as stolen
@@ -28,6 +28,12 @@ from layerzero_tune.timing.torch_default import loses
 from layerzero_tune.tuning_run import Outcome
 
 pytestmark = pytest.mark.usefixtures("built_in")
+
+
+def said(who, outcomes):
+    """The line of `lz tune` on who else had the machine; empty where there is none."""
+    return next((line for line in _shared(outcomes) if who in line), "")
+
 
 PAUSES = stolen._PAUSES
 
@@ -99,9 +105,9 @@ def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
     found = told(0.25)
     assert found.stolen == 0.25 and found.to_json()["stolen"] == 0.25
     assert all(row.surroundings.shared and row.surroundings.bucket.endswith("/shared") for row in found.rows)
-    line = _stolen([Outcome("norm", Recorded(ctx), found)])
+    line = said("the host", [Outcome("norm", Recorded(ctx), found)])
     assert line.startswith("1 of 1 calls were timed while the host gave up to 25% of the time to others: norm;")
-    assert _stolen([Outcome("norm", Recorded(ctx), told(LIMIT))]) == ""
+    assert said("the host", [Outcome("norm", Recorded(ctx), told(LIMIT))]) == ""
 
 
 # -- other programs ------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ def test_a_busy_machine_is_said_by_tune_in_the_rows_in_the_table_and_in_the_repo
     tuned = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
     (outcome,) = tuned.outcomes
     assert outcome.trial.busy == 0.4 and outcome.to_json()["busy"] == 0.4
-    line = _busy(tuned.outcomes)
+    line = said("other programs", tuned.outcomes)
     assert line.startswith("1 of 1 calls were timed while other programs used up to 40% of the cores: rms_norm")
     rows = PerfDB(tmp_path / "p.db").all()
     assert rows and all(row.surroundings.bucket.endswith("/shared") for row in rows)
@@ -166,7 +172,7 @@ def test_a_busy_machine_is_said_by_tune_in_the_rows_in_the_table_and_in_the_repo
     # Alone again, and everything is said no more.
     looks[:] = [Load(0, 0.0, 0), Load(500, 499.0, 1000)]
     calm = lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
-    assert _busy(calm.outcomes) == "" and not cases_of(PerfDB(tmp_path / "p.db"))[0].busy
+    assert said("other programs", calm.outcomes) == "" and not cases_of(PerfDB(tmp_path / "p.db"))[0].busy
 
 
 @pytest.mark.slow
@@ -193,7 +199,7 @@ def test_what_is_stored_under_load_holds_against_torch(tmp_path):
             burner.kill()
             burner.communicate()
     rows = PerfDB(tmp_path / "p.db").all()
-    assert len(tuned.outcomes) == 2 and _busy(tuned.outcomes)
+    assert len(tuned.outcomes) == 2 and said("other programs", tuned.outcomes)
     for outcome in tuned.outcomes:
         found = outcome.trial
         assert found.torch is not None and found.busy > BUSY

@@ -233,7 +233,7 @@ def _shared(timed: Sequence[Outcome]) -> Iterator[str]:
     stolen = "stolen", LIMIT, "the host gave up to {:.0%} of the time to others"
     busy = "busy", BUSY, "other programs used up to {:.0%} of the cores"
     for kind, most, what in (stolen, busy):
-        shares = {item.name: share for item in timed if (share := getattr(item.trial, kind)) > most}
+        shares = {item.name: share for item in timed if (share := getattr(item.trial, kind, 0.0)) > most}
         if shares:
             told = f"{what.format(max(shares.values()))}: {_some(sorted(shares, key=lambda name: -shares[name]))}"
             yield f"{len(shares)} of {len(timed)} calls were timed while {told}; tune again when the machine is quiet"
