@@ -73,9 +73,9 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
     fields: dict[str, Any] = {"needs_grad": bool(given.pop("grad", False)), "rank": rank, "quant_format": None}
     for name in set(given) & set(_FIELDS):
         fields |= _FIELDS[name](given[name])
-    if "format" in public.options and op != "cast" and (op != "linear" or "format" in given):
+    if "format" in public.options and op != "cast" and ("format" in given or op.endswith("quantize")):
         fmt, traits = format_traits(given.get("format", "int8"))
-        usual = "channel" if op == "linear" else "tensor"
+        usual = "tensor" if op.endswith("quantize") else "channel"
         fields |= {
             "quant_format": fmt.value,
             "granularity": "block" if traits.block_only else given.get("granularity", usual),

@@ -532,5 +532,6 @@ def test_an_argument_of_another_kind_is_keyed_by_the_generic_key() -> None:
     x = torch.randn(2, 16)
     with pytest.raises(AttributeError):
         key_of("linear", x, quantized, None, None)
-    lz.linear(x, quantized)
+    for _ in range(2):  # the first call of a kernel without a proof is held against the reference
+        lz.linear(x, quantized)
     assert hot.generic_key("linear", (x, quantized, None, None), None, None) in state.world.hot
