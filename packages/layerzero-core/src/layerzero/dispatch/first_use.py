@@ -5,17 +5,17 @@ code that somebody without LayerZero would run; the kernel runs beside it on cop
 vector-Jacobian product where a gradient is asked for. Where they differ, the reference in float64 says who is wrong.
 A kernel that is right is remembered and runs the next call; one that is wrong goes into quarantine.
 
-Inputs that are zero, constant or not finite show nothing, and a baseline that would take long or much memory is not
-run: then a drawn example is checked instead, and the call goes on with whatever is proven afterwards. One check at a
-time; meanwhile other calls are served by what is proven already. A check that found out nothing is made again after
-two calls of the kind, then after four, and so on: no request pays for it again and again.
+Inputs that are zero, constant or not finite show nothing, a baseline that would take long or much memory is not run,
+and under hooks on saved tensors (a checkpoint) forward and recomputation must be one kernel's: then a drawn example is
+checked instead, and the call goes on with whatever is proven afterwards. One check at a time; meanwhile other calls are
+served by what is proven. A check that found out nothing is made again after two calls of the kind, then four, and so on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ _MIB = 1 << 20
 _MOST_DECLARED = 0.25  # of the error a kernel declares itself no more is believed
 
 _one = fresh_lock()
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Served(NamedTuple):
@@ -175,13 +176,11 @@ def _served(base: _Base, args: tuple[Any, ...]) -> Served:
 # -- one check -----------------------------------------------------------------------------------------------------
 def _own(case: _Case, base: _Base) -> tuple[_Verdict, Served | None]:
     """This process's verdict; with it what the caller gets, where the call itself was compared."""
-    affordable = bool(base.kernel_id) and _affordable(case, base)
+    affordable = bool(base.kernel_id) and not _hooks(True) and _affordable(case, base)
     if affordable and _telling(case.args):
         return _on_call(case, base)
     own = _on_example(case)
-    if own.ok is None and affordable:
-        return own, base.served(base.kernel_id, case.args)
-    return own, None
+    return own, base.served(base.kernel_id, case.args) if own.ok is None and affordable else None
 
 
 def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
@@ -191,12 +190,11 @@ def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
     mine, theirs = _copied(args, ctx.needs_grad), _copied(args, ctx.needs_grad) if ctx.needs_grad else ()
     before = _copied(args, ctx.needs_grad) if writes else args
     served = base.served(base.kernel_id, args)
-    out = served.result
     try:
         with _undisturbed(ctx):
             with Running(bound, world, ctx):
                 got = bound.run(*mine)
-            wrong, error = _differs(ctx, got, out, args)
+            wrong, error = _differs(ctx, got, served.result, args)
             if wrong is None and ctx.needs_grad:
                 from layerzero.tuning.truth import gradients
 
@@ -446,7 +444,8 @@ def _left(mine: tuple[Any, ...], expected: tuple[Any, ...], *, written: bool) ->
 
 @contextmanager
 def _undisturbed(ctx: Context) -> Iterator[None]:
-    """The generators are afterwards what they were: the caller's next draw does not depend on a check."""
+    """The generators are afterwards what they were, and the caller's hooks on saved tensors see nothing of a check."""
     on_gpu = ctx.device.device_type == "cuda"
-    with torch.random.fork_rng(devices=[ctx.device.index or 0] if on_gpu else [], device_type="cuda"):
+    unseen = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach) if _hooks(True) else nullcontext()
+    with torch.random.fork_rng(devices=[ctx.device.index or 0] if on_gpu else [], device_type="cuda"), unseen:
         yield
