@@ -65,7 +65,10 @@ CALLS: dict[str, Sequence[dict[str, Any]]] = {
     "linear": ({"shape": (8, 512), "weight": (512, 512)}, {"shape": (64, 512), "weight": (512, 512)}),
     "mlp": ({"shape": (16, 256), "weight": (1024, 256)},),
     "grouped_gemm": ({"shape": (64, 256), "weight": (4, 256, 256)},),
-    "moe": ({"shape": (32, 256), "weight": (4, 512, 256)}, {"shape": (32, 256), "weight": (4, 512, 256), "format": "int8"}),
+    "moe": (
+        {"shape": (32, 256), "weight": (4, 512, 256)},
+        {"shape": (32, 256), "weight": (4, 512, 256), "format": "int8"},
+    ),
     "topk_gate": ({"shape": (512, 64)},),
     "embedding": ({"shape": (4, 256), "weight": (4096, 512)},),
     "cross_entropy": ({"shape": (128, 8192)},),
