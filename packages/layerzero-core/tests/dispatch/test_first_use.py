@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import layerzero as lz
 from layerzero.dispatch import bind
@@ -234,6 +235,25 @@ def test_a_wrong_gradient_is_found_and_the_callers_gradients_are_the_baselines(p
     out.square().sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
     assert planted.entries() == {"acme.rms_norm.fast": "NUMERICS_MISMATCH"}
+
+
+def _in_steps(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Right, and more tensors are saved for its gradient than for the baseline's."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@pytest.mark.parametrize("function", [_in_steps, zeros, lambda *args: _WrongBackward.apply(*args)])
+def test_a_checkpoint_sees_nothing_of_a_check_and_one_kernel_in_both_passes(planted: Planted, function: Any) -> None:
+    kernel_id = planted.kernel("rms_norm", function)
+    planted.start()
+    x, weight, _ = call()
+    theirs, ours = (item.clone().requires_grad_() for item in (x, x))
+    F.rms_norm(theirs, (64,), weight, 1e-6).square().sum().backward()
+    out = checkpoint(lz.rms_norm, ours, weight, use_reentrant=False)
+    assert lz.explain("rms_norm", ours, weight).ran == (kernel_id if function is _in_steps else BASE)
+    out.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert planted.entries() == ({} if function is _in_steps else {kernel_id: "NUMERICS_MISMATCH"})
 
 
 @pytest.mark.parametrize("given", ["zeros", "constant", "nan"])

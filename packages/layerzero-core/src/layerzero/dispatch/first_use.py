@@ -8,7 +8,7 @@ A kernel that is right is remembered and runs the next call; one that is wrong g
 Inputs that are zero, constant or not finite show nothing, a baseline that would take long or much memory is not run,
 and under hooks on saved tensors (a checkpoint) forward and recomputation must be one kernel's: then a drawn example is
 checked instead, and the call goes on with whatever is proven afterwards. One check at a time; meanwhile other calls are
-served by what is proven. A check that found out nothing is made again after two calls of the kind, then four, and so on.
+served by what is proven. A check that found out nothing is made again after two calls of its kind, then four …
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MIB = 1 << 20
 _MOST_DECLARED = 0.25  # of the error a kernel declares itself no more is believed
 
 _one = fresh_lock()
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Served(NamedTuple):
