@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import shutil
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from tools.pytest_fixtures import module_beside
 _kernels = module_beside(__file__, "loopback_kernels")
 build, universal_kernel = _kernels.build, _kernels.universal_kernel
 
-ARM, CUDA = "torch213-cxx11-cpu-aarch64-linux", "torch213-cxx11-cu130-x86_64-linux"
+# Another processor than this machine's, and a GPU.
+ELSE = "x86_64" if platform.machine() == "aarch64" else "aarch64"
+OTHER, CUDA = f"torch213-cxx11-cpu-{ELSE}-linux", "torch213-cxx11-cu130-x86_64-linux"
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def shell(bench, monkeypatch):
 def everywhere(extra: str = "") -> dict[str, bytes]:
     """A kernel with builds for this machine, for another architecture and for a GPU."""
     files = universal_kernel(id="_lz_machines_any", extra=extra)
-    for variant, backend in ((ARM, "cpu"), (CUDA, "cuda")):
+    for variant, backend in ((OTHER, "cpu"), (CUDA, "cuda")):
         identity = f"_lz_machines_{backend}_{variant.split('-')[3]}"
         files |= universal_kernel(id=identity, variant=variant, extra=extra, backend={"type": backend})
     return files
@@ -53,10 +56,10 @@ def test_builds_for_several_machines_are_locked_from_one(bench, shell):
     bench.put("org/machines", everywhere())
     code, text = shell("lock", "org/machines@1", "--no-probe", "--variant", "*cpu*", "--variant", CUDA)
     assert code == 0, text
-    assert sorted(bench.read().find("org/machines").variants) == sorted(["torch-universal", ARM, CUDA])
+    assert sorted(bench.read().find("org/machines").variants) == sorted(["torch-universal", OTHER, CUDA])
     shutil.rmtree(bench.store.root)
     states = {finding.variant: finding.state for finding in bench.install()}
-    assert states == {"torch-universal": "installed", ARM: installing.ELSEWHERE, CUDA: installing.ELSEWHERE}
+    assert states == {"torch-universal": "installed", OTHER: installing.ELSEWHERE, CUDA: installing.ELSEWHERE}
     assert shell("verify")[0] == 0 and len(list(bench.store.root.glob("sha256-*"))) == 1
     assert {finding.state for finding in bench.install(everywhere=True)} == {"installed", "present"}
     assert len(list(bench.store.root.glob("sha256-*"))) == 3
@@ -68,13 +71,13 @@ def test_builds_for_several_machines_are_locked_from_one(bench, shell):
 
 @pytest.mark.fault(24)
 def test_a_kernel_for_other_machines_alone_is_locked_when_asked_for(bench):
-    bench.put("org/arm", universal_kernel(id="_lz_arm_only", variant=ARM))
+    bench.put("org/other", universal_kernel(id="_lz_other_only", variant=OTHER))
     with bench.refused("HUB_VARIANT_MISSING"):
-        bench.lock("org/arm")
-    bench.lock("org/arm", variants=["*aarch64*"])
+        bench.lock("org/other")
+    bench.lock("org/other", variants=[f"*{ELSE}*"])
     assert [finding.state for finding in bench.install()] == [installing.ELSEWHERE]
     with bench.refused("HUB_VARIANT_MISSING"):
-        bench.load("org/arm")
+        bench.load("org/other")
 
 
 # -- keys and disks -------------------------------------------------------------------------------------------------
