@@ -109,6 +109,16 @@ def test_a_right_kernel_runs_the_second_call_and_the_first_of_the_next_process(s
     assert len(calls) == 3 and lz.explain("rms_norm", x, weight).ran == "acme.rms_norm.fast"
 
 
+def test_a_call_that_was_checked_is_recorded_like_any_other(planted: Planted) -> None:
+    planted.kernel("rms_norm", right)
+    planted.start()
+    x, weight, _ = call()
+    with lz.record() as found:
+        for _ in range(3):
+            lz.rms_norm(x, weight)
+    assert [item.count for item in found.traffic.calls] == [3]
+
+
 def test_another_version_or_another_kind_of_call_is_checked_again(planted: Planted) -> None:
     kernel_id = planted.kernel("rms_norm", right, dtypes=["float32", "float16"])
     planted.start()

@@ -69,17 +69,14 @@ class Tally:
                 next(counter)
                 self._entries.append((ctx, strides, counter))
             else:
-                seen = self._once.setdefault(ctx, [0, strides])
-                seen[0] += 1
+                self._once.setdefault(ctx, [strides, 0])[1] += 1
 
     def counts(self) -> dict[Context, tuple[int, Sequence[Any]]]:
         """How often each context occurred, and the strides of its first call."""
         found: dict[Context, tuple[int, Sequence[Any]]] = {}
         with self._lock:
-            for ctx, strides, counter in self._entries:
-                before = found.get(ctx, (0, strides))
-                found[ctx] = (before[0] + counter_value(counter), before[1])
-            for ctx, (count, strides) in self._once.items():
+            hot = [(ctx, strides, counter_value(counter)) for ctx, strides, counter in self._entries]
+            for ctx, strides, count in (*hot, *((ctx, *seen) for ctx, seen in self._once.items())):
                 before = found.get(ctx, (0, strides))
                 found[ctx] = (before[0] + count, before[1])
         return found
