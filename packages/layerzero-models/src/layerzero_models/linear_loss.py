@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerzero.backends.reference.loss import cross_entropy
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.backends.torch_native.grouped import computable
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index
 from layerzero.model.cost import Roofline
@@ -20,6 +21,7 @@ from layerzero.model.describe import check_softcap
 from layerzero.plugin import Call, Context, Op, expect_rank, expect_shape, expect_tensor, simple_context
 
 _CHUNK = 1 << 26  # logits at a time: 256 MiB in float32
+_WIDENED = "max(4, element_bytes) * (rows + vocab) * hidden"  # bytes of x and weight where a CPU multiplies them wide
 
 
 def linear_cross_entropy(
@@ -46,8 +48,7 @@ def linear_cross_entropy(
 def by_compiler(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """The same in a compiled graph: the product in the dtype of x, as in a model's own head, its loss in float32."""
     logits = _logits(x, weight, bias, None, compute_dtype(x, weight, bias))
-    ignore_index, label_smoothing, softcap, z_loss, reduction = rest
-    loss = cross_entropy(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction, False)
+    loss = cross_entropy(logits, labels, *(*rest, False))
     assert isinstance(loss, Tensor)
     return loss
 
@@ -57,7 +58,7 @@ def by_chunks(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ig
     label_smoothing, softcap, z_loss, reduction = rest
     targets = labels.reshape(-1).to(torch.int64)
     options = (ignore_index, label_smoothing or 0.0, softcap, z_loss or 0.0)
-    loss: Tensor = _Rows.apply(x.reshape(-1, x.shape[-1]), weight, bias, targets, *options)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Rows.apply(*computable(x.reshape(-1, x.shape[-1]), weight), bias, targets, *options)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return loss.reshape(labels.shape)
     total = loss.sum()
@@ -202,7 +203,7 @@ LINEAR_CROSS_ENTROPY = Op(
     baseline="layerzero_models.linear_loss:by_chunks",
     cost=Roofline("element_bytes * (rows * hidden + vocab * hidden) + 12 * rows", "2 * rows * hidden * vocab"),
     workspace="16 * rows * vocab",
-    baseline_workspace="16 * min(rows * vocab, max(vocab, 67108864)) + element_bytes * vocab * hidden + 64 * rows",
+    baseline_workspace=f"16 * min(rows * vocab, max(vocab, {_CHUNK})) + {_WIDENED} + 64 * rows",
     tolerance="gemm",
     autocast=True,
     growing=("rows",),

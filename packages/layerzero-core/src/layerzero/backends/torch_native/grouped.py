@@ -71,7 +71,7 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, list[tuple[_Piece, tuple[Any, ...]]]]:
     """Output, log-sum-exp [H, total_q] where it is wanted, and what the backward of each piece asks for."""
-    q, k, v = _computable(query, key, value)
+    q, k, v = computable(query, key, value)
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     out: Tensor | None = None
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide) if with_lse else None
@@ -122,7 +122,7 @@ class _Grouped(torch.autograd.Function):
             raise RuntimeError("derivative for the backward of grouped attention is not implemented")
         *given, lse = ctx.saved_tensors
         dtype = given[0].dtype
-        q, k, v, out, grad = _computable(*given, grad.contiguous())
+        q, k, v, out, grad = computable(*given, grad.contiguous())
         # Prefixes overlap: what several groups and halves give to one key or query is summed wide, rounded once.
         sums = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)]
         for piece, rest in ctx.pieces:
@@ -132,7 +132,7 @@ class _Grouped(torch.autograd.Function):
         return (*(total.to(dtype) for total in sums), None, None, None)
 
 
-def _computable(*tensors: Tensor) -> tuple[Tensor, ...]:
+def computable(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the precision to compute in: float32 on a CPU that has no fast product of their own dtype.
 
     Without one the blocked kernel multiplies number by number, ten to a hundred times slower than after widening. Few
