@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.loss import cross_entropy
-from layerzero.backends.reference.precision import compute_dtype, no_autocast
-from layerzero.backends.torch_native.grouped import computable
+from layerzero.backends.reference.precision import computable, compute_dtype, no_autocast
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index
 from layerzero.model.cost import Roofline

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.precision import computable
 from layerzero.model.grouped import GroupedBatch, Segment
 
 _forward_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # as torch.ops.aten has it, some 5 µs sooner
@@ -130,20 +131,6 @@ class _Grouped(torch.autograd.Function):
             for total, part, rows in zip(sums, found, (piece.queries, piece.keys, piece.keys), strict=True):
                 total[rows] += part[0].transpose(0, 1)
         return (*(total.to(dtype) for total in sums), None, None, None)
-
-
-def computable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the precision to compute in: float32 on a CPU that has no fast product of their own dtype.
-
-    Without one the blocked kernel multiplies number by number, ten to a hundred times slower than after widening. Few
-    CPUs multiply float16 matrices fast, so that one is always widened.
-    """
-    dtype = tensors[0].dtype
-    if dtype.itemsize > 2 or tensors[0].is_cuda:
-        return tensors
-    if dtype is torch.bfloat16 and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return tensors
-    return tuple(tensor.float() for tensor in tensors)
 
 
 def _heads_first(tokens: Tensor, rows: slice) -> Tensor:
