@@ -25,8 +25,7 @@ _INF = float("inf")
 _NAN = float("nan")
 # Bytes that take as long to copy as a launch takes: of a part of a product.
 _LARGE, _LARGE_ON_CPU = 1 << 24, 1 << 16
-# With fewer keys than this, torch's kernel for AVX takes a row of nothing but NaN for one that attends nothing,
-# and writes 0 as its log-sum-exp.
+# With fewer keys than this, torch's kernel for AVX takes a row of nothing but NaN for one that attends nothing.
 _FORGETFUL = 16 if "AVX" in torch.backends.cpu.get_cpu_capability() else 0
 
 
@@ -60,7 +59,7 @@ def flash_cpu(
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
-    if key.shape[-2] < _FORGETFUL and _may_have_forgotten(lse):
+    if key.shape[-2] < _FORGETFUL and _may_hold_nan(query):
         lost = query.isnan().any(dim=-1)
         out = out.masked_fill(lost.unsqueeze(-1), _NAN)
         lse = lse.masked_fill(lost, _NAN) if return_lse else lse
@@ -72,12 +71,15 @@ def flash_cpu(
     return out, lse
 
 
-def _may_have_forgotten(lse: Tensor) -> bool:
-    """Whether a row seems to attend nothing: its log-sum-exp is 0. It is asked where nothing follows the call."""
+def _may_hold_nan(query: Tensor) -> bool:
+    """Looked at where nothing follows the call: one sum takes less than what is done about a NaN."""
     if torch.compiler.is_compiling():
         return True
     followed = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-    return bool(followed or type(lse) is not Tensor or torch._C._get_tracing_state() or not lse.all())
+    if followed or type(query) is not Tensor or torch._C._get_tracing_state():
+        return True
+    total = query.detach().sum().item()
+    return total - total != 0  # so does infinity, which is none, and costs time alone
 
 
 def flash_cuda(
