@@ -212,14 +212,8 @@ def _stored(weight: Any) -> str:
     if isinstance(weight, Tensor):
         return "plain"
     source, act = getattr(weight, "source", weight), getattr(weight, "act", None)
-    words = (
-        source.fmt.value,
-        "by",
-        source.granularity,
-        source.block_size,
-        source.zero_point is not None and "shifted",
-        act,
-    )
+    shifted = "" if source.zero_point is None else "shifted"
+    words = source.fmt.value, "by", source.granularity, source.block_size, shifted, act
     return " ".join(str(word) for word in words if word)
 
 
