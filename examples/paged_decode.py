@@ -26,8 +26,9 @@ block_tables = torch.randperm(pages, device=device).to(torch.int32).view(len(len
 key_cache = torch.randn(LAYERS, pages, PAGE, KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
 value_cache = torch.randn_like(key_cache)
 
-before = state.counters.selections
-for _ in range(STEPS):
+for step in range(STEPS):
+    if step == 1:  # in the first one the kernel is chosen, and where it bears no proof, checked
+        before = state.counters.selections
     lengths = [length + 1 for length in lengths]
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     # The lengths are known here as Python numbers; handing them over spares a copy from the device.
@@ -42,4 +43,4 @@ for _ in range(STEPS):
 
 print("last step:", tuple(out.shape), "contexts", lengths)
 print("kernel:", lz.explain("paged_attention", query, key_cache[-1], value_cache[-1], batch).ran)
-print(f"{STEPS * LAYERS} calls, {state.counters.selections - before} selections")
+print(f"{(STEPS - 1) * LAYERS} more calls, {state.counters.selections - before} selections")

@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 SAYS: dict[str, tuple[str, ...]] = {
     "quickstart.py": ("ran: ", "chosen: ", "the others:", "plan: "),
     "policy.py": ("locked and denied", "LOCKED_KERNEL_UNAVAILABLE", "after reset"),
-    "paged_decode.py": ("last step: (3, 8, 64)", "80 calls, 3 selections"),
+    "paged_decode.py": ("last step: (3, 8, 64)", "78 more calls, 2 selections"),
     "serving_loop.py": ("every request got the tokens it gets alone",),
     "training_step.py": ("gradients of 15 weights", "in 30 steps", "rms_norm with a gradient: "),
     "transformers_generate.py": ("LlamaDecoderLayer: add_rms_norm", "the same tokens: True", "unpatched: None"),
