@@ -9,6 +9,7 @@ stays; everything else changes.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ class _Rows:
         return Composition(f"{self.case.label}: {count} rows", pairs)
 
 
-class _Sequences:
+class _Sequences(ABC):
     """What the three forms of attention share: six sequences, each computed alone and whole, causal from the end."""
 
     def __init__(self, run: Run, spec: KernelSpec, dtype: str, device: torch.device, luck: random.Random) -> None:
@@ -126,9 +127,9 @@ class _Sequences:
     def _lengths(self) -> list[int]:
         return [self.luck.choice(_LENGTHS) for _ in range(6)]
 
+    @abstractmethod
     def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """The result [tokens, heads, dim] of each part: the queries `begin` … `end` - 1 of a sequence."""
-        raise NotImplementedError
 
     def _part(self) -> tuple[int, int, int]:
         number = self.luck.randrange(len(self.lengths))
