@@ -3,9 +3,10 @@
 head_dim 64 to 256, GQA ratios 1 to 16, batch 1 to 256, lengths 1 to 131 072, hidden 1 024 to 16 384, vocabularies to
 256k. A call too large for the device (`LIMITS`: bytes of inputs, operations) is drawn again. Nothing here is a grid.
 
-    python benchmarks/drawing.py SEED DEVICE FIRST LAST OPS BACKENDS PART PARTS
+    python benchmarks/drawing.py SEED DEVICE FIRST LAST OPS BACKENDS FOLDER
 
-runs every PARTS-th of the calls FIRST to LAST once, which compiles; OPS parted by commas, or all.
+runs the calls FIRST to LAST once by every kernel that may run them, which compiles; OPS parted by commas, or all.
+Several at once share them: who takes a call leaves a file in FOLDER.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["OPS", "Drawn", "drawn", "part_of", "prepare"]
+__all__ = ["OPS", "Drawn", "compile_for", "drawn", "part_of", "prepare"]
 
 # device -> (bytes, operations) of the largest call
 LIMITS = {"cpu": (48e6, 2e9), "cuda": (2e9, 4e12)}
@@ -127,10 +130,11 @@ def drawn(seed: int, device: str) -> Iterator[Drawn]:
                     break
 
 
-def part_of(seed: int, device: str, first: int, last: int, ops: str) -> Iterator[Drawn]:
-    """The calls from `first` to before `last`, of these ops (parted by commas, or all)."""
+def part_of(seed: int, device: str, first: int, last: int, ops: str, dtypes: str = "all") -> Iterator[Drawn]:
+    """The calls from `first` to before `last`, of these ops and dtypes (parted by commas, or all)."""
     wanted = OPS if ops == "all" else ops.split(",")
-    return (call for call in itertools.islice(drawn(seed, device), first, last) if call.op in wanted)
+    found = (call for call in itertools.islice(drawn(seed, device), first, last) if call.op in wanted)
+    return found if dtypes == "all" else (call for call in found if call.options["dtype"] in dtypes.split(","))
 
 
 def prepare(
@@ -139,39 +143,67 @@ def prepare(
     """Compile what the calls need in so many processes at once, for so long at most; what each vendor keeps on disk is
     there afterwards. Returns the seconds it took."""
     begin = time.monotonic()
-    arguments = [str(item) for item in (seed, device, first, cases, ops, compiled)]
-    running = [
-        subprocess.Popen([sys.executable, __file__, *arguments, str(part), str(parts)], stdout=subprocess.DEVNULL)
-        for part in range(parts)
-    ]
-    for child in running:
-        try:
-            child.wait(timeout=max(0.1, seconds - (time.monotonic() - begin)))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    with tempfile.TemporaryDirectory(prefix="prepare-") as taken:
+        arguments = [str(item) for item in (seed, device, first, cases, ops, compiled, taken)]
+        running = [
+            subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.DEVNULL) for _ in range(parts)
+        ]
+        for child in running:
+            try:
+                child.wait(timeout=max(0.1, seconds - (time.monotonic() - begin)))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
     return round(time.monotonic() - begin, 1)
 
 
-def _compile(calls: Iterator[Drawn], compiled: str, part: int, parts: int) -> None:
-    """One process's share: each call is run once by every kernel that may be compiled."""
+def compile_for(ctx: Any, only: Collection[str] | None) -> None:
+    """Run a call once by each of these kernels, or all, that compile: what they need is there afterwards."""
+    import torch
+
+    from layerzero._ops.signature import public_op
+    from layerzero.dispatch.bind import bind
+    from layerzero.dispatch.run import current_world, describe
+    from layerzero.selection.engine import select
+    from layerzero.selection.world import measurement_settings
+    from layerzero.tuning.inputs import build, conditions
+
+    spec = public_op(ctx.op)
+    call = build(ctx)
+    with conditions(ctx):
+        world = current_world()
+        measuring = measurement_settings(world)
+        decision = select(describe(spec, call.args, call.layout, ctx.backend, world), measuring)
+        for name in decision.ranking:
+            if (only is None or name in only) and measuring.registry.kernels[name].jit:
+                try:
+                    bind(spec, decision, measuring, name).run(*call.args)
+                    if ctx.device.device_type == "cuda":  # a fault of a kernel is raised where it was called
+                        torch.cuda.synchronize()
+                except Exception as error:  # the race will say it of its kernel
+                    print(f"{name}: {error}".splitlines()[0][:200], file=sys.stderr)
+
+
+def _compile(calls: Iterator[Drawn], compiled: str, taken: Path) -> None:
+    """One process's share: each call that no other has taken is run once by every kernel that may be compiled."""
     from tuned import ready
 
     from layerzero_cli.calls import context
-    from layerzero_tune.bench.contest import compete
 
     for number, call in enumerate(calls):
-        if number % parts == part:
-            try:
-                ctx = context(call.op, call.options)
-                only = [name for name in ready(ctx, compiled) or () if not name.startswith("reference.")]
-                compete(call.name, ctx, seconds=0.001, least=1, only=only, check=False)
-            except Exception as error:  # one call that does not fit must not end the others
-                print(f"{call.name}: {error}".splitlines()[0][:200], file=sys.stderr)
+        try:
+            (taken / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        try:
+            ctx = context(call.op, call.options)
+            compile_for(ctx, ready(ctx, compiled))
+        except Exception as error:  # one call that does not fit must not end the others
+            print(f"{call.name}: {error}".splitlines()[0][:200], file=sys.stderr)
 
 
 if __name__ == "__main__":
     os.environ["LAYERZERO_JIT"] = "off"
     which = sys.argv
     wanted = part_of(int(which[1]), which[2], int(which[3]), int(which[4]), which[5])
-    _compile(wanted, which[6], int(which[7]), int(which[8]))
+    _compile(wanted, which[6], Path(which[7]))

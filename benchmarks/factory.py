@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the calls before this one were taken by another run")
     parser.add_argument("--cases", type=int, default=400, help="up to this one")
     parser.add_argument("--ops", default="all", help="only calls of these ops, parted by commas")
+    parser.add_argument("--dtypes", default="all", help="only calls in these dtypes, parted by commas")
     parser.add_argument("--seconds", type=float, default=0.08, help="of racing a case")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for this run")
     parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
@@ -102,7 +103,7 @@ def main() -> int:
     begin = time.monotonic()
     header = header_of(device, given.compile)
     kept = Kept(given.out.resolve(), header, fresh=False)
-    for call in part_of(SEED, device, given.first, given.cases, given.ops):
+    for call in part_of(SEED, device, given.first, given.cases, given.ops, given.dtypes):
         if time.monotonic() - begin > given.budget:
             break
         if ("taken", call.name) in kept.records:

@@ -1,6 +1,7 @@
 """How long `lz tune` takes for the recorded traffic of a Qwen3-class model, and how soon another machine is ready.
 
-    python benchmarks/tuning_time.py [--device cuda|cpu] [--json FILE] [--limits 140 40] [-- OPTIONS OF lz tune]
+    python benchmarks/tuning_time.py [--device cuda|cpu] [--json FILE] [--limits 140 40] [--folder DIR]
+                                     [--stages empty,artifacts,warm] [-- OPTIONS OF lz tune]
 
 The model is made from its configuration, with random weights, and run once under `lz.record`: a prompt of 500 tokens,
 and decode steps of one and of 24 sequences. Its calls are tuned twice, each time by a process of its own and into a new
@@ -11,6 +12,9 @@ Ctrl-C does, and what it has done is kept. Then the warm start, by the times of 
 that knows this cache alone serves 1 000 requests (one forward pass each) with background compiles allowed; counted are
 the files that appear in the cache meanwhile. The goals, of an H200, stand beside the seconds. On a CPU the model is a
 small one, and there are no goals.
+
+With `--folder` the traffic, the cache and the times stay there, and `--stages` may be run one after the other, by
+commands of their own: each adds to what FILE holds.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import commit, machine, write_json
 
 GOALS_S = {"empty cache": 120.0, "with artifacts": 20.0}
+STAGES = ("empty", "artifacts", "warm")
 UNPACK_GOAL_S = 5.0
 REQUESTS = 1000
 STEPS = 4
@@ -184,6 +189,8 @@ def main() -> int:
     parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
     parser.add_argument("--json", type=Path, default=Path("build/tuning_time.json"))
     parser.add_argument("--limits", type=float, nargs=2, default=(140.0, 40.0), help="seconds of each run, at most")
+    parser.add_argument("--folder", type=Path, help="where everything stays; default: a folder that is removed")
+    parser.add_argument("--stages", default=",".join(STAGES), help="of empty,artifacts,warm")
     parser.add_argument("--record", type=Path, help="only write the calls of the model to this file")
     parser.add_argument("--serve", type=int, help="only serve so many requests")
     parser.add_argument("options", nargs="*", help="given to lz tune, after --")
@@ -198,27 +205,34 @@ def main() -> int:
         serve(given.serve, device)
         return 0
     began = time.monotonic()
-    data: dict[str, Any] = {
+    data: dict[str, Any] = json.loads(given.json.read_text()) if given.folder and given.json.exists() else {"runs": {}}
+    data |= {
         "machine": machine(), "device": device, "commit": commit(), "command": shlex.join(sys.argv),
-        "model": QWEN3 if device == "cuda" else SMALL, "runs": {},
+        "model": QWEN3 if device == "cuda" else SMALL,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="tuning-time-") as place:
-        folder, traffic = Path(place), Path(place) / "traffic.json"
-        again = [sys.executable, __file__, "--record", str(traffic), "--device", device]
-        subprocess.run(again, check=True, env={**os.environ, "LAYERZERO_JIT": "off", "LAYERZERO_PERFDB": "off"})
-        data["recorded_s"] = round(time.monotonic() - began, 1)
-        for (name, goal), limit in zip(GOALS_S.items(), given.limits, strict=True):
+    stages = given.stages.split(",")
+    with contextlib.ExitStack() as stack:
+        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuning-time-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        traffic = folder / "traffic.json"
+        if not traffic.exists():
+            again = [sys.executable, __file__, "--record", str(traffic), "--device", device]
+            subprocess.run(again, check=True, env={**os.environ, "LAYERZERO_JIT": "off", "LAYERZERO_PERFDB": "off"})
+            data["recorded_s"] = round(time.monotonic() - began, 1)
+        for stage, (name, goal), limit in zip(STAGES, GOALS_S.items(), given.limits, strict=False):
+            if stage not in stages:
+                continue
             ready = [] if name == "empty cache" else ["--no-compile"]
             found = tuned(traffic, folder, name, device, limit, [*ready, *given.options])
             if device == "cuda":
                 found |= {"goal_s": goal, "met": not found["interrupted"] and found["seconds"] <= goal}
             data["runs"][name] = found | {"compiled": compiled(folder / "jit")}
             print(f"{name}: {json.dumps(found, ensure_ascii=False)}", flush=True)
-            data["seconds"] = round(time.monotonic() - began, 1)
             write_json(given.json, data)
-        most = max(data["runs"], key=lambda name: data["runs"][name]["calls"])
-        data["warm start"] = warm_start(traffic, folder, device, database(folder, most))
-        print(f"warm start: {json.dumps(data['warm start'], ensure_ascii=False)}", flush=True)
+        if "warm" in stages and data["runs"]:
+            most = max(data["runs"], key=lambda name: data["runs"][name]["calls"])
+            data["warm start"] = warm_start(traffic, folder, device, database(folder, most))
+            print(f"warm start: {json.dumps(data['warm start'], ensure_ascii=False)}", flush=True)
         data["seconds"] = round(time.monotonic() - began, 1)
         write_json(given.json, data)
     return 0

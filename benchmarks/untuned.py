@@ -6,7 +6,8 @@ Draws calls that are in no grid (`drawing.py`) with a seed that is printed, a ne
 is raced once, interleaved: every kernel that may run it and is right, torch's own code, and the public function. No
 times of this machine are known: what the packages brought along, or less, chooses (`ranked_by`). On CUDA, calls under
 50 µs are timed again in replayed graphs. `--compile` names the backends whose kernels may be compiled first (all, none,
-or names); the choice is asked for after that.
+or names); the choice is asked for after that. `--prepare N` compiles for all cases in N processes before the first is
+raced, `--prepare-only` ends after that: the run itself, with the same seed, then finds everything on disk.
 
 The goals stand beside the figures. A run that the budget ended says how many cases it reached.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from drawing import drawn, prepare
+from drawing import compile_for, drawn, prepare
 from timing import commit, machine, write_json
 
 LONG_US = 50.0
@@ -46,17 +47,20 @@ def measured(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 
+    began = time.monotonic()
     ctx = context(call.op, call.options)
-    only = ready(ctx, compiled) or ()
-    if call.options["device"] == "cuda":  # compiles what may be compiled; what counts is the choice after that
-        compete(call.name, ctx, seconds=0.01, least=1, only=only, check=False)
-    record = compete(call.name, ctx, seconds=seconds, only=only).to_json()
+    only = ready(ctx, compiled)
+    if call.options["device"] == "cuda":  # what counts is the choice after that
+        compile_for(ctx, only)
+    compiled_s = time.monotonic() - began
+    record = compete(call.name, ctx, seconds=seconds, only=only or ()).to_json()
     if call.options["device"] == "cuda" and record["torch"].get("us", math.inf) < LONG_US:
         right = [name for name, entry in record["kernels"].items() if "us" in entry]
         graph = compete(call.name, ctx, seconds=seconds, mode="graph", only=right, check=False)
         record["graph"] = graph.to_json()
     ranked_by = lz.explain(call.op, ctx).to_dict()["ranked_by"]
-    return {**record, "ranked_by": ranked_by, "bytes": call.bytes, "operations": call.operations}
+    took = {"compile_s": round(compiled_s, 2), "all_s": round(time.monotonic() - began, 2)}
+    return {**record, "ranked_by": ranked_by, "bytes": call.bytes, "operations": call.operations, **took}
 
 
 def judged(record: dict[str, Any], least: float) -> dict[str, Any]:
@@ -126,6 +130,7 @@ def main() -> int:
     parser.add_argument("--compile", default="none", help="backends that may compile kernels here, all or none")
     parser.add_argument("--prepare", type=int, default=0, help="compile first, in so many processes at once")
     parser.add_argument("--prepare-seconds", type=float, default=300.0, help="the most that may take")
+    parser.add_argument("--prepare-only", action="store_true", help="end when that is done")
     parser.add_argument("--json", type=Path, default=Path("build/untuned.json"))
     given = parser.parse_args()
     # No times of this machine: the file is not there. Nothing compiles beside a measurement.
@@ -140,6 +145,8 @@ def main() -> int:
     if given.prepare:
         took = prepare(seed, device, given.cases, given.compile, given.prepare, given.prepare_seconds)
         print(f"compiled in {given.prepare} processes for {took} s", flush=True)
+    if given.prepare_only:
+        return 0
     load = round(os.getloadavg()[0], 2)
     records, found, failed = [], [], {}
     for number, call in enumerate(drawn(seed, device)):
@@ -171,6 +178,8 @@ def main() -> int:
     print(
         f"× torch: geomean {told['× torch, geomean']}, worst {told['× torch, worst']}, of {told['compared with torch']}"
     )
+    slow = sorted(records, key=lambda item: -item["all_s"])[:3]
+    print("longest:", *(f"{item['all_s']} s ({item['compile_s']} s compiling) {item['name']};" for item in slow))
     print(f"{len(found)} of {given.cases} cases, {len(failed)} failed, load {load}; wrote {given.json}")
     return 0
 

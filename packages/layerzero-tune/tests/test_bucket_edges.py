@@ -88,6 +88,8 @@ def test_a_second_look_on_a_gpu_decides(monkeypatch):
     assert (found["b"].median_us, len(asked)) == (pytest.approx(10.1), 2)
     looks = iter([{"a": 10.0, "b": 20.0}])
     assert bench._surely(context(), ["a", "b"], cpu_clock, 0.1, 0.0125)["b"].median_us == 20.0
+    looks, bench.thorough = iter([{"a": 10.0, "b": 20.0}]), False  # nobody asked for more than one
+    assert bench._surely(context(), ["a", "b"], cuda_clock, 0.1, 0.0125)["b"].median_us == 20.0
 
 
 def test_short_calls_are_close_that_are_further_apart():

@@ -34,6 +34,7 @@ from layerzero_tune.timing.allocations import Places, room
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
+from layerzero_tune.timing.launches import LOOKS as LAUNCH_LOOKS
 from layerzero_tune.timing.launches import SAME, with_launches
 from layerzero_tune.timing.race import LOOKS, Times, over_time, race
 from layerzero_tune.timing.screening import pass_screening, screened
@@ -46,7 +47,10 @@ _SPREAD = 3.0  # times the seconds of a call, for such a race
 
 
 class Bench:
-    """The kernels of one call: who may race, and their times."""
+    """The kernels of one call: who may race, and their times. Where it is not `thorough`, those who are close on a GPU
+    are looked at once where they would be looked at several times."""
+
+    thorough = True
 
     def __init__(
         self, spec: OperationSpec, ctx: Context, call: Callable[[], Call], world: World,
@@ -151,7 +155,8 @@ class Bench:
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
         raced: Mapping[str, Times] = outcome.times
         if clock is cuda_clock:
-            raced = _final(raced, racing, places, min(_A_PLACE * len(places), few), seconds, noise)
+            rounds = min(_A_PLACE * len(places), few) if self.thorough else 0
+            raced = _final(raced, racing, places, rounds, seconds, noise)
         elif clock is cpu_clock:
             raced = _spread(raced, racing, seconds)
         times = {**self._told_apart(raced, clock, seconds, noise), **slow}
@@ -173,7 +178,7 @@ class Bench:
     def _surely(self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float) -> Mapping[str, Times]:
         """`_elsewhere`; where someone is far behind on a GPU, with a second look. On a CPU one look is long."""
         first = self._elsewhere(ctx, near, clock, seconds, noise)
-        if clock is cpu_clock or not far_apart(first):
+        if clock is cpu_clock or not self.thorough or not far_apart(first):
             return first
         return confirmed(first, self._elsewhere(ctx, near, clock, seconds, noise))
 
@@ -197,12 +202,12 @@ class Bench:
             if clock is cpu_clock:
                 return over_time(calls, _SPREAD * seconds / 2, LOOKS // 2).times
             found = race(
-                calls, least=max(6, _A_PLACE // 2 * len(places)), seconds=seconds / 2, noise=noise, clock=clock,
-                warmup=1, settle=True, each_round=places.move,
+                calls, least=max(6, _A_PLACE // 2 * len(places)) if self.thorough else 6, seconds=seconds / 2,
+                noise=noise, clock=clock, warmup=1, settle=True, each_round=places.move,
             ).times  # fmt: skip
         except (LayerZeroError, RuntimeError):  # the first race stands
             return {}
-        return with_launches(found, calls, same=SAME, each_turn=places.move)
+        return with_launches(found, calls, same=SAME, looks=LAUNCH_LOOKS if self.thorough else 0, each_turn=places.move)
 
     def _graphs(self, calls: dict[str, Callable[[], Any]], clock: Clock) -> tuple[dict[str, Callable[[], Any]], Clock]:
         """For a captured call: replays of a graph, and a clock that asks each for its own time."""
@@ -306,10 +311,10 @@ def _final(
     times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], places: Places, rounds: int, seconds: float,
     noise: float,
 ) -> Mapping[str, Times]:  # fmt: skip
-    """With their launches; those who are close raced once more among themselves, as often in every place."""
-    told = with_launches(times, calls, same=SAME, each_turn=places.move)
+    """With their launches; those who are close raced so many rounds more among themselves, as often in every place."""
+    told = with_launches(times, calls, same=SAME, looks=LAUNCH_LOOKS if rounds else 1, each_turn=places.move)
     near = _near(told)
-    if len(near) < 2 or len(places) == 1:
+    if len(near) < 2 or len(places) == 1 or not rounds:
         return told
     some = {name: calls[name] for name in near}
     again = race(

@@ -129,9 +129,9 @@ def trial(
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
     `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
-    served others meanwhile. One that is not `thorough` leaves out kernels that `layerzero_tune.ruled_out` rules out.
-    Kernels that are `late` are left out, too: they are not compiled yet; and after `compile_until`, of the monotonic
-    clock, whoever was ruled out, might be the fastest after all and would have to be compiled for the race.
+    served others meanwhile. One that is not `thorough` leaves out what `layerzero_tune.ruled_out` rules out, and
+    looks once at those close on a GPU. Kernels that are `late`, not compiled yet, are left out, too; and after
+    `compile_until`, of the monotonic clock, whoever was ruled out and would have to be compiled for a second race.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -151,6 +151,7 @@ def trial(
             ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p, capturing=context.capturing
         )  # fmt: skip
         bench = Bench(spec, ctx, call, measuring, late)
+        bench.thorough = thorough
         out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()
         while True:

@@ -51,15 +51,15 @@ def tune(
     source    `lz.record()`'s traffic or its file, a model's config.json or mapping, a grid file, or contexts
     database  where the times go; default: the policy's, else the user's own
     budget    seconds for all calls together, the most frequent first
-    seconds   for the timing of one; default 2, on a GPU 0.3
+    seconds   for the timing of one; default 2, on a GPU 0.1, or 0.3 where it is thorough
     check     only look at calls that were measured before, and measure those anew whose kernel has drifted
     fresh     begin anew instead of going on with a tuning run that was interrupted
     compile   kernels that are not compiled yet are compiled and measured, too, as many at a time as there are cores;
               False leaves them out
     compile_seconds  that they may take together, default 90: calls are measured without what is not ready by then,
               which is named and left for a later run
-    thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`), and
-              wait for all compilers where `compile_seconds` is not given
+    thorough  measure also those that shipped measurements or the roofline rule out (`layerzero_tune.ruled_out`), those
+              that are close on a GPU several times, and wait for all compilers where `compile_seconds` is not given
     graphs    measure calls on a GPU also as replayed CUDA graphs, where no launch counts: what captured steps and
               compiled graphs choose by
 

@@ -33,7 +33,7 @@ from layerzero_tune.timing.race import free_device_memory
 from layerzero_tune.trial import Trial, trial
 
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
-_SECONDS, _SECONDS_ON_A_GPU = 2.0, 0.3
+_SECONDS, _SECONDS_ON_A_GPU = 2.0, {True: 0.3, False: 0.1}  # thorough or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ def tune_calls(
     """Tune calls, the most frequent first, into a database.
 
     budget    seconds for the whole tuning run; a call that was begun is finished
-    seconds   of timing for one call, at most; where it is not given two on a CPU, and a third of one on a GPU, whose
-              events time the device alone
+    seconds   of timing for one call, at most; where it is not given two on a CPU, and on a GPU, whose events time the
+              device alone, a tenth of one, a third where it is thorough
     fresh     forget what an interrupted tuning run has done
     jit       "off" leaves out kernels that would have to be compiled first
     compile_seconds  that compilers may take; calls are raced without what is not ready by then, which is named
-    thorough  race kernels, too, that `layerzero_tune.ruled_out` rules out
+    thorough  race kernels, too, that `layerzero_tune.ruled_out` rules out, and those that are close several times
     """
     begin = time.monotonic()
     group = Ranks() if ranks is None else ranks
@@ -176,7 +176,8 @@ def tune_calls(
         each = racing / len(outcomes) if outcomes else None
         left = None if each is None else each * (len(waiting) + bool(name))
         if ahead is not None and ahead.left:
-            left = _together(left, ahead.seconds_left, one_after_the_other=ahead.on_cpu)
+            rest = ahead.seconds_left  # of races that have not begun only the compilers are known
+            left = rest if left is None or rest is None else left + rest if ahead.on_cpu else max(left, rest)
         if budget is not None:
             rest = budget - (time.monotonic() - begin)
             left = rest if left is None else min(left, rest)
@@ -249,19 +250,12 @@ def _hear_interrupts() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def _together(racing: float | None, compiling: float | None, *, one_after_the_other: bool) -> float | None:
-    """How long races and compilers may take together; of races that have not begun only the compilers are known."""
-    if racing is None or compiling is None:
-        return compiling
-    return racing + compiling if one_after_the_other else max(racing, compiling)
-
-
 def _one(
     name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool,
     late: frozenset[str], compile_until: float | None,
 ) -> Outcome:  # fmt: skip
     if seconds is None:
-        seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU
+        seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU[thorough]
     try:
         found = trial(
             recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,

@@ -61,7 +61,7 @@ def add(group: click.Group) -> None:
     @click.option(
         "--seconds",
         type=click.FloatRange(min=0, min_open=True),
-        help="Seconds of timing for one call, at most; default 2, on a GPU 0.3.",
+        help="Seconds of timing for one call, at most; default 2, on a GPU 0.1, with --thorough 0.3.",
     )
     @click.option("--device", help="cpu, cuda, cuda:1; default: the first accelerator.", shell_complete=complete_device)
     @click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up inputs.")
@@ -76,7 +76,7 @@ def add(group: click.Group) -> None:
         type=click.FloatRange(min=0, min_open=True),
         help="Seconds that compilers may take; default 90, with --thorough until all are done.",
     )
-    @click.option("--thorough", is_flag=True, help="Race kernels, too, that are expected to be far behind.")
+    @click.option("--thorough", is_flag=True, help="Race kernels expected to be far behind, too, and close ones again.")
     @click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
     @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
     def tune(source: Path | None, database: Path | None, drift: bool, no_compile: bool, **options: Any) -> Answer:

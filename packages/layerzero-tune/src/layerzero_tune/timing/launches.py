@@ -29,7 +29,7 @@ from layerzero_tune.timing.steady import quick_core, quick_pace
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 15  # of a look, in turns with the others; the middle one counts, since the host is interrupted now and then
-_LOOKS = 4  # at those that are close
+LOOKS = 4  # at those that are close
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
 _CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
@@ -61,19 +61,21 @@ def with_launches(
     pacer: Pacer | None = None,
     *,
     same: float = 0.0,
+    looks: int = LOOKS,
     each_turn: Callable[[], None] | None = None,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. `each_turn` is called before every turn, untimed.
+    do not depend on the process. Those that are close have so many `looks` more. `each_turn` is called before every
+    turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
     close = _close(launches)
-    if len(close) > 1:
-        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, _LOOKS)
+    if len(close) > 1 and looks:
+        launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, looks)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
     charged = [name for name in launches if told[name] is not times[name]]
     best = min((told[name].median_us for name in charged), default=0.0)
