@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_onednn_is_looked_for_inside_torch(monkeypatch, no_library, there):
 
 @pytest.mark.req("R-BK-CPU-01")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's, at any change of the flags
-def test_the_onednn_of_this_torch_is_named_and_computes_what_torch_computes_without_it(no_library):
+def test_the_onednn_of_this_torch_is_named_and_computes_what_torch_computes_without_it(no_library, capfd):
     import torch
 
     import layerzero as lz
@@ -85,6 +86,14 @@ def test_the_onednn_of_this_torch_is_named_and_computes_what_torch_computes_with
     draw = torch.Generator().manual_seed(0)
     x, w, gain = (torch.randn(*shape, generator=draw) for shape in ((64, 128), (256, 128), (128,)))
     q = torch.randn(2, 4, 33, 64, generator=draw)
+    sent = [torch.float32] * torch.backends.mkldnn.is_acl_available()
+    sent += [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for dtype in sent:  # where torch gives products to oneDNN, the kernel that we choose does
+        capfd.readouterr()
+        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+            lz.linear(x.to(dtype), w.to(dtype), backend="torch")
+        ctypes.CDLL(None).fflush(None)
+        assert re.search(r"onednn_verbose,.*exec,cpu,(matmul|inner_product)", capfd.readouterr().out), dtype
     calls = {
         "linear": lambda: lz.linear(x, w, backend="torch"),
         "layer_norm": lambda: lz.layer_norm(x, gain, backend="torch"),

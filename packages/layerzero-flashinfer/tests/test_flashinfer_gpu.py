@@ -6,6 +6,8 @@ Modules that are not compiled yet are compiled here, 10 to 60 s each; LAYERZERO_
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import zlib
 
@@ -509,3 +511,33 @@ def test_the_public_face_reaches_flashinfer_and_says_so():
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
     assert_close(out, wanted, tolerance("attention", "bfloat16", k=128))
+
+
+WARM = """
+import sys
+import torch
+import layerzero as lz
+x = torch.randn(4, 256, device="cuda", dtype=torch.float16, generator=torch.Generator("cuda").manual_seed(1))
+if sys.argv[1] == "warm":
+    with lz.scoped(allow=["flashinfer", "reference"]):
+        done = lz.warmup([lz.select("silu_and_mul", x).context])
+        assert done.ok and not done.failed, done
+else:
+    out = lz.silu_and_mul(x, backend="flashinfer")
+    assert lz.which("silu_and_mul", x, backend="flashinfer") == "flashinfer.silu_and_mul.fused"
+    torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :128]) * x[:, 128:], rtol=2e-3, atol=2e-3)
+"""
+
+
+@pytest.mark.req("R-WARM-04")
+def test_a_warm_up_has_the_library_compile_into_our_cache_and_a_later_process_compiles_nothing(tmp_path):
+    jit = tmp_path / "jit"
+    env = {**os.environ, "LAYERZERO_JIT_CACHE_DIR": str(jit), "FLASHINFER_WORKSPACE_BASE": ""}
+
+    def kept(word):
+        subprocess.run([sys.executable, "-c", WARM, word], env=env, check=True, timeout=280)
+        return {path: path.stat().st_mtime_ns for path in (jit / "flashinfer").rglob("*.so")}
+
+    made = kept("warm")
+    assert any("silu" in path.name for path in made), made
+    assert kept("use") == made

@@ -165,8 +165,25 @@ def test_stage_diffs_with_a_models_own_weights() -> None:
     wanted = "ln1_out q_rope k_rope scores attn_out proj_out ln2_out fc1_out swiglu_out output".split()
     assert [stage for stage in stages if stage in wanted] == wanted
     assert all(row.kernel for row in checks[0].stages if row.stage not in ("output",))
+    assert all(0.0 <= row.max_abs <= row.threshold for check in checks for row in check.stages)
     skipped = list(check_stages("gemma", models.made("gemma"), SELECTED, CPU, "float32"))
     assert [check.status for check in skipped] == [Status.SKIP]
+
+
+@pytest.mark.req("R-PAR-05")
+def test_the_difference_of_every_stage_is_told_from_the_wrong_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(self: Caller, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
+        out = real(self, stage, op, *args, **kwargs)
+        return out + 0.25 if op == "silu_and_mul" else out
+
+    real = Caller.__call__
+    monkeypatch.setattr(Caller, "__call__", shifted)
+    check = next(iter(check_stages("qwen", models.made("qwen"), SELECTED, CPU, "float32")))
+    rows = {row.stage: row for row in check.stages}
+    assert check.status is Status.FAIL and rows["swiglu_out"].max_abs == pytest.approx(0.25, abs=1e-3)
+    assert rows["output"].max_abs > rows["output"].threshold
+    stages = [row.stage for row in check.stages]
+    assert all(row.ok and row.max_abs < 1e-3 for row in check.stages[: stages.index("swiglu_out")])
 
 
 @pytest.mark.req("R-PAR-05", "R-PAR-15")

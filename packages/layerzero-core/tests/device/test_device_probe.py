@@ -145,6 +145,24 @@ def test_detect_describes_the_cpu_of_this_machine() -> None:
     assert spec.cpu_features
 
 
+@pytest.mark.req("R-DEV-05")
+def test_a_snapshot_names_the_backends_that_pip_has_installed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    for name, version in (("triton", "91.2.3"), ("flash_attn", "92.8")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clear_probe_cache()
+    try:
+        spec = DeviceSpec.detect("cpu")
+    finally:
+        clear_probe_cache()
+    found = dict(spec.backend_versions)
+    assert (found["triton"], found["flash-attn"]) == ("91.2.3", "92.8")
+    assert spec.torch_version == str(torch.__version__) and dict(spec.to_json()["backend_versions"]) == found
+
+
 @pytest.mark.gpu
 @pytest.mark.req("R-CORE-21", "R-DEV-04", "R-DEV-07")
 def test_detect_describes_the_gpu_of_this_machine() -> None:

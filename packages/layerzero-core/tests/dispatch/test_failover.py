@@ -63,8 +63,9 @@ def test_the_reference_is_the_last_resort(lab: Any) -> None:
     three(lab)
     for kernel_id in ("bad.rms_norm.first", "bad.rms_norm.second", "torch.rms_norm.native"):
         lab.faults[kernel_id] = RuntimeError("broken")
-    _, ran = lab.run(lz.rms_norm, X, W)
+    out, ran = lab.run(lz.rms_norm, X, W)
     assert ran == [REFERENCE]
+    torch.testing.assert_close(out, torch.rms_norm(X, (8,), W, 1e-6))
     assert lab.tries == ["bad.rms_norm.first", "bad.rms_norm.second", "torch.rms_norm.native", REFERENCE]
     assert lz.which("rms_norm", X, W) == REFERENCE
 
@@ -145,11 +146,13 @@ def test_falling_back_to_the_reference_warns_with_the_reasons(lab: Any, caplog: 
     lab.use(only=True)
     lab.use(lab.kernel("narrow.rms_norm.half", dtypes=frozenset({"float16"})), only=True)
     with caplog.at_level(logging.WARNING, logger="layerzero.selection"):
-        _, ran = lab.run(lz.rms_norm, X, W)
+        out, ran = lab.run(lz.rms_norm, X, W)
     assert ran == [REFERENCE]
+    torch.testing.assert_close(out, torch.rms_norm(X, (8,), W, 1e-6))
     assert "DTYPE_UNSUPPORTED" in caplog.text
     report = lz.explain("rms_norm", X, W)
     assert report.is_fallback
+    assert [item.code for item in report.reasons["narrow.rms_norm.half"]] == ["DTYPE_UNSUPPORTED"]
     assert any(note.code == "FALLBACK_USED" for note in report.decision.notes)
 
 

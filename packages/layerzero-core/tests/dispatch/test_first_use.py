@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -85,6 +87,8 @@ def test_an_installed_kernel_that_returns_zeros_never_answers(stranger: Path, pl
     report = lz.doctor(probe=False)
     assert not report.ok and report.check("acme", "proofs").code is ReasonCode.NUMERICS_MISMATCH
     assert not lz.doctor("acme", probe=False).ok, "nor is it healthy by itself"
+    with lz.scoped(deny=["acme"]):
+        assert lz.doctor(probe=False).ok, "what the policy denies keeps nobody from health"
     lz.reset()  # the next process
     ran = len(sys.modules["layerzero_acme.kernels"].CALLS)
     torch.testing.assert_close(lz.rms_norm(x, weight), expected)
@@ -348,6 +352,24 @@ def test_a_kernel_that_raises_is_charged_and_not_trusted(planted: Planted) -> No
     x, weight, expected = call()
     torch.testing.assert_close(lz.rms_norm(x, weight), expected)
     assert planted.entries() == {} and "not today" in state.health.snapshot().kernels["acme.rms_norm.fast"].last_error
+
+
+def test_a_check_that_raises_as_before_is_one_line_and_another_failure_has_its_traceback(
+    planted: Planted, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = itertools.chain(["not today"] * 3, itertools.repeat("nor tomorrow"))
+
+    def raises(*args: Any) -> Any:
+        raise ValueError(next(words))
+
+    planted.kernel("rms_norm", raises)
+    planted.start(breaker={"failures": 9})
+    x, weight, expected = call()
+    with caplog.at_level(logging.ERROR, logger="layerzero"):
+        for _ in range(64):  # such a check is made ever less often
+            torch.testing.assert_close(lz.rms_norm(x, weight), expected)
+    told = [item for item in caplog.records if "raised when it was checked" in item.getMessage()]
+    assert [item.exc_info is not None for item in told[:5]] == [True, False, False, True, False]
 
 
 def test_failover_passes_over_what_nobody_has_checked(planted: Planted) -> None:

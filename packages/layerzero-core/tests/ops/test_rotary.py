@@ -47,7 +47,7 @@ KERNELS = [
 @pytest.mark.parametrize(("kernel", "interleaved"), KERNELS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
-@pytest.mark.req("R-POS-01", "R-TOL-04")
+@pytest.mark.req("R-API-05", "R-POS-01", "R-TOL-04")
 def test_every_kernel_turns_as_complex_numbers_do(kernel, interleaved, dtype, layout):
     q, k = draw(2, 4, 9, 16, dtype=dtype), draw(2, 2, 9, 16, dtype=dtype, seed=1)
     cos, sin = tables(32, 16, torch.float64 if dtype is torch.float64 else torch.float32)

@@ -271,6 +271,19 @@ def test_a_selection_is_one_json_line_with_kernel_reasons_and_cost(lab: Any, lin
 
 
 @pytest.mark.req("R-TEL-01")
+def test_the_line_of_a_selection_that_adapts_its_inputs_has_what_that_costs(lab: Any, lines: Any) -> None:
+    dense = lab.kernel("mine.rms_norm.dense", priority=900.0, contiguous=True, adapt=frozenset({"contiguous"}))
+    lab.use(dense, only=True)
+    told = lines()
+    strided = torch.randn(8, 4).t()
+    lz.rms_norm(strided, W)
+    (row,) = [line for line in told() if line.get("event") == "selection"]
+    decision = lz.explain("rms_norm", strided, W).decision
+    assert row["kernel_id"] == "mine.rms_norm.dense" and [step.name for step in decision.winner.transforms]
+    assert row["transform_cost_total"] == decision.transform_cost_total > 0.0
+
+
+@pytest.mark.req("R-TEL-01")
 def test_a_failover_is_one_json_line_with_its_traceback(lab: Any, lines: Any) -> None:
     lab.use(lab.kernel("mine.rms_norm.a", priority=900.0), only=True)
     lab.faults["mine.rms_norm.a"] = RuntimeError("boom")
