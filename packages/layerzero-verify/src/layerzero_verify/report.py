@@ -14,7 +14,7 @@ from layerzero.numerics import ErrorLocation, ErrorReport
 if TYPE_CHECKING:
     from layerzero_verify.lineup import Target
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = 1  # of the JSON, as every `lz … --json` has it
 
 LEVELS = dict(enumerate(("preflight", "kernels", "layer", "stages", "model", "training")))
 

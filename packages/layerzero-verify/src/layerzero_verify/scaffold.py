@@ -153,7 +153,7 @@ def write_plugin(name: str, folder: str | Path = ".", *, op: str | None = None, 
     }  # fmt: skip
     Path(folder).mkdir(parents=True, exist_ok=True)
     # Whole or not at all: fill a folder beside the target, then rename it.
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
+    room = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
     try:
         texts = {
             path: (_TEMPLATE / f"{source}.txt").read_text(encoding="utf-8") if source else ""
@@ -162,14 +162,12 @@ def write_plugin(name: str, folder: str | Path = ".", *, op: str | None = None, 
         # nobody else has kernels of a new op; among those of a known one it begins behind the built-in ones
         texts["src/layerzero_@NAME@/capabilities.json"] = _capabilities(module, ops, lang, 50 if new_op else 1)
         for path, text in texts.items():
-            file = draft / path.replace("@NAME@", module)
+            file = room / "made" / path.replace("@NAME@", module)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(_filled(text, words), encoding="utf-8")
-        draft.chmod(0o777 & ~_umask())
-        os.rename(draft, target)  # unlike replace, never takes the place of a folder with files in it
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        os.rename(room / "made", target)  # unlike replace, never takes the place of a folder with files in it
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
     return target
 
 
@@ -177,9 +175,3 @@ def _filled(text: str, words: dict[str, str]) -> str:
     for word in ("@FILES@", "@REGISTER@", *words):  # what stands for lines may hold other words
         text = text.replace(word, words[word])
     return text
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,6 +16,7 @@ from layerzero.dispatch.faults import (
     none_leaner,
     out_of_memory,
     to_try_after,
+    untold,
 )
 from layerzero.dispatch.traced_calls import bypass
 from layerzero.errors import (
@@ -132,8 +133,6 @@ def _charge(
     state.counters.failovers += 1
     for kernel_id, error in failures:
         item = _reason_for(kernel_id, error)
-        # where it failed is told once: a retry that ends like the failure before it is one line
-        again = state.health.snapshot().state(kernel_id).last_error == f"{type(error).__name__}: {error}"
         _log.error(
             "%s: %s raised, %s ran instead. %s; context %s",
             spec.op_id,
@@ -141,7 +140,7 @@ def _charge(
             ran,
             item,
             dict(decision.context.dims),
-            exc_info=None if again else error,
+            exc_info=untold(kernel_id, error),
             extra=details(event="failover", op=spec.op_id, kernel_id=kernel_id, ran=ran, reasons=[item.code.value]),
         )
         kernel = world.registry.kernels.get(kernel_id)

@@ -96,6 +96,12 @@ def lost_device(bound: Bound, tensors: list[Tensor], error: Exception) -> Device
     return DeviceLostError(f"{bound.kernel_id}: {why.message}", reasons=(why,))
 
 
+def untold(kernel_id: str, error: Exception) -> Exception | None:
+    """An error whose traceback is to be logged; None for a retry that ends like the failure before it."""
+    before = state.health.snapshot().state(kernel_id).last_error
+    return None if before == f"{type(error).__name__}: {error}" else error
+
+
 def crashed_child(kernel_id: str, decision: Decision, why: Reason, world: World) -> None:
     """Count crashes of isolated processes by the kernel that ran in them."""
     kernel = world.registry.kernels.get(kernel_id)

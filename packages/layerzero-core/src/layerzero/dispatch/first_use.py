@@ -26,7 +26,7 @@ from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
 from layerzero.dispatch.example_calls import example, price_us
-from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory
+from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory, untold
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
@@ -268,7 +268,7 @@ def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...])
     if lost is not None:
         raise lost from error
     words = f"{type(error).__name__}: {error}"[:300]
-    _log.error("%s raised when it was checked: %s", bound.kernel_id, words, exc_info=error)
+    _log.error("%s raised when it was checked: %s", bound.kernel_id, words, exc_info=untold(bound.kernel_id, error))
     if out_of_memory(error):
         charge_memory(bound.kernel_id, bound.kernel.backend, ctx)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from layerzero.model.kernel import KernelSpec
 from layerzero.public.checks import Check, Status, some_of
-from layerzero.public.situation import Situation
+from layerzero.public.situation import Situation, verdict_on
 from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.proof_registry import proof_registry
 
@@ -29,17 +29,16 @@ def first_use(now: Situation, only: str | None = None) -> list[Check]:
 
 def standing(kernel: KernelSpec, now: Situation) -> str | None:
     """By what a kernel is proven for some calls on a device of this machine; None where it is not."""
-    for device in now.devices:
-        if not kernel.check_device(device):
-            found = proof_registry.standing(kernel, now.world, device)
-            if found is not None:
-                return found
-    return None
+    fitting = (device for device in now.devices if not kernel.check_device(device))
+    found = (proof_registry.standing(kernel, now.world, device) for device in fitting)
+    return next((item for item in found if item is not None), None)
 
 
 def _usable(kernel: KernelSpec, now: Situation) -> bool:
     backend = now.world.enclosed.get(kernel.backend) or now.world.registry.backends.get(kernel.backend)
-    return (backend is None or backend.available) and any(not kernel.check_device(device) for device in now.devices)
+    if (backend is not None and not backend.available) or verdict_on(kernel, now.world.policy).denied_by is not None:
+        return False
+    return any(not kernel.check_device(device) for device in now.devices)
 
 
 def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Iterator[Check]:

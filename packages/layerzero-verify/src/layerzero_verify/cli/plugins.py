@@ -43,7 +43,7 @@ def new(name: str, folder: Path, op: str | None, lang: str) -> Answer:
 
     target = write_plugin(name, folder, op=op, lang=lang)
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    steps = [f"pip install -e '{target}[test]'", f"lz plugin check {name.replace('-', '_')}", f"pytest {target}"]
+    steps = [f"pip install -e '{target}[test]'", f"lz plugin check {name.replace('-', '_')}", f"pytest '{target}'"]
     blocks: list[Block] = [Line(f"wrote {target}", STYLES["ok"]), *(Line(file, indent=2) for file in files)]
     blocks += [Line(), Line("next", "bold"), *(Line(step, indent=2) for step in steps)]
     return Answer({"path": str(target), "files": files, "next": steps}, blocks)
