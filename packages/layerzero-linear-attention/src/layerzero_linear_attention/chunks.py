@@ -60,5 +60,6 @@ def causal_conv1d(
 
 def _grouped(columns: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = torch.promote_types(columns.dtype, weight.dtype)
+    dtype = torch.float32 if dtype == torch.float16 else dtype  # on GPUs the gradient of the taps is off in float16
     bias = None if bias is None else bias.to(dtype)
     return F.conv1d(columns.to(dtype), weight.to(dtype).unsqueeze(1), bias, groups=weight.shape[0])

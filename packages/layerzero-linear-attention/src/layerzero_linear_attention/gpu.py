@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,35 @@ import triton.language as tl
 from torch import Tensor
 
 from layerzero_linear_attention.packed import empty_as
+
+_ready: dict[tuple[Any, ...], Any] = {}  # what Triton compiled, by all that it looks at
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[float, ...],
+    constants: tuple[Any, ...],
+    warps: int = 4,
+) -> None:
+    """Through Triton the first time, then straight to what it compiled: looking at every argument takes it 15 to 30 µs.
+
+    Pointers that are not aligned to 16 bytes, which the compiler counts on, always take the long way.
+    """
+    here = [None if item is None else item.data_ptr() for item in tensors]
+    direct = tensors[0] is not None and tensors[0].is_cuda and not any(item is not None and item & 15 for item in here)
+    kinds = tuple([None if item is None else item.dtype for item in tensors])
+    key = (id(kernel), torch.cuda.current_device() if direct else -1, kinds, numbers, constants, warps)
+    compiled = _ready.get(key)
+    if compiled is not None:
+        compiled[grid](*here, *numbers, *constants)
+        return
+    compiled = kernel[grid](*tensors, *numbers, *constants, num_warps=warps)
+    if direct:
+        if len(_ready) >= 4096:
+            _ready.clear()
+        _ready[key] = compiled
 
 
 @triton.jit
@@ -86,18 +116,19 @@ def _scan(
 
 @triton.jit
 def _scan_step(
-    x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, width, states, dt_min, dt_max,
-    SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    x, dt, A, B, C, D, bias, first, out, last, offsets, tokens, heads, groups, dt_min, dt_max,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The same token by token."""
-    item = tl.program_id(0).to(tl.int64)
+    """The same token by token. Sizes are constants: addresses made from numbers took half as many registers again."""
+    parts: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
+    item = (tl.program_id(0) // parts).to(tl.int64)
     n, h = item // heads, item % heads
     row, begin, end = n, 0, tokens
     if offsets is not None:
         row, begin, end = n * 0, tl.load(offsets + n).to(tl.int32), tl.load(offsets + n + 1).to(tl.int32)
-    p, s = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
-    in_p, in_s = p < width, s < states
-    place = (item * width + p[:, None]) * states + s[None, :]
+    p, s = tl.program_id(0) % parts * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    in_p, in_s = p < WIDTH, s < STATES
+    place = item * (WIDTH * STATES) + (p[:, None] * STATES + s[None, :])
     state = tl.zeros((BLOCK_P, BLOCK_S), dtype=tl.float32)
     if first is not None:
         state = tl.load(first + place, mask=in_p[:, None] & in_s[None, :], other=0.0).to(tl.float32)
@@ -109,10 +140,10 @@ def _scan_step(
         if SOFTPLUS:
             step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(step)))
         step = tl.minimum(tl.maximum(step, dt_min), dt_max)
-        at = (token * groups + h // (heads // groups)) * states + s
+        at = (token * groups + h // (heads // groups)) * STATES + s
         keys = tl.load(B + at, mask=in_s, other=0.0).to(tl.float32)
         queries = tl.load(C + at, mask=in_s, other=0.0).to(tl.float32)
-        spot = (token * heads + h) * width + p
+        spot = (token * heads + h) * WIDTH + p
         given = tl.load(x + spot, mask=in_p, other=0.0).to(tl.float32)
         state = state * tl.exp(step * tl.load(A + h).to(tl.float32)) + (given * step)[:, None] * keys[None, :]
         made = tl.sum(state * queries[None, :], 1)
@@ -122,40 +153,14 @@ def _scan_step(
     tl.store(last + place, state, mask=in_p[:, None] & in_s[None, :])
 
 
-def mamba2_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float | None,
-) -> tuple[Tensor, Tensor]:
+def mamba2_scan(*given: Any) -> tuple[Tensor, Tensor]:
     """In chunks of 64 tokens."""
-    return _scanned(False, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+    return _scanned(False, *given)
 
 
-def mamba2_scan_step(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float | None,
-) -> tuple[Tensor, Tensor]:
+def mamba2_scan_step(*given: Any) -> tuple[Tensor, Tensor]:
     """Token by token: for decoding."""
-    return _scanned(True, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+    return _scanned(True, *given)
 
 
 def _scanned(
@@ -178,56 +183,64 @@ def _scanned(
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     last = x.new_empty((count, heads, width, states), dtype=torch.float32)
-    dense: list[Any] = [None if item is None else item.contiguous() for item in (x, dt, A, B, C, D, dt_bias)]
-    first = None if initial_state is None else initial_state.contiguous()
+    given = (x, dt, A, B, C, D, dt_bias, initial_state)
+    tensors = (*(None if item is None else item.contiguous() for item in given), out, last, cu_seqlens)
+    bounds = (float(dt_min), float("inf") if dt_max is None else float(dt_max))
     block_p, block_s = (max(16, triton.next_power_of_2(size)) for size in (min(width, 32), states))
-    grid = (count * heads, triton.cdiv(width, block_p))
-    given = (*dense, first, out, last, cu_seqlens, tokens, heads, groups, width, states, dt_min)
-    most = float("inf") if dt_max is None else dt_max
-    sizes = {"SOFTPLUS": dt_softplus, "BLOCK_P": block_p, "BLOCK_S": block_s}
+    parts = triton.cdiv(width, block_p)
     if few:
-        _scan_step[grid](*given, most, **sizes, num_warps=max(1, block_p * block_s // 4096))
+        warps = max(1, block_p * block_s // 1024)
+        constants = (width, states, dt_softplus, block_p, block_s)
+        _launch(_scan_step, (count * heads * parts, 1, 1), tensors, (tokens, heads, groups, *bounds), constants, warps)
     else:
         narrow = x.dtype == B.dtype == C.dtype == torch.bfloat16
-        _scan[grid](*given, most, **sizes, BLOCK_T=64, NARROW=narrow)
+        numbers = (tokens, heads, groups, width, states, *bounds)
+        _launch(_scan, (count * heads, parts, 1), tensors, numbers, (dt_softplus, 64, block_p, block_s, narrow))
     return out, last
 
 
 @triton.jit
 def _delta(
-    query, key, value, g, beta, first, out, last, offsets, tokens, key_heads, heads, width, value_dim, scale,
-    CHANNELS: tl.constexpr, NORM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    query, key, value, g, beta, first, out, last, offsets, tokens, key_heads, heads, scale,
+    WIDTH: tl.constexpr, VALUES: tl.constexpr, CHANNELS: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block of a head's values, token by token; its state [BLOCK_K, BLOCK_V] never leaves the program."""
-    item = tl.program_id(1).to(tl.int64)
+    """A block of a head's values, token by token; its state [BLOCK_K, BLOCK_V] never leaves the program.
+
+    What the new state answers to the query is what the old one does, and the change times query · key: both sums over
+    the old state are taken together.
+    """
+    parts: tl.constexpr = (VALUES + BLOCK_V - 1) // BLOCK_V
+    item = (tl.program_id(0) // parts).to(tl.int64)
     n, h = item // heads, item % heads
     row, begin, end = n, 0, tokens
     if offsets is not None:
         row, begin, end = n * 0, tl.load(offsets + n).to(tl.int32), tl.load(offsets + n + 1).to(tl.int32)
-    k, v = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k, in_v = k < width, v < value_dim
-    place = (item * width + k[:, None]) * value_dim + v[None, :]
+    k, v = tl.arange(0, BLOCK_K), tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k, in_v = k < WIDTH, v < VALUES
+    place = item * (WIDTH * VALUES) + (k[:, None] * VALUES + v[None, :])
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if first is not None:
         state = tl.load(first + place, mask=in_k[:, None] & in_v[None, :], other=0.0).to(tl.float32)
     for t in range(begin, end):
         token = row * tokens + t
-        at = (token * key_heads + h // (heads // key_heads)) * width + k
+        at = (token * key_heads + h // (heads // key_heads)) * WIDTH + k
         q_row = tl.load(query + at, mask=in_k, other=0.0).to(tl.float32)
         k_row = tl.load(key + at, mask=in_k, other=0.0).to(tl.float32)
         if NORM:
             q_row *= tl.rsqrt(tl.sum(q_row * q_row) + 1e-6)
             k_row *= tl.rsqrt(tl.sum(k_row * k_row) + 1e-6)
         spot = token * heads + h
+        given = tl.load(value + spot * VALUES + v, mask=in_v, other=0.0).to(tl.float32)
         if CHANNELS:
-            state *= tl.exp(tl.load(g + spot * width + k, mask=in_k, other=0.0).to(tl.float32))[:, None]
+            state *= tl.exp(tl.load(g + spot * WIDTH + k, mask=in_k, other=0.0).to(tl.float32))[:, None]
         else:
             state *= tl.exp(tl.load(g + spot).to(tl.float32))
-        given = tl.load(value + spot * value_dim + v, mask=in_v, other=0.0).to(tl.float32)
-        change = (given - tl.sum(state * k_row[:, None], 0)) * tl.load(beta + spot).to(tl.float32)
+        held, read = tl.sum(state * k_row[:, None], 0), tl.sum(state * q_row[:, None], 0)
+        change = (given - held) * tl.load(beta + spot).to(tl.float32)
         state += k_row[:, None] * change[None, :]
-        made = tl.sum(state * q_row[:, None], 0) * scale
-        tl.store(out + spot * value_dim + v, made.to(out.dtype.element_ty), mask=in_v)
+        made = (read + tl.sum(q_row * k_row) * change) * scale
+        tl.store(out + spot * VALUES + v, made.to(out.dtype.element_ty), mask=in_v)
     tl.store(last + place, state, mask=in_k[:, None] & in_v[None, :])
 
 
@@ -248,15 +261,15 @@ def delta_step(
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     last = value.new_empty((count, heads, width, value_dim), dtype=torch.float32)
-    dense = [item.contiguous() for item in (query, key, value, g, beta)]
+    tensors = [item.contiguous() for item in (query, key, value, g, beta)]
     first = None if initial_state is None else initial_state.contiguous()
     block_k, block_v = (triton.next_power_of_2(size) for size in (width, min(value_dim, 32)))
-    _delta[(triton.cdiv(value_dim, block_v), count * heads)](
-        *dense, first, out, last, cu_seqlens, tokens, key_heads, heads, width, value_dim,
-        width**-0.5 if scale is None else scale,
-        CHANNELS=g.dim() == 4, NORM=qk_l2norm, BLOCK_K=block_k, BLOCK_V=block_v,
-        num_warps=max(1, block_k * block_v // 4096),
-    )  # fmt: skip
+    numbers = (tokens, key_heads, heads, width**-0.5 if scale is None else float(scale))
+    constants = (width, value_dim, g.dim() == 4, qk_l2norm, block_k, block_v)
+    grid = (count * heads * triton.cdiv(value_dim, block_v), 1, 1)
+    _launch(
+        _delta, grid, (*tensors, first, out, last, cu_seqlens), numbers, constants, max(1, block_k * block_v // 1024)
+    )
     return out, last
 
 
@@ -362,10 +375,9 @@ def causal_conv1d_step(
     kept = width - 1 if initial_state is None else initial_state.shape[2]
     first = None if initial_state is None else initial_state.contiguous()
     out, last = empty_as(x), x.new_empty(batch, channels, kept)
-    _conv_step[(triton.cdiv(channels, 256), batch)](
-        x, weight.contiguous(), bias, first, out, last, channels, tokens, kept, *x.stride(), *out.stride()[1:],
-        WIDTH=width, SILU=activation == "silu", BLOCK_D=256,
-    )  # fmt: skip
+    numbers = (channels, tokens, kept, *x.stride(), *out.stride()[1:])
+    tensors = (x, weight.contiguous(), None if bias is None else bias.contiguous(), first, out, last)
+    _launch(_conv_step, (triton.cdiv(channels, 256), batch, 1), tensors, numbers, (width, activation == "silu", 256))
     return out, last
 
 
@@ -390,11 +402,10 @@ def _convolved(
         sequences = torch.searchsorted(cu_seqlens, token, right=True) - 1
         begins = cu_seqlens[sequences]
     block_t, block_d = tile
-    _conv[(triton.cdiv(tokens, block_t), triton.cdiv(channels, block_d), batch)](
-        x, weight.contiguous(), bias, first, out, begins, sequences, channels, tokens, kept, *x.stride(),
-        *out.stride()[1:],
-        WIDTH=width, SILU=activation == "silu", BLOCK_T=block_t, BLOCK_D=block_d,
-    )  # fmt: skip
+    grid = (triton.cdiv(tokens, block_t), triton.cdiv(channels, block_d), batch)
+    tensors = (x, weight.contiguous(), None if bias is None else bias.contiguous(), first, out, begins, sequences)
+    numbers = (channels, tokens, kept, *x.stride(), *out.stride()[1:])
+    _launch(_conv, grid, tensors, numbers, (width, activation == "silu", block_t, block_d))
     return out, _last_columns(x, first, cu_seqlens, kept)
 
 
@@ -433,5 +444,5 @@ def l2norm(x: Tensor) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, wide = out.numel() // max(width, 1), triton.next_power_of_2(width)
     block = max(1, 2048 // wide)
-    _l2norm[(triton.cdiv(rows, block),)](x.contiguous(), out, rows, width, BLOCK_R=block, BLOCK_W=wide)
+    _launch(_l2norm, (triton.cdiv(rows, block), 1, 1), (x.contiguous(), out), (rows, width), (block, wide))
     return out
