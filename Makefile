@@ -26,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --maxprocesses=4 --dis
 OBJECTS := LAYERZERO_CPU_OBJECTS="$(CURDIR)/build/native"
 FUZZ := $(PY) -W ignore -m tools.fuzz --iterations 100000 --minutes 15 --seed 2 --json build/check/fuzz.json
 
-.PHONY: help demo test check lint format docs wheels lock prove clean setup setup-run requirements tools wheelhouse sync
+.PHONY: help demo test check lint format docs wheels release lock prove clean setup setup-run requirements tools wheelhouse sync
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,8 +71,17 @@ docs: setup ## the documentation site in build/site/html, warnings as errors; li
 # RELEASE=yes: sdists too, the same bytes from the same commit, checked, with bill of materials and signed manifest (tools/release.py)
 wheels: setup $(if $(RELEASE),build/venv-release/.stamp) ## wheels of all packages in dist/; RELEASE=yes: all files of a release
 	rm -rf dist
-	$(if $(RELEASE),LAYERZERO_REQUIRE=1 $(OBJECTS) $(PY) -m tools.release build --into dist && exit 0;) for package in $$($(PY) -m tools.workspace packages); do \
-		$(OBJECTS) $(PY) -m build --wheel --no-isolation --outdir dist $$package; done
+	$(if $(RELEASE),LAYERZERO_REQUIRE=1 $(OBJECTS) $(PY) -m tools.release build --into dist,for package in $$($(PY) -m tools.workspace packages); do \
+		$(OBJECTS) $(PY) -m build --wheel --no-isolation --outdir dist $$package; done)
+
+# the same under its own name; FROM="ONE TWO" puts together what machines of two kinds built
+ifdef FROM
+release: setup build/venv-release/.stamp
+	LAYERZERO_REQUIRE=1 $(PY) -m tools.release join $(FROM) --into dist
+else
+release:
+	@$(MAKE) --no-print-directory wheels RELEASE=yes
+endif
 
 lock: setup ## constraints.txt, uv.lock and the two requirements files from the pyproject files
 	$(PY) -m tools.lock

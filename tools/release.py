@@ -1,6 +1,7 @@
 """The files of a release: every wheel and sdist, checked, with a bill of materials and a signed manifest.
 
-    python -m tools.release build --into dist          `make wheels RELEASE=yes`; the same tree gives the same bytes
+    python -m tools.release build --into dist          `make release`; the same tree gives the same bytes
+    python -m tools.release join ONE TWO --into dist   `make release FROM="ONE TWO"`: what machines of two kinds built
     python -m tools.release verify dist --key FILE     hold the files of a folder against its manifest and signature
     python -m tools.release version 0.2.0              write a version, and the ranges that follow from it, everywhere
 
@@ -67,16 +68,24 @@ def metadata(wheel: Path) -> Message:
         return email.message_from_bytes(opened.read(name))
 
 
+def _wheels(folder: Path) -> dict[str, list[Path]]:
+    """The wheels of each package: one, or one for each kind of machine."""
+    found: dict[str, list[Path]] = {}
+    for wheel in sorted(folder.glob("*.whl")):
+        found.setdefault(project_name(metadata(wheel)["Name"]), []).append(wheel)
+    return found
+
+
 def problems(folder: Path, version: str) -> Iterator[str]:
     """What is wrong with the files of a folder, found without other programs."""
     low, high = _range(version)
-    found = {project_name(metadata(wheel)["Name"]): wheel for wheel in folder.glob("*.whl")}
+    found = _wheels(folder)
     for package in packages():
         if package.name not in found:
             yield f"{package.name}: no wheel"
         if not (folder / f"{package.name.replace('-', '_')}-{version}.tar.gz").exists():
             yield f"{package.name}: no sdist of {version}"
-    for name, wheel in found.items():
+    for name, wheel in ((name, wheel) for name, wheels in found.items() for wheel in wheels):
         said = metadata(wheel)
         if said["Version"] != version:
             yield f"{wheel.name}: version {said['Version']}, not {version}"
@@ -120,21 +129,22 @@ def examined(folder: Path) -> Iterator[str]:
 
 def parts(folder: Path, version: str) -> dict[str, Any]:
     """The bill of materials (CycloneDX): our packages, what they ask for, and under which licence they stand."""
-    wheels = {project_name(metadata(wheel)["Name"]): wheel for wheel in sorted(folder.glob("*.whl"))}
+    wheels = _wheels(folder)
     asked: dict[str, set[str]] = {
-        name: {project_name(line) for line in metadata(wheel).get_all("Requires-Dist") or () if "extra ==" not in line}
-        for name, wheel in wheels.items()
+        name: {project_name(line) for line in metadata(first).get_all("Requires-Dist") or () if "extra ==" not in line}
+        for name, (first, *_) in wheels.items()
     }
     others = sorted(set().union(*asked.values()) - {*wheels})
     reference = {name: f"pkg:pypi/{name}@{version}" for name in wheels} | {name: f"pkg:pypi/{name}" for name in others}
     ours = [
         {
             "type": "library", "name": name, "version": version, "bom-ref": reference[name], "purl": reference[name],
-            "licenses": [{"license": {"id": LICENCE}}], "hashes": [{"alg": "SHA-256", "content": _digest(wheel)}],
+            "licenses": [{"license": {"id": LICENCE}}],
+            "hashes": [{"alg": "SHA-256", "content": _digest(wheel)} for wheel in files],
         }
-        for name, wheel in wheels.items()
+        for name, files in wheels.items()
     ]  # fmt: skip
-    named = "".join(_digest(wheel) for wheel in wheels.values())
+    named = "".join(_digest(wheel) for files in wheels.values() for wheel in files)
     needed = [{"type": "library", "name": name, "bom-ref": reference[name], "purl": reference[name]} for name in others]
     return {
         "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
@@ -173,14 +183,33 @@ def unproven() -> Iterator[str]:
 
 def release(into: Path) -> int:
     """Build, look at, list and sign; 1 when something is wrong."""
-    from layerzero.tables.signing import sign
-
-    version = packages()[0].data["project"]["version"]
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
     for package in packages():
         build(package, into)
-        print(f"built {package.name} {version}", flush=True)
+        print(f"built {package.name}", flush=True)
+    return seal(into)
+
+
+def join(folders: Sequence[Path], into: Path) -> Iterator[str]:
+    """Copy what several machines built into one folder; what is not as its manifest says, or not the same in all."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    for folder in folders:
+        if verify(folder, None):
+            yield f"{folder}: not as in its {MANIFEST}"
+        for file in sorted(file for file in folder.iterdir() if file.name not in (MANIFEST, SIGNATURE, PARTS)):
+            if not (into / file.name).exists():
+                shutil.copy2(file, into)
+            elif _digest(into / file.name) != _digest(file):
+                yield f"{file.name}: {folder} has other bytes than the folders before it"
+
+
+def seal(into: Path) -> int:
+    """Look at the files of a folder, list and sign them; 1 when something is wrong."""
+    from layerzero.tables.signing import sign
+
+    version = packages()[0].data["project"]["version"]
     wrong = [*problems(into, version), *examined(into)]
     if wrong:
         print("\n".join(wrong), file=sys.stderr)
@@ -205,6 +234,9 @@ def verify(folder: Path, key: Path | None) -> int:
     from layerzero.errors import DispatchTableError
     from layerzero.tables.signing import verify as hold
 
+    if not (folder / MANIFEST).exists():
+        print(f"{folder}: no {MANIFEST}", file=sys.stderr)
+        return 1
     text = (folder / MANIFEST).read_text(encoding="utf-8")
     if key is not None:
         signature = folder / SIGNATURE
@@ -249,10 +281,13 @@ def set_version(version: str, root: Path = ROOT) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The three commands."""
+    """The four commands."""
     parser = argparse.ArgumentParser(prog="python -m tools.release")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("build").add_argument("--into", type=Path, default=ROOT / "dist")
+    joining = verbs.add_parser("join")
+    joining.add_argument("folders", type=Path, nargs="+")
+    joining.add_argument("--into", type=Path, default=ROOT / "dist")
     verifying = verbs.add_parser("verify")
     verifying.add_argument("folder", type=Path)
     verifying.add_argument("--key", type=Path)
@@ -260,6 +295,10 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     if asked.verb == "build":
         return release(asked.into)
+    if asked.verb == "join":
+        wrong = [*join(asked.folders, asked.into)]
+        print("\n".join(wrong), file=sys.stderr, end="\n" * bool(wrong))
+        return 1 if wrong else seal(asked.into)
     if asked.verb == "verify":
         return verify(asked.folder, asked.key)
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", asked.version):

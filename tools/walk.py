@@ -53,7 +53,7 @@ ELSEWHERE = {
     "make lock": "Asks a package index for all platforms.",
     "make wheelhouse": "Minutes; make prove NAME=offline runs it.",
     "make sync": "Minutes; make prove NAME=offline runs it.",
-    "make wheels RELEASE=yes": "Minutes; make prove NAME=release runs it twice.",
+    "make release": "Minutes; make prove NAME=release runs it twice.",
     "make prove": "Minutes; a lane of its own.",
     "sha256sum -c SHA256SUMS": "Wants the files of a release; make prove NAME=release makes and checks them.",
     "python -m tools.release verify": "Wants the files of a release; make prove NAME=release makes and checks them.",

@@ -56,6 +56,41 @@ def test_a_wheel_bears_the_time_of_the_commit_and_is_the_same_twice(
     assert {"layerzero-kernels", "layerzero-core"} <= {item["name"] for item in parts["components"]}
 
 
+def test_what_two_kinds_of_machine_built_is_joined_and_a_file_that_differs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pure package both have the same files; a native wheel bears the name of its machine."""
+    made = {}
+    for folder, when in (("x86", "1700000000"), ("arm", "1700000000"), ("later", "1700000100")):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", when)
+        made[folder] = tmp_path / folder
+        wheel = built("layerzero-kernels", made[folder])
+        if folder != "later":
+            shutil.copy2(wheel, wheel.with_name(wheel.name.replace("none-any", f"none-linux_{folder}")))
+        (made[folder] / release.MANIFEST).write_text(release.manifest(made[folder]))
+    into = tmp_path / "dist"
+    assert list(release.join([made["x86"], made["arm"]], into)) == []
+    names = {file.name for folder in ("x86", "arm") for file in made[folder].iterdir()} - {release.MANIFEST}
+    assert {file.name for file in into.iterdir()} == names and len(names) == 4
+    (part,) = [item for item in release.parts(into, VERSION)["components"] if item["name"] == "layerzero-kernels"]
+    assert len(part["hashes"]) == 3, "one for each wheel"
+    wheel = f"layerzero_kernels-{VERSION}-py3-none-any.whl"
+    assert f"{wheel}: {made['later']} has other bytes" in "\n".join(release.join([made["x86"], made["later"]], into))
+    (made["arm"] / wheel).write_bytes(b"changed on the way")
+    assert f"{made['arm']}: not as in its SHA256SUMS" in list(release.join([made["arm"]], into))
+    (made["x86"] / release.MANIFEST).unlink()
+    assert f"{made['x86']}: not as in its SHA256SUMS" in list(release.join([made["x86"]], into))
+
+
+def test_a_release_that_is_refused_does_not_end_well(tmp_path: Path) -> None:
+    """`make wheels RELEASE=yes` whose build or checks fail leaves with an error, and no other wheels in their place."""
+    shutil.copy2(ROOT / "Makefile", tmp_path)
+    made = ["-o", "setup", "-o", "build/venv-release/.stamp"]
+    for asked in (["wheels", "RELEASE=yes"], ["release", "FROM=one two"]):
+        done = subprocess.run(["make", *made, *asked, "PY=false"], cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == 2 and b"tools.release" in done.stdout, done
+
+
 def test_a_changed_file_and_a_foreign_signature_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("cryptography")
     from cryptography.hazmat.primitives import serialization
