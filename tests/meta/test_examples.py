@@ -33,7 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 # Run by the tests of the package they show, with what that package needs.
 ELSEWHERE = {
-    "custom_triton_kernel.py": "packages/layerzero-triton/tests/test_kernels_interpreted.py",
+    "custom_triton_kernel.py": "packages/layerzero-triton/tests/test_rows_interpreted.py",
     "text_generation.py": "packages/layerzero-tokenizers/tests/test_pipeline.py",
 }
 HERE = [path.name for path in sorted(EXAMPLES.glob("*.py")) if path.name not in ELSEWHERE]
