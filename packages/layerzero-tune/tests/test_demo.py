@@ -311,7 +311,37 @@ def test_the_page_tells_every_candidate_and_reason(tour: Tour, page: str) -> Non
             assert item.kernel_id in text
             if not item.accepted:
                 assert all(found.message in text and found.code.value in text for found in item.reasons)
+    assert "<th>" not in page and '<th scope="col">kernel</th>' in page
     assert f"{tour.decode_selections} selections for {len(tour.decode)} steps" in text
+
+
+def test_the_page_says_who_decided_a_score_a_preference_or_a_lock(tour: Tour, page: str) -> None:
+    assert "best score of those that fit" in page and "fits, but scored lower" in page
+    kernel = "reference.rms_norm.plain"
+    call = ("rms_norm", torch.randn(4, 64), torch.ones(64))
+    for policy, won, lost in (
+        ({"prefer": ["reference"]}, "the policy prefers it", "the policy prefers another"),
+        (
+            {"locks": {"rms_norm": kernel}, "on_fault": "fallback"},
+            "the op is locked to it",
+            "the op is locked to another",
+        ),
+    ):
+        with lz.scoped(**policy):
+            report = lz.explain(*call)
+        stop = dataclasses.replace(tour.stops[1], chosen=kernel, ran=kernel, candidates=tuple(report.candidates))
+        text = "".join(read(render(dataclasses.replace(tour, stops=(stop,)))).text)
+        assert won in text and f"fits, but {lost}" in text
+        assert "scored lower" not in text and "best score" not in text
+        assert all(lost in why for _, why in stop.why_not() if why.startswith("fits"))
+
+
+def test_after_a_failover_the_page_says_which_kernel_failed(tour: Tour) -> None:
+    stop = next(stop for stop in tour.stops if stop.station.key == "attention")
+    loser = next(item.kernel_id for item in stop.candidates if item.accepted and item.kernel_id != stop.chosen)
+    text = "".join(read(render(dataclasses.replace(tour, stops=(dataclasses.replace(stop, ran=loser),)))).text)
+    assert f"next in line when {stop.chosen} failed" in text and "fits, but failed" in text
+    assert "best score" not in text
 
 
 def test_hostile_names_are_escaped(tour: Tour) -> None:

@@ -171,8 +171,7 @@ def _step(name: str) -> str:
 def _row(item: Candidate) -> tuple[str | Cell, ...]:
     if item.accepted:
         words = [item.message for item in item.reasons if item.code.value != "OUTSCORED"]
-        why = "scored lower" if " points behind" in item.flip else item.flip.partition(":")[0]
-        fits = ", ".join(filter(None, ("fits", why, item.speed)))
+        fits = ", ".join(filter(None, ("fits", item.outdone, item.speed)))
         return item.kernel_id, f"{item.score:.1f}", "; ".join([fits, *words])
     lines = [f"{why.code.value}: {why.message}" for why in item.reasons]
     if item.flip:

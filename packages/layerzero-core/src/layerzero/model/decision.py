@@ -60,6 +60,11 @@ class Candidate(Plain):
         return "" if self.expected is None else f"{self.expected.ratio:.2f} × torch expected"
 
     @property
+    def outdone(self) -> str:
+        """Of a kernel that fits and was not chosen: why the other was; empty for the chosen one."""
+        return "scored lower" if " points behind" in self.flip else self.flip.partition(":")[0]
+
+    @property
     def transform_cost_us(self) -> float:
         return sum(step.cost_us for step in self.transforms)
 

@@ -134,8 +134,9 @@ def _op(stop: Stop, colours: dict[str, str]) -> str:
         f'<div class="body"><p>{_e(station.lesson)}</p>'
         f'<p class="soft"><code>lz.{_e(station.op)}</code> on {_e(stop.shape)}. '
         f"Check: {_e(stop.check.detail)}; largest error {stop.check.max_error:.1e}.</p>{said}"
-        '<table><thead><tr><th>kernel</th><th></th><th class="num">score</th><th>time here</th><th>why</th></tr>'
-        f"</thead><tbody>{rows}</tbody></table></div></details>"
+        '<table><thead><tr><th scope="col">kernel</th><td></td><th scope="col" class="num">score</th>'
+        '<th scope="col">time here</th><th scope="col">why</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></details>"
     )
 
 
@@ -151,11 +152,10 @@ def _candidate(item: Candidate, stop: Stop, colours: dict[str, str]) -> str:
     most = max((stop.lz_us, *stop.others_us.values()))
     time = "" if us is None else _e(duration(us)) + _bar(us / most, colour=colour)
     if ran:
-        fitting = sum(other.accepted for other in stop.candidates)
-        why = "best score of those that fit" if fitting > 1 else "the only one that fits"
-        why = "; ".join([why, *(f"after {step.name}" for step in item.transforms)])
+        why = "; ".join([_winning(item, stop), *(f"after {step.name}" for step in item.transforms)])
     elif item.accepted:
-        why = "fits, but scored lower" + ("" if us is None else f"; {verdict(us, stop.lz_us)} when timed here")
+        timed = "" if us is None else f"; {verdict(us, stop.lz_us)} when timed here"
+        why = f"fits, but {item.outdone or 'failed'}{timed}"
     else:
         why = "; ".join(f"{reason.message} [{reason.code.value}]" for reason in item.reasons)
     hint = "" if item.accepted or not item.flip else f'<br><span class="soft">→ {_e(item.flip)}</span>'
@@ -165,6 +165,15 @@ def _candidate(item: Candidate, stop: Stop, colours: dict[str, str]) -> str:
         f'<td><span class="badge {kind}">{badge}</span></td><td class="num">{_e(score)}</td>'
         f'<td class="time">{time}</td><td class="why">{_e(why)}{hint}</td></tr>'
     )
+
+
+def _winning(item: Candidate, stop: Stop) -> str:
+    """Why this kernel ran, in the words that the others are given."""
+    outdone = [other.outdone for other in stop.candidates if other.accepted and other is not item]
+    if item.outdone:
+        return f"next in line when {stop.chosen} failed"
+    by_policy = (why.replace("another", "it") for why in outdone if "another" in why)
+    return next(by_policy, "best score of those that fit" if outdone else "the only one that fits")
 
 
 def _decode(tour: Tour) -> tuple[str, str]:

@@ -7,12 +7,14 @@ import importlib.util
 import json as json_module
 import shutil
 import sys
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.files import write_whole
-from layerzero_cli.output import Line, is_plain, show, stamped
+from layerzero_cli.output import Line, is_plain, progress_bar, show, stamped
 
 if TYPE_CHECKING:
     from layerzero_tune.demo.stations import Tour
@@ -36,7 +38,14 @@ def run(html: Path | None = None, json: bool = False, device: str | None = None,
         print(f"lz demo: the block could not run: {error}", file=sys.stderr)
         return 1
     text = text_round_trip()
-    written, problem = _write_page(html, tour) if html is not None else (None, "")
+    written, problem = html, ""
+    if html is not None:
+        from layerzero_tune.demo.page import render
+
+        try:
+            write_whole(html, render(tour))
+        except OSError as error:
+            written, problem = None, f"the page could not be written: {error}"
     if json:
         page = None if written is None else str(written)
         print(json_module.dumps(stamped({**tour.to_json(), "text": text, "page": page}), indent=2))
@@ -55,29 +64,11 @@ def _take(device: str | None, *, quick: bool, quiet: bool) -> Tour:
     """The tour itself, behind a progress bar where somebody is watching."""
     from layerzero_tune.demo.tour import TICKS, take
 
-    if quiet or is_plain(sys.stderr):
-        return take(device, quick=quick, tick=lambda _: None)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("[cyan]{task.description:<20}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=TICKS + 1)
-
-        def tick(text: str) -> None:
-            bar.update(task, description=text, advance=1)
-
-        return take(device, quick=quick, tick=tick)
-
-
-def _write_page(path: Path, tour: Tour) -> tuple[Path | None, str]:
-    from layerzero_tune.demo.page import render
-
-    try:
-        write_whole(path, render(tour))
-    except OSError as error:
-        return None, f"the page could not be written: {error}"
-    return path, ""
+    done = count(1)
+    with nullcontext() if quiet else progress_bar() as bar:
+        if bar is None:
+            return take(device, quick=quick, tick=lambda _: None)
+        return take(device, quick=quick, tick=lambda name: bar(next(done), TICKS + 1, name))
 
 
 # -- the last stop: text in, text out --------------------------------------------------------------
@@ -86,34 +77,28 @@ def text_round_trip() -> dict[str, Any] | None:
     package = "layerzero_tokenizers"
     if any(importlib.util.find_spec(name) is None for name in (package, "tokenizers")):
         return None
+    import layerzero as lz
+
+    small, pipeline, sources = (importlib.import_module(f"{package}.{n}") for n in ("small", "pipeline", "sources"))
     try:
-        return _taken(package)
+        tokenizer = sources.load(small.gpt2())
+        model = pipeline.TinyTransformer(tokenizer.vocab_size)
+        made = pipeline.generate(_PROMPT, tokenizer, model, max_new_tokens=12)
+        report = lz.explain("tokenize", _PROMPT, tokenizer)
+        return {
+            "prompt": _PROMPT,
+            "prompt_ids": made.prompt_ids,
+            "ids": made.ids,
+            "text": made.text,
+            "kernel": report.ran or report.chosen,
+            "round_trip": lz.detokenize(made.prompt_ids, tokenizer) == _PROMPT,
+        }
     except LayerZeroError as error:  # a policy that keeps tokenizers out, say
         return {"error": str(error)}
 
 
-def _taken(package: str) -> dict[str, Any]:
-    import layerzero as lz
-
-    small, pipeline, sources = (importlib.import_module(f"{package}.{n}") for n in ("small", "pipeline", "sources"))
-    tokenizer = sources.load(small.gpt2())
-    model = pipeline.TinyTransformer(tokenizer.vocab_size)
-    made = pipeline.generate(_PROMPT, tokenizer, model, max_new_tokens=12)
-    report = lz.explain("tokenize", _PROMPT, tokenizer)
-    return {
-        "prompt": _PROMPT,
-        "prompt_ids": made.prompt_ids,
-        "ids": made.ids,
-        "text": made.text,
-        "kernel": report.ran or report.chosen,
-        "round_trip": lz.detokenize(made.prompt_ids, tokenizer) == _PROMPT,
-    }
-
-
-def text_lines(found: dict[str, Any] | None) -> list[str]:
-    """The same for people; empty where there was nothing to show."""
-    if found is None:
-        return []
+def text_lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
     if "error" in found:
         return [f"Text in, text out: {found['error']}"]
     back = "comes back unchanged" if found["round_trip"] else "DOES NOT come back"

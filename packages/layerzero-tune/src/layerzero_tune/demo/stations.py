@@ -78,6 +78,8 @@ class Stop(Plain):
                 continue
             if item.accepted:
                 text = f"fits, scored {item.score:g}" if item.score is not None else "fits"
+                if "another" in item.outdone:
+                    text += f", {item.outdone}"
                 if item.kernel_id in self.others_us:
                     text += f"; timed here: {verdict(self.others_us[item.kernel_id], self.lz_us)}"
             else:
