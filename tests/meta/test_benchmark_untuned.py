@@ -17,7 +17,7 @@ from untuned import judged, summary
 from layerzero.registry.reading import digest
 from layerzero.runtime.state import state
 from layerzero_cli.calls import context
-from tools.shipped import documents, left_out, main, records, rendered
+from tools.shipped import _captured, documents, left_out, main, records, rendered
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -85,6 +85,23 @@ def test_each_backend_gets_its_own_kernels_as_multiples_of_torch_and_a_hash():
     assert [point[-2:] for point in group["points"]] == [[10.0, 1.0], [10.0, 1.1]]
     body = {name: value for name, value in made["triton"].items() if name != "hash"}
     assert made["triton"]["hash"] == digest(body) and json.loads(rendered(made["triton"])) == made["triton"]
+
+
+def test_launches_in_place_of_replays_and_disturbed_calls_do_not_ship(tmp_path):
+    header, *lines = (json.loads(line) for line in (RESULTS / "h200" / "factory.jsonl").read_text("utf-8").splitlines())
+    taken = next(item for item in lines if len(item.get("graph", {}).get("times", {})) > 2)
+    launched, replayed, *_ = taken["graph"]["times"]
+    times = {launched: 1.3 * taken["times"][launched], replayed: 0.9 * taken["times"][replayed]}
+    (found,) = _captured([{**taken, "graph": {"base": 3.0, "times": times}}])
+    assert found["times"].keys() == {replayed} and found["base"] == 3.0
+    file = tmp_path / "factory.jsonl"
+    for busy, left in ((0.05, 2), (0.5, 1)):
+        kept = [header, {**taken, "busy": busy}, {**next(item for item in lines if item is not taken), "busy": 0.0}]
+        file.write_text("".join(json.dumps(item) + "\n" for item in kept), encoding="utf-8")
+        assert len(records(file)[1]) == left
+    file.write_text("".join(json.dumps(item) + "\n" for item in (header, {**taken, "busy": 0.5})), encoding="utf-8")
+    with pytest.raises(SystemExit, match="take them anew"):
+        records(file)
 
 
 def test_the_files_in_the_packages_are_what_the_kept_measurements_say():

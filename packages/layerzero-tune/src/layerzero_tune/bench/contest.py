@@ -235,34 +235,31 @@ def _timed(
     least: int,
     spread: float = 0.0,
 ) -> tuple[dict[str, Entry], float]:
-    clock, timed = clock_for(place), {}
-    once = {name: min(clock(call, 1) for _ in range(2)) for name, call in calls.items()}
+    clock, timed = clock_for(place) if mode == "eager" else _replayed, {}
+    able: dict[str, Callable[[], Any]] = {}
+    for name, call in calls.items():
+        try:
+            able[name] = call if mode == "eager" else graphed(call)  # by its replays, not its launches, it is judged
+        except Exception as error:
+            timed[name] = Entry(error=entries.get(name, Entry()).error, why=f"not captured: {type(error).__name__}")
+            torch.cuda.synchronize()
+    once = {name: min(clock(call, 1) for _ in range(2)) for name, call in able.items()}
     if not once:
-        return {}, 0.0
+        return timed, 0.0
     fastest = min(once.values())
     running: dict[str, Callable[[], Any]] = {}
-    for name, call in calls.items():
+    for name, call in able.items():
         held = entries.get(name, Entry())
         if once[name] > _HOPELESS * fastest:
             few = [clock(call, 1) for _ in range(_FEW)]
             if min(few) > _HOPELESS * fastest:
                 timed[name] = Entry(statistics.median(few), max(few), _FEW, held.error)
                 continue
-        if mode == "graph":
-            try:
-                call = graphed(call)
-            except Exception as error:
-                timed[name] = Entry(error=held.error, why=f"not captured: {type(error).__name__}")
-                torch.cuda.synchronize()
-                continue
         running[name] = call
-    if not running:
-        return timed, 0.0
-    replayed = _replayed if mode == "graph" else None
     if spread:
         found = over_time(running, spread)
     else:
-        found = race(running, device=place, least=least, seconds=seconds, clock=replayed, settle=True)
+        found = race(running, device=place, least=least, seconds=seconds, clock=clock, settle=True)
     raced = dict(found.times)
     if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
         raced = with_launches(raced, running)
