@@ -93,11 +93,8 @@ def _rows(slots: Tensor, heads: int, page: int) -> tuple[Tensor | None, Tensor]:
 
 def batch_of(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> Any:
     """The `lz.paged_batch` of vLLM's metadata: it is made once a step and shared by all layers of a KV-cache group."""
-    query_lens = query_start_loc.diff()
-    if query_lens.dtype is not block_table.dtype:
-        query_lens = query_lens.to(block_table.dtype)
-    if seq_lens.dtype is not block_table.dtype:
-        seq_lens = seq_lens.to(block_table.dtype)
+    query_lens = query_start_loc.diff().to(block_table.dtype)
+    seq_lens = seq_lens.to(block_table.dtype)
     new = query_lens.tolist()
     if all(count == 1 for count in new):
         return lz.paged_batch(block_table, seq_lens, host_lens=seq_lens.tolist())

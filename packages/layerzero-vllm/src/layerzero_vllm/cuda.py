@@ -113,6 +113,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common, fast_build)
         lengths = common.seq_lens_cpu_upper_bound  # exact unless drafts are verified asynchronously
         plain = common.causal is True and not metadata.use_cascade and self.vllm_config.speculative_config is None
+        plain = plain and common.mm_req_doc_ranges is None and common.rswa_prefix_lens is None  # masks of their own
         if self.plans and plain and common.max_query_len > 1 and lengths is not None:
             batch = _planned(common, lengths)
             metadata.batch = batch if batch.total_q == common.num_actual_tokens else None
@@ -128,10 +129,12 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         if against:
             return found + left_alone(kind, map(str, steps), "; ".join(against))
         times, kernels = {}, {}
+        compiling = {} if lz.configure().jit == "off" else {"jit": "block"}
         for phase in steps:
             drawn = attend.example(kind, phase, model.dtype)
-            ways, kernels[str(phase)] = self._ways(kind, layer, phase, drawn)
-            one, other = (way().clone() for way in ways.values())
+            with lz.scoped(**compiling):  # what ours runs is compiled while vLLM starts, not beside requests
+                ways, kernels[str(phase)] = self._ways(kind, layer, phase, drawn)
+                one, other = (way().clone() for way in ways.values())
             if not attend.agrees(one, other):
                 return found + left_alone(kind, map(str, steps), f"the two sides disagree on a drawn batch of {phase}")
             times[str(phase)] = attend.race({name: [way] for name, way in ways.items()})
@@ -169,8 +172,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         def ours() -> Tensor:
             return output.copy_(attend.attend(drawn.query, caches, batch, impl.settings))
 
-        options = impl.settings.options
-        kernel = lz.which("paged_attention", drawn.query, *caches, batch, layout="HND", **options)
+        kernel = lz.which("paged_attention", drawn.query, *caches, batch, layout="HND", **impl.settings.options)
         return {OURS: ours, THEIRS: theirs}, kernel
 
 
