@@ -294,15 +294,16 @@ def test_the_batch_is_that_of_paged_attention_and_of_flashinfer():
     query = noise(3, 4, 16)
     want, _ = truth(cache, query, (2, 1))
     assert_close(lz.paged_attention(query, keys, values, batch).double(), want, tolerance("attention", torch.float32))
-    indptr, indices, last = batch.page_indices(4)
+    indptr, places, last = batch.page_places(4)
+    indices = batch.block_tables.flatten()[places]
     assert indptr.tolist() == [0, 3, 5] and last.tolist() == [1, 1]
-    assert {t.dtype for t in (indptr, indices, last)} == {torch.int32}
+    assert {t.dtype for t in (indptr, last)} == {torch.int32}
     read = [torch.cat([keys[p] for p in indices[a:b]]) for a, b in pairwise(indptr.tolist())]
     for seq, pages in enumerate(read):
         filled_slots = (len(pages) // 4 - 1) * 4 + last[seq]
         assert torch.equal(pages[:filled_slots], cache.tokens(seq)[0])
     cache.free(0)
-    assert cache.paged_batch((0, 1)).page_indices(4)[2].tolist() == [0, 1]
+    assert cache.paged_batch((0, 1)).page_places(4)[2].tolist() == [0, 1]
 
 
 @pytest.mark.req("R-KV-03", "R-KV-05")

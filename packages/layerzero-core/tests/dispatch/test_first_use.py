@@ -420,3 +420,57 @@ def test_a_plan_holds_a_kernel_that_was_checked(planted: Planted) -> None:
     plan = lz.plan("rms_norm", x, weight)
     assert plan.kernel_id != "acme.rms_norm.fast" and planted.entries()
     torch.testing.assert_close(plan(x, weight), expected)
+
+
+# -- lengths that only the device knows ----------------------------------------------------------------------------
+def _paged(rows: int, heads: int = 2, places: int = 64, dim: int = 16) -> tuple[Any, ...]:
+    """A step over a static cache seen as pages, as patched models make it: the host has only a bound of the lengths."""
+    cache = torch.randn(2, rows, heads, places, dim)
+    size, per = 32, places // 32
+    count = (rows - 1) * heads * per + per
+    pages = [item.as_strided((count, heads, size, dim), (size * dim, places * dim, dim, 1)) for item in cache]
+    first = torch.arange(rows, dtype=torch.int32) * heads * per
+    lengths = torch.arange(5, 5 + rows, dtype=torch.int32)
+    tables = first[:, None] + torch.arange(per, dtype=torch.int32)
+    bounds = lz.paged_batch(tables, torch.full_like(lengths, places))
+    batch = replace(bounds, context_lens=lengths)
+    assert batch.context_lens_host == (places,) * rows
+    query = torch.randn(rows, heads, dim)
+    expected = torch.stack(
+        [
+            F.scaled_dot_product_attention(query[row, :, None], *(item[row, :, : 5 + row] for item in cache))[:, 0]
+            for row in range(rows)
+        ]
+    )
+    return query, *pages, batch, expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("raises", [False, True])
+def test_lengths_of_which_the_host_has_a_bound_are_read_before_another_kernel_answers(
+    planted: Planted, rows: int, raises: bool
+) -> None:
+    """What reads them on the device is right; a baseline that believed the bound would accuse it and answer wrongly."""
+    query, keys, values, batch, expected = _paged(rows)
+    broken: list[bool] = []
+
+    def on_device(query: Any, keys: Any, values: Any, batch: Any, scale: Any, *rest: Any, **words: Any) -> Any:
+        if broken:
+            raise RuntimeError("broken")
+        size, out = keys.shape[2], torch.empty_like(query)
+        for row, length in enumerate(batch.context_lens.tolist()):
+            pages = batch.block_tables[row, : -(-length // size)].long()
+            both = (item[pages].transpose(0, 1).flatten(1, 2)[:, :length] for item in (keys, values))
+            out[row] = F.scaled_dot_product_attention(query[row, :, None], *both)[:, 0]
+        return out
+
+    features = [*ALL, "gqa", "decode", "hnd"]
+    name = planted.kernel("paged_attention", on_device, features=features, layouts=["NHD", "HND"])
+    planted.start()
+    words: dict[str, Any] = {"layout": "HND"}
+    torch.testing.assert_close(lz.paged_attention(query, keys, values, batch, **words), expected)
+    assert planted.entries() == {} and name in planted.calls, lz.explain("paged_attention", query, keys, values, batch)
+    if raises:
+        broken.append(True)
+    torch.testing.assert_close(lz.paged_attention(query, keys, values, batch, **words), expected)
+    assert len(planted.calls) == 2 and planted.entries() == {}

@@ -87,7 +87,7 @@ def fail_over(
             f"{bound.kernel_id} raised while writing in place; the inputs may be half written, so nothing was retried",
             value=one_line(error),
         ) from error
-    return _next_candidate(spec, ctx, bound, args, error)
+    return _next_candidate(spec, ctx, bound, modes.as_on_device(args), error)
 
 
 @observed("failover", lambda args, out: {"op": args[0].op_id, "kernel": args[2].kernel_id, "cause": one_line(args[4])})

@@ -101,6 +101,7 @@ class _Case(NamedTuple):
 
 def check(spec: OperationSpec, ctx: Context, world: World, bound: Bound, args: tuple[Any, ...]) -> Served | None:
     """Check the kernel of a cold call. None: the World has changed, and the call is to be selected again."""
+    args = modes.as_on_device(args)
     case = _Case(spec, ctx, world, bound, args)
     base = _baseline(case)
     if not _one.acquire(blocking=ctx.batch_invariant):
@@ -390,11 +391,11 @@ def _copied(args: tuple[Any, ...], grad: bool) -> tuple[Any, ...]:
 
 def _as_it_lies(item: Tensor) -> Tensor:
     plain = item.detach()
-    if item.numel() == 0 or any(step == 0 and size > 1 for size, step in zip(item.shape, item.stride(), strict=True)):
-        rows = tuple(slice(0, 1) if step == 0 else slice(None) for step in item.stride())
-        return plain[rows].clone().expand(item.shape) if item.numel() else plain.clone()
-    made = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
-    return made.copy_(plain)
+    steps = [(size - 1, step) for size, step in zip(item.shape, item.stride(), strict=True)]
+    span = 1 + sum(last * step for last, step in steps)
+    if item.numel() and (span < item.numel() or any(last and not step for last, step in steps)):  # places in common
+        return plain.as_strided((span,), (1,)).clone().as_strided(item.shape, item.stride())
+    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device).copy_(plain)
 
 
 def _differs(

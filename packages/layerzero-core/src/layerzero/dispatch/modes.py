@@ -59,6 +59,11 @@ def tensors_of(args: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def as_on_device(args: Iterable[Any]) -> tuple[Any, ...]:
+    """The arguments for a kernel that believes the host: a PagedBatch with the lengths its tensors hold."""
+    return tuple(item.as_on_device() if hasattr(item, "as_on_device") else item for item in args)
+
+
 def plain(tensors: Iterable[Tensor]) -> bool:
     """Whether every tensor is exactly a Tensor or Parameter, and nobody follows what is done with them.
 

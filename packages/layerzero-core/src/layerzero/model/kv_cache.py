@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,8 +29,9 @@ class PagedBatch:
     """One batch over a paged KV cache, checked and planned once; make it with `make_paged_batch`.
 
     block_tables [B, max_blocks] holds page numbers, context_lens [B] the KV length of each sequence including its
-    new tokens, query_lens [B] the number of new tokens (None: one each). The `_host` tuples hold the same lengths,
-    so that no kernel has to ask the device for them. `plans` is where kernels keep what they prepared for this batch,
+    new tokens, query_lens [B] the number of new tokens (None: one each). The `_host` tuples hold the same lengths, so
+    that no kernel has to ask the device for them; who makes a batch for one kernel that reads them there may give
+    bounds. `plans` is where kernels keep what they prepared for this batch,
     for the layers that follow. A batch made for a capture owns its tensors; `update` writes other numbers into them.
     """
 
@@ -114,24 +115,17 @@ class PagedBatch:
                         raise _invalid(f"page {number} of row {row}", f"pages 0 to {blocks - 1} of the cache")
         object.__setattr__(self, "_looked_at", looked_at)
 
-    def page_indices(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The same batch as FlashInfer plans it: (indptr [B + 1], indices, last_page_len [B]), int32.
-
-        Page numbers of all sequences one after another, where each begins, and how full each last page is (0 for a
-        sequence without tokens).
-        """
-        import torch
-
-        starts, places, last = self.page_places(page_size)
-        device = self.block_tables.device
-        indices = self.block_tables.reshape(-1).index_select(0, places).to(torch.int32)
-        return starts.to(device), indices, last.to(device)
+    def as_on_device(self) -> PagedBatch:
+        """The batch with the lengths that its tensors hold now, where the host was given bounds; waits for them."""
+        contexts = tuple(self.context_lens.tolist())
+        return self if contexts == self.context_lens_host else replace(self, context_lens_host=contexts, plans={})
 
     def page_places(self, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`page_indices` in pieces: indptr, where the flat tables hold each page, last_page_len.
+        """The batch as FlashInfer plans it: indptr [B + 1], where the flat tables hold each page, last_page_len [B].
 
-        The first and the last are int32 on the host. All come from the host side of the lengths, so nobody waits for
-        the device; the places are counted on it, because torch shares out even small work between threads of the host.
+        The first and the last (0 for a sequence without tokens) are int32 on the host. All come from the lengths of
+        the host, so nobody waits for the device; the places are counted on it, because torch shares out even small
+        work between threads of the host.
         """
         import torch
 
