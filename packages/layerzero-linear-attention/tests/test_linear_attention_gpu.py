@@ -64,6 +64,53 @@ def test_the_scan_is_right_where_large_terms_cancel(tokens):
         torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
+def moved(item):
+    """The same numbers at an address that is no multiple of 16."""
+    if not isinstance(item, torch.Tensor) or not item.is_floating_point():
+        return item
+    room = item.new_empty(item.numel() + 1)[1:]
+    return room.copy_(item.flatten()).view(item.shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_launched_straight_once_it_is_compiled_and_is_right_at_any_address(name, monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    from layerzero_linear_attention import gpu
+
+    args = example(name, *NEEDS["everything"], dtype="bfloat16", device="cuda", batch=3, seq_len=5)
+    step = getattr(gpu, "delta_step" if "delta" in name else f"{name}_step")
+    wanted, through, run = step(*args), [], JITFunction.run
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *given, **words: through.append(self) or run(self, *given, **words)
+    )
+    again = step(*args)
+    assert not through
+    elsewhere = step(*map(moved, args))
+    assert through  # the compiler counted on aligned pointers
+    for one, other, third in zip(wanted, again, elsewhere, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kimi_delta_attention", "mamba2_scan"])
+def test_more_heads_than_a_grid_has_rows(name):
+    small = {
+        "heads": 16,
+        "key_heads": 16,
+        "key_dim": 16,
+        "value_dim": 16,
+        "head_dim": 16,
+        "state_size": 16,
+        "groups": 1,
+    }
+    sizes = {key: size for key, size in small.items() if key in BY_NAME[name].sizes}
+    args = example(name, "initial_state", dtype="float32", device="cuda", batch=4100, seq_len=1, **sizes)
+    kernel = f"linear_attention.{name}.triton_step"
+    found, wanted = getattr(lz.ops, name)(*args, backend=kernel), BY_NAME[name].function(*args)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_log_probabilities_of_a_model_in_bfloat16_are_as_near_the_truth_as_the_models_own(name):
