@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 def made(name):
     """A tiny model with lively random weights."""
     torch.manual_seed(0)
-    prefix, kind, sizes, _ = MODELS[name]
+    prefix, kind, sizes = MODELS[name][:3]
     model = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

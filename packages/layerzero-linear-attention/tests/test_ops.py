@@ -11,7 +11,10 @@ from linear_attention_calls import BY_NAME, NAMES, NEEDS, ORACLES, STATE, along_
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError
-from layerzero_linear_attention import chunks
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
+from layerzero.plugin import load_capabilities
+from layerzero_linear_attention import chunks, fla_plugin, flashinfer_plugin
 
 WAYS = ("reference", "baseline")
 
@@ -185,3 +188,34 @@ def test_a_package_made_without_a_compiler_keeps_its_kernels_for_gpus(monkeypatc
     kernels = registrar.backends["linear_attention"].kernels
     assert {item.op for item in kernels} == set(NAMES)
     assert all("triton" in item.kernel_id for item in kernels)
+
+
+@pytest.mark.parametrize(
+    ("triton", "tilelang", "changes", "refused"),
+    [
+        ("3.6.0", None, {}, True),
+        ("3.4.0", None, {}, True),
+        ("3.7.1", None, {}, False),
+        ("3.6.0", "0.1.6", {}, False),
+        ("3.6.0", None, {"needs_grad": False}, False),
+        ("3.6.0", None, {"device": DeviceSpec.for_sm(80)}, False),
+        (None, None, {}, False),
+    ],
+)
+def test_a_backward_that_raises_on_hopper_is_refused_beforehand(monkeypatch, triton, tilelang, changes, refused):
+    installed = {"triton": triton, "tilelang": tilelang}
+    monkeypatch.setattr(fla_plugin, "dist_version", installed.get)
+    context = Context("gated_delta_rule", **{"device": DeviceSpec.for_sm(90), "needs_grad": True, **changes})
+    codes = [item.code.value for item in fla_plugin.hopper_backward(context)]
+    assert codes == ["BACKWARD_UNSUPPORTED"] * refused
+
+
+def test_untuned_prompts_go_to_flashinfer_where_there_are_heads_enough():
+    kernels = [
+        next(kernel for kernel in load_capabilities(plugin.CAPABILITIES).kernels if kernel.op == "gated_delta_rule")
+        for plugin in (flashinfer_plugin, fla_plugin)
+    ]
+    for heads, first in ((16, 0), (32, 0), (8, 1)):
+        dims = (("seq_len", 8192), ("heads", heads))
+        expected = [kernel.prior(Context("gated_delta_rule", dims=dims)) for kernel in kernels]
+        assert expected.index(max(expected)) == first, heads

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from layerzero_linear_attention.transformers import by_itself
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 131,
@@ -22,8 +25,9 @@ _HYBRID: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
-# name -> what transformers calls its config and model, their sizes, and the ops of this package that it calls
-MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+# name -> what transformers calls its config and model, their sizes, the ops of this package that it calls, and what
+# takes the packages from it that transformers would call in their place
+MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...], Callable[[Any], None]]] = {
     "qwen3_next": (
         "Qwen3Next",
         "ForCausalLM",
@@ -37,6 +41,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
             "shared_expert_intermediate_size": 48,
         },
         ("gated_delta_rule", "causal_conv1d"),
+        by_itself,
     ),
     "kimi_linear": (
         "KimiLinear",
@@ -57,11 +62,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
             "v_head_dim": 16,
         },
         ("kimi_delta_attention", "causal_conv1d"),
+        by_itself,
     ),
     "mamba2": (
         "Mamba2",
         "ForCausalLM",
         {**_SMALL, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16, "expand": 2},
         ("mamba2_scan", "causal_conv1d"),
+        by_itself,
     ),
 }

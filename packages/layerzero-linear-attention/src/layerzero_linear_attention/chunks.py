@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,40 +12,17 @@ from layerzero_linear_attention.ops import run_conv, run_delta, run_scan
 from layerzero_linear_attention.recurrence import chunked
 
 
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+def gated_delta_rule(*given: Any) -> tuple[Tensor, Tensor]:
     """The gated delta rule in chunks of 64 tokens."""
-    return run_delta(chunked, query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
+    return run_delta(chunked, *given)
 
 
 kimi_delta_attention = gated_delta_rule
 
 
-def mamba2_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float | None,
-) -> tuple[Tensor, Tensor]:
+def mamba2_scan(*given: Any) -> tuple[Tensor, Tensor]:
     """The scan of Mamba-2 in chunks of 64 tokens."""
-    return run_scan(chunked, x, dt, A, B, C, D, dt_bias, initial_state, cu_seqlens, dt_softplus, dt_min, dt_max)
+    return run_scan(chunked, *given)
 
 
 def causal_conv1d(

@@ -17,41 +17,19 @@ from layerzero_linear_attention.gpu import l2norm
 _CHUNK = 64
 
 
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+def gated_delta_rule(*given: Any) -> tuple[Tensor, Tensor]:
     """In chunks."""
     if torch.is_grad_enabled():
-        return _called(chunk_gated_delta_rule, query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
-    given = _forward(query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
-    _, out, _, state, *_ = chunk_gated_delta_rule_fwd(**given)
+        return _called(chunk_gated_delta_rule, *given)
+    _, out, _, state, *_ = chunk_gated_delta_rule_fwd(**_forward(*given))
     return out, state
 
 
-def kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+def kimi_delta_attention(*given: Any) -> tuple[Tensor, Tensor]:
     """In chunks."""
     if torch.is_grad_enabled():
-        return _called(chunk_kda, query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
-    given = _forward(query, key, value, g, beta, initial_state, cu_seqlens, scale, qk_l2norm)
-    out, state, *_ = chunk_kda_fwd(**given)
+        return _called(chunk_kda, *given)
+    out, state, *_ = chunk_kda_fwd(**_forward(*given))
     return out, state
 
 

@@ -7,8 +7,9 @@ values for those names; the file, its class and other models of it stay as they 
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,18 +21,39 @@ import layerzero as lz
 
 def patch_layers(model: Any, record: Any) -> None:
     """A step of `lz.patch`: every layer whose forward calls one of the functions below by its name."""
-    for name, module in model.named_modules():
-        forward = type(module).forward
-        plain = _innermost(forward)
-        called = [word for word in plain.__code__.co_names if word in _FUNCTIONS] if plain is not None else []
-        if plain is None or not called:
-            continue
-        if "forward" in vars(module):
+    for name, module, bound in _layers(model):
+        if not getattr(vars(module).get("forward"), "by_itself", "forward" not in vars(module)):
             record.leave(name, module, "it has a forward of its own on the instance")
             continue
-        names = {word: _FUNCTIONS[word][1](plain.__globals__[word]) for word in called}
-        record.changes.set(module, "forward", types.MethodType(_renamed(forward, names), module))
-        record.did(name, module, " + ".join(dict.fromkeys(_FUNCTIONS[word][0] for word in called)))
+        names = {word: _FUNCTIONS[word][1](own) for word, own in bound.items()}
+        record.changes.set(module, "forward", types.MethodType(_renamed(type(module).forward, names), module))
+        record.did(name, module, " + ".join(dict.fromkeys(_FUNCTIONS[word][0] for word in bound)))
+
+
+def by_itself(model: Any) -> None:
+    """Let a model compute in transformers' own torch code also where a package is installed that it would call: what
+    `lz verify` compares with. `lz.patch` goes on from there."""
+    for _, module, bound in _layers(model):
+        forward: Any = _renamed(type(module).forward, {word: _alone(own) for word, own in bound.items()})
+        forward.by_itself = True
+        module.forward = types.MethodType(forward, module)
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name and module of each such layer, and what transformers has bound to the names that its forward calls."""
+    for name, module in model.named_modules():
+        plain = _innermost(type(module).forward)
+        words = plain.__code__.co_names if plain is not None else ()
+        bound = {word: plain.__globals__[word] for word in words if plain is not None and word in _FUNCTIONS}
+        if bound:
+            yield name, module, bound
+
+
+def _alone(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch code that transformers put a package in front of, which drops arguments that it does not know."""
+    inner = _innermost(own)
+    known = inspect.signature(inner or own).parameters
+    return (lambda *args, **more: inner(*args, **{k: more[k] for k in more if k in known})) if inner else own
 
 
 def _innermost(function: Any) -> types.FunctionType | None:

@@ -226,7 +226,7 @@ class _Runner:
         if models.missing() or self.folder is not None or (self.target.everything and not self.lane.thorough):
             return ()
         ops = {item.op for item in self.usable}
-        return tuple(name for name, (*_, called) in models.brought().items() if ops & set(called))
+        return tuple(name for name, found in models.brought().items() if ops & set(found[3]))
 
     def _climbed(self, number: int) -> Iterator[Task]:
         from layerzero_verify import brought

@@ -85,8 +85,9 @@ MATRIX = ("llama", "gpt2", "t5")  # the three of the preflight: rotary decoder, 
 
 
 @cache
-def brought() -> dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]]:
-    """Models of other packages, by name, each with the ops of those packages that it calls."""
+def brought() -> dict[str, tuple[Any, ...]]:
+    """Models of other packages by name, each with the ops of those packages that it calls and, where it has to be told,
+    a function that lets the model compute by itself."""
     return {name: found for entry in entry_points(group=BRING) for name, found in entry.load().items()}
 
 
@@ -100,6 +101,8 @@ def made(name: str, seed: int = 0, length: int = 12) -> Model:
         torch.manual_seed(seed + 1)
         module = getattr(transformers, prefix + kind)(getattr(transformers, f"{prefix}Config")(**sizes)).eval()
     _lively(module, name, seed)
+    for alone in () if name in _ARCHITECTURES else brought()[name][4:]:
+        alone(module)
     draw = generator("tokens", name, seed)
     if name == "vit":
         return Model(name, module, {"pixel_values": torch.randn(2, 3, 32, 32, generator=draw)}, decoder=False)

@@ -33,7 +33,7 @@ def applied(model: Any, call: Caller, observe: Observer | None = None) -> Iterat
     from layerzero_models.transformers.redirect import redirected
 
     names = {id(module): name for name, module in model.named_modules()}
-    others = {op for *_, ops in brought().values() for op in ops}
+    others = {op for found in brought().values() for op in found[3]}
 
     def run(op: str, *args: Any, **kwargs: Any) -> Any:
         name = _part(names)
