@@ -59,6 +59,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "arch": platform.machine(),
         "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "gpu": gpu,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -26,6 +26,15 @@ SITE = ROOT / "build" / "site"
 HTML = SITE / "html"
 _LINK = re.compile(r"(?<!\\)(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 _HEADING = re.compile(r"^(#{2,3}) (.+)$")
+# What the theme leaves out for those who listen, and for those who scroll with keys.
+_SPOKEN = {
+    'role="heading"': 'role="heading" aria-level="2"',
+    '<aside class="sidebar-drawer': '<aside aria-label="Navigation" class="sidebar-drawer',
+    '<aside class="toc-drawer': '<aside aria-label="Sections of this page" class="toc-drawer',
+    "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
+    "<p><img ": '<p tabindex="0"><img ',
+}
 _ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.md)\)")
 
 
@@ -150,7 +159,13 @@ def build(html: Path = HTML, source: Path = SITE / "source") -> int:
     shutil.rmtree(html, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q"]
     command += ["-d", str(SITE / "doctrees"), str(source), str(html)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    for page in html.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for plain, spoken in _SPOKEN.items():
+            text = text.replace(plain, spoken)
+        page.write_text(text, encoding="utf-8")
+    return status
 
 
 def main(argv: Sequence[str] = ()) -> int:

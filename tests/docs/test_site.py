@@ -79,13 +79,17 @@ class TestBuilt:
             assert facts["dark"] is dark, page
             assert (facts["lang"], facts["h1"], facts["main"], facts["nav"]) == ("en", 1, 1, 1), (page, facts)
             assert facts["skipped"] == [] and facts["unnamed"] == [] and facts["faint"] == [], page
+            assert facts["out_of_reach"] == [], page
 
     @pytest.mark.needs_tool("chromium")
     def test_what_a_reader_cannot_read_is_found(self, tmp_path: Path) -> None:
         text = "<h1>One</h1><h3>Two</h3><a href='#'></a><p style='color: #999'>pale</p><hr style='width: 999px'>"
+        text += "<p role='heading'>Three</p><aside>a</aside><aside>b</aside>"
+        text += f"<pre style='overflow: auto; width: 99px'>{'x' * 99}</pre>"
         (tmp_path / "page.html").write_text(f"<body><article>{text}</article></body>", encoding="utf-8")
         facts = _looked_at(tmp_path, tmp_path, ["page.html"], 390, False)["page.html"]
-        assert facts["wide"] and facts["skipped"] == [3] and facts["faint"] == ["2.85 : pale"] and facts["unnamed"]
+        assert [item[:4] for item in facts["out_of_reach"]] == ["<pre"] and len(facts["unnamed"]) == 4
+        assert facts["wide"] and facts["skipped"] == [3] and facts["faint"] == ["2.85 : pale"]
         assert (facts["lang"], facts["main"], facts["nav"]) == ("", 0, 0)
 
     @pytest.mark.needs_tool("chromium")
@@ -170,8 +174,13 @@ function look(view) {
     unnamed: [
       ...all("a[href], button").filter((e) => !name(e)),
       ...all("img").filter((e) => !e.alt),
+      ...all("[role=heading]:not([aria-level])"),
+      ...(all("aside").length > 1 ? all("aside:not([aria-label])") : []),
       ...all("input:not([type=hidden]):not([type=checkbox])").filter((e) => !e.ariaLabel && !e.labels?.length),
     ].map((e) => e.outerHTML.slice(0, 120)),
+    out_of_reach: all("pre, div, p").filter((e) => e.scrollWidth > e.clientWidth && e.tabIndex < 0
+      && /auto|scroll/.test(view.getComputedStyle(e).overflowX)
+      && !e.querySelector("a[href], [tabindex='0']")).map((e) => e.outerHTML.slice(0, 120)),
     faint: [...faint],
   };
 }

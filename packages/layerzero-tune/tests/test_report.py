@@ -133,6 +133,7 @@ def document(cases: list[Measured]) -> dict:
 
 def test_what_is_written_is_read_again():
     given = [*CASES[:2], replace(CASES[3], refused={"zeta.attention.y": "raised"})]
+    given = [replace(case, busy=None) for case in given]  # the file does not say
     assert from_json(document(given), "x.json") == given
 
 
@@ -291,6 +292,29 @@ def test_the_verb_writes_the_page_and_says_the_figures(tmp_path: Path):
     assert "prefill 2048" in page.read_text() and "2.11" in page.read_text()
     plain = run("report", str(source), "--out", str(page))
     assert "chosen ÷ oracle: 1.000" in plain.stdout and "LayerZero" in plain.stdout
+
+
+def test_what_a_file_does_not_say_of_its_making_is_not_made_up(tmp_path: Path):
+    source, page = tmp_path / "bench.json", tmp_path / "page.html"
+
+    def facts(**machine: object) -> dict[str, str]:
+        source.write_text(json.dumps({**data, "machine": machine}))
+        found = run("report", str(source), "--out", str(page), "--json")
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)["facts"]
+
+    data = document(CASES)
+    top = facts(cores=2)
+    assert {name for name, value in top.items() if value == "not written down"} == {
+        "measured", "threads", "load", "steadiness",
+    }  # fmt: skip
+    assert page.read_text().count("not written down") == 4
+    data["cases"][0]["busy"], data["cases"][1]["stolen"] = 0.0, 0.9
+    top = facts(cores=2, threads=1, load=0.25, measured="2026-11-18")
+    assert top["threads"] == "1" and top["steadiness"] == "the machine was quiet in 1 of 2 cases that say it"
+    for case in data["cases"]:
+        case |= {"busy": 0.01, "stolen": 0.0}
+    assert facts(cores=2)["steadiness"] == "the machine was quiet in 5 of 5 cases"
 
 
 def test_the_verb_reads_perfdb_and_says_when_there_is_nothing(tmp_path: Path):

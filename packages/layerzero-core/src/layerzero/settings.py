@@ -98,8 +98,8 @@ SETTINGS: Final = (
     ),
     Setting("allow", PATTERNS, (), "only these kernels or backends; empty: all", "policy", "ALLOW"),
     Setting("deny", PATTERNS, (), "never these kernels or backends; adds up over all levels", "policy", "DENY"),
-    Setting("prefer", PATTERNS, (), "kernels or backends that gain 20 points", "policy", "PREFER"),
-    Setting("avoid", PATTERNS, (), "kernels or backends that lose 50 points", "policy", "AVOID"),
+    Setting("prefer", PATTERNS, (), "kernels or backends that come before all others that fit", "policy", "PREFER"),
+    Setting("avoid", PATTERNS, (), "kernels or backends that lose 50 points of their score", "policy", "AVOID"),
     Setting(
         "boosts", pairs(PATTERN, _POINTS), {}, "pattern → points added to the score", "policy", "BOOST_<NAME>",
         number(unit="score points"),

@@ -145,7 +145,7 @@ def _warnings(file: Path) -> list[Any]:
     from layerzero.model.context import KEYABLE, Context
     from layerzero.policy.layers import merge
     from layerzero.policy.load import load_file, mistakes
-    from layerzero.public.check_policy import named_nothing, required
+    from layerzero.public.check_policy import named_nothing, required, similar
     from layerzero.public.checks import Check, Status
     from layerzero.public.situation import look
     from layerzero.reasons import ReasonCode
@@ -158,7 +158,7 @@ def _warnings(file: Path) -> list[Any]:
             where = f"lock of {', '.join(ops)}" if ops else "allow"
             found.append(
                 Check("policy", where, Status.WARN, f"{kernel_id} is not registered here",
-                      ReasonCode.KERNEL_UNKNOWN, "install the backend that brings it, or correct the id")
+                      ReasonCode.KERNEL_UNKNOWN, similar(kernel_id, world.registry.kernels))
             )  # fmt: skip
     known = {*_SIZES, *KEYABLE, *(item.name for item in fields(Context))}
     for error in mistakes(file, known_fields=known):

@@ -394,9 +394,25 @@ def test_policy_check_warns_of_what_reaches_nothing(tmp_path: Path) -> None:
     assert found["valid"] is True
     told = " ".join(item["message"] for item in found["warnings"])
     assert "sdpa.attention.flsh" in told and "flashh*" in told and "hed_dim" in told
-    assert "did you mean head_dim?" in run("policy", "check", str(file)).stdout
+    text = run("policy", "check", str(file)).stdout
+    assert "did you mean head_dim?" in text and "did you mean sdpa.attention.flash?" in text
     file.write_text("prefer: [sdpa]\n", encoding="utf-8")
     assert data("policy", "check", str(file))["warnings"] == []
+
+
+def test_policy_check_warns_of_ops_that_there_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text(
+        "locks: {rms_nrm: torch.rms_norm.native, '*_norm': null}\n"
+        "rules:\n  - match: {op: attenton}\n    prefer: [sdpa]\n",
+        encoding="utf-8",
+    )
+    found = data("policy", "check", str(file))
+    assert found["valid"] is True
+    assert [(item["name"], item["code"], item["fix"]) for item in found["warnings"]] == [
+        ("rms_nrm", "OP_UNKNOWN", "did you mean rms_norm?"),
+        ("attenton", "OP_UNKNOWN", "did you mean attention?"),
+    ]
 
 
 def test_policy_check_of_a_missing_file_is_a_problem(tmp_path: Path) -> None:

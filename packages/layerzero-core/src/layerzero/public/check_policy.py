@@ -97,9 +97,13 @@ def named_nothing(policy: Policy, world: World) -> list[Check]:
         asked = key == "allow" and is_kernel_id(pattern)
         if asked or any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
             continue
-        fix = _similar(pattern, [*world.registry.kernels, *world.registry.backends])
+        fix = similar(pattern, [*world.registry.kernels, *world.registry.backends])
         why = Check("policy", key, Status.WARN, f"{pattern} names no kernel here", ReasonCode.KERNEL_UNKNOWN, fix)
         checks.append(why)
+    for op in dict.fromkeys([*dict(policy.locks), *(rule.match_op for rule in policy.rules)]):
+        if not any(fnmatchcase(known, op) for known in world.ops):
+            fix = similar(op, world.ops)
+            checks.append(Check("policy", op, Status.WARN, "there is no such op here", ReasonCode.OP_UNKNOWN, fix))
     return checks
 
 
@@ -119,7 +123,8 @@ def _patterns(policy: Policy) -> Iterator[tuple[str, str]]:
                 yield item
 
 
-def _similar(name: str, known: Iterable[str]) -> str:
+def similar(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that nothing here bears."""
     return did_you_mean(name, known, "install the backend that brings it, or remove the entry", cutoff=0.5)
 
 
@@ -159,7 +164,7 @@ def _one_kernel(
             cause = record.reasons[0]
             message = f"required by the policy, but its plugin did not load: {cause.message}"
             return Check("kernels", kernel_id, Status.FAIL, message, cause.code, record.fix)
-        return Check.because("kernels", kernel_id, Status.FAIL, why, _similar(kernel_id, world.registry.kernels))
+        return Check.because("kernels", kernel_id, Status.FAIL, why, similar(kernel_id, world.registry.kernels))
     for why, fix in _against(now, world, kernel, ops, probes):
         message = f"required by the policy, but {why.message}"
         return Check("kernels", kernel_id, Status.FAIL, message, why.code, fix or why.hint)

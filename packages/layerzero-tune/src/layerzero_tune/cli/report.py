@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from layerzero_tune.report.data import Figures, Measured
 
 _MAX_BYTES = 256 << 20
+_UNSAID = "not written down"
 
 
 def add(group: click.Group) -> None:
@@ -58,8 +59,9 @@ def add(group: click.Group) -> None:
             source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
             raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
         found = figures(cases)
-        quiet = "all cases" if not found.busy else f"{found.cases - found.busy} of {found.cases} cases"
-        facts["steadiness"] = f"the machine was quiet in {quiet}"
+        told = [case.busy for case in cases if case.busy is not None]
+        quiet = f"the machine was quiet in {told.count(False)} of {len(told)} cases"
+        facts["steadiness"] = f"{quiet}{' that say it' * (len(told) < len(cases))}" if told else _UNSAID
         line = written(out, render(cases, facts))
         return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, [*_blocks(found), line])
 
@@ -81,7 +83,8 @@ def _from_files(paths: Sequence[Path]) -> tuple[list[Measured], dict[str, str]]:
 def _facts(data: Mapping[str, Any]) -> dict[str, str]:
     """What a file says about its own making, as far as it is text or a number."""
     machine = data.get("machine")
-    found = {**(machine if isinstance(machine, dict) else {}), **data}
+    unsaid = dict.fromkeys(("measured", "cores", "threads", "load"), _UNSAID)
+    found = {**unsaid, **(machine if isinstance(machine, dict) else {}), **data}
     names = ("device", "gpu", "cpu", "arch", "measured", "cores", "threads", "load", "driver", "torch", "python",
              "layerzero", "commit", "command", "method")  # fmt: skip
     return {name: str(found[name]) for name in names if isinstance(found.get(name), (str, int, float))}
@@ -110,7 +113,7 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
         "source": f"PerfDB {where.name}",
         "measured": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])) or "never",
         "cores": str(os.cpu_count()),
-        "threads": ", ".join(threads) or "not written down",
+        "threads": ", ".join(threads) or _UNSAID,
         "load": f"{os.getloadavg()[0]:.2f} now",
         "torch": torch.__version__,
         "layerzero": __version__,
@@ -124,14 +127,13 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
 
 # -- text -------------------------------------------------------------------------------------------------
 def _blocks(found: Figures) -> list[Block]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    blocks: list[Block] = [Line(f"{found.cases} cases", "bold")]
     if found.layerzero is not None:
         ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
         rows = [
             (name, f"{item.geomean:.3f}", f"{item.worst:.2f}", f"{item.used_in} of {item.cases}") for name, item in ways
         ]
-    blocks: list[Block] = [Line(f"{found.cases} cases", "bold")]
-    if found.layerzero is not None:
         headline = f"chosen ÷ the fastest of all, torch included: {found.layerzero.geomean:.3f}"
         worst = f", worst {found.layerzero.worst:.2f} ({found.layerzero.worst_case})"
         blocks.append(Line(headline + worst, "bold", hang=2))

@@ -31,7 +31,7 @@ class Timed:
 class Measured:
     """One case. `chosen` is what LayerZero runs; `call_us` the public call itself, dispatch included.
 
-    busy   others used the machine meanwhile; `rule` what counts as a time, "" where the file does not say
+    busy   others used the machine meanwhile; `rule` what counts as a time; None and "" where the file does not say
     """
 
     name: str
@@ -46,7 +46,7 @@ class Measured:
     call_us: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     causal: bool = False
-    busy: bool = False
+    busy: bool | None = False
     rule: str = ""
 
     @property
@@ -152,9 +152,10 @@ def figures(cases: Sequence[Measured]) -> Figures:
     timed = [case for case in cases if case.chosen in case.kernels]
     against = {case.name: found for case in timed if (found := case.speedup) is not None}
     slowest = min(against.items(), key=lambda item: item[1], default=None)
+    names = {name.partition(".")[0] for case in timed for name in case.kernels}
     libraries = {
         name: _share([(case, *alone) for case in timed if (alone := _alone(name, case)) is not None])
-        for name in _libraries(timed)
+        for name in sorted(names - _NOT_LIBRARIES)
     }
     everywhere = _share([(case, case.torch_us, True) for case in timed if case.torch_us is not None])
     return Figures(
@@ -167,13 +168,8 @@ def figures(cases: Sequence[Measured]) -> Figures:
             **{name: item for name, item in libraries.items() if item is not None},
             **({} if everywhere is None else {"torch default": everywhere}),
         },
-        sum(case.busy for case in timed),
+        sum(case.busy is True for case in timed),
     )
-
-
-def _libraries(cases: Sequence[Measured]) -> list[str]:
-    names = {name.partition(".")[0] for case in cases for name in case.kernels}
-    return sorted(names - _NOT_LIBRARIES)
 
 
 def _alone(library: str, case: Measured) -> tuple[float, bool] | None:
@@ -238,12 +234,13 @@ def _case(item: Mapping[str, Any]) -> Measured:
     )  # fmt: skip
 
 
-def _busy(item: Mapping[str, Any]) -> bool:
-    """Whether others used the machine: other programs its cores, or other guests its host."""
+def _busy(item: Mapping[str, Any]) -> bool | None:
+    """Whether others used the machine: other programs its cores, or other guests its host; None: not written down."""
     from layerzero_tune.timing.host_load import BUSY
     from layerzero_tune.timing.steal_time import LIMIT
 
-    return (_number(item, "busy") or 0.0) > BUSY or (_number(item, "stolen") or 0.0) > LIMIT
+    busy, stolen = _number(item, "busy"), _number(item, "stolen")
+    return None if busy is stolen is None else (busy or 0.0) > BUSY or (stolen or 0.0) > LIMIT
 
 
 def _number(item: Mapping[str, Any], name: str) -> float | None:
