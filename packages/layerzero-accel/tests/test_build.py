@@ -79,7 +79,8 @@ STABLE_3_11 = set(
     PyCFunction_NewEx PyCFunction_Type PyCapsule_GetPointer PyDict_GetItemWithError PyDict_New PyDict_SetItem
     PyDict_Size PyDict_Type PyErr_Clear PyErr_ExceptionMatches PyErr_Fetch PyErr_Format PyErr_NoMemory
     PyErr_NormalizeException PyErr_Occurred PyErr_SetString PyExc_Exception PyExc_RuntimeError PyExc_TypeError
-    PyExc_ValueError PyException_SetTraceback PyFloat_AsDouble PyFloat_Type PyLong_AsLongLong PyLong_FromLongLong
+    PyExc_ValueError PyException_SetTraceback PyFloat_AsDouble PyFloat_Type PyImport_ImportModule PyLong_AsLongLong
+    PyLong_FromLongLong
     PyLong_Type PyMem_Calloc PyMem_Free PyMem_Malloc PyModule_AddIntConstant PyModule_AddObjectRef
     PyModule_AddStringConstant PyModule_Create2 PyNumber_Add PyObject_Call PyObject_CallFunctionObjArgs
     PyObject_CallMethodObjArgs PyObject_CallNoArgs PyObject_GC_UnTrack PyObject_GetAttr PyObject_GetAttrString

@@ -1,9 +1,9 @@
 """The public functions that have a C form (`layerzero-accel`), and what it must know of each of them.
 
-One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a finite number by type, W a word
-or flag by value, F a finite scale that is not keyed, Z zero, A None, I not looked at. Any other value takes the path in
-Python, which is the truth: what is learnt here is what stands in the World's hot table under Python's own key. The
-functions of these ops do nothing but dispatch.
+One letter a parameter says how it enters the key: T a tensor, O a tensor or None, N a finite number by type, W a word,
+flag or dtype by value, F a finite scale that is not keyed, Z zero, Y zero, which kernels are told as None, A None, I
+not looked at. Any other value takes the path in Python, which is the truth: what is learnt here is what stands in the
+World's hot table under Python's own key. The functions of these ops do nothing but dispatch.
 """
 
 from __future__ import annotations

@@ -7,11 +7,17 @@
 
 #define FREE_SLOT_BEFORE ((size_t)1 << (8 * sizeof(size_t) - 1)) /* PY_VECTORCALL_ARGUMENTS_OFFSET */
 
+/* What a kernel is told of a parameter. */
+static inline PyObject *told(const Op *op, const Call *c, int index)
+{
+    return op->parameters[index].kind == ABSENT ? Py_None : c->values[index];
+}
+
 static PyObject *arguments(const Op *op, const Call *c)
 {
     PyObject *made = PyTuple_New(op->canonical_count);
     for (int i = 0; made != NULL && i < op->canonical_count; i++) {
-        PyObject *value = c->values[op->canonical[i]];
+        PyObject *value = told(op, c, op->canonical[i]);
         Py_IncRef(value);
         PyTuple_SetItem(made, i, value);
     }
@@ -114,7 +120,7 @@ static inline PyObject *run_bound(const Op *op, const Call *c, PyObject *world, 
     if (torch.vectorcall != NULL) {
         PyObject *stack[MOST_PARAMETERS + 1];
         for (int i = 0; i < op->canonical_count; i++)
-            stack[i + 1] = c->values[op->canonical[i]];
+            stack[i + 1] = told(op, c, op->canonical[i]);
         result = torch.vectorcall(run, stack + 1, (size_t)op->canonical_count | FREE_SLOT_BEFORE, NULL);
     } else {
         PyObject *given = arguments(op, c);

@@ -134,7 +134,8 @@ static inline int add_view(Key *key, PyObject *tensor, View *view)
 
 static inline int add_word(Call *c, PyObject *value)
 {
-    if (value != Py_None && value != Py_True && value != Py_False) {
+    /* A dtype is one object that lives as long as torch. */
+    if (value != Py_None && value != Py_True && value != Py_False && TYPE(value) != torch.dtype) {
         if (TYPE(value) != &PyUnicode_Type)
             return 0;
         Py_IncRef(value);
@@ -177,6 +178,8 @@ static inline int add_parameter(const Op *op, Call *c, int i)
     case FINITE:
         return value == Py_None || (TYPE(value) == &PyFloat_Type && isfinite(PyFloat_AsDouble(value)));
     case ZERO:
+        return TYPE(value) == &PyFloat_Type && PyFloat_AsDouble(value) == 0.0;
+    case ABSENT: /* 0 means that it is not asked for */
         return TYPE(value) == &PyFloat_Type && PyFloat_AsDouble(value) == 0.0;
     case NOTHING:
         return value == Py_None;

@@ -28,9 +28,10 @@ enum Kind {
     TENSOR = 'T',   /* a plain tensor */
     MAYBE = 'O',    /* a plain tensor or None */
     NUMBER = 'N',   /* a finite float or an int, by type; or None */
-    WORD = 'W',     /* None, True, False or a str, by identity */
+    WORD = 'W',     /* None, True, False, a dtype or a str, by identity */
     FINITE = 'F',   /* None or a finite float, not keyed */
     ZERO = 'Z',     /* 0.0 */
+    ABSENT = 'Y',   /* 0.0; kernels are told None */
     NOTHING = 'A',  /* None */
     IGNORED = 'I',  /* anything, not looked at */
 };
@@ -75,7 +76,7 @@ typedef struct {
 
 static struct {
     const Exchange *exchange;
-    PyTypeObject *tensor, *parameter;
+    PyTypeObject *tensor, *parameter, *dtype;
     Asked grad_enabled, any_autocast, deterministic, scope, dispatch_modes, tracing_state;
     PyObject *forward_ad, *profiler; /* the namespaces of these modules, which say whether they are at work */
     PyObject *current_level, *is_profiler_enabled;
@@ -290,6 +291,12 @@ static PyObject *setup(PyObject *module, PyObject *args)
         || ask_setup(&torch.scope, scope) < 0 || ask_setup(&torch.dispatch_modes, dispatch_modes) < 0
         || ask_setup(&torch.tracing_state, tracing_state) < 0 || read_followers(followers) < 0)
         return NULL;
+    PyObject *home = PyImport_ImportModule("torch"), *dtype = NULL;
+    if (home != NULL)
+        dtype = PyObject_GetAttrString(home, "dtype");
+    Py_DecRef(home);
+    if (dtype == NULL)
+        return NULL;
     Py_IncRef(forward_ad);
     Py_IncRef(profiler);
     torch.forward_ad = forward_ad;
@@ -300,6 +307,7 @@ static PyObject *setup(PyObject *module, PyObject *args)
     Py_IncRef(now);
     torch.tensor = (PyTypeObject *)tensor;
     torch.parameter = (PyTypeObject *)parameter;
+    torch.dtype = (PyTypeObject *)dtype;
     torch.requires_grad = descriptor;
     torch.get_requires_grad = get;
     torch.now = now;

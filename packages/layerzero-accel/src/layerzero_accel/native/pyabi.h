@@ -91,6 +91,7 @@ PyCFunction PyCFunction_GetFunction(PyObject *);
 PyObject *PyCFunction_GetSelf(PyObject *);
 int PyCFunction_GetFlags(PyObject *);
 void *PyCapsule_GetPointer(PyObject *, const char *);
+PyObject *PyImport_ImportModule(const char *);
 PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_GetAttrString(PyObject *, const char *);
 int PyObject_SetAttr(PyObject *, PyObject *, PyObject *);

@@ -72,5 +72,6 @@ CAST = register(
         tolerance="exact",
         growing=("elements",),
         fusable=True,
+        keyed="TWWW",
     )
 )

@@ -138,5 +138,6 @@ CROSS_ENTROPY = register(
         keywords=_keywords,
         growing=("rows",),
         canonical=_canonical,
+        keyed="TTNYAYWWW",
     )
 )  # fmt: skip

@@ -26,7 +26,7 @@ from layerzero.runtime.current import now, scope
 from layerzero.runtime.state import state
 
 # What both sides agree on: the arguments of `setup` and `function`, what `modes` answers. The library carries its own.
-SEAM: Final = 4
+SEAM: Final = 5
 
 
 # The dispatch keys that are included in a thread while ops are followed: by dispatch modes, by functorch, by the tracer
