@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 import textwrap
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import layerzero as lz
 from layerzero._ops.bucketed import bucket_ends, bucketed_key
 from layerzero._ops.signature import PUBLIC
 from layerzero.dispatch.accel import accelerator
+from layerzero.errors import InvalidInputError
 from layerzero.runtime.state import state
 from layerzero_accel.functions import KINDS, _find, accelerated, attention_key, rms_norm_key
 
@@ -113,3 +115,37 @@ def test_the_public_face_is_the_accelerated_one_where_it_is_in_use() -> None:
         # Integrations import from the op's own module.
         assert getattr(sys.modules[function.__module__], op) is getattr(lz, op)
         assert getattr(sys.modules["layerzero.ops"], op) is getattr(lz, op)
+
+
+def _answered(native: Any, call: Callable[[], Any]) -> int:
+    """How many of four equal calls were answered by the table in C."""
+    before = native.counts()["exact"]
+    for _ in range(4):
+        call()
+    return int(native.counts()["exact"] - before)
+
+
+def test_a_dtype_is_a_word_of_the_key(fresh: Any) -> None:
+    """Casts to two dtypes are two calls, and each is found in C."""
+    x = torch.randn(3, 5)
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        assert _answered(fresh, lambda dtype=dtype: lz.cast(x, dtype)) >= 2
+        assert lz.cast(x, dtype).dtype is dtype and torch.equal(lz.cast(x, dtype), x.to(dtype))
+    with pytest.raises(InvalidInputError):
+        lz.cast(x, "float16")  # type: ignore[arg-type]
+
+
+def test_a_zero_that_means_nothing_is_told_as_none(fresh: Any) -> None:
+    """With the defaults and with zeros the loss is found in C; another value, and None, are Python's to judge."""
+    logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, -100])
+    plain = torch.nn.functional.cross_entropy(logits, labels)
+    for call in (
+        lambda: lz.cross_entropy(logits, labels),
+        lambda: lz.cross_entropy(logits, labels, label_smoothing=0.0, z_loss=0.0),
+    ):
+        assert _answered(fresh, call) >= 2 and torch.allclose(call(), plain)
+    smooth = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert _answered(fresh, lambda: lz.cross_entropy(logits, labels, label_smoothing=0.1)) == 0
+    assert torch.allclose(lz.cross_entropy(logits, labels, label_smoothing=0.1), smooth)
+    with pytest.raises(InvalidInputError):
+        lz.cross_entropy(logits, labels, z_loss=None)  # type: ignore[arg-type]

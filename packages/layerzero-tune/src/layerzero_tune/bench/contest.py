@@ -27,6 +27,7 @@ from layerzero.model.op import Op, OperationSpec
 from layerzero.model.variants import twins
 from layerzero.selection.engine import select
 from layerzero.selection.world import World, measurement_settings
+from layerzero.torch_ops.functions import functions
 from layerzero.tuning.inputs import Call, build, conditions
 from layerzero.tuning.truth import Gate
 from layerzero_tune.draws import gate as gate_of
@@ -182,7 +183,7 @@ def _as_written(op: Op, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
             placed.append(value)
         elif isinstance(value, torch.Tensor) or value != parameter.default:
             options[name] = value
-    return functools.partial(op.function, *placed, **options)
+    return functools.partial(functions.accelerated.get(op.op_id, op.function), *placed, **options)
 
 
 # -- contestants ------------------------------------------------------------------------------------
