@@ -6,6 +6,7 @@ asks does not wait for torch. Kernels that a plugin registers by Python code alo
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -78,14 +79,9 @@ def _kernels() -> set[str]:
 
 def _devices() -> Iterable[str]:
     """Devices by name. The catalogue needs no torch, which the package's own `__init__` imports: it is left out."""
-    import importlib.util
-
-    if "layerzero" not in sys.modules:
-        spec = importlib.util.find_spec("layerzero")
-        assert spec is not None
-        bare = types.ModuleType("layerzero")
-        bare.__path__ = list(spec.submodule_search_locations or ())
-        sys.modules["layerzero"] = bare  # for the rest of this process, which ends with its answer to the shell
+    if "layerzero" not in sys.modules:  # for the rest of this process, which ends with its answer to the shell
+        sys.modules["layerzero"] = bare = types.ModuleType("layerzero")
+        bare.__path__ = [str(Path(__file__).parents[1] / "layerzero")]
     return ("cpu", "cuda", *importlib.import_module("layerzero.device.catalogue").device_names())
 
 

@@ -262,14 +262,6 @@ class DeviceSpec(Plain):
             "memory_gib": round(self.memory_bytes / 2**30) if gpu else None,
         }
 
-    def missing_cpu_features(self, words: Iterable[str]) -> frozenset[str]:
-        """Those of `words` (any spelling) that this CPU lacks."""
-        return frozenset(canonical_cpu_feature(word) for word in words) - self.cpu_features
-
-    def missing_families(self, wanted: Iterable[InstructionFamily]) -> frozenset[InstructionFamily]:
-        """Those of `wanted` that this device lacks; NONE asks for nothing."""
-        return frozenset(wanted) - self.instruction_families - {InstructionFamily.NONE}
-
     def to_json(self) -> dict[str, Any]:
         """A JSON-compatible dict with the signature beside the fields; `from_json` gives back an equal spec."""
         return super().to_json() | {"backend_versions": dict(self.backend_versions), "signature": self.signature}
